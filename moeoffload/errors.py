@@ -1,0 +1,60 @@
+"""Every error a user can meet, one class per cause, each with the exit code of the command line.
+
+The message is one line that says what was wrong, with what value, and what would be right.
+"""
+
+from __future__ import annotations
+
+
+class MoeOffloadError(Exception):
+    """Base of all errors that moeoffload raises on purpose. ``exit_code`` is what the command line returns."""
+
+    exit_code = 1
+
+
+class SettingError(MoeOffloadError):
+    """A setting has a value that is not allowed; the message holds its name, its value and what is allowed."""
+
+    exit_code = 2
+
+
+class ModelError(MoeOffloadError):
+    """The model cannot be used: no such folder, not a Mixture-of-Experts model, damaged or unsupported files."""
+
+    exit_code = 3
+
+
+class PromptError(MoeOffloadError):
+    """The prompt is empty, or longer than the model allows."""
+
+    exit_code = 3
+
+
+class PlacementError(MoeOffloadError):
+    """The routed experts do not fit on the servers; the message holds a table of needed, offered and missing bytes."""
+
+    exit_code = 4
+
+
+class ServerError(MoeOffloadError):
+    """An expert server cannot be used: it does not answer, refuses, is of another version, or failed."""
+
+    exit_code = 5
+
+
+class DeadlineError(ServerError):
+    """A wait reached its deadline; the message says what was waited for and how long (seconds)."""
+
+
+class ProtocolError(ServerError):
+    """Bytes from the other side are not a valid frame or message; the message names the field."""
+
+
+class CapacityError(ServerError):
+    """A frame holds more rows, or needs more bytes, than the other side said it takes."""
+
+
+class PayloadError(MoeOffloadError):
+    """A value cannot be carried in the payload dtype (overflow or not finite); the message names layer and row."""
+
+    exit_code = 6
