@@ -1,0 +1,35 @@
+"""Sans-I/O frames of the data plane: encode into and decode from buffers that the caller owns."""
+
+from moeoffload.wire.header import (
+    HEADER_BYTES,
+    WIRE_VERSION,
+    ErrorCode,
+    Flag,
+    FrameHeader,
+    Kind,
+    peek_request_id,
+)
+from moeoffload.wire.layout import (
+    MAX_ROWS,
+    MAX_SLOTS,
+    DispatchViews,
+    FrameLayout,
+    read_error_text,
+    write_error_text,
+)
+
+__all__ = [
+    "HEADER_BYTES",
+    "MAX_ROWS",
+    "MAX_SLOTS",
+    "WIRE_VERSION",
+    "DispatchViews",
+    "ErrorCode",
+    "Flag",
+    "FrameHeader",
+    "FrameLayout",
+    "Kind",
+    "peek_request_id",
+    "read_error_text",
+    "write_error_text",
+]

@@ -1,0 +1,144 @@
+"""Where the segments of dispatch and combine frames lie, and views on them.
+
+A dispatch body is ``rows`` (n, hidden) in the payload dtype, ``weights`` (n, top_k) float32 and ``slots`` (n, top_k)
+int16, back to back without padding. A combine body is ``rows`` (n, hidden). A slot is the server-local number of an
+expert within its layer; -1 means that the expert is not on this server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+
+from moeoffload.errors import CapacityError, ProtocolError
+from moeoffload.payload import PayloadDtype
+from moeoffload.wire.header import HEADER_BYTES, FrameHeader
+
+WEIGHT_BYTES: Final = 4
+SLOT_BYTES: Final = 2
+MAX_SLOTS: Final = 32_767
+MAX_ROWS: Final = 4096
+MAX_HIDDEN: Final = 65_536
+MAX_TOP_K: Final = 512
+MAX_ERROR_TEXT_BYTES: Final = 2048
+
+
+class DispatchViews(NamedTuple):
+    """Tensors over a dispatch body: rows (n, hidden), weights (n, top_k) float32, slots (n, top_k) int16."""
+
+    rows: torch.Tensor
+    weights: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLayout:
+    """What two sides agree on at attach: every size of every frame follows from it.
+
+    ``hidden`` is the model's hidden size, ``capacity`` the most rows one frame may hold.
+    """
+
+    hidden: int
+    top_k: int
+    dtype_out: PayloadDtype
+    dtype_back: PayloadDtype
+    capacity: int
+
+    def __post_init__(self) -> None:
+        for name, value, most in (
+            ("hidden", self.hidden, MAX_HIDDEN),
+            ("top_k", self.top_k, MAX_TOP_K),
+            ("capacity", self.capacity, MAX_ROWS),
+        ):
+            if not 1 <= value <= most:
+                raise ProtocolError(f"frame layout: {name} is {value}, allowed are 1 to {most}")
+        if self.hidden % 2:
+            raise ProtocolError(f"frame layout: hidden is {self.hidden}, expected an even number")
+
+    def dispatch_body_bytes(self, rows: int) -> int:
+        """Bytes of a dispatch body with ``rows`` rows."""
+        return rows * (self.hidden * self.dtype_out.itemsize + self.top_k * (WEIGHT_BYTES + SLOT_BYTES))
+
+    def combine_body_bytes(self, rows: int) -> int:
+        """Bytes of a combine body with ``rows`` rows."""
+        return rows * self.hidden * self.dtype_back.itemsize
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes of the largest request frame, header included."""
+        return HEADER_BYTES + self.dispatch_body_bytes(self.capacity)
+
+    @property
+    def reply_bytes(self) -> int:
+        """Bytes of the largest reply frame, header included; an error frame always fits."""
+        return HEADER_BYTES + max(self.combine_body_bytes(self.capacity), MAX_ERROR_TEXT_BYTES)
+
+    def check_dispatch(self, header: FrameHeader, frame_bytes: int) -> None:
+        """Checks a received dispatch header against what was agreed, before anything is read or allocated.
+
+        Raises:
+            CapacityError: more rows than ``capacity``.
+            ProtocolError: any other disagreement; names the field.
+        """
+        if header.rows > self.capacity:
+            raise CapacityError(f"frame has {header.rows} rows, this server takes at most {self.capacity}")
+        for name, value, expected in (
+            ("dtype_out", header.dtype_out, int(self.dtype_out)),
+            ("dtype_back", header.dtype_back, int(self.dtype_back)),
+            ("top_k", header.top_k, self.top_k),
+            ("body_bytes", header.body_bytes, self.dispatch_body_bytes(header.rows)),
+            ("frame bytes", frame_bytes, HEADER_BYTES + header.body_bytes),
+        ):
+            if value != expected:
+                raise ProtocolError(f"dispatch frame: {name} is {value}, expected {expected}")
+        if header.rows == 0:
+            raise ProtocolError("dispatch frame: rows is 0, expected at least 1")
+
+    def check_combine(self, header: FrameHeader, frame_bytes: int, rows: int) -> None:
+        """Checks a received combine header against the request of ``rows`` rows it answers.
+
+        Raises:
+            ProtocolError: naming the field that differs.
+        """
+        for name, value, expected in (
+            ("rows", header.rows, rows),
+            ("dtype_back", header.dtype_back, int(self.dtype_back)),
+            ("body_bytes", header.body_bytes, self.combine_body_bytes(rows)),
+            ("frame bytes", frame_bytes, HEADER_BYTES + header.body_bytes),
+        ):
+            if value != expected:
+                raise ProtocolError(f"combine frame: {name} is {value}, expected {expected}")
+
+    def dispatch_views(self, frame: memoryview, rows: int) -> DispatchViews:
+        """Tensors over the dispatch body in ``frame`` (which starts at the header); nothing is copied."""
+        n_values, n_routes = rows * self.hidden, rows * self.top_k
+        weights_at = HEADER_BYTES + n_values * self.dtype_out.itemsize
+        slots_at = weights_at + n_routes * WEIGHT_BYTES
+        return DispatchViews(
+            _view(frame, self.dtype_out.torch_dtype, HEADER_BYTES, rows, self.hidden),
+            _view(frame, torch.float32, weights_at, rows, self.top_k),
+            _view(frame, torch.int16, slots_at, rows, self.top_k),
+        )
+
+    def combine_view(self, frame: memoryview, rows: int) -> torch.Tensor:
+        """Tensor (rows, hidden) over the combine body in ``frame``; nothing is copied."""
+        return _view(frame, self.dtype_back.torch_dtype, HEADER_BYTES, rows, self.hidden)
+
+
+def _view(frame: memoryview, dtype: torch.dtype, offset: int, rows: int, columns: int) -> torch.Tensor:
+    return torch.frombuffer(frame, dtype=dtype, count=rows * columns, offset=offset).view(rows, columns)
+
+
+def write_error_text(frame: memoryview, text: str) -> int:
+    """Writes ``text`` as the body of an error frame, cut to what fits; returns its length in bytes."""
+    data = text.encode()[:MAX_ERROR_TEXT_BYTES]
+    frame[HEADER_BYTES : HEADER_BYTES + len(data)] = data
+    return len(data)
+
+
+def read_error_text(frame: memoryview, body_bytes: int) -> str:
+    """The text of an error frame; never reads beyond the frame nor more than the allowed length."""
+    end = min(len(frame), HEADER_BYTES + min(body_bytes, MAX_ERROR_TEXT_BYTES))
+    return bytes(frame[HEADER_BYTES:end]).decode(errors="replace")
