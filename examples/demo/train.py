@@ -1,0 +1,325 @@
+"""Trains the demo checkpoint on one CPU core: ``python examples/demo/train.py --out examples/demo/checkpoint``.
+
+The training step is written out here over the parameters of a plain `Qwen3MoeForCausalLM`, in bf16 with f32 master
+weights and compiled by `torch.compile`: some ten times faster than calling the model. What is saved is that model.
+"""
+
+import argparse
+import random
+import string
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from tasks import sample
+from tokenizer import build_tokenizer
+from torch import Tensor
+from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+EOS_ID, PAD_ID = 256, 257
+IGNORE = -100  # target of positions without loss
+MAX_POSITION = 8192
+AUX_COEF = 0.01  # of the load-balancing loss, so that all experts are used
+NOISE_LINES = 0.02  # share of lines that are random text, so that foreign lines in a prompt do no harm
+
+# (share of the steps, tokens per row): short rows first because they learn faster, long ones last so that long prompts
+# work. A step always has the same number of tokens.
+SCHEDULE = ((0.55, 128), (0.25, 512), (0.20, 2048))
+
+
+class Batch(NamedTuple):
+    tokens: Tensor  # (rows, length) int64
+    targets: Tensor  # (rows, length) int64, what to predict after each token; IGNORE outside answers
+    positions: Tensor  # (rows, length) int64, rising, with gaps between lines
+
+
+def demo_config() -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        vocab_size=258,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=64,
+        intermediate_size=256,  # of dense layers, of which there are none
+        mlp_only_layers=[],
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+        router_aux_loss_coef=AUX_COEF,
+        max_position_embeddings=MAX_POSITION,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        use_cache=True,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+
+
+# --- data ---
+
+
+def _line(rng: random.Random) -> tuple[list[int], list[int]]:
+    """Tokens and targets of one line with its separator.
+
+    The end token is the target after every answer and after every end token, whichever separator then follows: the
+    model must stop after its answer also when the prompt's solved lines are separated by newlines alone.
+    """
+    if rng.random() < NOISE_LINES:
+        text = "".join(rng.choices(string.printable[:95], k=rng.randint(0, 40))) + "\n"
+        return list(text.encode()), [IGNORE] * len(text)
+    prompt, answer = (s.encode() for s in sample("train", rng))
+    tokens = [*prompt, *answer]
+    targets = [IGNORE] * (len(prompt) - 1) + [*answer, EOS_ID]
+    kind = rng.random()
+    ends = 0 if kind < 0.5 else 1 if kind < 0.9 else rng.randint(2, 6)
+    tokens += [EOS_ID] * ends
+    targets += [EOS_ID] * ends
+    if ends != 1 or kind < 0.75:
+        tokens.append(ord("\n"))
+        targets.append(IGNORE)
+    return tokens, targets
+
+
+def make_batch(rows: int, length: int, rng: random.Random) -> Batch:
+    tokens, targets, positions = ([], [], [])
+    for _ in range(rows):
+        row: tuple[list[int], list[int], list[int]] = ([], [], [])
+        # Gaps between lines show the model the distances of long contexts at the price of short rows. Half of the
+        # rows have none, as real prompts do.
+        spare = rng.choice((0, 0, 0, 512, 2048, MAX_POSITION)) - length
+        position = rng.randrange(max(1, MAX_POSITION - max(length, length + spare)))
+        while len(row[0]) < length:
+            line_tokens, line_targets = _line(rng)
+            n = len(line_tokens)
+            row[0].extend(line_tokens)
+            row[1].extend(line_targets)
+            row[2].extend(range(position, position + n))
+            position += n
+            if spare > 0 and rng.random() < 0.3:
+                gap = min(spare, int(rng.expovariate(1) * 4 * MAX_POSITION * n / length / 8))
+                position, spare = position + gap, spare - gap
+        tokens.append(row[0][:length])
+        targets.append(row[1][:length])
+        positions.append(row[2][:length])
+    return Batch(torch.tensor(tokens), torch.tensor(targets), torch.tensor(positions))
+
+
+# --- the model's training step ---
+
+
+class _Permute(torch.autograd.Function):
+    """Rows of `x` in another order; the gradient is a gather as well, which autograd could not know."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(inverse)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def,override]
+        return grad[ctx.saved_tensors[0]], None, None
+
+
+def _experts(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """x (T, H), index and weight (T, k), gate_up (E, 2I, H), down (E, H, I) -> (T, H)."""
+    (tokens, hidden), k = x.shape, index.shape[1]
+    flat = index.flatten()
+    order = flat.argsort(stable=True)
+    inverse = order.argsort()
+    counts = (flat[:, None] == torch.arange(gate_up.shape[0])).sum(0)
+    offsets = counts.cumsum(0).to(torch.int32)
+    repeated = x[:, None].expand(tokens, k, hidden).reshape(tokens * k, hidden)
+    inputs = _Permute.apply(repeated, order, inverse)
+    gate, up = F.grouped_mm(inputs, gate_up.transpose(1, 2), offs=offsets).chunk(2, dim=-1)
+    outputs = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=offsets)
+    outputs = _Permute.apply(outputs, inverse, order).view(tokens, k, hidden)
+    return (outputs * weight[:, :, None]).sum(1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def loss_fn(
+    p: dict[str, Tensor], config: Qwen3MoeConfig, batch: Batch, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Answer loss, load-balancing loss and the share of right answer tokens, from bf16 parameters `p`.
+
+    cos, sin: (rows, 1, length, head_dim). The sums follow transformers' qwen3_moe, bf16 residual stream included.
+    """
+    eps, top_k, n_experts = config.rms_norm_eps, config.num_experts_per_tok, config.num_experts
+    rows, length = batch.tokens.shape
+    x = F.embedding(batch.tokens, p["model.embed_tokens.weight"])
+    hidden = x.shape[-1]
+    aux = torch.zeros(())
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        x32 = x.float()
+        return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * p[name]
+
+    for i in range(config.num_hidden_layers):
+        at = f"model.layers.{i}."
+        h = norm(x, at + "input_layernorm.weight")
+        q, k, v = (
+            F.linear(h, p[f"{at}self_attn.{n}_proj.weight"]).view(rows, length, -1, config.head_dim) for n in "qkv"
+        )
+        q = _rotate(norm(q, at + "self_attn.q_norm.weight").transpose(1, 2), cos, sin)
+        k = _rotate(norm(k, at + "self_attn.k_norm.weight").transpose(1, 2), cos, sin)
+        group = config.num_attention_heads // config.num_key_value_heads
+        k, v = k.repeat_interleave(group, dim=1), v.transpose(1, 2).repeat_interleave(group, dim=1)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, -1)
+        x = x + F.linear(a, p[at + "self_attn.o_proj.weight"])
+
+        h = norm(x, at + "post_attention_layernorm.weight").view(rows * length, hidden)
+        probs = F.linear(h, p[at + "mlp.gate.weight"]).float().softmax(-1)
+        weight, index = probs.topk(top_k, dim=-1)
+        weight = (weight / weight.sum(-1, keepdim=True)).to(h.dtype)
+        used = (index[:, :, None] == torch.arange(n_experts)).sum((0, 1)) / index.numel()
+        aux = aux + n_experts * (used * probs.mean(0)).sum() / config.num_hidden_layers
+        y = _experts(h, index, weight, p[at + "mlp.experts.gate_up_proj"], p[at + "mlp.experts.down_proj"])
+        x = x + y.view(rows, length, hidden)
+
+    logits = F.linear(norm(x, "model.norm.weight"), p["lm_head.weight"]).float().flatten(0, 1)
+    targets = batch.targets.flatten()
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE)
+    right = (logits.argmax(-1) == targets).sum() / (targets != IGNORE).sum()
+    return loss, aux, right
+
+
+# --- optimizer ---
+
+
+def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:
+    """The nearest (semi-)orthogonal matrices to the matrices g (..., m, n), by Newton-Schulz in bf16 (Muon)."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = g.bfloat16()
+    if tall := g.shape[-2] > g.shape[-1]:
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        s = x @ x.mT
+        x = a * x + (b * s + c * (s @ s)) @ x
+    return (x.mT if tall else x).to(g.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is made orthogonal; for the weight matrices, experts as stacks (E, m, n) of them."""
+
+    def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.02):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                m.lerp_(p.grad, 1 - group["momentum"])
+                update = orthogonalize(p.grad.lerp(m, group["momentum"]))
+                p.mul_(1 - group["lr"] * group["decay"])
+                p.add_(update, alpha=-group["lr"] * max(1.0, p.shape[-2] / p.shape[-1]) ** 0.5)
+
+
+def save(model: Qwen3MoeForCausalLM, out: Path) -> None:
+    """Writes the bf16 model, its generation defaults and its tokenizer; leaves `model` in f32."""
+    copy = Qwen3MoeForCausalLM(model.config).to(torch.bfloat16)
+    copy.load_state_dict(model.state_dict())
+    copy.generation_config = GenerationConfig(
+        do_sample=False, max_new_tokens=16, eos_token_id=EOS_ID, pad_token_id=PAD_ID
+    )
+    copy.save_pretrained(out)
+    build_tokenizer(MAX_POSITION).save_pretrained(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per step")
+    parser.add_argument("--lr", type=float, default=0.01, help="Muon's peak rate; AdamW has its own, in proportion")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--state", type=Path, help="file to keep the training state in, to resume from if it exists")
+    parser.add_argument("--save-every", type=int, default=1000)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+
+    config = demo_config()
+    model = Qwen3MoeForCausalLM(config)
+    named = dict(model.named_parameters())
+    is_matrix = {n: p.ndim >= 2 and not any(s in n for s in ("embed", "lm_head", "gate.weight")) for n, p in named.items()}
+    muon = Muon([p for n, p in named.items() if is_matrix[n]], args.lr)
+    adamw = torch.optim.AdamW(
+        [p for n, p in named.items() if not is_matrix[n]], args.lr * 0.3, (0.9, 0.98), weight_decay=0.0, fused=True
+    )
+    optimizers = (muon, adamw)
+    peaks = [o.param_groups[0]["lr"] for o in optimizers]
+
+    start = 0
+    if args.state and args.state.exists():
+        state = torch.load(args.state)
+        model.load_state_dict(state["model"])
+        for o, s in zip(optimizers, state["optimizers"], strict=True):
+            o.load_state_dict(s)
+        start = state["step"]
+
+    step_fn = torch.compile(loss_fn, dynamic=False)
+    inv_freq = 10000.0 ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+    warmup, decay_from = 100, int(args.steps * 0.4)
+    begun, tokens_seen = time.monotonic(), 0
+    mean = torch.zeros(3)
+    for step in range(start, args.steps):
+        rate = min(1.0, (step + 1) / warmup, max(0.0, (args.steps - step) / (args.steps - decay_from)))
+        for o, peak in zip(optimizers, peaks, strict=True):
+            o.param_groups[0]["lr"] = peak * rate
+        share, length = 0.0, SCHEDULE[-1][1]
+        for part, part_length in SCHEDULE:
+            share += part
+            if step < share * args.steps:
+                length = part_length
+                break
+        rng = random.Random(args.seed * 1_000_003 + step)  # by step, so that a resumed run sees the same data
+        batch = make_batch(args.tokens // length, length, rng)
+        angle = (batch.positions[:, None, :, None] * inv_freq).repeat(1, 1, 1, 2)
+        half = {n: p.to(torch.bfloat16) for n, p in named.items()}
+        loss, aux, right = step_fn(half, config, batch, angle.cos().bfloat16(), angle.sin().bfloat16())
+        (loss + AUX_COEF * aux).backward()
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+        tokens_seen += args.tokens
+        mean += torch.stack((loss.detach(), aux.detach(), right))
+        if (step + 1) % 50 == 0:
+            loss_, aux_, right_ = (mean / 50).tolist()
+            mean.zero_()
+            speed = tokens_seen / (time.monotonic() - begun)
+            print(
+                f"step {step + 1} rows of {length} loss {loss_:.5f} balance {aux_:.3f} right {right_:.5f} "
+                f"{speed:.0f} tokens/s {time.monotonic() - begun:.0f} s",
+                flush=True,
+            )
+        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+            save(model, args.out)
+            if args.state:
+                torch.save(
+                    {
+                        "model": model.state_dict(),
+                        "optimizers": [o.state_dict() for o in optimizers],
+                        "step": step + 1,
+                    },
+                    args.state,
+                )
+
+
+if __name__ == "__main__":
+    main()
