@@ -32,6 +32,17 @@ _LONGEST_VALUE_SHOWN = 200
 _log = logging.getLogger(__name__)
 
 
+class Panel(StrEnum):
+    """The groups of settings, in the order in which help and documentation show them."""
+
+    SERVERS = "Expert servers"
+    CHANNEL = "Channel"
+    COMPUTE = "Compute"
+    GENERATION = "Generation"
+    TIME_LIMITS = "Time limits"
+    REPORTING = "Reporting"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """What an annotation says of a setting beyond its type, bounds, default and description."""
@@ -49,7 +60,7 @@ class Setting:
     metavar: str | None = None
     rival: str | None = None
     """The setting that says the same in other words: given on the command line, it silences this one's environment."""
-    panel: str = "Settings"
+    panel: Panel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +76,7 @@ class SettingInfo:
     default: str
     allowed: str
     metavar: str
-    panel: str
+    panel: Panel
     is_boolean: bool
     is_optional: bool
     choices: tuple[str, ...] | None
@@ -107,8 +118,9 @@ class SettingsBase(BaseSettings):
 
     @classmethod
     def infos(cls) -> tuple[SettingInfo, ...]:
-        """Every setting of this model, in the order of its fields."""
-        return tuple(_infos(cls).values())
+        """Every setting of this model, panel by panel."""
+        panels = list(Panel)
+        return tuple(sorted(_infos(cls).values(), key=lambda info: panels.index(info.panel)))
 
     @classmethod
     def settings_customise_sources(
@@ -200,7 +212,7 @@ def _complaint(info: SettingInfo, detail: ErrorDetails, values: Mapping[str, Any
         source, value = found
     shown = repr(value)  # escapes line breaks: the complaint stays one line
     if len(shown) > _LONGEST_VALUE_SHOWN:
-        shown = shown[:_LONGEST_VALUE_SHOWN] + "…"
+        shown = shown[:_LONGEST_VALUE_SHOWN] + "..."
     reason = f" ({detail['ctx']['error']})" if detail["type"] == "value_error" else ""
     return f"{source}: {shown} is not allowed{reason}; allowed is {info.allowed}"
 
@@ -216,7 +228,8 @@ def _infos(model: type[SettingsBase]) -> dict[str, SettingInfo]:
 
 
 def _describe(name: str, field_info: FieldInfo) -> SettingInfo:
-    setting = next((item for item in field_info.metadata if isinstance(item, Setting)), Setting())
+    setting = next((item for item in field_info.metadata if isinstance(item, Setting)), None)
+    assert setting is not None, f"{name} has no Setting(...) in its annotation"
     kind, is_optional = _plain_type(field_info.annotation)
     choices = setting.choices
     if choices is None and isinstance(kind, type) and issubclass(kind, StrEnum):
@@ -274,7 +287,9 @@ def _default(value: Any, setting: Setting) -> str:
     elif value == ():
         text = "empty"
     else:
-        text = f"{value} {setting.unit}" if setting.unit and value else str(value)
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        if setting.unit and value:
+            text += f" {setting.unit}"
     return f"{text} = {setting.default_means}" if setting.default_means else text
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, ValidationInfo, field_validator
 
-from moeoffload.setting_sources import Setting, SettingsBase
+from moeoffload.setting_sources import Panel, Setting, SettingsBase
 from moeoffload.setting_values import (
     SMALLEST_SHARED_BYTES,
     Address,
@@ -37,13 +37,6 @@ __all__ = [
 ]
 
 _ALIAS = "DFLASH_MOE_EXPERT_COMPUTE_"
-
-_SERVERS = "Expert servers"
-_CHANNEL = "Channel"
-_COMPUTE = "Compute"
-_GENERATION = "Generation"
-_TIME_LIMITS = "Time limits"
-_REPORTING = "Reporting"
 
 _DTYPE_SPELLINGS = {
     "float32": "f32",
@@ -111,9 +104,9 @@ _DEVICE_METAVAR = "auto|cpu|cuda|cuda:N"
 _SHARED_BYTES = Setting(
     alias=_ALIAS + "IPC_SHARED_BYTES",
     unit="bytes",
-    allowed=f"0, or at least {SMALLEST_SHARED_BYTES} bytes, plain or with K, M, G, KiB, MiB or GiB (×1024)",
+    allowed=f"0, or at least {SMALLEST_SHARED_BYTES} bytes, plain or with K, M, G, KiB, MiB or GiB (x 1024)",
     default_means="as much as needed",
-    panel=_CHANNEL,
+    panel=Panel.CHANNEL,
 )
 
 
@@ -127,18 +120,18 @@ class CommonSettings(SettingsBase):
             alias=_ALIAS + "IPC_TRANSPORT",
             choices=("auto", "shared", "stream"),
             default_means="shared where both sides are on one machine, else stream",
-            panel=_CHANNEL,
+            panel=Panel.CHANNEL,
         ),
     ] = TransportChoice.AUTO
     batch_capacity: Annotated[
         Rows,
         Field(description="The most rows in one dispatch; the smaller of the host's and the server's counts."),
-        Setting(alias=_ALIAS + "IPC_BATCH_CAPACITY", unit="rows", panel=_CHANNEL),
+        Setting(alias=_ALIAS + "IPC_BATCH_CAPACITY", unit="rows", panel=Panel.CHANNEL),
     ] = 1024
     threads: Annotated[
         int | None,
         Field(ge=1, le=1024, description="Compute threads on the CPU."),
-        Setting(alias=_ALIAS + "THREADS", unit="threads", default_means="torch's default", panel=_COMPUTE),
+        Setting(alias=_ALIAS + "THREADS", unit="threads", default_means="torch's default", panel=Panel.COMPUTE),
     ] = None
 
 
@@ -152,8 +145,8 @@ class HostSettings(CommonSettings):
         Setting(
             allowed="HOST:PORT, or several with commas between, each once, ports 1 to 65535, IPv6 in brackets",
             default_means="start servers on this machine",
-            metavar="HOST:PORT,…",
-            panel=_SERVERS,
+            metavar="HOST:PORT,...",
+            panel=Panel.SERVERS,
         ),
     ] = ()
     required: Annotated[
@@ -162,17 +155,17 @@ class HostSettings(CommonSettings):
             description="An expert server that cannot be reached at the start ends the run; "
             "if not required, a server started on this machine takes its place."
         ),
-        Setting(alias=_ALIAS + "IPC_REQUIRED", panel=_SERVERS),
+        Setting(alias=_ALIAS + "IPC_REQUIRED", panel=Panel.SERVERS),
     ] = True
     gpu: Annotated[
         GpuIndex,
         Field(description="The CUDA device of a server started on this machine."),
-        Setting(alias=_ALIAS + "IPC_GPU", default_means="the server's own choice", panel=_SERVERS),
+        Setting(alias=_ALIAS + "IPC_GPU", default_means="the server's own choice", panel=Panel.SERVERS),
     ] = None
     server_memory_gib: Annotated[
         float | None,
         Field(gt=0, description="The memory given to each server started on this machine."),
-        Setting(unit="GiB", default_means="what is free on its device", panel=_SERVERS),
+        Setting(unit="GiB", default_means="what is free on its device", panel=Panel.SERVERS),
     ] = None
     work_dir: Annotated[
         Path | None,
@@ -183,13 +176,13 @@ class HostSettings(CommonSettings):
             allowed="a folder that exists and can be written to, or that can be made",
             default_means="a temporary folder",
             metavar="FOLDER",
-            panel=_SERVERS,
+            panel=Panel.SERVERS,
         ),
     ] = None
     mode: Annotated[
         Mode,
         Field(description="One dispatch of many rows for each layer and server (batched), or small slices (stream)."),
-        Setting(alias=_ALIAS + "IPC_MODE", default_means="what measures fastest", panel=_CHANNEL),
+        Setting(alias=_ALIAS + "IPC_MODE", default_means="what measures fastest", panel=Panel.CHANNEL),
     ] = Mode.AUTO
     dtype: Annotated[
         PayloadChoice,
@@ -199,7 +192,7 @@ class HostSettings(CommonSettings):
             allowed=_DTYPES_ALLOWED,
             spellings=_DTYPE_SPELLINGS,
             default_means="the model's activation dtype",
-            panel=_CHANNEL,
+            panel=Panel.CHANNEL,
         ),
     ] = PayloadChoice.AUTO
     shared_bytes: Annotated[
@@ -210,12 +203,12 @@ class HostSettings(CommonSettings):
     hot_slice: Annotated[
         Rows,
         Field(description="The rows of one slice in stream mode."),
-        Setting(alias="DFLASH_MOE_PREFILL_HOT_SUB_BATCH", unit="rows", panel=_CHANNEL),
+        Setting(alias="DFLASH_MOE_PREFILL_HOT_SUB_BATCH", unit="rows", panel=Panel.CHANNEL),
     ] = 4
     slots: Annotated[
         Slots,
         Field(description="Requests in flight for each server."),
-        Setting(unit="requests", panel=_CHANNEL),
+        Setting(unit="requests", panel=Panel.CHANNEL),
     ] = 4
     device: Annotated[
         Device,
@@ -224,7 +217,7 @@ class HostSettings(CommonSettings):
             allowed=_DEVICES_ALLOWED,
             default_means="the first CUDA device, else the CPU",
             metavar=_DEVICE_METAVAR,
-            panel=_COMPUTE,
+            panel=Panel.COMPUTE,
         ),
     ] = "auto"
     model_dtype: Annotated[
@@ -234,43 +227,43 @@ class HostSettings(CommonSettings):
             allowed=_DTYPES_ALLOWED,
             spellings=_DTYPE_SPELLINGS,
             default_means="the checkpoint's",
-            panel=_COMPUTE,
+            panel=Panel.COMPUTE,
         ),
     ] = ModelDtypeChoice.AUTO
     max_new_tokens: Annotated[
         int,
         Field(ge=1, description="The most tokens to generate."),
-        Setting(unit="tokens", panel=_GENERATION),
+        Setting(unit="tokens", panel=Panel.GENERATION),
     ] = 256
     temperature: Annotated[
         float,
         Field(ge=0, le=5, description="Spread of the sampling."),
-        Setting(default_means="greedy, always the likeliest token", panel=_GENERATION),
+        Setting(default_means="greedy, always the likeliest token", panel=Panel.GENERATION),
     ] = 0.0
     seed: Annotated[
         int | None,
         Field(ge=-(2**63), le=2**63 - 1, description="Start of the random numbers that sampling draws."),
-        Setting(allowed="an integer of 64 bits", default_means="a new one each run", panel=_GENERATION),
+        Setting(allowed="an integer of 64 bits", default_means="a new one each run", panel=Panel.GENERATION),
     ] = None
     connect_timeout_s: Annotated[
         ShortTimeout,
         Field(description="The longest wait for an expert server to answer at the start."),
-        Setting(unit="seconds", panel=_TIME_LIMITS),
+        Setting(unit="seconds", panel=Panel.TIME_LIMITS),
     ] = 10.0
     load_timeout_s: Annotated[
         float,
         Field(gt=0, le=86400, description="The longest wait for an expert server to load its experts."),
-        Setting(unit="seconds", panel=_TIME_LIMITS),
+        Setting(unit="seconds", panel=Panel.TIME_LIMITS),
     ] = 1800.0
     dispatch_timeout_s: Annotated[
         ShortTimeout,
         Field(description="The longest wait for the reply to one dispatch."),
-        Setting(unit="seconds", panel=_TIME_LIMITS),
+        Setting(unit="seconds", panel=Panel.TIME_LIMITS),
     ] = 60.0
     profile: Annotated[
         bool,
         Field(description="Also record each layer's times in the report."),
-        Setting(alias=_ALIAS + "IPC_PROFILE", panel=_REPORTING),
+        Setting(alias=_ALIAS + "IPC_PROFILE", panel=Panel.REPORTING),
     ] = False
     report: Annotated[
         Path | None,
@@ -280,13 +273,13 @@ class HostSettings(CommonSettings):
             allowed="a file that can be written, in a folder that exists",
             default_means="no report file",
             metavar="FILE",
-            panel=_REPORTING,
+            panel=Panel.REPORTING,
         ),
     ] = None
     log_level: Annotated[
         LogLevel,
         Field(description="The least serious log message that is shown."),
-        Setting(panel=_REPORTING),
+        Setting(panel=Panel.REPORTING),
     ] = LogLevel.WARNING
 
 
@@ -300,7 +293,7 @@ class ExpertServerSettings(CommonSettings):
         Setting(
             allowed="HOST:PORT, port 0 to 65535 (0 picks a free one), IPv6 in brackets",
             metavar="HOST:PORT",
-            panel=_SERVERS,
+            panel=Panel.SERVERS,
         ),
     ] = Address("127.0.0.1:50051")
     model: Annotated[
@@ -310,14 +303,14 @@ class ExpertServerSettings(CommonSettings):
             allowed="a folder or a model id of the Hugging Face hub",
             default_means="the one the host names",
             metavar="MODEL",
-            panel=_SERVERS,
+            panel=Panel.SERVERS,
         ),
     ] = None
     # gpu stands before device: fields are checked in this order, and device takes gpu into account.
     gpu: Annotated[
         GpuIndex,
         Field(description="Short for device cuda:N; not together with a different device."),
-        Setting(alias=_ALIAS + "IPC_GPU", rival="device", panel=_COMPUTE),
+        Setting(alias=_ALIAS + "IPC_GPU", rival="device", panel=Panel.COMPUTE),
     ] = None
     device: Annotated[
         Device,
@@ -327,13 +320,13 @@ class ExpertServerSettings(CommonSettings):
             default_means="the last CUDA device, else the CPU",
             metavar=_DEVICE_METAVAR,
             rival="gpu",
-            panel=_COMPUTE,
+            panel=Panel.COMPUTE,
         ),
     ] = "auto"
     memory_gib: Annotated[
         float | None,
         Field(gt=0, description="The most memory that experts and buffers take on the device."),
-        Setting(unit="GiB", default_means="what is free", panel=_COMPUTE),
+        Setting(unit="GiB", default_means="what is free", panel=Panel.COMPUTE),
     ] = None
     shared_bytes: Annotated[
         SharedBytes,
@@ -343,12 +336,12 @@ class ExpertServerSettings(CommonSettings):
     slots: Annotated[
         Slots,
         Field(description="The most requests in flight for each host."),
-        Setting(unit="requests", panel=_CHANNEL),
+        Setting(unit="requests", panel=Panel.CHANNEL),
     ] = 16
     log_level: Annotated[
         LogLevel,
         Field(description="The least serious log message that is shown."),
-        Setting(panel=_REPORTING),
+        Setting(panel=Panel.REPORTING),
     ] = LogLevel.INFO
 
     @field_validator("device", mode="after")

@@ -1,0 +1,116 @@
+"""Turns a settings model into command line options, and errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from moeoffload.errors import MoeOffloadError, SettingError
+from moeoffload.setting_sources import SettingInfo, SettingsBase
+
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+_Result = TypeVar("_Result")
+
+_log = logging.getLogger(__name__)
+
+
+def with_settings(model: type[SettingsBase]) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
+    """Give a command one option for each setting of ``model``, and pass it the checked object.
+
+    The command names it in one parameter, annotated with the model; its other parameters stay options and arguments of
+    its own. Options reach the model as the text that was typed, so that it alone says what is allowed. Errors end the
+    command as ``exit_on_error`` does.
+    """
+
+    def decorate(command: Callable[..., _Result]) -> Callable[..., _Result]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())
+        target = next((parameter.name for parameter in own if parameter.annotation is model), None)
+        if target is None:
+            raise TypeError(f"{command.__name__} has no parameter annotated with {model.__name__}")
+        own = [parameter for parameter in own if parameter.name != target]
+        names = [info.name for info in model.infos()]
+        if twice := {parameter.name for parameter in own}.intersection(names):
+            raise TypeError(f"{command.__name__} has parameters of the same name as settings: {sorted(twice)}")
+
+        @functools.wraps(command)
+        def with_options(**values: Any) -> _Result:
+            with exit_on_error():
+                typed = {name: values.pop(name, None) for name in names}
+                return command(**{target: model.load(typed)}, **values)
+            raise AssertionError("exit_on_error swallows nothing")
+
+        parameters = [*own, *(_option(info) for info in model.infos())]
+        # typer reads both: the signature for order and defaults, the annotations for types.
+        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return with_options
+
+    return decorate
+
+
+@contextlib.contextmanager
+def exit_on_error() -> Iterator[None]:
+    """End a command as a user expects: one line for an error made on purpose, quiet on Ctrl-C and on a closed pipe.
+
+    Works as ``with exit_on_error():`` and as the decorator ``@exit_on_error()``.
+    """
+    try:
+        yield
+        sys.stdout.flush()  # so that a closed pipe shows here and not while the interpreter shuts down
+    except MoeOffloadError as error:
+        _log.debug("where the error came from", exc_info=True)
+        _print_error(error)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        _discard_stdout()
+        raise typer.Exit(EXIT_BROKEN_PIPE) from None
+
+
+def _option(info: SettingInfo) -> inspect.Parameter:
+    names = f"Environment: {' or '.join(info.env_names)}."
+    if info.is_boolean:
+        option = typer.Option(
+            f"{info.flag}/--no-{info.flag.removeprefix('--')}",
+            help=f"{info.description} {names}",
+            show_default=info.default,
+            rich_help_panel=info.panel,
+        )
+        annotation: Any = Annotated[bool | None, option]
+    else:
+        option = typer.Option(
+            info.flag,
+            help=f"{info.description} Allowed: {info.allowed}. {names}",
+            show_default=info.default,
+            metavar=info.metavar,
+            rich_help_panel=info.panel,
+        )
+        annotation = Annotated[str | None, option]
+    return inspect.Parameter(info.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _print_error(error: MoeOffloadError) -> None:
+    """Red on a terminal only, and not where NO_COLOR asks for none."""
+    message = f"error: {error}"
+    if isinstance(error, SettingError):  # each line is a complaint of its own; other errors may hold a table
+        message = message.replace("\n", "\nerror: ")
+    typer.secho(message, fg=None if os.environ.get("NO_COLOR") else typer.colors.RED, err=True)
+
+
+def _discard_stdout() -> None:
+    """Nobody reads any more: let what is still buffered go nowhere, or the interpreter complains when it flushes."""
+    with contextlib.suppress(OSError, ValueError):  # stdout may be no real file
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)

@@ -1,0 +1,515 @@
+"""Settings: where they come from, what they refuse and how they say it; the options and the page made of them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from moeoffload.cli.options import exit_on_error, with_settings
+from moeoffload.errors import PlacementError, SettingError
+from moeoffload.setting_sources import SettingsBase, unknown_names
+from moeoffload.settings import (
+    Address,
+    ExpertServerSettings,
+    HostSettings,
+    LogLevel,
+    Mode,
+    ModelDtypeChoice,
+    PayloadChoice,
+    TransportChoice,
+    markdown,
+)
+
+ROOT = Path(__file__).parent.parent
+P = "DFLASH_MOE_EXPERT_COMPUTE_"
+MODELS: tuple[type[SettingsBase], ...] = (HostSettings, ExpertServerSettings)
+
+ALIASES = [
+    (HostSettings, "mode", P + "IPC_MODE", "stream", Mode.STREAM),
+    (HostSettings, "transport", P + "IPC_TRANSPORT", "shared", TransportChoice.SHARED),
+    (HostSettings, "dtype", P + "IPC_DTYPE", "float16", PayloadChoice.F16),
+    (HostSettings, "batch_capacity", P + "IPC_BATCH_CAPACITY", "4096", 4096),
+    (HostSettings, "hot_slice", "DFLASH_MOE_PREFILL_HOT_SUB_BATCH", "8", 8),
+    (HostSettings, "shared_bytes", P + "IPC_SHARED_BYTES", "64KiB", 65536),
+    (HostSettings, "work_dir", P + "IPC_WORK_DIR", ".", Path()),
+    (HostSettings, "required", P + "IPC_REQUIRED", "0", False),
+    (HostSettings, "profile", P + "IPC_PROFILE", "1", True),
+    (HostSettings, "gpu", P + "IPC_GPU", "1", 1),
+    (HostSettings, "threads", P + "THREADS", "12", 12),
+    (ExpertServerSettings, "gpu", P + "IPC_GPU", "1", 1),
+    (ExpertServerSettings, "threads", P + "THREADS", "12", 12),
+    (ExpertServerSettings, "transport", P + "IPC_TRANSPORT", "stream", TransportChoice.STREAM),
+    (ExpertServerSettings, "batch_capacity", P + "IPC_BATCH_CAPACITY", "1", 1),
+    (ExpertServerSettings, "shared_bytes", P + "IPC_SHARED_BYTES", "1G", 1 << 30),
+]
+
+# Setting -> values that are not allowed. No folder without permission is among them: root may write anywhere.
+BAD = {
+    "experts": ["here", "a:0", "a:65536", "a:x", "a:1,a:1", "A:1,a:1", "a:1,", "::1:5", "[::g]:5", "1.2.3:4", "a b:1"],
+    "mode": ["batch", "2"],
+    "transport": ["tcp", "loopback"],
+    "dtype": ["f64", "int8"],
+    "batch_capacity": ["0", "4097", "many", "1.5", "-1"],
+    "hot_slice": ["0", "4097", "4 rows"],
+    "slots": ["0", "65"],
+    "shared_bytes": ["65535", "63K", "-1", "1T", "64KB", "1.5G", "5iB"],
+    "work_dir": [__file__, __file__ + "/below", "a" * 300],
+    "required": ["maybe", "2"],
+    "profile": ["maybe", "2"],
+    "gpu": ["-1", "cuda:0"],
+    "threads": ["0", "1025"],
+    "device": ["tpu", "cuda:", "cuda:-1", "cuda:01", "gpu"],
+    "model_dtype": ["f8"],
+    "connect_timeout_s": ["0", "3601", "nan", "inf", "soon"],
+    "load_timeout_s": ["0", "86401", "nan"],
+    "dispatch_timeout_s": ["0", "3601", "-1"],
+    "max_new_tokens": ["0", "-5"],
+    "temperature": ["-0.1", "5.1", "nan", "hot"],
+    "seed": ["x", "9223372036854775808"],
+    "report": [".", "no/such/folder/report.json"],
+    "log_level": ["loud"],
+    "server_memory_gib": ["0", "-1", "inf"],
+    "listen": ["50051", "a:65536", "a:-1", "a:1,b:2"],
+    "memory_gib": ["0", "nan"],
+    "model": [],  # any text may be a model id; empty text is refused with the rest
+}
+BAD_CASES = [(model, info, bad) for model in MODELS for info in model.infos() for bad in BAD[info.name]]
+BAD_IDS = [f"{model.__name__}-{info.name}-{bad[:12]}" for model, info, bad in BAD_CASES]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("MOEOFFLOAD_", "DFLASH_")):
+            monkeypatch.delenv(name)
+
+
+def refusal(build: Callable[[], object]) -> str:
+    with pytest.raises(SettingError) as caught:
+        build()
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- defaults and values
+
+
+def test_defaults_of_host() -> None:
+    settings = HostSettings()
+    assert settings.model_dump() == {
+        "experts": (),
+        "mode": "auto",
+        "transport": "auto",
+        "dtype": "auto",
+        "batch_capacity": 1024,
+        "hot_slice": 4,
+        "slots": 4,
+        "shared_bytes": 0,
+        "work_dir": None,
+        "required": True,
+        "profile": False,
+        "gpu": None,
+        "threads": None,
+        "device": "auto",
+        "model_dtype": "auto",
+        "connect_timeout_s": 10.0,
+        "load_timeout_s": 1800.0,
+        "dispatch_timeout_s": 60.0,
+        "max_new_tokens": 256,
+        "temperature": 0.0,
+        "seed": None,
+        "report": None,
+        "log_level": "warning",
+        "server_memory_gib": None,
+    }
+
+
+def test_defaults_of_expert_server() -> None:
+    settings = ExpertServerSettings()
+    assert settings.model_dump() == {
+        "listen": "127.0.0.1:50051",
+        "device": "auto",
+        "gpu": None,
+        "memory_gib": None,
+        "threads": None,
+        "transport": "auto",
+        "batch_capacity": 1024,
+        "shared_bytes": 0,
+        "slots": 16,
+        "model": None,
+        "log_level": "info",
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_settings_cannot_be_changed(model: type[SettingsBase]) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        model().slots = 5  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("experts", "node1:50051, [::1]:5", ("node1:50051", "[::1]:5")),
+        ("experts", "", ()),
+        ("mode", "Batched", Mode.BATCHED),
+        ("dtype", "fp32", PayloadChoice.F32),
+        ("dtype", "Float32", PayloadChoice.F32),
+        ("dtype", "fp16", PayloadChoice.F16),
+        ("dtype", "bfloat16", PayloadChoice.BF16),
+        ("model_dtype", "bfloat16", ModelDtypeChoice.BF16),
+        ("shared_bytes", "65536", 65536),
+        ("shared_bytes", "0", 0),
+        ("shared_bytes", "64K", 65536),
+        ("shared_bytes", "3M", 3 << 20),
+        ("shared_bytes", "3MiB", 3 << 20),
+        ("shared_bytes", "2g", 2 << 30),
+        ("shared_bytes", "2 GiB", 2 << 30),
+        ("device", "CUDA:3", "cuda:3"),
+        ("device", "cuda", "cuda"),
+        ("gpu", "none", None),
+        ("seed", "-7", -7),
+        ("temperature", "0.7", 0.7),
+        ("log_level", "DEBUG", LogLevel.DEBUG),
+        *(("required", word, True) for word in ("1", "true", "yes", "on", "ON")),
+        *(("required", word, False) for word in ("0", "false", "no", "off", "No")),
+    ],
+)
+def test_reads_text(name: str, text: str, value: Any) -> None:
+    read = getattr(HostSettings.load({name: text}), name)
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_address_has_host_and_port() -> None:
+    named, ipv6 = HostSettings.load({"experts": ["Node1:50051", "[0:0::1]:5"]}).experts
+    assert (named, named.host, named.port) == ("node1:50051", "node1", 50051)
+    assert (ipv6, ipv6.host, ipv6.port) == ("[::1]:5", "::1", 5)
+    assert isinstance(named, Address)
+
+
+def test_listener_may_ask_for_a_free_port() -> None:
+    assert ExpertServerSettings.load({"listen": "0.0.0.0:0"}).listen.port == 0
+
+
+def test_folder_that_can_be_made_is_allowed_and_not_made(tmp_path: Path) -> None:
+    settings = HostSettings(work_dir=tmp_path / "a" / "b")
+    assert settings.work_dir == tmp_path / "a" / "b"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_loopback_is_for_code_only() -> None:
+    assert HostSettings(transport=TransportChoice.LOOPBACK).transport is TransportChoice.LOOPBACK
+    assert "auto, shared or stream" in refusal(lambda: HostSettings.load({"transport": "loopback"}))
+
+
+# ---------------------------------------------------------------- where values come from
+
+
+@pytest.mark.parametrize(("model", "name", "alias", "text", "value"), ALIASES)
+def test_alias_is_read(
+    model: type[SettingsBase], name: str, alias: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(alias, text)
+    assert getattr(model.load(), name) == value
+
+
+def test_no_alias_is_untested() -> None:
+    declared = {(model, info.name, info.alias) for model in MODELS for info in model.infos() if info.alias}
+    assert declared == {(model, name, alias) for model, name, alias, _, _ in ALIASES}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_precedence(model: type[SettingsBase], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(P + "IPC_BATCH_CAPACITY", "1")
+    assert model.load().batch_capacity == 1  # type: ignore[attr-defined]
+    monkeypatch.setenv("MOEOFFLOAD_BATCH_CAPACITY", "2")
+    assert model.load().batch_capacity == 2  # type: ignore[attr-defined]
+    assert model.load({"batch_capacity": None}).batch_capacity == 2  # type: ignore[attr-defined]
+    assert model.load({"batch_capacity": "3"}).batch_capacity == 3  # type: ignore[attr-defined]
+    assert model(batch_capacity=4).batch_capacity == 4  # type: ignore[attr-defined]
+
+
+def test_bad_value_of_a_weaker_source_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEOFFLOAD_SLOTS", "many")
+    assert HostSettings.load({"slots": "2"}).slots == 2
+
+
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_empty_environment_variable_is_not_set(empty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for model in MODELS:
+        for info in model.infos():
+            for env in info.env_names:
+                monkeypatch.setenv(env, empty)
+    for model in MODELS:
+        for name, field in model.model_fields.items():
+            assert getattr(model.load(), name) == field.default
+    monkeypatch.setenv(P + "IPC_BATCH_CAPACITY", "7")
+    assert HostSettings.load().batch_capacity == 7
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_every_setting_has_a_bad_value() -> None:
+    assert {info.name for model in MODELS for info in model.infos()} == set(BAD)
+
+
+@pytest.mark.parametrize(("model", "info", "bad"), BAD_CASES, ids=BAD_IDS)
+def test_bad_value_is_refused_by_each_source(model: Any, info: Any, bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_named(message: str, source: str) -> None:
+        shown = bad if len(bad) < 100 else bad[:100]
+        assert message.startswith(f"{source}: '{shown}")
+        assert f"allowed is {info.allowed}" in message
+        assert "\n" not in message
+
+    is_named(refusal(lambda: model.load({info.name: bad})), info.flag)
+    is_named(refusal(lambda: model(**{info.name: bad})), info.name)
+    for env in info.env_names:
+        with monkeypatch.context() as patch:
+            patch.setenv(env, bad)
+            is_named(refusal(model.load), env)
+            is_named(refusal(model), env)
+
+
+def test_the_message_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(P + "IPC_BATCH_CAPACITY", "9000")
+    assert refusal(HostSettings.load) == (
+        "DFLASH_MOE_EXPERT_COMPUTE_IPC_BATCH_CAPACITY: '9000' is not allowed; "
+        "allowed is an integer from 1 to 4096 (rows)"
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_empty_text_is_refused_where_it_means_nothing(model: type[SettingsBase]) -> None:
+    for info in model.infos():
+        if info.name != "experts":
+            assert refusal(functools.partial(model.load, {info.name: ""})).startswith(f"{info.flag}: ''")
+
+
+def test_all_bad_settings_are_told_at_once() -> None:
+    lines = refusal(lambda: HostSettings.load({"slots": "0", "mode": "x", "gpu": "y"})).splitlines()
+    assert sorted(line.split(":")[0] for line in lines) == ["--gpu", "--mode", "--slots"]
+
+
+def test_line_breaks_and_long_values_stay_one_short_line() -> None:
+    message = refusal(lambda: HostSettings.load({"mode": "a\nb" * 1000}))
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+def test_unknown_keyword_is_refused_with_the_nearest() -> None:
+    assert "did you mean batch_capacity?" in refusal(lambda: HostSettings.load({"batch_capacty": 5}))
+
+
+def test_unknown_environment_name_warns_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MOEOFFLOAD_BATCH_CAPACTY", "5")
+    with caplog.at_level(logging.WARNING):
+        HostSettings.load()
+    assert "MOEOFFLOAD_BATCH_CAPACTY is set" in caplog.text
+    assert "did you mean MOEOFFLOAD_BATCH_CAPACITY?" in caplog.text
+
+
+def test_names_of_the_other_model_are_not_unknown() -> None:
+    assert unknown_names({"MOEOFFLOAD_LISTEN": "a:1", "MOEOFFLOAD_MODE": "auto", "OTHER": "1"}) == []
+
+
+# ---------------------------------------------------------------- gpu and device of a server
+
+
+def test_gpu_is_short_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ExpertServerSettings(gpu=2).device == "cuda:2"
+    assert ExpertServerSettings(gpu=2, device="cuda:2").device == "cuda:2"
+    monkeypatch.setenv(P + "IPC_GPU", "1")
+    assert ExpertServerSettings.load().device == "cuda:1"
+
+
+def test_gpu_and_another_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal(lambda: ExpertServerSettings.load({"gpu": "1", "device": "cpu"})).startswith("--device: 'cpu'")
+    monkeypatch.setenv("MOEOFFLOAD_GPU", "1")
+    monkeypatch.setenv("MOEOFFLOAD_DEVICE", "cuda:0")
+    message = refusal(ExpertServerSettings.load)
+    assert message.startswith("MOEOFFLOAD_DEVICE: 'cuda:0'")
+    assert "cuda:1" in message
+
+
+def test_gpu_or_device_on_the_command_line_silences_the_other_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("MOEOFFLOAD_DEVICE", "cpu")
+        assert ExpertServerSettings.load({"gpu": "1"}).device == "cuda:1"
+    monkeypatch.setenv("MOEOFFLOAD_GPU", "1")
+    assert ExpertServerSettings.load({"device": "cpu"}).device == "cpu"
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_page_is_fresh() -> None:
+    page = ROOT / "docs" / "settings.md"
+    assert page.read_text(encoding="utf-8") == markdown(), "run: python -m moeoffload.settings > docs/settings.md"
+
+
+def test_module_prints_the_page() -> None:
+    command = [sys.executable, "-m", "moeoffload.settings"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True, timeout=60, cwd=ROOT)
+    assert done.stdout == markdown()
+
+
+def test_page_names_every_flag_and_environment_name() -> None:
+    page = markdown()
+    for model in MODELS:
+        for info in model.infos():
+            assert info.description
+            for word in (info.flag, *info.env_names):
+                assert f"`{word}" in page
+
+
+# ---------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+
+    @app.command()
+    @with_settings(HostSettings)
+    def run(
+        settings: HostSettings,
+        model: Annotated[str, typer.Argument(help="The model.")],
+        prompt: Annotated[str, typer.Option("--prompt", help="What to say.")] = "hello",
+    ) -> None:
+        """Run a model."""
+        print(model, prompt, settings.slots, settings.required, settings.experts, settings.seed)
+
+    @app.command()
+    @with_settings(ExpertServerSettings)
+    def serve(settings: ExpertServerSettings) -> None:
+        print(settings.listen, settings.device)
+
+    @app.command()
+    @exit_on_error()
+    def fail(how: str) -> None:
+        ends: dict[str, BaseException] = {
+            "table": PlacementError("too big\na table"),
+            "break": KeyboardInterrupt(),
+            "pipe": BrokenPipeError(),
+        }
+        raise ends[how]
+
+    return app
+
+
+def call(app: typer.Typer, *words: str) -> Any:
+    return CliRunner().invoke(app, words, terminal_width=250, env={"COLUMNS": "250"})
+
+
+def test_options_reach_the_settings(app: typer.Typer) -> None:
+    words = "run m --slots 7 --no-required --experts a:1,b:2 --seed -1 --prompt hi"
+    done = call(app, *words.split())
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "m hi 7 False ('a:1', 'b:2') -1\n"
+
+
+def test_settings_not_typed_come_from_elsewhere(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEOFFLOAD_REQUIRED", "no")
+    monkeypatch.setenv("MOEOFFLOAD_SLOTS", "9")
+    assert call(app, "run", "m").stdout == "m hello 9 False () None\n"
+    assert call(app, "run", "m", "--required").stdout == "m hello 9 True () None\n"
+    assert call(app, "serve", "--listen", "h:1", "--gpu", "0").stdout == "h:1 cuda:0\n"
+
+
+@pytest.mark.parametrize(("model", "info", "bad"), BAD_CASES, ids=BAD_IDS)
+def test_bad_value_ends_the_command(
+    app: typer.Typer, model: type[SettingsBase], info: Any, bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["run", "m"] if model is HostSettings else ["serve"]
+
+    def is_refused(done: Any, source: str) -> None:
+        assert done.exit_code == 2
+        assert done.stdout == ""
+        assert done.stderr.startswith(f"error: {source}: '")
+        assert info.allowed in done.stderr
+        assert done.stderr.count("\n") == 1
+
+    if not info.is_boolean:
+        is_refused(call(app, *words, info.flag, bad), info.flag)
+    for env in info.env_names:
+        with monkeypatch.context() as patch:
+            patch.setenv(env, bad)
+            is_refused(call(app, *words), env)
+
+
+def test_each_bad_setting_has_its_own_error_line(app: typer.Typer) -> None:
+    lines = call(app, "run", "m", "--slots", "0", "--mode", "x").stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("error: --") for line in lines)
+
+
+@pytest.mark.parametrize(("command", "model"), [("run", HostSettings), ("serve", ExpertServerSettings)])
+def test_help_tells_all(app: typer.Typer, command: str, model: type[SettingsBase]) -> None:
+    done = call(app, command, "--help")
+    assert done.exit_code == 0
+    text = " ".join(done.stdout.replace("│", " ").split())
+    for info in model.infos():
+        for words in (info.flag, info.default, info.panel, *info.env_names):
+            assert words in text
+    assert "--no-required" in text or model is not HostSettings
+    assert "What to say." in text or model is not HostSettings
+
+
+@pytest.mark.parametrize("words", [["run", "m", "--no-such"], ["run"], ["serve", "--gpu"]])
+def test_misuse_keeps_the_usual_message(app: typer.Typer, words: list[str]) -> None:
+    done = call(app, *words)
+    assert done.exit_code == 2
+    assert "─ Error ─" in done.stderr
+
+
+def test_error_interrupt_and_closed_pipe_end_quietly(app: typer.Typer) -> None:
+    done = call(app, "fail", "table")
+    assert (done.exit_code, done.stderr) == (PlacementError.exit_code, "error: too big\na table\n")
+    assert (call(app, "fail", "break").exit_code, call(app, "fail", "break").output) == (130, "")
+    assert (call(app, "fail", "pipe").exit_code, call(app, "fail", "pipe").output) == (141, "")
+
+
+def test_reader_that_leaves_early_gets_no_traceback() -> None:
+    code = (
+        "import typer\n"
+        "from moeoffload.cli.options import with_settings\n"
+        "from moeoffload.settings import HostSettings\n"
+        "def run(settings: HostSettings) -> None:\n"
+        "    for _ in range(200_000): print('a line')\n"
+        "typer.run(with_settings(HostSettings)(run))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_decorator_refuses_what_cannot_work() -> None:
+    def without(model: str) -> None: ...
+
+    def twice(settings: HostSettings, slots: int) -> None: ...
+
+    with pytest.raises(TypeError, match="no parameter"):
+        with_settings(HostSettings)(without)
+    with pytest.raises(TypeError, match="slots"):
+        with_settings(HostSettings)(twice)
