@@ -1,0 +1,6 @@
+"""Finds and reads the routed experts of any transformers checkpoint, a subset at a time."""
+
+from moeoffload.checkpoint.checkpoint import Checkpoint
+from moeoffload.checkpoint.layout import ExpertLayer
+
+__all__ = ["Checkpoint", "ExpertLayer"]

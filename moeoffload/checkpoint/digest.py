@@ -1,0 +1,77 @@
+"""A fingerprint by which a host and its expert servers agree that they hold the same model.
+
+It covers what decides the numbers (config, names, dtypes, shapes) and samples the contents: reading every byte of a
+large checkpoint takes minutes, and two different sets of weights practically never agree on sampled blocks of every
+tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from moeoffload.checkpoint.model_config import CONFIG_FILE
+from moeoffload.checkpoint.tensors import StoredTensor, TensorIndex, TensorReader, open_reader, read_json
+
+_BLOCK_BYTES = 4096
+# First and last block of every tensor, and one more for each of these many bytes between, up to a few.
+_SPACING_BYTES = 4 << 20
+_MOST_BETWEEN = 6
+# Reads of 4 KiB wait for the disk rather than for the processor.
+_N_READERS = 8
+_BATCH_TENSORS = 128
+# What changes when a checkpoint is saved again or moved, without changing what it computes; the dtype of the weights is
+# in the tensor index.
+_VOLATILE_KEYS = frozenset(
+    {"transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "dtype", "torch_dtype"}
+)
+
+
+def digest_checkpoint(folder: Path, index: TensorIndex) -> str:
+    """Hex SHA-256 over config.json, the tensor index and blocks of 4 KiB of every tensor; independent of the sharding.
+
+    Raises ModelError when a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    config = _stable(read_json(folder / CONFIG_FILE))
+    digest.update(json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
+    tensors = list(index)
+    batches = [tensors[start : start + _BATCH_TENSORS] for start in range(0, len(tensors), _BATCH_TENSORS)]
+    with ThreadPoolExecutor(_N_READERS) as pool:
+        for parts in pool.map(_digest_batch, batches):
+            digest.update(parts)
+    return digest.hexdigest()
+
+
+def _digest_batch(tensors: list[StoredTensor]) -> bytes:
+    with open_reader() as reader:
+        return b"".join(_digest_tensor(reader, tensor) for tensor in tensors)
+
+
+def _digest_tensor(reader: TensorReader, tensor: StoredTensor) -> bytes:
+    digest = hashlib.sha256(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
+    for start, size in _blocks(tensor.nbytes):
+        digest.update(reader.read_bytes(tensor, start, size))
+    return digest.digest()
+
+
+def _blocks(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Start and size in bytes of the sampled blocks of a tensor; never outside of it, the same for every copy."""
+    n_between = min(_MOST_BETWEEN, nbytes // _SPACING_BYTES)
+    last = max(0, nbytes - _BLOCK_BYTES)
+    for position in range(n_between + 2):
+        start = last * position // (n_between + 1)
+        if position == 0 or start > 0:
+            yield start, min(_BLOCK_BYTES, nbytes - start)
+
+
+def _stable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _stable(entry) for key, entry in value.items() if key not in _VOLATILE_KEYS}
+    if isinstance(value, list):
+        return [_stable(entry) for entry in value]
+    return value

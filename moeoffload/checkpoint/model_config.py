@@ -1,0 +1,52 @@
+"""Reads a checkpoint's config.json and refuses at once what cannot work, before anything is built from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from moeoffload.checkpoint.tensors import read_json
+from moeoffload.errors import ModelError
+
+CONFIG_FILE = "config.json"
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers config object of ``folder``; code that comes with a checkpoint is never run.
+
+    Raises ModelError when config.json is missing, damaged, of an unknown model_type, or describes quantised weights.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        raise ModelError(f"{folder}: has no {CONFIG_FILE}; needed is a folder in the transformers format")
+    raw = read_json(folder / CONFIG_FILE)
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{folder / CONFIG_FILE}: model_type {model_type!r} is not known to the installed transformers"
+        )
+    _refuse_quantised(folder, model_type, raw)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # a config class may raise anything over a value that it does not expect
+        raise ModelError(f"{folder / CONFIG_FILE}: not a valid {model_type} config: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its class name when it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _refuse_quantised(folder: Path, model_type: str, raw: dict[str, Any]) -> None:
+    sections = [raw, *(value for value in raw.values() if isinstance(value, dict))]
+    for section in sections:
+        for key in ("quantization_config", "compression_config"):
+            settings = section.get(key)
+            if settings:
+                method = settings.get("quant_method", "unnamed method") if isinstance(settings, dict) else settings
+                raise ModelError(
+                    f"{folder}: this {model_type} checkpoint is quantised ({method}); "
+                    "needed is one with bfloat16, float16 or float32 weights"
+                )

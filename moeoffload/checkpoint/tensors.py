@@ -1,0 +1,257 @@
+"""The tensors of a folder of safetensors files: where each one lies, and plain reads of a part of one.
+
+The format is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range) and the data. It
+is read here with ``pread`` rather than through a memory map: mapped pages count into the resident memory of a server,
+pages of the kernel's file cache do not, and a read that comes up short is an error that can be named.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from moeoffload.errors import ModelError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+COMPUTE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+# The format's own bound; a header that claims more is damage, not a model.
+_MAX_HEADER_BYTES = 100_000_000
+# One pread moves at most about 2 GiB on Linux; longer tensors take several.
+_MAX_READ_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint.
+
+    ``offset`` and ``nbytes`` are bytes in ``file``; ``dtype`` is the name that the file uses (``"BF16"``).
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch calls it. Raises ModelError when it has none."""
+        if self.dtype not in DTYPES:
+            raise ModelError(f"{self.file.name}: tensor {self.name} has dtype {self.dtype}, which is not supported")
+        return DTYPES[self.dtype]
+
+
+class TensorIndex:
+    """Every tensor of a checkpoint folder by name, in name order."""
+
+    def __init__(self, tensors: Iterable[StoredTensor]):
+        self._tensors = {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.name)}
+
+    @classmethod
+    def open(cls, folder: Path) -> TensorIndex:
+        """Read the headers of all safetensors files of ``folder`` and check them against the file sizes.
+
+        Raises ModelError when there are none, when a file of the index is missing, and when one is damaged or
+        truncated.
+        """
+        if (folder / SINGLE_FILE).is_file():
+            return cls(_read_header(folder / SINGLE_FILE))
+        if (folder / INDEX_FILE).is_file():
+            return cls(_read_shards(folder))
+        pickled = sorted(path.name for path in folder.glob("*.bin"))
+        found = f"only pickled weights ({pickled[0]}), which are never opened" if pickled else "no weights"
+        raise ModelError(f"{folder}: {found}; needed is {SINGLE_FILE} or {INDEX_FILE} with its shards")
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[StoredTensor]:
+        return iter(self._tensors.values())
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def main_dtype(self) -> torch.dtype | None:
+        """The floating dtype that holds most bytes of the checkpoint, or None when there is none."""
+        held: dict[torch.dtype, int] = {}
+        for tensor in self:
+            dtype = DTYPES.get(tensor.dtype)
+            if dtype in COMPUTE_DTYPES:
+                held[dtype] = held.get(dtype, 0) + tensor.nbytes
+        return max(held, key=lambda dtype: held[dtype]) if held else None
+
+
+class TensorReader:
+    """Reads whole tensors or rows of them into fresh memory; keeps each file open until closed."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def read(self, tensor: StoredTensor) -> torch.Tensor:
+        """The whole tensor in its stored dtype, on the CPU. Raises ModelError when bytes are missing."""
+        result = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
+        self._read_into(tensor, 0, result)
+        return result
+
+    def read_rows(self, tensor: StoredTensor, rows: Sequence[int]) -> torch.Tensor:
+        """``tensor[rows]`` in its stored dtype, shape ``(len(rows), *tensor.shape[1:])``, on the CPU.
+
+        Only the bytes of the asked rows are read; neighbours that are asked in rising order come in one read.
+        Raises ModelError when bytes are missing.
+        """
+        result = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.torch_dtype)
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        for first, last in _rising_runs(rows):
+            self._read_into(tensor, rows[first] * row_bytes, result[first:last])
+        return result
+
+    def read_bytes(self, tensor: StoredTensor, start: int, size: int) -> bytes:
+        """``size`` bytes of the tensor from byte ``start`` of it. Raises ModelError when they are not there."""
+        data = os.pread(self._descriptor(tensor.file), size, tensor.offset + start)
+        if len(data) != size:
+            raise _cut_short(tensor)
+        return data
+
+    def close(self) -> None:
+        """Close all files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _read_into(self, tensor: StoredTensor, start: int, destination: torch.Tensor) -> None:
+        if destination.numel() == 0:
+            return
+        buffer = memoryview(cast(Any, destination.flatten().view(torch.uint8).numpy()))
+        descriptor = self._descriptor(tensor.file)
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(descriptor, [buffer[done : done + _MAX_READ_BYTES]], tensor.offset + start + done)
+            if count == 0:
+                raise _cut_short(tensor)
+            done += count
+
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._descriptors:
+            try:
+                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ModelError(f"{file}: cannot be opened: {error.strerror}") from error
+        return self._descriptors[file]
+
+
+@contextmanager
+def open_reader() -> Iterator[TensorReader]:
+    """A TensorReader that is closed at the end of the ``with`` block."""
+    reader = TensorReader()
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises ModelError when it cannot be read or is not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
+    return value
+
+
+def _read_shards(folder: Path) -> Iterator[StoredTensor]:
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{folder / INDEX_FILE}: has no weight_map")
+    wanted: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        # A shard is a neighbour of the index; anything else could lead the reader out of the folder.
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ModelError(f"{folder / INDEX_FILE}: tensor {name} is in {shard!r}, which is no safetensors file here")
+        wanted.setdefault(shard, set()).add(name)
+    missing = sorted(shard for shard in wanted if not (folder / shard).is_file())
+    if missing:
+        raise ModelError(f"{folder}: {len(missing)} of {len(wanted)} files of {INDEX_FILE} are missing: {missing[0]}")
+    for shard in sorted(wanted):
+        stored = {tensor.name: tensor for tensor in _read_header(folder / shard)}
+        lost = sorted(wanted[shard] - stored.keys())
+        if lost:
+            raise ModelError(f"{folder / shard}: has no tensor {lost[0]}, which {INDEX_FILE} promises")
+        yield from (stored[name] for name in wanted[shard])
+
+
+def _read_header(file: Path) -> list[StoredTensor]:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            if size < 8 or header_bytes > min(size - 8, _MAX_HEADER_BYTES):
+                raise ModelError(f"{file}: truncated or damaged: its header does not fit in {size} bytes")
+            header = json.loads(stream.read(header_bytes))
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file}: damaged: its header is not valid JSON") from error
+    try:
+        start = 8 + header_bytes
+        tensors = [_parse_entry(file, start, name, entry) for name, entry in header.items() if name != "__metadata__"]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{file}: damaged: its header is not a safetensors header") from error
+    end = max((tensor.offset + tensor.nbytes for tensor in tensors), default=start)
+    if size != end:
+        raise ModelError(f"{file}: truncated or damaged: its header promises {end} bytes, the file has {size}")
+    return tensors
+
+
+def _parse_entry(file: Path, start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
+    first, last = (int(position) for position in entry["data_offsets"])
+    shape = tuple(int(length) for length in entry["shape"])
+    tensor = StoredTensor(name, file, str(entry["dtype"]), shape, start + first, last - first)
+    dtype = DTYPES.get(tensor.dtype)
+    # A dtype that torch lacks (4-bit packings) has no checkable length; it is refused when somebody wants to read it.
+    expected = math.prod(shape) * dtype.itemsize if dtype is not None else tensor.nbytes
+    if first < 0 or tensor.nbytes < 0 or min(shape, default=0) < 0 or tensor.nbytes != expected:
+        raise ModelError(f"{file}: damaged: tensor {name} of {expected} bytes has the byte range {first}..{last}")
+    return tensor
+
+
+def _rising_runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of positions whose rows rise by one."""
+    first = 0
+    for position in range(1, len(rows) + 1):
+        if position == len(rows) or rows[position] != rows[position - 1] + 1:
+            yield first, position
+            first = position
+
+
+def _cut_short(tensor: StoredTensor) -> ModelError:
+    return ModelError(f"{tensor.file}: truncated: tensor {tensor.name} ends early")
