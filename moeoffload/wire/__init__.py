@@ -17,8 +17,10 @@ from moeoffload.wire.layout import (
     read_error_text,
     write_error_text,
 )
+from moeoffload.wire.views import SlotViews
 
 __all__ = [
+    "SlotViews",
     "HEADER_BYTES",
     "MAX_ROWS",
     "MAX_SLOTS",

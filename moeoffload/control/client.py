@@ -1,0 +1,253 @@
+"""The host's side of the control plane: one `ControlClient` per expert server and the `Lease` it holds there."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import grpc
+
+from moeoffload import __version__
+from moeoffload.control.protocol import CLIENT_OPTIONS, PROTOCOL_VERSION
+from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
+from moeoffload.errors import DeadlineError, ServerError
+from moeoffload.placement import ExpertTable
+from moeoffload.transport.base import ChannelOffer, ChannelSizes
+
+_END = None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A server's answer to Activate: most rows in one frame, ways to connect in order of preference, kernel name."""
+
+    batch_capacity: int
+    channels: tuple[ChannelOffer, ...]
+    kernel: str
+
+
+class ControlClient:
+    """Talks to one expert server at ``address`` (HOST:PORT). Close it when done; it closes its leases."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._stub = pb_grpc.ExpertServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def connect(self, timeout_s: float) -> None:
+        """Waits until the server accepts a connection.
+
+        Raises:
+            ServerError: nothing listens there within ``timeout_s``.
+        """
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
+        except grpc.FutureTimeoutError:
+            raise ServerError(
+                f"expert server {self.address}: no connection within {timeout_s:g} s; "
+                "is moeoffload-expert running there?"
+            ) from None
+
+    def describe(self, timeout_s: float, *, model_digest: str = "", compute_dtype: str = "") -> pb.DescribeReply:
+        """What the server is and offers.
+
+        Raises:
+            ServerError: it is no expert server, of another protocol version, or draining.
+        """
+        request = pb.DescribeRequest(model_digest=model_digest, compute_dtype=compute_dtype)
+        try:
+            reply: pb.DescribeReply = self._stub.Describe(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self._translate(error, "Describe") from None
+        if reply.protocol_version != PROTOCOL_VERSION:
+            raise ServerError(
+                f"expert server {self.address}: protocol version is {reply.protocol_version} (moeoffload "
+                f"{reply.server_version}), this host speaks {PROTOCOL_VERSION} (moeoffload {__version__})"
+            )
+        if reply.draining:
+            raise ServerError(f"expert server {self.address}: it is draining and takes no new hosts")
+        return reply
+
+    def attach(self, timeout_s: float) -> Lease:
+        """Opens the lease: everything this host has on the server lives as long as it.
+
+        Raises:
+            ServerError: the server refuses, or does not answer within ``timeout_s``.
+        """
+        return Lease(self, timeout_s)
+
+    def stats(self, timeout_s: float) -> pb.StatsReply:
+        """Counters of the server since its start.
+
+        Raises:
+            ServerError: it does not answer.
+        """
+        try:
+            reply: pb.StatsReply = self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self._translate(error, "Stats") from None
+        return reply
+
+    def drain(self, timeout_s: float) -> int:
+        """Asks the server to take no new hosts and to stop after the last one; returns the leases it still has.
+
+        Raises:
+            ServerError: it does not answer.
+        """
+        try:
+            return int(self._stub.Drain(pb.DrainRequest(), timeout=timeout_s).leases)
+        except grpc.RpcError as error:
+            raise self._translate(error, "Drain") from None
+
+    def close(self) -> None:
+        """Closes the connection and with it every lease. Idempotent."""
+        self._channel.close()
+
+    def _translate(self, error: grpc.RpcError, step: str) -> ServerError:
+        """One readable line for what gRPC reports."""
+        code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+        details = (error.details() if isinstance(error, grpc.Call) else None) or code.name
+        where = f"expert server {self.address}"
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineError(f"{where}: no answer to {step} in time")
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return ServerError(f"{where}: something answers there, but it is not a moeoffload expert server")
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return ServerError(f"{where}: connection lost during {step}; is moeoffload-expert still running there?")
+        return ServerError(f"{where}: {details}")
+
+
+class Lease:
+    """One open Attach stream. ``on_end`` callbacks run once, from a thread, when it ends for whatever reason."""
+
+    def __init__(self, client: ControlClient, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[pb.AttachReply | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._on_end: list[Callable[[str], None]] = []
+        self._closed = False
+        self.end_reason: str | None = None
+        """Why the lease ended, or None while it holds."""
+        self._call = client._stub.Attach(iter(self._outgoing.get, _END))
+        self._reader = threading.Thread(target=self._read, name=f"lease-{client.address}", daemon=True)
+        self._reader.start()
+        hello = pb.Hello(
+            protocol_version=PROTOCOL_VERSION, host_version=__version__, host=f"{socket.gethostname()}:{os.getpid()}"
+        )
+        try:
+            self.lease_id = self._exchange(pb.AttachRequest(hello=hello), "welcome").welcome.lease_id
+        except BaseException:
+            self.close()
+            raise
+
+    def load(
+        self,
+        model: pb.ModelReference,
+        table: ExpertTable,
+        *,
+        progress: Callable[[int, int], None],
+        timeout_s: float,
+    ) -> None:
+        """Makes the experts of ``table`` resident; calls ``progress(loaded bytes, total bytes)`` meanwhile.
+
+        Raises:
+            ServerError: the server cannot load them, or holds another model or table than was asked for.
+        """
+        layers = [pb.LayerExperts(layer=i, experts=experts) for i, experts in enumerate(table.layers)]
+        request = pb.LoadExpertsRequest(lease_id=self.lease_id, model=model, layers=layers)
+        table_digest = ""
+        try:
+            for step in self._client._stub.LoadExperts(request, timeout=timeout_s):
+                progress(step.loaded_bytes, step.total_bytes)
+                table_digest = step.table_digest or table_digest
+        except grpc.RpcError as error:
+            raise self._client._translate(error, "LoadExperts") from None
+        if table_digest != table.digest:
+            raise ServerError(f"expert server {self._client.address}: its expert table differs from what was asked for")
+
+    def activate(self, request: pb.Activate) -> Offer:
+        """Agrees on everything that does not change from call to call.
+
+        Raises:
+            ServerError: the server refuses, naming the field that differs.
+        """
+        offer = self._exchange(pb.AttachRequest(activate=request), "offer").offer
+        channels = tuple(
+            ChannelOffer(
+                transport=channel.transport,
+                sizes=ChannelSizes(channel.n_slots, channel.request_bytes, channel.reply_bytes),
+                parameters=dict(channel.parameters),
+            )
+            for channel in offer.channels
+        )
+        return Offer(offer.batch_capacity, channels, offer.kernel)
+
+    def accept(self, transport: str, nonce: bytes, reason: str) -> int:
+        """Names the channel this host has opened; returns the epoch that its frames must carry.
+
+        Raises:
+            ServerError: the server refuses, for instance because the nonce is not the one in its segment.
+        """
+        accept = pb.Accept(transport=transport, nonce=nonce, reason=reason)
+        return int(self._exchange(pb.AttachRequest(accept=accept), "ready").ready.epoch)
+
+    def on_end(self, callback: Callable[[str], None]) -> None:
+        """Calls ``callback(reason)`` when the lease ends; at once if it has ended."""
+        with self._lock:
+            if self.end_reason is None:
+                self._on_end.append(callback)
+                return
+        callback(self.end_reason)
+
+    def close(self) -> None:
+        """Ends the lease and waits briefly for the server to confirm. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._outgoing.put(_END)
+        self._reader.join(timeout=2.0)
+        self._call.cancel()
+        self._reader.join(timeout=2.0)
+
+    def _exchange(self, request: pb.AttachRequest, expected: str) -> pb.AttachReply:
+        self._outgoing.put(request)
+        try:
+            reply = self._replies.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise DeadlineError(
+                f"expert server {self._client.address}: no {expected} within {self._timeout_s:g} s of attaching"
+            ) from None
+        if reply is None:
+            raise ServerError(self.end_reason or f"expert server {self._client.address}: the lease ended")
+        step = reply.WhichOneof("step")
+        if step != expected:
+            raise ServerError(f"expert server {self._client.address}: answered {step}, expected {expected}")
+        return reply
+
+    def _read(self) -> None:
+        reason = f"expert server {self._client.address}: it ended the lease"
+        try:
+            for reply in self._stream():
+                if reply.WhichOneof("step") == "closing":
+                    reason = f"expert server {self._client.address}: {reply.closing.reason}"
+                else:
+                    self._replies.put(reply)
+        except grpc.RpcError as error:
+            reason = str(self._client._translate(error, "Attach"))
+        with self._lock:
+            self.end_reason = "the lease was closed" if self._closed else reason
+            callbacks, self._on_end = self._on_end, []
+        self._replies.put(None)
+        for callback in callbacks:
+            callback(self.end_reason)
+
+    def _stream(self) -> Iterator[pb.AttachReply]:
+        return iter(self._call)

@@ -1,0 +1,185 @@
+"""The server's side of the control plane: gRPC calls in, calls on an `ExpertBackend` out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from moeoffload.control.protocol import PROTOCOL_VERSION, SERVER_OPTIONS
+from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
+from moeoffload.errors import CapacityError, MoeOffloadError, ServerError
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
+MAX_CALLS = 32
+
+
+class BackendLease(Protocol):
+    """One host on the server. Closing it frees everything that belongs to it."""
+
+    lease_id: str
+
+    def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
+        """Makes experts resident, step by step."""
+
+    def activate(self, request: pb.Activate) -> pb.Offer:
+        """Checks what the host wants against what is loaded and opens the server's ends of the channels."""
+
+    def accept(self, request: pb.Accept) -> pb.Ready:
+        """Keeps the channel the host has chosen, closes the others."""
+
+    def close(self, reason: str) -> None:
+        """Frees everything. Idempotent."""
+
+
+class ExpertBackend(Protocol):
+    """What the service needs of the expert server behind it."""
+
+    def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
+        """What the server is and offers."""
+
+    def open_lease(self, hello: pb.Hello, stop: threading.Event) -> BackendLease:
+        """A new lease; ``stop`` is set when the server wants it to end."""
+
+    def find_lease(self, lease_id: str) -> BackendLease:
+        """The open lease with this id."""
+
+    def stats(self) -> pb.StatsReply:
+        """Counters since start."""
+
+    def drain(self) -> int:
+        """No new leases from now on; returns how many there still are."""
+
+
+def _status(error: MoeOffloadError) -> grpc.StatusCode:
+    if isinstance(error, CapacityError):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+    return grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ExpertServicer(pb_grpc.ExpertServiceServicer):
+    """Translates between gRPC and the backend; refuses other protocol versions; ties leases to their streams."""
+
+    def __init__(self, backend: ExpertBackend) -> None:
+        self._backend = backend
+
+    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
+        """See the proto file."""
+        return self._backend.describe(request)
+
+    def Stats(self, request: pb.StatsRequest, context: grpc.ServicerContext) -> pb.StatsReply:
+        """See the proto file."""
+        return self._backend.stats()
+
+    def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainReply:
+        """See the proto file."""
+        return pb.DrainReply(leases=self._backend.drain())
+
+    def LoadExperts(self, request: pb.LoadExpertsRequest, context: grpc.ServicerContext) -> Iterator[pb.LoadProgress]:
+        """See the proto file."""
+        try:
+            yield from self._backend.find_lease(request.lease_id).load(request)
+        except MoeOffloadError as error:
+            logger.error("loading failed: %s", error)
+            context.abort(_status(error), str(error))
+
+    def Attach(
+        self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.AttachReply]:
+        """See the proto file."""
+        stop = threading.Event()
+        lease: BackendLease | None = None
+        reason = "the host ended the lease"
+        try:
+            for request in request_iterator:
+                step = request.WhichOneof("step")
+                if lease is None:
+                    if step != "hello":
+                        raise ServerError(f"attach begins with {step}, expected hello")
+                    if request.hello.protocol_version != PROTOCOL_VERSION:
+                        raise ServerError(
+                            f"protocol version is {request.hello.protocol_version} (host), "
+                            f"this server speaks {PROTOCOL_VERSION}"
+                        )
+                    lease = self._backend.open_lease(request.hello, stop)
+                    _cancel_when(stop, context)
+                    yield pb.AttachReply(welcome=pb.Welcome(lease_id=lease.lease_id))
+                elif step == "activate":
+                    yield pb.AttachReply(offer=lease.activate(request.activate))
+                elif step == "accept":
+                    yield pb.AttachReply(ready=lease.accept(request.accept))
+                else:
+                    raise ServerError(f"attach step {step} is not expected here")
+        except MoeOffloadError as error:
+            reason = str(error)
+            context.abort(_status(error), str(error))
+        except grpc.RpcError:
+            reason = "the server is stopping" if stop.is_set() else "the host is gone"
+        finally:
+            if lease is not None:
+                lease.close(reason)
+            stop.set()
+
+
+def _cancel_when(stop: threading.Event, context: grpc.ServicerContext) -> None:
+    """Ends the stream of ``context`` once ``stop`` is set: iterating over requests has no deadline of its own."""
+
+    def watch() -> None:
+        stop.wait()
+        context.cancel()
+
+    threading.Thread(target=watch, name="lease-watch", daemon=True).start()
+
+
+@dataclass
+class ControlServer:
+    """A listening control plane. ``port`` is the real one, also when 0 was asked for."""
+
+    host: str
+    port: int
+    _server: grpc.Server
+    _health: health.HealthServicer
+
+    @classmethod
+    def start(cls, host: str, port: int, backend: ExpertBackend) -> ControlServer:
+        """Listens on ``host``:``port`` and serves ``backend``, the standard health service and reflection.
+
+        Raises:
+            ServerError: the address cannot be bound.
+        """
+        server = grpc.server(ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="control"), options=SERVER_OPTIONS)
+        pb_grpc.add_ExpertServiceServicer_to_server(ExpertServicer(backend), server)  # type: ignore[no-untyped-call]
+        health_servicer = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            bound = 0
+        if bound == 0:
+            raise ServerError(f"cannot listen on {host}:{port}; is another server running there?")
+        server.start()
+        control = cls(host, bound, server, health_servicer)
+        control.set_serving(True)
+        return control
+
+    def set_serving(self, serving: bool) -> None:
+        """Tells the health service, for the whole server and for the expert service."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        self._health.set("", status)
+        self._health.set(SERVICE_NAME, status)
+
+    def stop(self, grace_s: float) -> None:
+        """Stops listening; calls still running after ``grace_s`` seconds are cancelled."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace_s).wait(grace_s + 2.0)

@@ -1,0 +1,191 @@
+"""The one compute thread: takes requests of all hosts in order of arrival, runs the kernel, writes the replies."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Final
+
+import torch
+from torch import nn
+
+from moeoffload.errors import CapacityError, ProtocolError
+from moeoffload.expert_server.workspace import Workspace
+from moeoffload.kernels import ExpertKernel
+from moeoffload.payload import describe_bad_row, first_bad_row
+from moeoffload.transport.base import ServerChannel, ServerSlot
+from moeoffload.wire import (
+    HEADER_BYTES,
+    ErrorCode,
+    Flag,
+    FrameHeader,
+    FrameLayout,
+    Kind,
+    SlotViews,
+    write_error_text,
+)
+
+logger = logging.getLogger(__name__)
+
+_STOP: Final = None
+
+
+@dataclass(slots=True, eq=False)
+class ActiveHost:
+    """What the engine needs of one attached host. ``layers`` holds its experts by MoE layer, None where it has none."""
+
+    epoch: int
+    layout: FrameLayout
+    layers: Sequence[nn.Module | None]
+    n_experts: Sequence[int]
+    compute_dtype: torch.dtype
+    workspace: Workspace
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SlotContext:
+    """What belongs to one slot of a host's channel; made once, when the channel is."""
+
+    host: ActiveHost
+    views: SlotViews
+    header: FrameHeader = field(default_factory=FrameHeader)
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since start; times in seconds."""
+
+    requests: int = 0
+    rows: int = 0
+    errors: int = 0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+
+
+class _RequestError(Exception):
+    """A request that is answered with an error frame."""
+
+    def __init__(self, code: ErrorCode, text: str, row: int = 0) -> None:
+        super().__init__(text)
+        self.code = code
+        self.row = row
+
+
+class Engine:
+    """Owns the compute thread. `submit` may be called from any thread."""
+
+    def __init__(self, kernel: ExpertKernel) -> None:
+        self.kernel = kernel
+        self.counters = EngineCounters()
+        self._requests: queue.SimpleQueue[tuple[ServerChannel, ServerSlot] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the compute thread."""
+        self._thread.start()
+
+    def submit(self, channel: ServerChannel, slot: ServerSlot) -> None:
+        """Queues a received request; ``slot.owner`` must be its `SlotContext`."""
+        self._requests.put((channel, slot))
+
+    def stop(self, timeout_s: float) -> None:
+        """Finishes what was submitted before and ends the thread."""
+        self._requests.put(_STOP)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while (request := self._requests.get()) is not None:
+                channel, slot = request
+                context: SlotContext = slot.owner
+                if not context.host.closed:
+                    channel.reply(slot, self._answer(slot, context))
+
+    def _answer(self, slot: ServerSlot, context: SlotContext) -> int:
+        """Computes one request into the slot's reply buffer; returns the reply frame's length in bytes."""
+        started = perf_counter()
+        header = context.header
+        counters = self.counters
+        try:
+            n_rows = self._compute(slot, context)
+        except _RequestError as error:
+            counters.errors += 1
+            logger.warning("epoch %d: request refused: %s", context.host.epoch, error)
+            return _write_error(slot, header, error.code, str(error), error.row)
+        except Exception as error:
+            counters.errors += 1
+            logger.exception("epoch %d: request failed", context.host.epoch)
+            return _write_error(slot, header, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+        finished = perf_counter()
+        counters.requests += 1
+        counters.rows += n_rows
+        counters.queue_s += started - slot.received_at
+        counters.compute_s += finished - started
+        header.kind = Kind.COMBINE
+        header.body_bytes = context.host.layout.combine_body_bytes(n_rows)
+        header.queue_us = _microseconds(started - slot.received_at)
+        header.compute_us = _microseconds(finished - started)
+        header.pack_into(slot.reply)
+        return HEADER_BYTES + header.body_bytes
+
+    def _compute(self, slot: ServerSlot, context: SlotContext) -> int:
+        host, header = context.host, context.header
+        layer_experts, n_experts = _check(slot, context)
+        n_rows = header.rows
+        weights_dtype = torch.float32 if header.flags & Flag.WEIGHTS_F32 else host.compute_dtype
+        rows, slots, weights = host.workspace.arena(n_rows).fill(context.views.dispatch(n_rows), n_rows, weights_dtype)
+        lowest, highest = torch.aminmax(slots)
+        if int(lowest) < -1 or int(highest) >= n_experts:
+            raise _RequestError(
+                ErrorCode.BAD_SLOT,
+                f"layer {header.layer}: slots from {int(lowest)} to {int(highest)}, allowed are -1 to {n_experts - 1}",
+            )
+        result = self.kernel(layer_experts, rows, slots, weights)
+        reply = context.views.combine(n_rows)
+        reply.copy_(result)
+        bad = first_bad_row(reply)
+        if bad is not None:
+            what = describe_bad_row(result[bad], host.layout.dtype_back)
+            raise _RequestError(ErrorCode.PAYLOAD, f"layer {header.layer}, row {bad}: expert output {what}", bad)
+        return n_rows
+
+
+def _check(slot: ServerSlot, context: SlotContext) -> tuple[nn.Module, int]:
+    """Reads and checks the header; returns the experts of its layer and their number. Nothing was allocated before."""
+    host, header = context.host, context.header
+    try:
+        header.unpack_from(slot.request)
+        if header.kind != Kind.DISPATCH:
+            raise ProtocolError(f"frame kind is {header.kind}, expected {int(Kind.DISPATCH)}")
+        if header.epoch != host.epoch:
+            raise ProtocolError(f"frame epoch is {header.epoch}, this lease has {host.epoch}")
+        host.layout.check_dispatch(header, slot.n_bytes)
+        if header.layer >= len(host.layers):
+            raise ProtocolError(f"frame layer is {header.layer}, the model has {len(host.layers)} MoE layers")
+    except CapacityError as error:
+        raise _RequestError(ErrorCode.CAPACITY, str(error)) from None
+    except ProtocolError as error:
+        raise _RequestError(ErrorCode.BAD_FRAME, str(error)) from None
+    experts = host.layers[header.layer]
+    if experts is None:
+        raise _RequestError(ErrorCode.BAD_SLOT, f"layer {header.layer}: this server holds none of its experts")
+    return experts, host.n_experts[header.layer]
+
+
+def _write_error(slot: ServerSlot, header: FrameHeader, code: ErrorCode, text: str, row: int = 0) -> int:
+    header.kind = Kind.ERROR
+    header.code = code
+    header.rows = row
+    header.body_bytes = write_error_text(slot.reply, text)
+    header.pack_into(slot.reply)
+    header.code = 0
+    return HEADER_BYTES + header.body_bytes
+
+
+def _microseconds(seconds: float) -> int:
+    return max(0, min(int(seconds * 1e6), 0xFFFF_FFFF))

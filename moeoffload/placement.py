@@ -1,0 +1,135 @@
+"""Which server holds which routed expert: one owner for each (layer, expert), within every server's memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from moeoffload.errors import PlacementError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class ExpertTable:
+    """The experts of one server: for each MoE layer the expert numbers in slot order (slot = position)."""
+
+    layers: tuple[tuple[int, ...], ...]
+
+    @property
+    def n_experts(self) -> int:
+        """Experts over all layers."""
+        return sum(len(experts) for experts in self.layers)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex SHA-256 of the table: equal digests mean that both sides use the same slot numbers."""
+        text = ";".join(",".join(map(str, experts)) for experts in self.layers)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class MemoryOffer:
+    """What one server offers: ``n_bytes`` for experts, after the room for its batches was taken off."""
+
+    name: str
+    n_bytes: int
+
+
+def batch_row_bytes(hidden: int, top_k: int, expert_bytes: int, itemsize: int, n_slots: int) -> int:
+    """Bytes a server needs for each row of its batch capacity.
+
+    Counts the request and reply areas of ``n_slots`` slots and one workspace: gathered rows, gate/up and activation
+    values and expert outputs for ``top_k`` experts, the intermediate size being derived from ``expert_bytes`` (three
+    matrices of hidden x intermediate values of ``itemsize`` bytes).
+    """
+    intermediate = expert_bytes // (3 * hidden * itemsize) + 1
+    channel = n_slots * (2 * hidden * 4 + top_k * 6)
+    workspace = top_k * (2 * hidden + 3 * intermediate) * itemsize + 2 * hidden * 4 + top_k * 12
+    return channel + workspace
+
+
+def equal_shares(need: float, limits: Sequence[float]) -> list[float]:
+    """Splits ``need`` into equal shares, except that no share exceeds its limit (water-filling).
+
+    If the limits cannot hold ``need`` the shares equal the limits.
+    """
+    shares = [0.0] * len(limits)
+    rest, open_ones = need, list(range(len(limits)))
+    while open_ones and rest > 0:
+        even = rest / len(open_ones)
+        full = [i for i in open_ones if limits[i] - shares[i] <= even]
+        if not full:
+            for i in open_ones:
+                shares[i] += even
+            return shares
+        for i in full:
+            rest -= limits[i] - shares[i]
+            shares[i] = limits[i]
+            open_ones.remove(i)
+    return shares
+
+
+def place_experts(
+    n_experts: Sequence[int], expert_bytes: Sequence[int], offers: Sequence[MemoryOffer]
+) -> list[ExpertTable]:
+    """Gives every expert of every layer to exactly one server.
+
+    Each layer is split the same way, so that the rows of every layer spread evenly: equal parts where the memory allows
+    it, smaller ones for servers that offer less. A server holds a contiguous range of a layer's experts.
+
+    Args:
+        n_experts: number of routed experts of each MoE layer.
+        expert_bytes: bytes of one expert of each MoE layer.
+        offers: one for each server, in the order of the result.
+
+    Raises:
+        PlacementError: the experts do not fit; the message holds a table of needed, offered and missing memory.
+    """
+    need = sum(n * size for n, size in zip(n_experts, expert_bytes, strict=True))
+    offered = sum(max(0, offer.n_bytes) for offer in offers)
+    if need > offered:
+        raise PlacementError(_does_not_fit(need, offers))
+    shares = equal_shares(need, [max(0, offer.n_bytes) for offer in offers])
+    free = [max(0, offer.n_bytes) for offer in offers]
+    assigned = [0.0] * len(offers)
+    tables: list[list[tuple[int, ...]]] = [[] for _ in offers]
+    done = 0
+    for n, size in zip(n_experts, expert_bytes, strict=True):
+        done += n * size
+        # Error feedback: what rounding took from a server in one layer it gets back in the next.
+        wanted = [share * done / need - got if need else 0.0 for share, got in zip(shares, assigned, strict=True)]
+        counts = _round_to_sum([w / size for w in wanted], n, [room // size for room in free])
+        if counts is None:
+            raise PlacementError(_does_not_fit(need, offers))
+        start = 0
+        for i, count in enumerate(counts):
+            tables[i].append(tuple(range(start, start + count)))
+            start += count
+            assigned[i] += count * size
+            free[i] -= count * size
+    return [ExpertTable(tuple(layers)) for layers in tables]
+
+
+def _round_to_sum(wanted: Sequence[float], total: int, limits: Sequence[int]) -> list[int] | None:
+    """Whole numbers near ``wanted`` that add up to ``total`` and respect ``limits``; None if impossible."""
+    counts = [max(0, min(int(w), limit)) for w, limit in zip(wanted, limits, strict=True)]
+    while sum(counts) > total:
+        counts[counts.index(max(counts))] -= 1
+    while sum(counts) < total:
+        open_ones = [i for i, count in enumerate(counts) if count < limits[i]]
+        if not open_ones:
+            return None
+        counts[max(open_ones, key=lambda i: (wanted[i] - counts[i], -i))] += 1
+    return counts
+
+
+def _does_not_fit(need: int, offers: Sequence[MemoryOffer]) -> str:
+    offered = sum(max(0, offer.n_bytes) for offer in offers)
+    width = max([len("missing"), *(len(offer.name) for offer in offers)])
+    rows = [("needed", need), *((offer.name, offer.n_bytes) for offer in offers)]
+    rows += [("offered", offered), ("missing", max(need - offered, 1))]
+    table = "\n".join(f"  {name:<{width}}  {size / GIB:12.6f} GiB" for name, size in rows)
+    return f"the routed experts do not fit on the expert servers\n{table}"
