@@ -10,7 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+from moeoffload.errors import ProtocolError
+from moeoffload.wire.header import HEADER_BYTES
+
+MAX_CHANNEL_SLOTS: Final = 64
+MAX_FRAME_BYTES: Final = 2**31 - 1
+"""No frame, header included, is larger than this."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,16 +46,62 @@ class ServerSlot:
     owner: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelSizes:
+    """How large a channel is: agreed at attach, checked there against the limits of both sides.
+
+    Raises:
+        ProtocolError: a value is out of range; names it. Both sides build this from numbers of the other one.
+    """
+
+    n_slots: int
+    request_bytes: int
+    """Largest request frame, header included."""
+    reply_bytes: int
+    """Largest reply frame, header included."""
+
+    def __post_init__(self) -> None:
+        for name, value, least, most in (
+            ("n_slots", self.n_slots, 1, MAX_CHANNEL_SLOTS),
+            ("request_bytes", self.request_bytes, HEADER_BYTES, MAX_FRAME_BYTES),
+            ("reply_bytes", self.reply_bytes, HEADER_BYTES, MAX_FRAME_BYTES),
+        ):
+            if not least <= value <= most:
+                raise ProtocolError(f"channel {name} is {value}, allowed are {least} to {most}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOffer:
+    """What the server tells the host over the control plane so that it can open its end.
+
+    ``parameters`` are transport-specific strings (names of the segment, an endpoint, secrets of this attach); they are
+    kept out of ``repr`` so that no secret reaches a log.
+    """
+
+    transport: str
+    sizes: ChannelSizes
+    parameters: dict[str, str] = field(default_factory=dict, repr=False)
+
+
 class HostChannel(ABC):
-    """The host's end of the data plane to one server. Safe to use from several threads, each with its own slots."""
+    """The host's end of the data plane to one server. Safe to use from several threads, each with its own slots.
+
+    The life of a slot: ``acquire``, fill ``slot.request``, ``send``, ``wait``, read ``slot.reply``, ``release``. Every
+    ``acquire`` is followed by exactly one ``release``, whatever was raised in between (``try``/``finally``).
+    """
 
     name: str
     """shared, stream or loopback."""
+    sizes: ChannelSizes
     slots: tuple[HostSlot, ...]
+    nonce: bytes = b""
+    """Random bytes that only a process which shares the server's memory can know; empty on other transports."""
+    n_stale: int = 0
+    """Late, duplicate or unknown replies that were dropped."""
 
     @abstractmethod
     def acquire(self, timeout_s: float) -> HostSlot:
-        """A free slot; waits for one to be released.
+        """A free slot; waits up to ``timeout_s`` seconds for one to be released.
 
         Raises:
             DeadlineError: none came free within ``timeout_s``.
@@ -56,40 +109,47 @@ class HostChannel(ABC):
         """
 
     @abstractmethod
+    def next_id(self, slot: HostSlot) -> int:
+        """The request id that the next frame sent from ``slot`` must carry.
+
+        Never 0, equal to ``slot.index`` modulo the number of slots; the same until that frame is sent, then a new one.
+        """
+
+    @abstractmethod
     def send(self, slot: HostSlot, n_bytes: int) -> None:
         """Sends the first ``n_bytes`` of ``slot.request``, a whole frame; its request id must be ``next_id(slot)``.
 
         The buffer must stay as it is until ``wait`` returns.
-        """
 
-    @abstractmethod
-    def next_id(self, slot: HostSlot) -> int:
-        """The request id the next frame sent from ``slot`` must carry: new each time, ``slot.index`` modulo slots."""
+        Raises:
+            CapacityError: the frame is longer than the slot or shorter than a header.
+            ProtocolError: the frame carries another request id.
+            ServerError: the channel is closed, or the frame could not be handed over.
+        """
 
     @abstractmethod
     def wait(self, slot: HostSlot, timeout_s: float) -> int:
         """Waits for the reply to what was sent from ``slot``; returns its length in bytes, in ``slot.reply``.
 
         Raises:
-            DeadlineError: no reply within ``timeout_s``; the slot is then abandoned: it comes free again only when the
-                late reply has arrived (which is dropped and counted in ``n_stale``), so nothing is overwritten.
+            DeadlineError: no reply within ``timeout_s`` seconds; the slot is then abandoned: after its ``release`` it
+                comes free only when the late reply has arrived (which is dropped and counted in ``n_stale``), so
+                nothing is overwritten.
+            ProtocolError: the reply has an impossible length.
             ServerError: the channel was closed, by either side.
         """
 
     @abstractmethod
     def release(self, slot: HostSlot) -> None:
-        """Gives a slot back after ``wait`` returned (or after ``acquire``, when nothing was sent). No-op if abandoned."""
+        """Gives a slot back; once after each ``acquire``, whether or not something was sent or received."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees everything; wakes waiting threads with a ServerError. Idempotent."""
-
-    n_stale: int = 0
-    """Late, duplicate or unknown replies that were dropped."""
+        """Frees everything; wakes waiting threads with a ServerError. Idempotent, from any thread."""
 
 
 Deliver = Callable[["ServerChannel", ServerSlot], None]
-"""Called from a thread of the transport, once per received request. Must return quickly (it enqueues)."""
+"""Called from a thread of the transport, once per received request. Must return quickly (it enqueues) and not raise."""
 
 
 class ServerChannel(ABC):
@@ -97,35 +157,27 @@ class ServerChannel(ABC):
 
     name: str
     slots: tuple[ServerSlot, ...]
+    offer: ChannelOffer
+    """What the host needs to open its end; for the control plane."""
+    nonce: bytes = b""
+    """As `HostChannel.nonce`: equal on both ends exactly if they share memory."""
+    n_dropped: int = 0
+    """Requests refused or dropped by the transport, and replies whose host was gone."""
 
     @abstractmethod
     def reply(self, slot: ServerSlot, n_bytes: int) -> None:
         """Sends the first ``n_bytes`` of ``slot.reply``, from any thread; the slot then takes the next request.
 
-        Never blocks for long and never raises because the host is gone.
+        Never blocks for long and never raises because the host is gone. The buffer must stay as it is until the slot
+        is delivered again.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Stops delivery, frees everything, wakes the host. Idempotent. No `Deliver` call starts after it returned."""
+        """Stops delivery, frees everything, wakes the host. Idempotent. No `Deliver` call starts after it returned.
 
+        Waits for a `Deliver` call that is running: do not call it under a lock that `Deliver` takes.
+        """
 
-@dataclass(frozen=True, slots=True)
-class ChannelSizes:
-    """How large a channel is: agreed at attach, checked there against the limits of both sides."""
-
-    n_slots: int
-    request_bytes: int
-    reply_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelOffer:
-    """What the server tells the host over the control plane so that it can open its end.
-
-    ``parameters`` are transport-specific strings (names of the segment, an endpoint, secrets of this attach).
-    """
-
-    transport: str
-    sizes: ChannelSizes
-    parameters: dict[str, str] = field(default_factory=dict)
+    def opened(self) -> None:  # noqa: B027 (most transports have nothing to do)
+        """The control plane says that the host opened its end; names and other means to open it are given up."""

@@ -1,0 +1,42 @@
+"""The data plane: channels that move whole frames between a host and an expert server."""
+
+from __future__ import annotations
+
+from moeoffload.errors import ServerError
+from moeoffload.transport.base import (
+    ChannelOffer,
+    ChannelSizes,
+    Deliver,
+    HostChannel,
+    HostSlot,
+    ServerChannel,
+    ServerSlot,
+)
+from moeoffload.transport.loopback import loopback_pair
+
+__all__ = [
+    "ChannelOffer",
+    "ChannelSizes",
+    "Deliver",
+    "HostChannel",
+    "HostSlot",
+    "ServerChannel",
+    "ServerSlot",
+    "loopback_pair",
+    "open_channel",
+]
+
+
+def open_channel(offer: ChannelOffer, *, host: str, timeout_s: float) -> HostChannel:
+    """Opens the host's end of what a server offered; a channel that is returned is known to work.
+
+    Args:
+        offer: what the server said over the control plane.
+        host: name or address under which this machine reaches the server (used by stream only).
+        timeout_s: deadline for the whole opening.
+
+    Raises:
+        DeadlineError: the server did not answer within ``timeout_s``.
+        ServerError: the offer cannot be opened: unknown transport, or shared memory that is not on this host.
+    """
+    raise ServerError(f"transport {offer.transport!r} is unknown; this host opens shared and stream")
