@@ -1,0 +1,63 @@
+"""Write a checkpoint with random weights and a real geometry: ``python bench/make_checkpoint.py --help``."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+from moeoffload.checkpoint.synthetic import (
+    GEOMETRIES,
+    TINY_FAMILIES,
+    Layout,
+    geometry_config,
+    tiny_config,
+    write_checkpoint,
+)
+from moeoffload.checkpoint.synthetic.tokenizer import SMALLEST_VOCAB
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+
+def main() -> None:
+    """Parse the command line and write the checkpoint."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--like", choices=GEOMETRIES, help="real geometry")
+    what.add_argument("--tiny", choices=TINY_FAMILIES, metavar="FAMILY", help=f"one of {', '.join(TINY_FAMILIES)}")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to")
+    parser.add_argument("--layers", type=int, help="decoder layers (default: as published; tiny: 2 or 3)")
+    parser.add_argument("--experts", type=int, help="routed experts per layer (default: as published; tiny: 8)")
+    parser.add_argument("--vocab", type=int, help="vocabulary entries (default: 32000; tiny: 320)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--layout", choices=[*Layout], default=Layout.PER_EXPERT.value, help="how experts are stored")
+    parser.add_argument("--sharded-mb", type=int, default=2000, metavar="MB", help="most data in one file, 10^6 bytes")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for name in ("layers", "experts", "sharded_mb"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, is {getattr(args, name)}")
+    if args.vocab is not None and args.vocab < SMALLEST_VOCAB:
+        parser.error(f"--vocab must be at least {SMALLEST_VOCAB} (three special tokens and 256 bytes), is {args.vocab}")
+    if args.like:
+        config = geometry_config(args.like, layers=args.layers, experts=args.experts, vocab=args.vocab or 32000)
+    else:
+        config = tiny_config(args.tiny, layers=args.layers, experts=args.experts or 8, vocab=args.vocab or 320)
+    start = time.perf_counter()
+    folder = write_checkpoint(
+        config,
+        args.out,
+        seed=args.seed,
+        dtype=DTYPES[args.dtype],
+        layout=args.layout,
+        shard_bytes=args.sharded_mb * 10**6,
+    )
+    files = sorted(folder.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    print(f"{folder}: {size / 1e9:.2f} GB in {len(files)} files, {time.perf_counter() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

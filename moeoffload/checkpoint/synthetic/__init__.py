@@ -1,0 +1,14 @@
+"""Random-weight checkpoints: tiny ones of many families for tests, real geometries for benchmarks."""
+
+from moeoffload.checkpoint.synthetic.configs import GEOMETRIES, TINY_FAMILIES, geometry_config, tiny_config
+from moeoffload.checkpoint.synthetic.writer import Layout, write_checkpoint, write_tiny
+
+__all__ = [
+    "GEOMETRIES",
+    "TINY_FAMILIES",
+    "Layout",
+    "geometry_config",
+    "tiny_config",
+    "write_checkpoint",
+    "write_tiny",
+]
