@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Final
 
@@ -76,8 +77,12 @@ def describe_bad_row(source: torch.Tensor, dtype: PayloadDtype) -> str:
     return f"holds {float(source.float().abs().max()):.6g}, beyond the range of {dtype.label}"
 
 
-def encode_rows(source: torch.Tensor, target: torch.Tensor, dtype: PayloadDtype, *, layer: str) -> None:
+def encode_rows(
+    source: torch.Tensor, target: torch.Tensor, dtype: PayloadDtype, *, where: Callable[[int], str]
+) -> None:
     """Writes ``source`` (n, hidden), any float dtype and device, into ``target`` (n, hidden) of the payload dtype.
+
+    ``where(row)`` names a row for the error message.
 
     Raises:
         PayloadError: if a value is not finite or overflows the payload dtype; names the layer and the row.
@@ -85,4 +90,4 @@ def encode_rows(source: torch.Tensor, target: torch.Tensor, dtype: PayloadDtype,
     target.copy_(source)
     row = first_bad_row(target)
     if row is not None:
-        raise PayloadError(f"layer {layer}, row {row}: hidden states {describe_bad_row(source[row], dtype)}")
+        raise PayloadError(f"{where(row)}: hidden states {describe_bad_row(source[row], dtype)}")

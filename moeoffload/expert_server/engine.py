@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from moeoffload.errors import CapacityError, ProtocolError
+from moeoffload.errors import CapacityError, MoeOffloadError, ProtocolError
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import ExpertKernel
 from moeoffload.payload import describe_bad_row, first_bad_row
@@ -103,8 +103,12 @@ class Engine:
             while (request := self._requests.get()) is not None:
                 channel, slot = request
                 context: SlotContext = slot.owner
-                if not context.host.closed:
+                if context.host.closed:
+                    continue
+                try:
                     channel.reply(slot, self._answer(slot, context))
+                except MoeOffloadError as error:
+                    logger.warning("epoch %d: reply not sent: %s", context.host.epoch, error)
 
     def _answer(self, slot: ServerSlot, context: SlotContext) -> int:
         """Computes one request into the slot's reply buffer; returns the reply frame's length in bytes."""
@@ -151,7 +155,7 @@ class Engine:
         bad = first_bad_row(reply)
         if bad is not None:
             what = describe_bad_row(result[bad], host.layout.dtype_back)
-            raise _RequestError(ErrorCode.PAYLOAD, f"layer {header.layer}, row {bad}: expert output {what}", bad)
+            raise _RequestError(ErrorCode.PAYLOAD, what, bad)
         return n_rows
 
 

@@ -47,8 +47,8 @@ class Arena:
     def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
         """Brings a received dispatch into the form kernels take.
 
-        ``views`` are over the frame; ``weights_dtype`` is float32 or the compute dtype. Views of buffers are kept by row
-        count for decode-shaped calls.
+        ``views`` are over the frame; ``weights_dtype`` is float32 or the compute dtype. Views of buffers are kept by
+        row count for decode-shaped calls.
         """
         key = (n_rows, weights_dtype)
         buffers = self._kept.get(key)

@@ -1,0 +1,94 @@
+"""``moeoffload-expert``: serves routed experts from this machine's memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from moeoffload import __version__
+from moeoffload.cli.options import with_settings
+from moeoffload.settings import ExpertServerSettings
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moeoffload-expert {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+@with_settings(ExpertServerSettings)
+def serve(
+    settings: ExpertServerSettings,
+    exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Keep routed experts in this machine's memory and compute them for hosts.
+
+    Prints one line with its address on stdout when it is ready; logs go to stderr. SIGTERM and Ctrl-C stop it cleanly.
+    """
+    logging.basicConfig(
+        level=settings.log_level.value.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+
+    # torch takes seconds to import; --help, --version and setting errors need not wait for it.
+    from moeoffload.expert_server.server import ExpertServer
+
+    server = ExpertServer.start(settings)
+    log = logging.getLogger("moeoffload.expert_server")
+    log.info(
+        "device %s, %.4g GiB for experts, transports %s",
+        server.device,
+        server.store.budget_bytes / (1 << 30),
+        ", ".join(server.factories),
+    )
+    threading.Thread(target=_forward, args=(server.drained, stop), name="drained", daemon=True).start()
+    if exit_with_stdin:
+        threading.Thread(target=_watch_stdin, args=(stop,), name="stdin", daemon=True).start()
+    try:
+        print(f"moeoffload-expert ready on {server.address} ({server.device})", flush=True)
+        stop.wait()
+    finally:
+        server.stop()
+    log.info("stopped")
+
+
+def _forward(event: threading.Event, target: threading.Event) -> None:
+    event.wait()
+    target.set()
+
+
+def _watch_stdin(stop: threading.Event) -> None:
+    """Stops the server when the process that started it ends, however it ends: its end of the pipe closes."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    stop.set()
+
+
+def main() -> None:
+    """Entry point of ``moeoffload-expert``."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""``moeoffload``: runs models whose routed experts live on expert servers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from moeoffload import __version__
+from moeoffload.cli.options import with_settings
+from moeoffload.errors import PromptError, SettingError
+from moeoffload.settings import HostSettings
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moeoffload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def moeoffload(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Run Mixture-of-Experts models with their routed experts on other devices and machines."""
+
+
+@app.command()
+@with_settings(HostSettings)
+def run(
+    settings: HostSettings,
+    model: Annotated[
+        str, typer.Argument(help="Folder of a transformers checkpoint, or an id of the Hugging Face hub.")
+    ],
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", help="Text to complete; - reads it from stdin. May be given several times."),
+    ] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option("--prompt-file", metavar="FILE", help="File that holds the prompt; - is stdin.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", help="Put the prompt into the model's chat template, if it has one.")
+    ] = True,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, on stderr.")] = False,
+) -> None:
+    """Answer prompts, streaming the text on stdout; everything else goes to stderr."""
+    prompts = _read_prompts(prompt or [], prompt_file)
+    level = "INFO" if verbose else settings.log_level.value.upper()
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    with _sigterm_unwinds():
+        _answer(model, settings, prompts, chat, revision)
+
+
+def _answer(model: str, settings: HostSettings, prompts: list[str], chat: bool, revision: str | None) -> None:
+    # torch and transformers take seconds to import; --help, --version and setting errors need not wait for them.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    from moeoffload.host.generate import generate, prepare_prompt
+    from moeoffload.host.session import open_model
+
+    console = Console(stderr=True)
+    columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def on_progress(address: str, loaded: int, total: int) -> None:
+            if address not in tasks:
+                tasks[address] = bar.add_task(address, total=total)
+            bar.update(tasks[address], completed=loaded)
+
+        offloaded = open_model(model, settings=settings, revision=revision, on_progress=on_progress)
+    with offloaded:
+        try:
+            prepared = [prepare_prompt(offloaded, text, chat=chat) for text in prompts]
+            for text, ready in zip(prompts, prepared, strict=True):
+                if len(prompts) > 1:
+                    console.print(f"> {_shorten(text)}", style="dim", markup=False, highlight=False)
+                generate(offloaded, ready, sys.stdout)
+        finally:
+            report = offloaded.report()
+            if report.prompt_tokens:
+                console.print(report.table())
+            if settings.report is not None:
+                settings.report.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+
+
+def _read_prompts(prompts: list[str], prompt_file: str | None) -> list[str]:
+    """The prompts of a command line; ``-`` stands for stdin.
+
+    Raises:
+        SettingError: none was given, or the file cannot be read.
+    """
+    texts = [sys.stdin.read() if text == "-" else text for text in prompts]
+    if prompt_file is not None:
+        try:
+            texts.append(sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(f"--prompt-file: {prompt_file!r} cannot be read ({error})") from None
+    if not texts:
+        raise SettingError("no prompt: give --prompt TEXT, --prompt-file FILE, or --prompt - to read stdin")
+    if any(not text.strip() for text in texts):
+        raise PromptError("the prompt is empty")
+    return texts
+
+
+def _shorten(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 100 else f"{line[:97]}..."
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM ends the command through its ``finally`` blocks, so that servers are stopped and leases ended."""
+
+    def on_term(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, on_term)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def main() -> None:
+    """Entry point of ``moeoffload``."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Which device the experts live on, and how much of its memory they may take."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Final
+
+import psutil
+import torch
+
+from moeoffload.errors import SettingError
+
+GIB: Final = 1 << 30
+# What is free now is not all ours: kernels need workspace on a GPU, everything else needs memory on a CPU.
+FREE_SHARE: Final = {"cuda": 0.9, "cpu": 0.7}
+
+
+def resolve_device(setting: str, *, last: bool) -> torch.device:
+    """The torch device of a setting: cpu, cuda, cuda:N or auto.
+
+    ``auto`` is the last CUDA device (the first one if not ``last``), else the CPU.
+
+    Raises:
+        SettingError: there is no such device; the message names those there are.
+    """
+    n_gpus = torch.cuda.device_count()
+    if setting == "auto":
+        return torch.device("cuda", n_gpus - 1 if last else 0) if n_gpus else torch.device("cpu")
+    device = torch.device(setting)
+    if device.type == "cuda":
+        index = device.index or 0
+        if index >= n_gpus:
+            have = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(n_gpus))
+            raise SettingError(f"device {setting}: this machine has no such GPU; it has {have or 'no CUDA device'}")
+        return torch.device("cuda", index)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The name a person knows the device by."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def memory_budget(device: torch.device, memory_gib: float | None) -> int:
+    """Bytes that experts and batches may take: what was asked for, else a share of what is free now.
+
+    Raises:
+        SettingError: more was asked for than the device has.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        memory = psutil.virtual_memory()
+        free, total = memory.available, memory.total
+    if memory_gib is None:
+        return int(free * FREE_SHARE[device.type])
+    if memory_gib * GIB > total:
+        raise SettingError(f"memory-gib: {memory_gib:g} is more than {device} has ({total / GIB:.4g} GiB)")
+    return int(memory_gib * GIB)

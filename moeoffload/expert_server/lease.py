@@ -1,0 +1,324 @@
+"""One attached host on the server: its experts, its channels, its share of the memory. Closing it frees all of them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import nn
+
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.control.protocol import dtype_of
+from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.errors import CapacityError, MoeOffloadError, ServerError
+from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
+from moeoffload.expert_server.store import ExpertStore, LayerKey
+from moeoffload.expert_server.workspace import Workspace
+from moeoffload.payload import PayloadDtype
+from moeoffload.placement import ExpertTable, batch_row_bytes
+from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, ServerChannel, ServerSlot
+from moeoffload.wire import MAX_SLOTS, FrameLayout, SlotViews
+
+logger = logging.getLogger(__name__)
+
+GIB: Final = 1 << 30
+MAX_LAYERS: Final = 1024
+
+
+class OpenServerChannel(Protocol):
+    """A server channel with what the host needs to open its end."""
+
+    offer: ChannelOffer
+    nonce: bytes | None
+
+
+class ChannelFactory(Protocol):
+    """Opens the server's end of a transport; the server has one per transport it is willing to use."""
+
+    def __call__(self, sizes: ChannelSizes, deliver: Deliver) -> ServerChannel:
+        """The open end, delivering requests to ``deliver``."""
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What the server allows each host: rows in one frame, requests in flight, bytes of a shared segment (0: any)."""
+
+    batch_capacity: int
+    max_slots: int
+    shared_bytes: int
+    device: torch.device
+    model: str | None
+
+
+class HostLease:
+    """Implements `moeoffload.control.service.BackendLease` for one host."""
+
+    def __init__(
+        self,
+        host: str,
+        epoch: int,
+        stop: threading.Event,
+        *,
+        limits: ServerLimits,
+        store: ExpertStore,
+        engine: Engine,
+        factories: dict[str, ChannelFactory],
+        on_close: Callable[[HostLease], None],
+    ) -> None:
+        self.lease_id = secrets.token_hex(16)
+        self.host = host
+        self.epoch = epoch
+        self.stop = stop
+        self._limits = limits
+        self._store = store
+        self._engine = engine
+        self._factories = factories
+        self._on_close = on_close
+        self._lock = threading.Lock()
+        self._closed = False
+        self._checkpoint: Checkpoint | None = None
+        self._table: ExpertTable | None = None
+        self._keys: list[LayerKey] = []
+        self._modules: dict[int, nn.Module] = {}
+        self._reserved = 0
+        self._active: ActiveHost | None = None
+        self._channels: dict[str, ServerChannel] = {}
+
+    def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
+        """Makes the asked experts resident, one layer at a time.
+
+        Raises:
+            ModelError: the model cannot be read here.
+            ServerError: its digest differs from the host's, or the table does not fit the model.
+            CapacityError: the experts do not fit into the memory budget.
+        """
+        if self._checkpoint is not None:
+            raise ServerError("this lease has loaded its experts already")
+        reference = self._limits.model or request.model.reference
+        checkpoint = Checkpoint.open(
+            reference, dtype=_dtype(request.model.compute_dtype), revision=request.model.revision or None
+        )
+        if checkpoint.digest != request.model.digest:
+            raise ServerError(
+                f"model digest is {request.model.digest[:12]} (host), {checkpoint.digest[:12]} for {reference} here"
+            )
+        table = _check_table(request, checkpoint)
+        self._checkpoint, self._table = checkpoint, table
+        loaded, total = (
+            0,
+            sum(
+                len(experts) * layer.expert_bytes
+                for experts, layer in zip(table.layers, checkpoint.layers, strict=True)
+            ),
+        )
+        logger.info("%s: loading %d experts, %.4g GiB, of %s", self.host, table.n_experts, total / GIB, reference)
+        yield pb.LoadProgress(loaded_bytes=0, total_bytes=total)
+        for layer, experts in zip(checkpoint.layers, table.layers, strict=True):
+            if not experts:
+                continue
+            self._load_layer(checkpoint, request.model, layer.index, experts)
+            loaded += len(experts) * layer.expert_bytes
+            yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
+        yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
+
+    def _load_layer(
+        self, checkpoint: Checkpoint, model: pb.ModelReference, layer: int, experts: tuple[int, ...]
+    ) -> None:
+        key = LayerKey(model.digest, model.compute_dtype, layer, experts)
+        device = self._limits.device
+        module = self._store.acquire(
+            key,
+            len(experts) * checkpoint.layers[layer].expert_bytes,
+            lambda: checkpoint.build_experts(layer, experts, device),
+        )
+        with self._lock:
+            if not self._closed:
+                self._keys.append(key)
+                self._modules[layer] = module
+                return
+        self._store.release(key)
+        raise ServerError("the lease ended while its experts were loading")
+
+    def activate(self, request: pb.Activate) -> pb.Offer:
+        """Checks what the host wants against what is loaded, decides the batch capacity and opens channels.
+
+        Raises:
+            ServerError: something differs; the message names the field.
+            CapacityError: no memory is left for even one row.
+        """
+        checkpoint, table = self._checkpoint, self._table
+        if checkpoint is None or table is None:
+            raise ServerError("activate came before the experts were loaded")
+        _compare("model digest", request.model_digest, checkpoint.digest)
+        _compare("expert table", request.table_digest, table.digest)
+        _compare("compute dtype", request.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
+        _compare("hidden size", request.hidden_size, checkpoint.hidden_size)
+        _compare("top-k", request.top_k, checkpoint.top_k)
+        dtype_out, dtype_back = _payload(request.dtype_out), _payload(request.dtype_back)
+        n_slots = max(1, min(request.n_slots, self._limits.max_slots))
+        transports = [name for name in self._factories if request.transport in ("auto", name)]
+        if not transports:
+            offered = ", ".join(self._factories)
+            raise ServerError(f"transport is {request.transport} (host), this server offers {offered}")
+        capacity = self._capacity(request, checkpoint, n_slots, dtype_out, dtype_back, "shared" in transports)
+        layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
+        self._activate(layout, checkpoint, table)
+        sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes)
+        offer = pb.Offer(batch_capacity=capacity, kernel=self._engine.kernel.name)
+        for name in transports:
+            offer.channels.append(self._open(name, sizes))
+        return offer
+
+    def _capacity(
+        self,
+        request: pb.Activate,
+        checkpoint: Checkpoint,
+        n_slots: int,
+        dtype_out: PayloadDtype,
+        dtype_back: PayloadDtype,
+        shared: bool,
+    ) -> int:
+        hidden, top_k = checkpoint.hidden_size, checkpoint.top_k
+        largest = max(layer.expert_bytes for layer in checkpoint.layers)
+        row_bytes = batch_row_bytes(hidden, top_k, largest, checkpoint.dtype.itemsize, n_slots)
+        room = max(0, self._store.free_bytes)
+        capacity = min(request.batch_capacity, self._limits.batch_capacity, room // row_bytes)
+        limits = [limit for limit in (request.shared_bytes, self._limits.shared_bytes) if limit]
+        if shared and limits:
+            one_row = FrameLayout(hidden, top_k, dtype_out, dtype_back, 1)
+            pages = (1 + 2 * n_slots) * 4096
+            per_row = n_slots * (one_row.dispatch_body_bytes(1) + one_row.combine_body_bytes(1))
+            capacity = min(capacity, max(0, min(limits) - pages) // per_row)
+        if capacity < 1:
+            raise CapacityError(
+                f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
+                "give the server more memory, or use fewer slots"
+            )
+        self._reserved = capacity * row_bytes
+        self._store.reserve(self._reserved)
+        return int(capacity)
+
+    def _activate(self, layout: FrameLayout, checkpoint: Checkpoint, table: ExpertTable) -> None:
+        self._active = ActiveHost(
+            epoch=self.epoch,
+            layout=layout,
+            layers=[self._modules.get(layer.index) for layer in checkpoint.layers],
+            n_experts=[len(experts) for experts in table.layers],
+            compute_dtype=checkpoint.dtype,
+            workspace=Workspace(layout, checkpoint.dtype, self._limits.device),
+        )
+
+    def _open(self, name: str, sizes: ChannelSizes) -> pb.ChannelOffer:
+        channel = self._factories[name](sizes, self._deliver)
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._channels[name] = channel
+        if closed:
+            channel.close()
+            raise ServerError("the lease ended while its channels were opened")
+        offer = channel.offer
+        return pb.ChannelOffer(
+            transport=name,
+            n_slots=sizes.n_slots,
+            request_bytes=sizes.request_bytes,
+            reply_bytes=sizes.reply_bytes,
+            parameters=offer.parameters,
+        )
+
+    def _deliver(self, channel: ServerChannel, slot: ServerSlot) -> None:
+        if slot.owner is None:
+            active = self._active
+            assert active is not None, "channels are opened after the lease became active"
+            slot.owner = SlotContext(active, SlotViews(active.layout, slot.request, slot.reply))
+        self._engine.submit(channel, slot)
+
+    def accept(self, request: pb.Accept) -> pb.Ready:
+        """Keeps the channel the host has opened and closes the others.
+
+        Raises:
+            ServerError: there is no such channel, or the host has not proved that it shares the segment.
+        """
+        channel = self._channels.get(request.transport)
+        if channel is None:
+            raise ServerError(f"transport {request.transport!r} was not offered")
+        channel.confirm(request.nonce)
+        for name, other in list(self._channels.items()):
+            if name != request.transport:
+                other.close()
+                del self._channels[name]
+        logger.info("%s: attached over %s (%s)", self.host, request.transport, request.reason)
+        return pb.Ready(epoch=self.epoch)
+
+    @property
+    def pool_creations(self) -> dict[str, int]:
+        """How many objects the pools of this lease have made: slots, views and workspaces."""
+        contexts = [slot.owner for channel in list(self._channels.values()) for slot in channel.slots]
+        return {
+            "slots": len(contexts),
+            "views": sum(context.views.n_created for context in contexts if context is not None),
+            "workspaces": self._active.workspace.n_created if self._active is not None else 0,
+        }
+
+    def close(self, reason: str) -> None:
+        """Frees the channels, the memory and the experts. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            keys, self._keys = self._keys, []
+            channels, self._channels = self._channels, {}
+        if self._active is not None:
+            self._active.closed = True
+        for channel in channels.values():
+            try:
+                channel.close()
+            except MoeOffloadError as error:
+                logger.warning("%s: %s", self.host, error)
+            for slot in channel.slots:
+                if slot.owner is not None:
+                    slot.owner.views.drop()
+        self._modules.clear()
+        self._store.reserve(-self._reserved)
+        for key in keys:
+            self._store.release(key)
+        logger.info("%s: lease ended (%s)", self.host, reason)
+        self._on_close(self)
+
+
+def _dtype(label: str) -> torch.dtype:
+    try:
+        return dtype_of(label)
+    except KeyError:
+        raise ServerError(f"compute dtype is {label!r}, allowed are f32, f16 and bf16") from None
+
+
+def _payload(label: str) -> PayloadDtype:
+    return PayloadDtype.from_torch(_dtype(label))
+
+
+def _compare(field: str, host: str | int, here: str | int) -> None:
+    if host != here:
+        raise ServerError(f"{field} is {str(host)[:16]} (host), {str(here)[:16]} here")
+
+
+def _check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> ExpertTable:
+    """The table of a load request, checked against the model: known layers and experts, each at most once."""
+    if len(request.layers) != len(checkpoint.layers):
+        raise ServerError(f"expert table has {len(request.layers)} layers, the model has {len(checkpoint.layers)}")
+    tables: list[tuple[int, ...]] = []
+    for wanted, layer in zip(request.layers, checkpoint.layers, strict=True):
+        experts = tuple(wanted.experts)
+        known = wanted.layer == layer.index and all(expert < layer.n_experts for expert in experts)
+        if not known or len(set(experts)) != len(experts) or len(experts) > MAX_SLOTS:
+            raise ServerError(
+                f"expert table: layer {wanted.layer} names experts the model does not have, or one twice "
+                f"(layer {layer.index} has {layer.n_experts})"
+            )
+        tables.append(experts)
+    return ExpertTable(tuple(tables))

@@ -1,0 +1,194 @@
+"""The expert server as a whole: what it offers, the hosts attached to it, and its life from start to stop."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import tracemalloc
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from moeoffload.transport.segment import sweep_stale_segments
+from moeoffload.transport.shared import SharedServerEnd
+from moeoffload.transport.stream import StreamListener
+
+from moeoffload import __version__
+from moeoffload.control.protocol import PROTOCOL_VERSION
+from moeoffload.control.service import ControlServer
+from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.devices import device_name, memory_budget, resolve_device
+from moeoffload.errors import ServerError
+from moeoffload.expert_server.engine import Engine
+from moeoffload.expert_server.lease import ChannelFactory, HostLease, ServerLimits
+from moeoffload.expert_server.store import ExpertStore
+from moeoffload.kernels import GroupedKernel
+from moeoffload.settings import ExpertServerSettings, TransportChoice
+
+logger = logging.getLogger(__name__)
+
+MAX_HOSTS: Final = 8
+STOP_GRACE_S: Final = 2.0
+
+
+@dataclass
+class ExpertServer:
+    """Implements `moeoffload.control.service.ExpertBackend`. Made by `start`, ended by `stop`."""
+
+    settings: ExpertServerSettings
+    device: torch.device
+    store: ExpertStore
+    engine: Engine
+    listener: StreamListener | None
+    factories: dict[str, ChannelFactory]
+    _leases: dict[str, HostLease] = field(default_factory=dict)
+    _epochs: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _draining: bool = False
+    _control: ControlServer | None = None
+    drained: threading.Event = field(default_factory=threading.Event)
+    """Set when the server is draining and its last host has left."""
+
+    @classmethod
+    def start(cls, settings: ExpertServerSettings) -> ExpertServer:
+        """Opens everything and serves.
+
+        Raises:
+            SettingError: the device does not exist, or has less memory than asked for.
+            ServerError: the address is taken.
+        """
+        device = resolve_device(settings.device, last=True)
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        store = ExpertStore(memory_budget(device, settings.memory_gib))
+        engine = Engine(GroupedKernel())
+        factories: dict[str, ChannelFactory] = {}
+        listener = None
+        if settings.transport in (TransportChoice.AUTO, TransportChoice.SHARED):
+            sweep_stale_segments()
+            factories["shared"] = SharedServerEnd
+        if settings.transport in (TransportChoice.AUTO, TransportChoice.STREAM):
+            listener = StreamListener(settings.listen.host, 0)
+            factories["stream"] = listener.open_channel
+        server = cls(settings, device, store, engine, listener, factories)
+        engine.start()
+        try:
+            server._control = ControlServer.start(settings.listen.host, settings.listen.port, server)
+        except BaseException:
+            server.stop()
+            raise
+        return server
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT where hosts reach this server; the port is the real one."""
+        assert self._control is not None
+        host = self.settings.listen.host
+        return f"[{host}]:{self._control.port}" if ":" in host else f"{host}:{self._control.port}"
+
+    def stop(self) -> None:
+        """Ends every lease, finishes what is queued, frees everything. Idempotent."""
+        with self._lock:
+            self._draining = True
+            leases = list(self._leases.values())
+        for lease in leases:
+            lease.stop.set()
+        if self._control is not None:
+            self._control.stop(STOP_GRACE_S)
+        for lease in leases:
+            lease.close("the server is stopping")
+        self.engine.stop(STOP_GRACE_S)
+        if self.listener is not None:
+            self.listener.close()
+
+    def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
+        """See `ExpertBackend`."""
+        return pb.DescribeReply(
+            protocol_version=PROTOCOL_VERSION,
+            server_version=__version__,
+            device=str(self.device),
+            device_name=device_name(self.device),
+            offered_bytes=max(0, self.store.offered_bytes(request.model_digest, request.compute_dtype)),
+            resident_bytes=self.store.resident_bytes,
+            batch_capacity=self.settings.batch_capacity,
+            transports=list(self.factories),
+            max_slots=self.settings.slots,
+            draining=self._draining,
+            model=self.settings.model or "",
+        )
+
+    def open_lease(self, hello: pb.Hello, stop: threading.Event) -> HostLease:
+        """See `ExpertBackend`."""
+        limits = ServerLimits(
+            batch_capacity=self.settings.batch_capacity,
+            max_slots=self.settings.slots,
+            shared_bytes=self.settings.shared_bytes,
+            device=self.device,
+            model=self.settings.model,
+        )
+        with self._lock:
+            if self._draining:
+                raise ServerError("this server is draining and takes no new hosts")
+            if len(self._leases) >= MAX_HOSTS:
+                raise ServerError(f"this server has {MAX_HOSTS} hosts attached, which is its limit")
+            lease = HostLease(
+                hello.host,
+                next(self._epochs),
+                stop,
+                limits=limits,
+                store=self.store,
+                engine=self.engine,
+                factories=self.factories,
+                on_close=self._forget,
+            )
+            self._leases[lease.lease_id] = lease
+        logger.info("%s (moeoffload %s): lease opened", hello.host, hello.host_version)
+        return lease
+
+    def _forget(self, lease: HostLease) -> None:
+        with self._lock:
+            self._leases.pop(lease.lease_id, None)
+            if self._draining and not self._leases:
+                self.drained.set()
+
+    def find_lease(self, lease_id: str) -> HostLease:
+        """See `ExpertBackend`."""
+        with self._lock:
+            lease = self._leases.get(lease_id)
+        if lease is None:
+            raise ServerError("there is no such lease; attach first")
+        return lease
+
+    def stats(self) -> pb.StatsReply:
+        """See `ExpertBackend`."""
+        counters = self.engine.counters
+        with self._lock:
+            leases = list(self._leases.values())
+        created: dict[str, int] = {}
+        for lease in leases:
+            for pool, count in lease.pool_creations.items():
+                created[pool] = created.get(pool, 0) + count
+        return pb.StatsReply(
+            requests=counters.requests,
+            rows=counters.rows,
+            errors=counters.errors,
+            queue_seconds=counters.queue_s,
+            compute_seconds=counters.compute_s,
+            resident_bytes=self.store.resident_bytes,
+            leases=len(leases),
+            pool_creations=created,
+            python_traced_bytes=tracemalloc.get_traced_memory()[0],
+            dropped=self.listener.n_dropped if self.listener is not None else 0,
+        )
+
+    def drain(self) -> int:
+        """See `ExpertBackend`."""
+        with self._lock:
+            self._draining = True
+            leases = len(self._leases)
+            if not leases:
+                self.drained.set()
+        if self._control is not None:
+            self._control.set_serving(False)
+        return leases

@@ -1,0 +1,164 @@
+"""Connecting to one expert server: describe, lease, load, agree, open the channel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.control.client import ControlClient, Lease, Offer
+from moeoffload.control.protocol import dtype_label
+from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.errors import ServerError
+from moeoffload.host.link import ExpertLink, LinkInfo
+from moeoffload.payload import PayloadDtype
+from moeoffload.placement import ExpertTable
+from moeoffload.settings import Address, HostSettings, TransportChoice
+from moeoffload.transport import HostChannel, open_channel
+from moeoffload.wire import FrameLayout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A server that answered: its address, its control client and what it says of itself."""
+
+    address: str
+    client: ControlClient
+    info: pb.DescribeReply
+
+
+@dataclass(frozen=True)
+class AttachPlan:
+    """What is the same for all servers of a run."""
+
+    checkpoint: Checkpoint
+    reference: str
+    revision: str
+    payload: PayloadDtype
+    settings: HostSettings
+    device: torch.device
+    on_progress: Callable[[str, int, int], None]
+
+
+def connect(address: str, checkpoint: Checkpoint, timeout_s: float) -> Candidate:
+    """Reaches the server at ``address`` and asks what it offers to this model.
+
+    Raises:
+        ServerError: it cannot be reached, or is not of this protocol version.
+    """
+    client = ControlClient(address)
+    try:
+        client.connect(timeout_s)
+        info = client.describe(timeout_s, model_digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype))
+    except BaseException:
+        client.close()
+        raise
+    return Candidate(address, client, info)
+
+
+def attach(candidate: Candidate, table: ExpertTable, plan: AttachPlan) -> ExpertLink:
+    """Takes a lease, loads the experts of ``table`` and opens the channel.
+
+    Raises:
+        ServerError: the server refuses or fails; nothing is left open.
+    """
+    lease = candidate.client.attach(plan.settings.connect_timeout_s)
+    try:
+        return _attach(candidate, lease, table, plan)
+    except BaseException:
+        lease.close()
+        raise
+
+
+def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: AttachPlan) -> ExpertLink:
+    checkpoint, settings = plan.checkpoint, plan.settings
+    dtype = dtype_label(checkpoint.dtype)
+    lease.load(
+        pb.ModelReference(
+            reference=plan.reference, revision=plan.revision, digest=checkpoint.digest, compute_dtype=dtype
+        ),
+        table,
+        progress=lambda loaded, total: plan.on_progress(candidate.address, loaded, total),
+        timeout_s=settings.load_timeout_s,
+    )
+    offer = lease.activate(
+        pb.Activate(
+            model_digest=checkpoint.digest,
+            compute_dtype=dtype,
+            table_digest=table.digest,
+            hidden_size=checkpoint.hidden_size,
+            top_k=checkpoint.top_k,
+            dtype_out=plan.payload.label,
+            dtype_back=plan.payload.label,
+            batch_capacity=settings.batch_capacity,
+            n_slots=settings.slots,
+            transport=settings.transport.value,
+            shared_bytes=settings.shared_bytes,
+        )
+    )
+    layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, plan.payload, plan.payload, offer.batch_capacity)
+    channel, reason = _open_channel(candidate, offer, layout, settings)
+    try:
+        epoch = lease.accept(channel.name, channel.nonce, reason)
+    except BaseException:
+        channel.close()
+        raise
+    sizes = [layer.expert_bytes for layer in checkpoint.layers]
+    info = LinkInfo(
+        address=candidate.address,
+        device=candidate.info.device,
+        device_name=candidate.info.device_name,
+        transport=channel.name,
+        transport_reason=reason,
+        kernel=offer.kernel,
+        n_experts=table.n_experts,
+        resident_bytes=sum(len(experts) * size for experts, size in zip(table.layers, sizes, strict=True)),
+    )
+    logger.info("expert server %s: %s (%s)", info.address, info.transport, reason)
+    return ExpertLink(
+        info,
+        candidate.client,
+        lease,
+        channel,
+        layout,
+        epoch,
+        table,
+        [layer.n_experts for layer in checkpoint.layers],
+        plan.device,
+        settings.dispatch_timeout_s,
+    )
+
+
+def _open_channel(
+    candidate: Candidate, offer: Offer, layout: FrameLayout, settings: HostSettings
+) -> tuple[HostChannel, str]:
+    """Opens the first offered channel that works; returns it and the reason for it.
+
+    Raises:
+        ServerError: none works, or the server's sizes are not the agreed ones.
+    """
+    host = Address(candidate.address).host
+    reason = "as the setting says" if settings.transport is not TransportChoice.AUTO else ""
+    last: ServerError | None = None
+    for channel_offer in offer.channels:
+        sizes = channel_offer.sizes
+        if (sizes.request_bytes, sizes.reply_bytes) != (layout.request_bytes, layout.reply_bytes):
+            raise ServerError(
+                f"expert server {candidate.address}: frame sizes are {sizes.request_bytes} and {sizes.reply_bytes} "
+                f"bytes there, {layout.request_bytes} and {layout.reply_bytes} here"
+            )
+        try:
+            channel = open_channel(channel_offer, host=host, timeout_s=settings.connect_timeout_s)
+        except ServerError as error:
+            last, reason = error, f"{channel_offer.transport} not possible: {error}"
+            continue
+        if not reason:
+            shared = channel_offer.transport == "shared"
+            reason = "both on this machine" if shared else "the server offers nothing else"
+        return channel, reason
+    raise ServerError(f"expert server {candidate.address}: {last or 'it offered no channel'}")

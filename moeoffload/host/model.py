@@ -1,0 +1,108 @@
+"""Loads a transformers model without a byte of its routed experts, and ties its experts modules to a dispatcher."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.errors import ModelError
+from moeoffload.host.remote_experts import IMPLEMENTATION, ExpertsCall
+
+logger = logging.getLogger(__name__)
+
+
+def load_dense_model(checkpoint: Checkpoint, device: torch.device) -> Any:
+    """The transformers model of ``checkpoint`` on ``device``, with experts modules that have no expert parameters.
+
+    Only dense tensors are read. The model is in eval mode; its experts modules cannot run before `bind_experts`.
+
+    Raises:
+        ModelError: dense tensors are missing or damaged, or transformers cannot load the model.
+    """
+    with _without_expert_parameters(checkpoint.experts_classes), _quiet_transformers():
+        try:
+            model, info = checkpoint.model_class.from_pretrained(  # type: ignore[attr-defined]
+                checkpoint.path,
+                dtype=checkpoint.dtype,
+                experts_implementation=IMPLEMENTATION,
+                output_loading_info=True,
+                trust_remote_code=False,
+                local_files_only=True,
+            )
+        except Exception as error:  # transformers and safetensors raise anything over a damaged checkpoint
+            raise ModelError(f"{checkpoint.path}: transformers cannot load it: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(f"{checkpoint.path}: {len(missing)} dense tensors are missing, among them {missing[0]}")
+    return model.to(device).eval()
+
+
+def bind_experts(model: nn.Module, checkpoint: Checkpoint, call_for: Callable[[int], ExpertsCall]) -> None:
+    """Gives each experts module of ``model`` its call: ``call_for(running number of the MoE layer)``."""
+    for layer in checkpoint.layers:
+        experts: Any = model.get_submodule(layer.module_name)
+        experts.moeoffload_call = call_for(layer.index)
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The tokenizer beside the checkpoint.
+
+    Raises:
+        ModelError: there is none that can be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # depends on the tokenizer's kind
+        raise ModelError(f"{checkpoint.path}: its tokenizer cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def _without_expert_parameters(classes: Sequence[type[nn.Module]]) -> Iterator[None]:
+    """While open, new modules of ``classes`` lose their parameters as soon as they are built.
+
+    transformers then finds no place for expert tensors and never reads them from the files.
+    """
+    originals = [(cls, cls.__init__) for cls in classes]
+
+    def dropping(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            for name, _ in list(self.named_parameters(recurse=False)):
+                delattr(self, name)
+            # Without it transformers would initialise parameters that are no longer there.
+            self._is_hf_initialized = True  # type: ignore[assignment]
+
+        return init
+
+    try:
+        for cls, original in originals:
+            cls.__init__ = dropping(original)  # type: ignore[method-assign]
+        yield
+    finally:
+        for cls, original in originals:
+            cls.__init__ = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Expert tensors are reported as unexpected, rightly so but at length; missing ones are checked by the caller."""
+    verbosity = transformers_logging.get_verbosity()
+    progress = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if progress:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,182 @@
+"""What a run did, as data (docs/report.md describes the JSON) and as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from moeoffload import __version__
+from moeoffload.host.counters import CallCounters, PhaseCounters
+from moeoffload.host.link import LinkInfo
+from moeoffload.host.recorder import Recorder
+
+REPORT_VERSION: Final = 1
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The model of a run. ``expert_bytes`` counts all routed experts, ``dense_bytes`` everything else."""
+
+    path: str
+    model_type: str
+    dtype: str
+    moe_layers: int
+    routed_experts: int
+    top_k: int
+    hidden_size: int
+    dense_bytes: int
+    expert_bytes: int
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """How a run was set up."""
+
+    mode: str
+    payload_dtype: str
+    batch_capacity: int
+    hot_slice: int
+    slots: int
+    host_device: str
+    host_device_name: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run. Times are seconds, sizes bytes; phases are prefill and decode."""
+
+    model: ModelFacts
+    run: RunFacts
+    phases: dict[str, dict[str, Any]]
+    servers: list[dict[str, Any]]
+    layers: dict[str, list[dict[str, Any]]] | None
+
+    @classmethod
+    def collect(
+        cls, model: ModelFacts, run: RunFacts, recorder: Recorder, links: Sequence[tuple[LinkInfo, int]]
+    ) -> Report:
+        """Takes the figures of ``recorder`` as they stand; ``links`` are the servers with their effective capacity."""
+        servers = [
+            asdict(info)
+            | {"batch_capacity": capacity}
+            | {"phases": {name: asdict(phase.servers[i]) for name, phase in recorder.phases.items()}}
+            for i, (info, capacity) in enumerate(links)
+        ]
+        phases = {name: _phase(phase) for name, phase in recorder.phases.items()}
+        layers = {name: [asdict(times) for times in layers] for name, layers in recorder.layers.items()}
+        return cls(model, run, phases, servers, layers if recorder.profile else None)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that were prefilled."""
+        return int(self.phases["prefill"]["tokens"])
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens that forward passes produced: one for each sequence of a prefill, one for each decoded token."""
+        return int(self.phases["prefill"]["sequences"] + self.phases["decode"]["tokens"])
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data, in the form docs/report.md describes."""
+        data: dict[str, Any] = {
+            "report_version": REPORT_VERSION,
+            "moeoffload_version": __version__,
+            "model": asdict(self.model),
+            "run": asdict(self.run),
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "phases": self.phases,
+            "servers": self.servers,
+        }
+        if self.layers is not None:
+            data["layers"] = self.layers
+        return data
+
+    def table(self) -> RenderableType:
+        """Tables for a terminal: the phases, then the servers."""
+        return Group(self._phase_table(), self._server_table())
+
+    def _phase_table(self) -> Table:
+        table = Table(title=f"{self.model.model_type} · mode {self.run.mode} · payload {self.run.payload_dtype}")
+        table.add_column("")
+        rows: dict[str, list[str]] = {}
+        for name, phase in self.phases.items():
+            table.add_column(name, justify="right")
+            host, server = phase["host"], phase["server"]
+            cells = {
+                "tokens": f"{phase['tokens']:,}",
+                "seconds": f"{phase['seconds']:.3f}",
+                "tok/s": f"{phase['tokens_per_s']:.1f}",
+                "calls": f"{phase['calls']:,}",
+                "rows": f"{phase['rows']:,}",
+                "MiB out": f"{phase['bytes_out'] / _MIB:.2f}",
+                "MiB back": f"{phase['bytes_back'] / _MIB:.2f}",
+                "host: dense s": f"{host['dense_s']:.3f}",
+                "host: pack s": f"{host['pack_s']:.3f}",
+                "host: wait s": f"{host['wait_s']:.3f}",
+                "host: combine s": f"{host['combine_s']:.3f}",
+                "host: other s": f"{host['other_s']:.3f}",
+                "server: queue s": f"{server['queue_s']:.3f}",
+                "server: compute s": f"{server['compute_s']:.3f}",
+            }
+            for label, cell in cells.items():
+                rows.setdefault(label, []).append(cell)
+        for label, row in rows.items():
+            table.add_row(label, *row)
+        return table
+
+    def _server_table(self) -> Table:
+        table = Table()
+        columns = ("server", "transport", "device", "kernel", "experts", "MiB", "cap", "calls", "rows", "compute s")
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="left" if number < 4 else "right")
+        for server in self.servers:
+            phases = server["phases"].values()
+            table.add_row(
+                server["address"],
+                f"{server['transport']} ({server['transport_reason']})",
+                server["device"],
+                server["kernel"],
+                f"{server['n_experts']:,}",
+                f"{server['resident_bytes'] / _MIB:,.1f}",
+                str(server["batch_capacity"]),
+                f"{sum(phase['calls'] for phase in phases):,}",
+                f"{sum(phase['rows'] for phase in phases):,}",
+                f"{sum(phase['compute_s'] for phase in phases):.3f}",
+            )
+        return table
+
+
+def _phase(phase: PhaseCounters) -> dict[str, Any]:
+    total = CallCounters()
+    for server in phase.servers:
+        total.calls += server.calls
+        total.rows += server.rows
+        total.bytes_out += server.bytes_out
+        total.bytes_back += server.bytes_back
+        total.queue_s += server.queue_s
+        total.compute_s += server.compute_s
+    return {
+        "tokens": phase.tokens,
+        "sequences": phase.sequences,
+        "forwards": phase.forwards,
+        "seconds": phase.seconds,
+        "tokens_per_s": phase.tokens / phase.seconds if phase.seconds else 0.0,
+        "calls": total.calls,
+        "rows": total.rows,
+        "bytes_out": total.bytes_out,
+        "bytes_back": total.bytes_back,
+        "host": {
+            "dense_s": phase.dense_s,
+            "pack_s": phase.pack_s,
+            "wait_s": phase.wait_s,
+            "combine_s": phase.combine_s,
+            "other_s": max(0.0, phase.seconds - phase.forward_s),
+        },
+        "server": {"queue_s": total.queue_s, "compute_s": total.compute_s},
+    }

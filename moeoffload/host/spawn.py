@@ -1,0 +1,138 @@
+"""Expert servers that the host starts on its own machine: one process each, gone when the host is gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+import torch
+
+from moeoffload.errors import DeadlineError, ServerError
+from moeoffload.settings import ExpertServerSettings, HostSettings, TransportChoice
+
+_READY: Final = re.compile(r"ready on (\S+)")
+START_TIMEOUT_S: Final = 120.0
+STOP_TIMEOUT_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What one spawned server gets that the settings do not say."""
+
+    device: str
+    transport: TransportChoice = TransportChoice.AUTO
+
+
+def default_specs(settings: HostSettings, host_device: torch.device) -> list[ServerSpec]:
+    """One server for each spare GPU (the one of ``gpu`` if that is set), or one on the CPU."""
+    if settings.gpu is not None:
+        return [ServerSpec(f"cuda:{settings.gpu}")]
+    used = host_device.index if host_device.type == "cuda" else None
+    spare = [f"cuda:{i}" for i in range(torch.cuda.device_count()) if i != used]
+    return [ServerSpec(device) for device in spare] or [ServerSpec("cpu")]
+
+
+class SpawnedServers:
+    """Starts servers and stops them on `close`. Logs go to ``work_dir``, a temporary folder if the setting is empty."""
+
+    def __init__(self, settings: HostSettings, specs: Sequence[ServerSpec]) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._logs: list[IO[bytes]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self.addresses: list[str] = []
+        if settings.work_dir is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="moeoffload-")
+            folder = Path(self._folder.name)
+        else:
+            folder = settings.work_dir
+            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for number, spec in enumerate(specs):
+                self._start(settings, spec, folder / f"expert-server-{number}.log")
+            deadline = time.monotonic() + START_TIMEOUT_S
+            self.addresses = [
+                _ready_address(process, Path(log.name), deadline)
+                for process, log in zip(self._processes, self._logs, strict=True)
+            ]
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, settings: HostSettings, spec: ServerSpec, log_path: Path) -> None:
+        command = [sys.executable, "-m", "moeoffload.cli.expert_app", "--exit-with-stdin"]
+        command += ["--listen", "127.0.0.1:0", "--device", spec.device, "--transport", spec.transport.value]
+        command += ["--batch-capacity", str(settings.batch_capacity), "--slots", str(max(4, settings.slots))]
+        if settings.shared_bytes:
+            command += ["--shared-bytes", str(settings.shared_bytes)]
+        if settings.threads is not None:
+            command += ["--threads", str(settings.threads)]
+        if settings.server_memory_gib is not None:
+            command += ["--memory-gib", str(settings.server_memory_gib)]
+        # A name that means one thing for the host means another for its servers: they get theirs as options only.
+        names = {name for info in ExpertServerSettings.infos() for name in info.env_names}
+        environment = {name: value for name, value in os.environ.items() if name not in names}
+        log = log_path.open("wb")
+        self._logs.append(log)
+        self._processes.append(
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                # Ctrl-C in the terminal reaches the host alone, which then stops its servers in order.
+                start_new_session=True,
+            )
+        )
+
+    def close(self) -> None:
+        """Stops all servers; kills what does not stop in time. Idempotent."""
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+            process.terminate()
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        for log in self._logs:
+            log.close()
+        self._processes.clear()
+        self._logs.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _ready_address(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
+    """Reads the line that a server prints when it is ready.
+
+    Raises:
+        ServerError: the server ended instead; the message holds its last words.
+        DeadlineError: it did not become ready in time.
+    """
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        if not selector.select(max(0.0, deadline - time.monotonic())):
+            raise DeadlineError(f"a spawned expert server was not ready within {START_TIMEOUT_S:g} s")
+    line = process.stdout.readline().decode(errors="replace")
+    match = _READY.search(line)
+    if match is None:
+        process.wait(STOP_TIMEOUT_S)
+        words = log.read_text(errors="replace").strip().splitlines()
+        raise ServerError(f"a spawned expert server did not start: {words[-1] if words else line.strip()}")
+    return match.group(1)
