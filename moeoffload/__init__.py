@@ -13,7 +13,7 @@ __all__ = ["OffloadedModel", "__version__", "open_model"]
 
 
 def __getattr__(name: str) -> Any:
-    # torch and transformers take seconds to import; the command lines' --help and setting errors need not wait for them.
+    # torch and transformers take seconds to import; --help and setting errors need not wait for them.
     if name in ("open_model", "OffloadedModel"):
         from moeoffload.host import session
 

@@ -7,7 +7,6 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import grpc
 
@@ -17,18 +16,8 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.errors import DeadlineError, ServerError
 from moeoffload.placement import ExpertTable
-from moeoffload.transport.base import ChannelOffer, ChannelSizes
 
 _END = None
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A server's answer to Activate: most rows in one frame, ways to connect in order of preference, kernel name."""
-
-    batch_capacity: int
-    channels: tuple[ChannelOffer, ...]
-    kernel: str
 
 
 class ControlClient:
@@ -172,22 +161,14 @@ class Lease:
         if table_digest != table.digest:
             raise ServerError(f"expert server {self._client.address}: its expert table differs from what was asked for")
 
-    def activate(self, request: pb.Activate) -> Offer:
+    def activate(self, request: pb.Activate) -> pb.Offer:
         """Agrees on everything that does not change from call to call.
 
         Raises:
             ServerError: the server refuses, naming the field that differs.
         """
-        offer = self._exchange(pb.AttachRequest(activate=request), "offer").offer
-        channels = tuple(
-            ChannelOffer(
-                transport=channel.transport,
-                sizes=ChannelSizes(channel.n_slots, channel.request_bytes, channel.reply_bytes),
-                parameters=dict(channel.parameters),
-            )
-            for channel in offer.channels
-        )
-        return Offer(offer.batch_capacity, channels, offer.kernel)
+        offer: pb.Offer = self._exchange(pb.AttachRequest(activate=request), "offer").offer
+        return offer
 
     def accept(self, transport: str, nonce: bytes, reason: str) -> int:
         """Names the channel this host has opened; returns the epoch that its frames must carry.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.control.client import ControlClient, Lease, Offer
+from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
@@ -17,7 +17,7 @@ from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
 from moeoffload.settings import Address, HostSettings, TransportChoice
-from moeoffload.transport import HostChannel, open_channel
+from moeoffload.transport import ChannelOffer, ChannelSizes, HostChannel, open_channel
 from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
 
 
 def _open_channel(
-    candidate: Candidate, offer: Offer, layout: FrameLayout, settings: HostSettings
+    candidate: Candidate, offer: pb.Offer, layout: FrameLayout, settings: HostSettings
 ) -> tuple[HostChannel, str]:
     """Opens the first offered channel that works; returns it and the reason for it.
 
@@ -145,20 +145,21 @@ def _open_channel(
     host = Address(candidate.address).host
     reason = "as the setting says" if settings.transport is not TransportChoice.AUTO else ""
     last: ServerError | None = None
-    for channel_offer in offer.channels:
-        sizes = channel_offer.sizes
+    for channel in offer.channels:
+        sizes = ChannelSizes(channel.n_slots, channel.request_bytes, channel.reply_bytes)
+        channel_offer = ChannelOffer(channel.transport, sizes, dict(channel.parameters))
         if (sizes.request_bytes, sizes.reply_bytes) != (layout.request_bytes, layout.reply_bytes):
             raise ServerError(
                 f"expert server {candidate.address}: frame sizes are {sizes.request_bytes} and {sizes.reply_bytes} "
                 f"bytes there, {layout.request_bytes} and {layout.reply_bytes} here"
             )
         try:
-            channel = open_channel(channel_offer, host=host, timeout_s=settings.connect_timeout_s)
+            opened = open_channel(channel_offer, host=host, timeout_s=settings.connect_timeout_s)
         except ServerError as error:
             last, reason = error, f"{channel_offer.transport} not possible: {error}"
             continue
         if not reason:
             shared = channel_offer.transport == "shared"
             reason = "both on this machine" if shared else "the server offers nothing else"
-        return channel, reason
+        return opened, reason
     raise ServerError(f"expert server {candidate.address}: {last or 'it offered no channel'}")

@@ -1,0 +1,88 @@
+"""The rooms of the house: a module imports only from lower floors, and the two big rooms never know each other."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "moeoffload"
+FLOORS = {
+    "cli": 5,
+    "host": 4,
+    "expert_server": 4,
+    "transport": 3,
+    "control": 3,
+    "kernels": 2,
+    "checkpoint": 2,
+    "wire": 2,
+}
+
+
+def room_of(parts: tuple[str, ...]) -> str:
+    """The room of a module below the package; files of the package itself are floor 1."""
+    return parts[0] if parts and parts[0] in FLOORS else ""
+
+
+def floor_of(room: str) -> int:
+    return FLOORS.get(room, 1)
+
+
+def imports_of(path: Path) -> set[tuple[str, ...]]:
+    """Modules of this package that a file imports while it is loaded or later, below the package."""
+    found: set[tuple[str, ...]] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found.update(tuple(name.split(".")[1:]) for name in names if name.split(".")[0] == "moeoffload")
+    return found
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_import_climbs_a_floor(path: Path) -> None:
+    room = room_of(path.relative_to(PACKAGE).parts)
+    for imported in imports_of(path):
+        other = room_of(imported)
+        if other == room:
+            continue
+        assert floor_of(other) < floor_of(room), f"{path.name} (floor {floor_of(room)}) imports {'.'.join(imported)}"
+
+
+def test_modules_form_no_circle() -> None:
+    def name_of(path: Path) -> tuple[str, ...]:
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        return parts[:-1] if parts[-1] == "__init__" else parts
+
+    modules = {name_of(path): path for path in FILES}
+    graph = {
+        name: {
+            target
+            for imported in imports_of(path)
+            for target in (imported, imported[:-1])
+            if target in modules
+            and target != name
+            and path.name != "__init__.py"
+            and modules[target].name != "__init__.py"
+        }
+        for name, path in modules.items()
+    }
+    done: set[tuple[str, ...]] = set()
+
+    def visit(name: tuple[str, ...], trail: tuple[tuple[str, ...], ...]) -> None:
+        assert name not in trail, " -> ".join(".".join(step) for step in (*trail, name))
+        if name in done:
+            return
+        for target in graph[name]:
+            visit(target, (*trail, name))
+        done.add(name)
+
+    for name in graph:
+        visit(name, ())
