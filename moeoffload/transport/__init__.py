@@ -13,6 +13,8 @@ from moeoffload.transport.base import (
     ServerSlot,
 )
 from moeoffload.transport.loopback import loopback_pair
+from moeoffload.transport.segment import sweep_stale_segments
+from moeoffload.transport.shared import SharedServerEnd, open_shared
 
 __all__ = [
     "ChannelOffer",
@@ -22,8 +24,11 @@ __all__ = [
     "HostSlot",
     "ServerChannel",
     "ServerSlot",
+    "SharedServerEnd",
     "loopback_pair",
     "open_channel",
+    "open_shared",
+    "sweep_stale_segments",
 ]
 
 
@@ -39,4 +44,6 @@ def open_channel(offer: ChannelOffer, *, host: str, timeout_s: float) -> HostCha
         DeadlineError: the server did not answer within ``timeout_s``.
         ServerError: the offer cannot be opened: unknown transport, or shared memory that is not on this host.
     """
+    if offer.transport == "shared":
+        return open_shared(offer)
     raise ServerError(f"transport {offer.transport!r} is unknown; this host opens shared and stream")

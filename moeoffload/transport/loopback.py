@@ -58,9 +58,12 @@ class LoopbackHost(PooledHostChannel):
     def _closed_by_peer(self) -> bool:
         return self._wire.server_closed
 
-    def _close(self) -> None:
+    def _wake(self) -> None:
         with self._wire.arrived:
             self._wire.arrived.notify_all()
+
+    def _dispose(self) -> None:
+        pass
 
 
 class LoopbackServer(PooledServerChannel):

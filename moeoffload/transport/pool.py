@@ -46,12 +46,15 @@ class PooledHostChannel(HostChannel):
         self.n_stale = 0
         self._states: list[int] = [SlotState.FREE] * len(slots)
         self._ids = [len(slots) + slot.index for slot in slots]
-        self._free = list(reversed(slots))
-        self._pool = threading.Condition(threading.Lock())
+        self._free_slots = list(reversed(slots))
+        self._lock = threading.Lock()
+        self._released = threading.Condition(self._lock)
         self._n_abandoned = 0
+        self._n_inside = 0
+        """Threads inside ``send`` or ``wait``, which use what the transport frees on close."""
+        self._closing = False
         self._closed = ""
         """Why the channel is closed; empty while it is open."""
-        self._freed = False
 
     # -- what a transport provides
 
@@ -73,8 +76,12 @@ class PooledHostChannel(HostChannel):
         """Without blocking: whether the reply of this abandoned slot has arrived; if so, it is consumed."""
 
     @abstractmethod
-    def _close(self) -> None:
-        """Wakes waiting threads and frees everything; called once, after ``_closed`` was set."""
+    def _wake(self) -> None:
+        """Makes every thread in ``_await_reply`` look at `_check_open` again."""
+
+    @abstractmethod
+    def _dispose(self) -> None:
+        """Frees everything; called once, when no thread is inside."""
 
     def _closed_by_peer(self) -> bool:
         """Whether the server has closed the channel, where that can be seen without waiting."""
@@ -88,10 +95,10 @@ class PooledHostChannel(HostChannel):
         while True:
             if self._n_abandoned:
                 self._collect_late()
-            with self._pool:
+            with self._lock:
                 self._check_open()
-                if self._free:
-                    slot = self._free.pop()  # the last one released: its buffers are still in the cache
+                if self._free_slots:
+                    slot = self._free_slots.pop()  # the last one released: its buffers are still in the cache
                     self._states[slot.index] = SlotState.HELD
                     return slot
                 left_s = deadline - perf_counter()
@@ -100,7 +107,7 @@ class PooledHostChannel(HostChannel):
                         f"{self.name}: none of {len(self.slots)} slots came free within {timeout_s:g} s "
                         f"({self._n_abandoned} wait for a late reply)"
                     )
-                self._pool.wait(min(left_s, LATE_POLL_S if self._n_abandoned else CLOSE_POLL_S))
+                self._released.wait(min(left_s, LATE_POLL_S if self._n_abandoned else CLOSE_POLL_S))
 
     def next_id(self, slot: HostSlot) -> int:
         """See `HostChannel.next_id`."""
@@ -116,8 +123,11 @@ class PooledHostChannel(HostChannel):
         request_id = peek_request_id(slot.request)
         if request_id != self._ids[index]:
             raise ProtocolError(f"frame in slot {index} has request id {request_id}, expected {self._ids[index]}")
-        self._check_open()
-        self._send(slot, n_bytes, request_id)
+        self._enter()
+        try:
+            self._send(slot, n_bytes, request_id)
+        finally:
+            self._leave()
 
     def _mark_sent(self, slot: HostSlot) -> None:
         """For ``_send``: from here on a reply may come. Done before the bytes go, since the reply can be quick."""
@@ -129,8 +139,13 @@ class PooledHostChannel(HostChannel):
         index = slot.index
         if self._states[index] != SlotState.SENT:
             raise RuntimeError(f"slot {index} is {SlotState(self._states[index]).name}; wait needs it sent")
+        deadline = perf_counter() + timeout_s
         try:
-            n_bytes = self._await_reply(slot, perf_counter() + timeout_s)
+            self._enter()
+            try:
+                n_bytes = self._await_reply(slot, deadline)
+            finally:
+                self._leave()
         except DeadlineError:
             self._abandon(slot)
             raise DeadlineError(f"{self.name}: no reply in slot {index} within {timeout_s:g} s") from None
@@ -144,7 +159,7 @@ class PooledHostChannel(HostChannel):
 
     def release(self, slot: HostSlot) -> None:
         """See `HostChannel.release`."""
-        with self._pool:
+        with self._lock:
             state = self._states[slot.index]
             if state == SlotState.HELD:
                 self._set_free(slot)
@@ -158,12 +173,16 @@ class PooledHostChannel(HostChannel):
 
     def close(self) -> None:
         """See `HostChannel.close`."""
-        with self._pool:
-            first, self._freed = not self._freed, True
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
             self._closed = self._closed or "it was closed"
-            self._pool.notify_all()
-        if first:
-            self._close()
+            self._released.notify_all()
+            if self._n_inside:
+                self._wake()  # the last thread to leave frees
+                return
+        self._dispose()
 
     # -- for the transports
 
@@ -179,25 +198,37 @@ class PooledHostChannel(HostChannel):
         if self._closed:
             raise ServerError(f"{self.name} channel: {self._closed}")
 
+    def _enter(self) -> None:
+        with self._lock:
+            self._check_open()
+            self._n_inside += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._n_inside -= 1
+            last = self._closing and not self._n_inside
+        if last:
+            self._dispose()
+
     def _set_free(self, slot: HostSlot) -> None:
         self._states[slot.index] = SlotState.FREE
-        self._free.append(slot)
-        self._pool.notify()
+        self._free_slots.append(slot)
+        self._released.notify()
 
     def _abandon(self, slot: HostSlot) -> None:
-        with self._pool:
+        with self._lock:
             self._states[slot.index] = SlotState.ABANDONED
             self._n_abandoned += 1
 
     def _collect_late(self) -> None:
         """Takes abandoned slots back whose reply has arrived meanwhile; never blocks."""
-        with self._pool:
-            for slot in self.slots:
+        with self._lock:
+            for slot in () if self._closing else self.slots:
                 if self._states[slot.index] >= SlotState.ABANDONED and self._take_late(slot):
                     self._late(slot)
 
     def _late(self, slot: HostSlot) -> None:
-        """The reply of an abandoned slot is dropped; the slot can be used again. Called with ``_pool`` held."""
+        """The reply of an abandoned slot is dropped; the slot can be used again. Called with ``_lock`` held."""
         self.n_stale += 1
         self._n_abandoned -= 1
         if self._states[slot.index] == SlotState.ORPHANED:
@@ -244,12 +275,11 @@ class PooledServerChannel(ServerChannel):
     def close(self) -> None:
         """See `ServerChannel.close`."""
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+            first, self._closed = not self._closed, True
         with self._delivering:
             pass  # a delivery that was running has ended, and the next one sees that the channel is closed
-        self._close()
+        if first:
+            self._close()
 
     def _deliver(self, slot: ServerSlot, n_bytes: int) -> None:
         """Hands a received request of a checked length on."""

@@ -1,0 +1,219 @@
+"""The memory and the semaphores that a host and a server share, and their names.
+
+Layout: a control page, then one 4096-aligned request area and one reply area per slot::
+
+    0    magic, version, slots, bytes of a request, of a reply and of everything, nonce
+    128  the server closed the channel        192  the host closed the channel
+    256  one 64-byte line per request on its way: slot, bytes, request id (a ring; one semaphore counts its entries)
+    ...  one 64-byte line per slot: bytes, request id of its reply (one semaphore per slot)
+
+The ring entry is written before the semaphore is posted, under a lock of the host, and read after a token was taken:
+the n-th token belongs to the n-th entry, and the semaphore orders memory on every architecture. No two lines share a
+cache line.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import secrets
+import struct
+import time
+from contextlib import suppress
+from typing import Final
+
+import posix_ipc
+
+from moeoffload.errors import ProtocolError, ServerError
+from moeoffload.transport.base import ChannelSizes
+
+MAGIC: Final = b"MOEXSHM\0"
+VERSION: Final = 1
+NONCE_BYTES: Final = 16
+SHM_FOLDER: Final = "/dev/shm"
+
+_HEAD: Final = struct.Struct("<8sIIQQQ16s")
+_WORD: Final = 8
+_LINE_WORDS: Final = 64 // _WORD
+_PAGE: Final = 4096
+SERVER_CLOSED: Final = 128 // _WORD
+HOST_CLOSED: Final = 192 // _WORD
+_RING: Final = 256 // _WORD
+
+_NAME: Final = re.compile(r"/moeoffload-[1-9][0-9]*-[0-9a-f]{32}")
+_FILE: Final = re.compile(r"(sem\.)?(moeoffload-([1-9][0-9]*)-[0-9a-f]{32}(-q|-r[0-9]+)?)")
+
+
+def _aligned(n_bytes: int) -> int:
+    return (n_bytes + _PAGE - 1) // _PAGE * _PAGE
+
+
+class Segment:
+    """One side's mapping of the shared memory, with its semaphores. `create` or `open` it; ``close`` once.
+
+    Attributes:
+        words: the control page as 64-bit words.
+        nonce: the same 16 random bytes on both sides.
+        requests, replies: the areas, each exactly as long as the largest frame.
+        request_semaphore, reply_semaphores: see the module's text.
+    """
+
+    def __init__(self, name: str, sizes: ChannelSizes, fd: int, *, create: bool) -> None:
+        self.name = name
+        self._sizes = sizes
+        self._linked = True
+        n = sizes.n_slots
+        control = _aligned(_RING * _WORD + 2 * n * 64)
+        memory = memoryview(mmap.mmap(fd, segment_bytes(sizes)))
+        head = (MAGIC, VERSION, n, sizes.request_bytes, sizes.reply_bytes, len(memory))
+        if create:
+            _HEAD.pack_into(memory, 0, *head, secrets.token_bytes(NONCE_BYTES))
+        found = _HEAD.unpack_from(memory)
+        if found[:-1] != head:
+            raise ProtocolError(f"shared memory {name} starts with {found[:-1]}, expected {head}")
+        self.nonce: bytes = found[-1]
+        self.words = memory[:control].cast("Q")
+        request_step, reply_step = _aligned(sizes.request_bytes), _aligned(sizes.reply_bytes)
+        replies_at = control + n * request_step
+        self.requests = [memory[at : at + sizes.request_bytes] for at in range(control, replies_at, request_step)]
+        self.replies = [memory[at : at + sizes.reply_bytes] for at in range(replies_at, len(memory), reply_step)]
+        flags = posix_ipc.O_CREX if create else 0
+        semaphores: list[posix_ipc.Semaphore] = []
+        try:
+            for semaphore in _semaphore_names(name, n):
+                semaphores.append(posix_ipc.Semaphore(semaphore, flags, mode=0o600))
+        except BaseException:
+            for opened in semaphores:
+                opened.close()
+            raise
+        self.request_semaphore, *self.reply_semaphores = semaphores
+
+    @classmethod
+    def create(cls, sizes: ChannelSizes) -> Segment:
+        """Makes a new segment with a random name, all of its memory reserved.
+
+        Raises:
+            ServerError: /dev/shm has too little room; the message says how much is needed and available.
+        """
+        name = f"/moeoffload-{os.getpid()}-{secrets.token_hex(16)}"
+        needed = segment_bytes(sizes)
+        room = os.statvfs(SHM_FOLDER)
+        # Asked first: reserving would fill the memory up to the brim, under everybody's feet, before it failed.
+        if needed > room.f_bavail * room.f_frsize:
+            raise _no_room(needed)
+        shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
+        try:
+            os.posix_fallocate(shm.fd, 0, needed)  # else a full /dev/shm would be a SIGBUS later
+            return cls(name, sizes, shm.fd, create=True)
+        except BaseException as error:
+            unlink(name, sizes.n_slots)
+            if isinstance(error, OSError):
+                raise _no_room(needed) from error
+            raise
+        finally:
+            shm.close_fd()
+
+    @classmethod
+    def open(cls, name: str, sizes: ChannelSizes) -> Segment:
+        """Opens what the server created and takes its names away, so that nothing is left whoever is killed.
+
+        Raises:
+            ServerError: there is no such segment on this host, or it is not one that this user's server made.
+        """
+        if not _NAME.fullmatch(name):
+            raise ProtocolError(f"{name!r} is not the name of a shared-memory channel")
+        try:
+            shm = posix_ipc.SharedMemory(name)
+        except posix_ipc.ExistentialError:
+            raise ServerError(f"shared memory {name} is not on this host") from None
+        except posix_ipc.PermissionsError:
+            raise ServerError(f"shared memory {name} belongs to another user") from None
+        try:
+            stat = os.fstat(shm.fd)
+            if stat.st_uid != os.geteuid() or stat.st_mode & 0o077:
+                raise ServerError(
+                    f"shared memory {name} has owner {stat.st_uid} and mode {stat.st_mode & 0o777:o}, "
+                    f"expected {os.geteuid()} and 600"
+                )
+            if stat.st_size != segment_bytes(sizes):
+                raise ProtocolError(f"shared memory {name} has {stat.st_size} bytes, expected {segment_bytes(sizes)}")
+            segment = cls(name, sizes, shm.fd, create=False)
+        except posix_ipc.ExistentialError:
+            raise ServerError(f"the semaphores of {name} are not on this host") from None
+        finally:
+            shm.close_fd()
+        segment.unlink()
+        return segment
+
+    def ring_at(self, n: int) -> int:
+        """Word at which the n-th request announces itself: slot, bytes, request id."""
+        return _RING + n % self._sizes.n_slots * _LINE_WORDS
+
+    def reply_at(self, slot: int) -> int:
+        """Word at which the reply of a slot announces itself: bytes, request id."""
+        return _RING + (self._sizes.n_slots + slot) * _LINE_WORDS
+
+    def unlink(self) -> None:
+        """Takes the names away; what is open stays usable. Idempotent, also across the two sides."""
+        if self._linked:
+            self._linked = False
+            unlink(self.name, self._sizes.n_slots)
+
+    def close(self) -> None:
+        """Frees names and semaphores. No thread may use them any more.
+
+        The memory itself (and the descriptor that Python keeps for it) goes when the last view on it is dropped:
+        unmapping it under a tensor would be a crash.
+        """
+        self.unlink()
+        self.request_semaphore.close()
+        for semaphore in self.reply_semaphores:
+            semaphore.close()
+
+
+def segment_bytes(sizes: ChannelSizes) -> int:
+    """Bytes of a whole segment."""
+    control = _aligned(_RING * _WORD + 2 * sizes.n_slots * 64)
+    return control + sizes.n_slots * (_aligned(sizes.request_bytes) + _aligned(sizes.reply_bytes))
+
+
+def unlink(name: str, n_slots: int) -> None:
+    """Removes the names of a segment and of its semaphores, as far as they exist."""
+    for semaphore in _semaphore_names(name, n_slots):
+        with suppress(posix_ipc.ExistentialError):
+            posix_ipc.unlink_semaphore(semaphore)
+    with suppress(posix_ipc.ExistentialError):
+        posix_ipc.unlink_shared_memory(name)
+
+
+def sweep_stale_segments(min_age_s: float = 60.0) -> int:
+    """Removes what servers of this user left behind that were killed before a host opened their segment.
+
+    Only names whose process is dead and that are older than ``min_age_s`` seconds go: a process of another container
+    looks dead from here although it is not. Returns how many names were removed.
+    """
+    n_removed = 0
+    youngest = time.time() - min_age_s
+    for entry in os.scandir(SHM_FOLDER):
+        match = _FILE.fullmatch(entry.name)
+        if not match or os.path.exists(f"/proc/{match[3]}"):
+            continue
+        try:
+            stat = entry.stat(follow_symlinks=False)
+            if stat.st_uid == os.geteuid() and stat.st_ctime <= youngest:
+                os.unlink(entry.path)
+                n_removed += 1
+        except FileNotFoundError:
+            pass  # somebody else swept it
+    return n_removed
+
+
+def _semaphore_names(name: str, n_slots: int) -> list[str]:
+    return [f"{name}-q", *(f"{name}-r{i}" for i in range(n_slots))]
+
+
+def _no_room(needed: int) -> ServerError:
+    room = os.statvfs(SHM_FOLDER)
+    available = room.f_bavail * room.f_frsize
+    return ServerError(f"a shared-memory channel needs {needed} bytes in {SHM_FOLDER}, available are {available} bytes")

@@ -1,0 +1,168 @@
+"""Both ends on one machine: frames stay where they were written, in memory that both processes map.
+
+A request or reply costs its sender one ring entry or line and one semaphore post, the other side one token. See
+`segment` for the layout and `waiting` for how a thread waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from time import perf_counter
+from typing import Final
+
+from moeoffload.errors import DeadlineError, ProtocolError
+from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, HostSlot, ServerSlot
+from moeoffload.transport.pool import PooledHostChannel, PooledServerChannel
+from moeoffload.transport.segment import HOST_CLOSED, SERVER_CLOSED, Segment
+from moeoffload.transport.waiting import SPIN_LIMIT_S, AdaptiveSpin
+from moeoffload.wire import HEADER_BYTES, ErrorCode
+
+READ_POLL_S: Final = 0.5
+"""A sleeping reader looks this often whether it was closed, should the wake-up have been lost with its process."""
+
+
+class SharedHostEnd(PooledHostChannel):
+    """The host's end; made by `open_shared`."""
+
+    name = "shared"
+
+    def __init__(self, segment: Segment, sizes: ChannelSizes, spin_limit_s: float) -> None:
+        areas = zip(segment.requests, segment.replies, strict=True)
+        super().__init__(sizes, tuple(HostSlot(i, request, reply) for i, (request, reply) in enumerate(areas)))
+        self.nonce = segment.nonce
+        self._segment = segment
+        self._words = segment.words
+        self._ring = threading.Lock()
+        self._n_sent = 0
+        self._awaited = [0] * sizes.n_slots
+        """Per slot the request id whose reply is to come."""
+        self._spin = AdaptiveSpin(spin_limit_s)
+
+    def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
+        words = self._words
+        self._awaited[slot.index] = request_id
+        self._mark_sent(slot)
+        with self._ring:  # the n-th post must come after the n-th entry
+            at = self._segment.ring_at(self._n_sent)
+            self._n_sent += 1
+            words[at], words[at + 1], words[at + 2] = slot.index, n_bytes, request_id
+            self._segment.request_semaphore.release()
+
+    def _await_reply(self, slot: HostSlot, deadline: float) -> int:
+        index = slot.index
+        semaphore = self._segment.reply_semaphores[index]
+        at = self._segment.reply_at(index)
+        while True:
+            self._check_open()
+            left_s = deadline - perf_counter()
+            if left_s <= 0:
+                raise DeadlineError
+            # A token without its reply is the wake-up of a close(), or of nobody: look again.
+            if self._spin.acquire(semaphore, min(left_s, READ_POLL_S)) and self._words[at + 1] == self._awaited[index]:
+                return self._words[at]
+
+    def _take_late(self, slot: HostSlot) -> bool:
+        semaphore = self._segment.reply_semaphores[slot.index]
+        if not semaphore.value:
+            return False
+        semaphore.acquire(0)
+        return self._words[self._segment.reply_at(slot.index) + 1] == self._awaited[slot.index]
+
+    def _closed_by_peer(self) -> bool:
+        return self._words[SERVER_CLOSED] != 0
+
+    def _wake(self) -> None:
+        for semaphore in self._segment.reply_semaphores:
+            semaphore.release()
+
+    def _dispose(self) -> None:
+        self._words[HOST_CLOSED] = 1
+        self._segment.request_semaphore.release()
+        self._segment.close()
+
+
+class SharedServerEnd(PooledServerChannel):
+    """The server's end: creates the segment. One thread delivers the requests."""
+
+    name = "shared"
+
+    def __init__(self, sizes: ChannelSizes, deliver: Deliver, *, spin_limit_s: float = SPIN_LIMIT_S) -> None:
+        """Creates the segment and starts to deliver.
+
+        Args:
+            sizes: of the channel.
+            deliver: is called once per request.
+            spin_limit_s: longest look for the next request without sleeping, in seconds; 0 never spins.
+
+        Raises:
+            ServerError: /dev/shm has too little room for it.
+        """
+        segment = Segment.create(sizes)
+        areas = zip(segment.requests, segment.replies, strict=True)
+        super().__init__(tuple(ServerSlot(i, request, reply) for i, (request, reply) in enumerate(areas)), deliver)
+        self.offer = ChannelOffer(self.name, sizes, {"segment": segment.name})
+        self.nonce = segment.nonce
+        self._segment = segment
+        self._words = segment.words
+        self._taken = [0] * sizes.n_slots
+        """Per slot the request id that is being worked on."""
+        self._spin = AdaptiveSpin(spin_limit_s)
+        self._reader = threading.Thread(target=self._read, name="shared-reader", daemon=True)
+        self._reader.start()
+
+    def opened(self) -> None:
+        """The host has opened its end: the names are given up (the host has tried that, too)."""
+        self._segment.unlink()
+
+    def _read(self) -> None:
+        segment, n_read = self._segment, 0
+        while not self._closed:
+            if not self._spin.acquire(segment.request_semaphore, READ_POLL_S):
+                continue
+            if self._words[HOST_CLOSED]:
+                self.close()
+            elif not self._closed:
+                self._take(segment.ring_at(n_read))
+                n_read += 1
+        segment.close()
+
+    def _take(self, at: int) -> None:
+        index, n_bytes, request_id = self._words[at], self._words[at + 1], self._words[at + 2]
+        if index >= len(self.slots) or self._busy[index]:
+            self.n_dropped += 1  # not a host that keeps to the rules; there is no slot to answer in
+            return
+        slot = self.slots[index]
+        self._taken[index] = request_id
+        if HEADER_BYTES <= n_bytes <= len(slot.request):
+            self._deliver(slot, n_bytes)
+        else:
+            self._refuse(slot, ErrorCode.BAD_FRAME, f"a frame of {n_bytes} bytes does not fit into its slot")
+
+    def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
+        at = self._segment.reply_at(slot.index)
+        self._words[at], self._words[at + 1] = n_bytes, self._taken[slot.index]
+        self._segment.reply_semaphores[slot.index].release()
+
+    def _close(self) -> None:
+        self._words[SERVER_CLOSED] = 1
+        self._segment.request_semaphore.release()
+        for semaphore in self._segment.reply_semaphores:
+            semaphore.release()
+        if self._reader is not threading.current_thread():
+            self._reader.join()  # it frees the segment
+
+
+def open_shared(offer: ChannelOffer, *, spin_limit_s: float = SPIN_LIMIT_S) -> SharedHostEnd:
+    """Opens the host's end of a shared-memory channel and takes the names of its memory away.
+
+    Args:
+        offer: of a `SharedServerEnd`.
+        spin_limit_s: longest look for a reply without sleeping, in seconds; 0 never spins.
+
+    Raises:
+        ServerError: the memory is not on this host, or not one that a server of this user made.
+    """
+    name = offer.parameters.get("segment")
+    if name is None:
+        raise ProtocolError("the offer of a shared-memory channel does not name its segment")
+    return SharedHostEnd(Segment.open(name, offer.sizes), offer.sizes, spin_limit_s)
