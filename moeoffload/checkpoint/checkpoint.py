@@ -107,6 +107,11 @@ class Checkpoint:
         """
         return digest_checkpoint(self.path, self._index)
 
+    @property
+    def experts_classes(self) -> tuple[type[nn.Module], ...]:
+        """The classes of the experts modules, each once."""
+        return tuple(dict.fromkeys(type(mould) for mould in self._moulds.values()))
+
     def build_experts(self, layer: int, experts: Sequence[int], device: torch.device) -> nn.Module:
         """The model's own experts module of MoE layer ``layer`` with only ``experts``, in this order.
 

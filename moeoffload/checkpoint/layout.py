@@ -103,8 +103,11 @@ def row_width_of(module: nn.Module) -> int:
 def top_k_of(model: nn.Module, experts_name: str) -> int:
     """How many experts the router beside ``experts_name`` picks for a row. Raises ModelError when it does not say."""
     block = model.get_submodule(experts_name.rpartition(".")[0])
-    for module in block.modules():
-        top_k = getattr(module, "top_k", None)
+    stated = [getattr(module, "top_k", None) for module in block.modules()]
+    # A few routers keep no number of their own and look it up in the config at every call.
+    config = cast(Any, model).config.get_text_config()
+    stated += [getattr(config, name, None) for name in ("num_experts_per_tok", "top_k_experts")]
+    for top_k in stated:
         if isinstance(top_k, int):
             return top_k
     raise ModelError(f"{_model_type(model)}: the router beside {experts_name} has no top_k; is it in config.json?")

@@ -21,20 +21,13 @@ from moeoffload.expert_server.store import ExpertStore, LayerKey
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
-from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, ServerChannel, ServerSlot
+from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel, ServerSlot
 from moeoffload.wire import MAX_SLOTS, FrameLayout, SlotViews
 
 logger = logging.getLogger(__name__)
 
 GIB: Final = 1 << 30
 MAX_LAYERS: Final = 1024
-
-
-class OpenServerChannel(Protocol):
-    """A server channel with what the host needs to open its end."""
-
-    offer: ChannelOffer
-    nonce: bytes | None
 
 
 class ChannelFactory(Protocol):
@@ -247,7 +240,9 @@ class HostLease:
         channel = self._channels.get(request.transport)
         if channel is None:
             raise ServerError(f"transport {request.transport!r} was not offered")
-        channel.confirm(request.nonce)
+        if not secrets.compare_digest(request.nonce, channel.nonce):
+            raise ServerError(f"transport {request.transport}: the host does not see this server's memory")
+        channel.opened()
         for name, other in list(self._channels.items()):
             if name != request.transport:
                 other.close()

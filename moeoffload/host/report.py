@@ -132,23 +132,28 @@ class Report:
 
     def _server_table(self) -> Table:
         table = Table()
-        columns = ("server", "transport", "device", "kernel", "experts", "MiB", "cap", "calls", "rows", "compute s")
-        for number, column in enumerate(columns):
-            table.add_column(column, justify="left" if number < 4 else "right")
+        table.add_column("")
+        rows: dict[str, list[str]] = {}
         for server in self.servers:
+            table.add_column(server["address"], justify="right")
             phases = server["phases"].values()
-            table.add_row(
-                server["address"],
-                f"{server['transport']} ({server['transport_reason']})",
-                server["device"],
-                server["kernel"],
-                f"{server['n_experts']:,}",
-                f"{server['resident_bytes'] / _MIB:,.1f}",
-                str(server["batch_capacity"]),
-                f"{sum(phase['calls'] for phase in phases):,}",
-                f"{sum(phase['rows'] for phase in phases):,}",
-                f"{sum(phase['compute_s'] for phase in phases):.3f}",
-            )
+            cells = {
+                "transport": server["transport"],
+                "because": server["transport_reason"],
+                "device": server["device"],
+                "kernel": server["kernel"],
+                "experts": f"{server['n_experts']:,}",
+                "resident MiB": f"{server['resident_bytes'] / _MIB:,.1f}",
+                "batch capacity": f"{server['batch_capacity']:,}",
+                "calls": f"{sum(phase['calls'] for phase in phases):,}",
+                "rows": f"{sum(phase['rows'] for phase in phases):,}",
+                "queue s": f"{sum(phase['queue_s'] for phase in phases):.3f}",
+                "compute s": f"{sum(phase['compute_s'] for phase in phases):.3f}",
+            }
+            for label, cell in cells.items():
+                rows.setdefault(label, []).append(cell)
+        for label, row in rows.items():
+            table.add_row(label, *row)
         return table
 
 

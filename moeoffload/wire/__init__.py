@@ -20,7 +20,6 @@ from moeoffload.wire.layout import (
 from moeoffload.wire.views import SlotViews
 
 __all__ = [
-    "SlotViews",
     "HEADER_BYTES",
     "MAX_ROWS",
     "MAX_SLOTS",
@@ -31,6 +30,7 @@ __all__ = [
     "FrameHeader",
     "FrameLayout",
     "Kind",
+    "SlotViews",
     "peek_request_id",
     "read_error_text",
     "write_error_text",

@@ -1,0 +1,97 @@
+"""What benchmarks share: expert servers pinned to a core, the machine's description, medians."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeoffload.devices import device_name
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and greatest of several measurements."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.median:{spec}} [{self.low:{spec}}-{self.high:{spec}}]"
+
+
+def cores() -> tuple[int, int]:
+    """The host's core and the server's; the same one if there is no second."""
+    usable = sorted(os.sched_getaffinity(0))
+    return usable[0], usable[1 % len(usable)]
+
+
+@contextmanager
+def expert_server(core: int, *options: str) -> Iterator[str]:
+    """A ``moeoffload-expert`` process pinned to ``core``; yields its address."""
+    command = [sys.executable, "-m", "moeoffload.cli.expert_app", "--listen", "127.0.0.1:0", "--exit-with-stdin"]
+    command += ["--device", "cpu", "--threads", "1", "--log-level", "warning", *options]
+    process = subprocess.Popen(
+        ["taskset", "-c", str(core), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        ready = re.search(r"ready on (\S+)", process.stdout.readline())
+        if ready is None:
+            raise SystemExit("the expert server did not start")
+        yield ready.group(1)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def machine() -> dict[str, Any]:
+    """What a figure was measured on."""
+    return {
+        "cpu": device_name(torch.device("cpu")),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second that one core copies (bytes written)."""
+    from time import perf_counter
+
+    source = torch.ones(64 << 20, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(7):
+        started = perf_counter()
+        target.copy_(source)
+        times.append(perf_counter() - started)
+    return source.numel() / statistics.median(times)
+
+
+def write_json(path: Path, benchmark: str, settings: dict[str, Any], rows: Sequence[Any]) -> None:
+    """Writes the result of a benchmark with the machine it ran on."""
+    data = {
+        "benchmark": benchmark,
+        "machine": machine(),
+        "settings": settings,
+        "rows": [asdict(row) for row in rows],
+    }
+    path.write_text(json.dumps(data, indent=2) + "\n")

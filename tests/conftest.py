@@ -1,0 +1,93 @@
+"""What tests share: real expert server processes, the demo checkpoint, local reference models."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Tests run several processes on few cores; one thread each is what a shared machine can bear.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+for name in [name for name in os.environ if name.startswith(("MOEOFFLOAD_", "DFLASH_MOE_"))]:
+    del os.environ[name]
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "examples" / "demo" / "checkpoint"
+READY_TIMEOUT_S = 120
+
+
+@dataclass
+class RunningServer:
+    """A ``moeoffload-expert`` process that has printed its address; its log is a file."""
+
+    process: subprocess.Popen[str]
+    address: str
+    log: Path
+
+    @property
+    def log_text(self) -> str:
+        return self.log.read_text()
+
+
+@contextlib.contextmanager
+def expert_server(folder: Path, *options: str) -> Iterator[RunningServer]:
+    """Starts a real server on a free port and stops it with SIGTERM; its log goes to ``folder``."""
+    command = [sys.executable, "-m", "moeoffload.cli.expert_app", "--listen", "127.0.0.1:0", "--exit-with-stdin"]
+    command += ["--device", "cpu", "--threads", "1", *options]
+    if "--memory-gib" not in options:
+        command += ["--memory-gib", "2"]
+    log = folder / f"server-{len(list(folder.glob('server-*.log')))}.log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT
+        )
+    try:
+        assert process.stdout is not None
+        ready = re.search(r"ready on (\S+)", process.stdout.readline())
+        assert ready is not None, log.read_text()
+        yield RunningServer(process, ready.group(1), log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        finally:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+StartServer = Callable[..., RunningServer]
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    """Starts servers that live as long as the test: ``start_server("--batch-capacity", "64")``."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *options: stack.enter_context(expert_server(tmp_path, *options))
+
+
+@pytest.fixture(scope="session")
+def three_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Addresses of three servers that all tests share; each host brings its own experts."""
+    folder = tmp_path_factory.mktemp("servers")
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(expert_server(folder)).address for _ in range(3)]
+
+
+def local_model(folder: Path, **options: Any) -> Any:
+    """The same checkpoint all in this process, with transformers' own grouped experts: the reference for parity."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="grouped_mm", **options).eval()
