@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import tracemalloc
 from types import FrameType
 from typing import Annotated
 
@@ -30,6 +31,7 @@ def _print_version(wanted: bool) -> None:
 def serve(
     settings: ExpertServerSettings,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
+    trace_memory: Annotated[bool, typer.Option("--trace-memory", hidden=True)] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
@@ -43,6 +45,8 @@ def serve(
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    if trace_memory:
+        tracemalloc.start()
     stop = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:

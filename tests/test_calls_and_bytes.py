@@ -1,0 +1,118 @@
+"""What crosses to the servers is exactly what the wire format says, and no call is made that is not needed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEMO, StartServer, local_model
+
+from moeoffload import OffloadedModel, open_model
+from moeoffload.wire import HEADER_BYTES
+
+ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+def prefill(offloaded: OffloadedModel, n_tokens: int) -> dict[str, Any]:
+    """The prefill phase of the report after one forward pass over ``n_tokens`` random tokens."""
+    prompt = torch.randint(5, 60, (1, n_tokens), generator=torch.manual_seed(2))
+    offloaded.recorder.reset()
+    with torch.inference_mode():
+        offloaded.model(prompt, logits_to_keep=1)
+    return offloaded.report().phases["prefill"]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_batched_prefill_makes_the_fewest_calls_and_exactly_the_bytes_of_the_format(
+    three_servers: list[str], dtype: str
+) -> None:
+    n_tokens, cap = 1000, 300
+    with open_model(
+        DEMO, experts=three_servers[:1], mode="batched", dtype=dtype, batch_capacity=cap, device="cpu"
+    ) as offloaded:
+        checkpoint = offloaded.checkpoint
+        phase = prefill(offloaded, n_tokens)
+    layers = len(checkpoint.layers)
+    calls = layers * math.ceil(n_tokens / cap)
+    values = checkpoint.hidden_size * ITEMSIZE[dtype]
+    assert phase["calls"] == calls
+    assert phase["rows"] == layers * n_tokens
+    assert phase["bytes_out"] == calls * HEADER_BYTES + layers * n_tokens * (values + checkpoint.top_k * (4 + 2))
+    assert phase["bytes_back"] == calls * HEADER_BYTES + layers * n_tokens * values
+
+
+def test_batched_makes_at_least_99_percent_fewer_calls_than_stream_at_4248_tokens(three_servers: list[str]) -> None:
+    calls = {}
+    for mode in ("batched", "stream"):
+        with open_model(DEMO, experts=three_servers[:1], mode=mode, device="cpu") as offloaded:
+            calls[mode] = prefill(offloaded, 4248)["calls"]
+            layers = len(offloaded.checkpoint.layers)
+    assert calls["stream"] == layers * math.ceil(4248 / 4)
+    assert calls["batched"] <= 0.01 * calls["stream"]
+
+
+def test_rows_go_only_to_servers_that_hold_one_of_their_experts(three_servers: list[str]) -> None:
+    with open_model(DEMO, experts=three_servers, mode="batched", device="cpu") as offloaded:
+        routes: list[torch.Tensor] = []
+        original = type(offloaded.dispatcher).__call__
+
+        def spy(self: Any, layer: int, hidden: Any, ids: torch.Tensor, weights: Any) -> Any:
+            routes.append(ids.clone())
+            return original(self, layer, hidden, ids, weights)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(offloaded.dispatcher), "__call__", spy)
+            prefill(offloaded, 40)
+        report = offloaded.report()
+        for link, server in zip(offloaded.links, report.servers, strict=True):
+            wanted = [
+                int(torch.isin(ids, torch.tensor(held)).any(dim=1).sum())
+                for ids, held in zip(routes, link.table.layers, strict=True)
+            ]
+            assert server["phases"]["prefill"]["rows"] == sum(wanted)
+            assert server["phases"]["prefill"]["calls"] == sum(rows > 0 for rows in wanted)
+
+
+def test_a_server_none_of_whose_experts_are_chosen_gets_no_call(three_servers: list[str]) -> None:
+    with open_model(DEMO, experts=three_servers[:2], mode="batched", device="cpu") as offloaded:
+        first = offloaded.links[0]
+        only_first = torch.tensor([first.table.layers[0][: offloaded.checkpoint.top_k]] * 5)
+        hidden = torch.randn(5, offloaded.checkpoint.hidden_size, dtype=offloaded.checkpoint.dtype)
+        offloaded.recorder.reset()
+        with torch.inference_mode():
+            offloaded.dispatcher(0, hidden, only_first, torch.rand(5, offloaded.checkpoint.top_k))
+        counted = [server["phases"]["prefill"]["calls"] for server in offloaded.report().servers]
+    assert counted == [1, 0]
+
+
+@pytest.mark.parametrize("rows_beyond", ["cap - 1", "cap", "cap + 1", "5 * cap + 3"])
+def test_chunks_at_the_edges_of_the_cap_do_not_change_tokens(three_servers: list[str], rows_beyond: str) -> None:
+    cap = 48
+    n_tokens = eval(rows_beyond, {"cap": cap})
+    prompt = torch.randint(5, 60, (1, n_tokens), generator=torch.manual_seed(3))
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = local_model(DEMO).generate(prompt, **options)
+    with open_model(DEMO, experts=three_servers[:1], mode="batched", batch_capacity=cap, device="cpu") as offloaded:
+        assert torch.equal(offloaded.model.generate(prompt, **options), expected)
+        assert prefill(offloaded, n_tokens)["calls"] == len(offloaded.checkpoint.layers) * math.ceil(n_tokens / cap)
+
+
+def test_a_server_with_little_memory_advertises_a_smaller_cap_and_the_host_obeys(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    experts_gib = sum(path.stat().st_size for path in DEMO.glob("*.safetensors")) / (1 << 30)
+    server = start_server("--memory-gib", f"{experts_gib + 0.002:.6f}")
+    prompt = torch.randint(5, 60, (1, 2000), generator=torch.manual_seed(4))
+    with open_model(DEMO, experts=[server.address], mode="batched", device="cpu") as offloaded:
+        cap = offloaded.report().servers[0]["batch_capacity"]
+        phase = prefill(offloaded, 2000)
+        with torch.inference_mode():
+            logits = offloaded.model(prompt, logits_to_keep=1).logits
+        layers = len(offloaded.checkpoint.layers)
+    assert 1 <= cap < 1024
+    assert phase["calls"] == layers * math.ceil(2000 / cap)
+    with torch.inference_mode():
+        assert torch.equal(logits.argmax(-1), local_model(DEMO)(prompt, logits_to_keep=1).logits.argmax(-1))

@@ -1,0 +1,57 @@
+"""In steady state the decode path makes nothing new, on either side."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+import torch
+from conftest import DEMO, StartServer
+
+from moeoffload import open_model
+from moeoffload.control.client import ControlClient
+
+WARM_UP, STEPS = 50, 1000
+
+
+@pytest.mark.parametrize("transport", ["shared", "stream"])
+def test_a_thousand_decode_steps_make_no_new_objects(start_server: StartServer, transport: str) -> None:
+    servers = [start_server("--trace-memory"), start_server("--trace-memory")]
+    clients = [ControlClient(server.address) for server in servers]
+
+    def server_state() -> list[tuple[dict[str, int], int]]:
+        stats = [client.stats(30) for client in clients]
+        return [(dict(reply.pool_creations), reply.python_traced_bytes) for reply in stats]
+
+    with (
+        open_model(
+            DEMO, experts=[server.address for server in servers], transport=transport, device="cpu"
+        ) as offloaded,
+        torch.inference_mode(),
+    ):
+        cache = offloaded.model(torch.tensor([[7, 8, 9]])).past_key_values
+        token = torch.tensor([[11]])
+
+        def decode(steps: int) -> None:
+            for _ in range(steps):
+                offloaded.model(token, past_key_values=cache)
+                cache.crop(3)
+
+        tracemalloc.start()
+        try:
+            decode(WARM_UP)
+            host_before, servers_before = offloaded.pool_creations, server_state()
+            traced_before = tracemalloc.get_traced_memory()[0]
+            decode(STEPS)
+            traced_after = tracemalloc.get_traced_memory()[0]
+            host_after, servers_after = offloaded.pool_creations, server_state()
+        finally:
+            tracemalloc.stop()
+    for client in clients:
+        client.close()
+    assert host_after == host_before
+    assert [pools for pools, _ in servers_after] == [pools for pools, _ in servers_before]
+    # A leak of one small object per step would be 50 KiB or more.
+    assert traced_after - traced_before < 16_384
+    for (_, before), (_, after) in zip(servers_before, servers_after, strict=True):
+        assert 0 < after < before + 16_384

@@ -1,0 +1,105 @@
+"""The same prompt gives the same tokens as a local run: every mode, transport, payload dtype, number of servers."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEMO, ROOT, local_model
+
+from moeoffload import open_model
+
+sys.path.insert(0, str(ROOT / "examples" / "demo"))
+import tasks
+
+N_PROMPTS = 64
+MAX_NEW_TOKENS = 12
+
+# What holds every value of a payload dtype exactly, by model dtype.
+EXACT = {"f32": {"f32"}, "bf16": {"f32", "bf16"}}
+TORCH = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+@cache
+def held_out() -> list[str]:
+    return tasks.prompts(N_PROMPTS, seed=7)
+
+
+def answers(model: Any, tokenizer: Any) -> list[list[int]]:
+    """Greedy completions of all prompts, as one left-padded batch, cut at the end token."""
+    tokenizer.padding_side = "left"
+    batch = tokenizer(held_out(), return_tensors="pt", padding=True)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    completions = tokens[:, inputs["input_ids"].shape[1] :].tolist()
+    end = tokenizer.eos_token_id
+    return [row[: row.index(end)] if end in row else row for row in completions]
+
+
+def accuracy(completions: list[list[int]], tokenizer: Any) -> float:
+    """Percent of prompts whose completion is the right answer."""
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
+    right = [tasks.check(prompt, text) for prompt, text in zip(held_out(), texts, strict=True)]
+    return 100 * sum(right) / len(right)
+
+
+@cache
+def local_answers(model_dtype: str) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    return answers(local_model(DEMO, dtype=TORCH[model_dtype]), AutoTokenizer.from_pretrained(DEMO))
+
+
+@pytest.mark.parametrize("model_dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("transport", ["shared", "stream"])
+def test_one_server_gives_the_bits_of_a_local_run(three_servers: list[str], model_dtype: str, transport: str) -> None:
+    prompt = torch.randint(5, 60, (1, 700), generator=torch.manual_seed(1))
+    local = local_model(DEMO, dtype=TORCH[model_dtype])
+    with (
+        open_model(
+            DEMO, experts=three_servers[:1], mode="batched", transport=transport, model_dtype=model_dtype, device="cpu"
+        ) as offloaded,
+        torch.inference_mode(),
+    ):
+        for tokens in (prompt, prompt[:, :1], prompt[:, :9]):
+            assert torch.equal(offloaded.model(tokens).logits, local(tokens).logits)
+
+
+@pytest.mark.parametrize("n_servers", [1, 2, 3])
+@pytest.mark.parametrize(("mode", "transport"), list(product(("batched", "stream", "auto"), ("shared", "stream"))))
+def test_greedy_tokens_and_accuracy_match_a_local_run(
+    three_servers: list[str], mode: str, transport: str, n_servers: int
+) -> None:
+    model_dtype = "bf16"  # as the demo checkpoint is stored
+    expected = local_answers(model_dtype)
+    for dtype in ("f32", "f16", "bf16"):
+        with open_model(
+            DEMO, experts=three_servers[:n_servers], mode=mode, transport=transport, dtype=dtype, device="cpu"
+        ) as offloaded:
+            assert {link.info.transport for link in offloaded.links} == {transport}
+            assert len(offloaded.links) == n_servers
+            got = answers(offloaded.model, offloaded.tokenizer)
+            tokenizer = offloaded.tokenizer
+        assert abs(accuracy(got, tokenizer) - accuracy(expected, tokenizer)) <= 100 / N_PROMPTS
+        if dtype in EXACT[model_dtype]:
+            assert got == expected, f"payload {dtype}"
+
+
+@pytest.mark.parametrize("transport", ["shared", "stream"])
+def test_a_float32_model_with_float32_payload_gives_the_same_tokens(three_servers: list[str], transport: str) -> None:
+    expected = local_answers("f32")
+    for n_servers, mode in product((1, 3), ("batched", "stream")):
+        with open_model(
+            DEMO, experts=three_servers[:n_servers], mode=mode, transport=transport, model_dtype="f32", device="cpu"
+        ) as offloaded:
+            assert answers(offloaded.model, offloaded.tokenizer) == expected
+
+
+def test_the_demo_model_solves_its_tasks() -> None:
+    from transformers import AutoTokenizer
+
+    assert accuracy(local_answers("bf16"), AutoTokenizer.from_pretrained(DEMO)) >= 95
