@@ -29,7 +29,7 @@ from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorIndex, TensorRea
 from moeoffload.errors import ModelError
 
 # Experts are converted in groups, so that beside the finished experts only a few times this many bytes are held.
-_GROUP_BYTES = 48 << 20
+_GROUP_BYTES = 16 << 20
 
 
 class Checkpoint:
@@ -117,7 +117,7 @@ class Checkpoint:
 
         Parameters have the first dimension ``len(experts)``, the compute dtype and no gradient; ``num_experts`` is
         ``len(experts)``; the module is in eval mode with a config of its own whose experts implementation is ``eager``.
-        Beside the result about 200 MiB are held at most (more when a single expert is larger).
+        Beside the result about 150 MiB are held at most (more when a single expert is larger).
 
         Raises:
             ModelError: no such layer or expert, or bytes of the checkpoint that cannot be read.

@@ -69,7 +69,7 @@ def write_checkpoint(
     config.architectures = [type(model).__name__]
     config.dtype = dtype
     config.save_pretrained(folder)
-    write_tokenizer(folder, config.vocab_size)
+    write_tokenizer(folder, config.get_text_config().vocab_size)
     shards = list(_cut(tensors, shard_bytes))
     names = [SINGLE_FILE]
     if len(shards) > 1:

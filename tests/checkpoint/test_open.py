@@ -1,0 +1,94 @@
+"""What an opened checkpoint says about itself, and where it is looked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeoffload.checkpoint import Checkpoint, ExpertLayer
+from moeoffload.checkpoint.synthetic import write_tiny
+from moeoffload.errors import ModelError
+
+from .conftest import CPU
+
+
+def edit_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def put_in_hub_cache(folder: Path, cache: Path, name: str) -> Path:
+    repo = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    shutil.copytree(folder, snapshot)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    return snapshot
+
+
+def test_attributes(tmp_path: Path) -> None:
+    write_tiny("deepseek_v3", tmp_path)
+    checkpoint = Checkpoint.open(str(tmp_path))
+    assert checkpoint.path == tmp_path
+    assert checkpoint.model_type == checkpoint.config.model_type == "deepseek_v3"
+    assert (checkpoint.hidden_size, checkpoint.top_k) == (64, 2)
+    # The first decoder layer is dense: MoE layers are numbered on their own.
+    one_expert = 3 * 64 * 32 * 4
+    assert checkpoint.layers == (
+        ExpertLayer(0, "model.layers.1.mlp.experts", 8, one_expert),
+        ExpertLayer(1, "model.layers.2.mlp.experts", 8, one_expert),
+    )
+
+
+def test_compute_dtype_is_the_given_one_else_the_configs_else_that_of_the_tensors(tmp_path: Path) -> None:
+    write_tiny("olmoe", tmp_path, dtype=torch.float16)
+    edit_config(tmp_path, dtype="bfloat16")
+    assert Checkpoint.open(tmp_path, dtype=torch.float32).dtype is torch.float32
+    assert Checkpoint.open(tmp_path).dtype is torch.bfloat16
+    edit_config(tmp_path, dtype=None)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.dtype is torch.float16
+    assert checkpoint.build_experts(0, [0], CPU).down_proj.dtype is torch.float16
+    with pytest.raises(ModelError, match=r"compute dtype torch\.int8: must be one of float64, float32"):
+        Checkpoint.open(tmp_path, dtype=torch.int8)
+
+
+def test_tensors_that_the_model_does_not_know_are_left_alone(tmp_path: Path) -> None:
+    """Extra layers for multi-token prediction are stored behind the last decoder layer."""
+    write_tiny("deepseek_v3", tmp_path, layers=3)
+    edit_config(tmp_path, num_hidden_layers=2)
+    assert [layer.module_name for layer in Checkpoint.open(tmp_path).layers] == ["model.layers.1.mlp.experts"]
+
+
+def test_hub_id_is_taken_from_the_local_cache(tiny: Path, tmp_path: Path) -> None:
+    snapshot = put_in_hub_cache(tiny, tmp_path / "hub", "org/tiny")
+    assert Checkpoint.open("org/tiny").path == snapshot
+    assert Checkpoint.open("org/tiny", revision="main").digest == Checkpoint.open(tiny).digest
+
+
+def test_incomplete_cache_is_not_taken(tiny: Path, tmp_path: Path) -> None:
+    snapshot = put_in_hub_cache(tiny, tmp_path / "hub", "org/tiny")
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"org--tiny.*: no weights; needed is"):
+        Checkpoint.open("org/tiny")
+
+
+@pytest.mark.parametrize("name", ["org/nowhere", "nowhere"])
+def test_unknown_hub_id_offline_says_what_was_tried(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"{name}.*no such folder, not complete in the local hub cache, and not to"):
+        Checkpoint.open(name)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere/at/all", "a/b/c", Path("nowhere")])
+def test_paths_are_not_looked_for_on_the_hub(name: str | Path) -> None:
+    with pytest.raises(ModelError, match=r"no such folder$"):
+        Checkpoint.open(name)
+
+
+def test_neither_folder_nor_hub_id() -> None:
+    with pytest.raises(ModelError, match=r"no such folder, and not a hub id"):
+        Checkpoint.open("org/na me")

@@ -1,0 +1,287 @@
+"""What cannot work is refused when the checkpoint is opened, in one line that names the cause."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.checkpoint.synthetic import write_checkpoint, write_tiny
+from moeoffload.errors import ModelError
+
+from .conftest import CPU, rewrite
+from .test_open import edit_config
+
+EXPERT_3 = "model.layers.1.mlp.experts.3.gate_proj.weight"
+GATE_UP_1 = r"model\.layers\.1\.mlp\.experts\.gate_up_proj"
+
+
+def assert_refused(folder: Path, pattern: str) -> None:
+    with pytest.raises(ModelError, match=pattern) as caught:
+        Checkpoint.open(folder)
+    assert "\n" not in str(caught.value)
+
+
+def first_shard(folder: Path) -> Path:
+    return min(folder.glob("model-*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern"),
+    [
+        (None, r"has no config\.json"),
+        ("{not json", r"config\.json: is not valid JSON"),
+        ("[1]", r"must hold a JSON object"),
+        ("[" * 100_000, r"config\.json: is not valid JSON"),
+        ("{}", r"model_type None is not known"),
+        ('{"model_type": 7}', r"model_type 7 is not known"),
+        ('{"model_type": "no_such_model"}', r"model_type 'no_such_model' is not known"),
+        ('{"model_type": "qwen3_moe", "hidden_size": "wide"}', r"not a valid qwen3_moe config"),
+        ('{"model_type": "bert"}', r"no text-generating model|not a Mixture-of-Experts"),
+    ],
+)
+def test_config(content: str | None, pattern: str, tiny: Path) -> None:
+    (tiny / "config.json").unlink()
+    if content is not None:
+        (tiny / "config.json").write_text(content)
+    assert_refused(tiny, pattern)
+
+
+def test_config_that_no_model_can_be_built_from(tiny: Path) -> None:
+    edit_config(tiny, num_attention_heads=0)
+    assert_refused(tiny, r"cannot build a qwen3_moe model|not a valid qwen3_moe config")
+
+
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"bits": 4}, "unnamed"),
+    ],
+)
+def test_quantised(settings: dict[str, Any], method: str, tiny: Path) -> None:
+    edit_config(tiny, quantization_config=settings)
+    assert_refused(tiny, rf"qwen3_moe checkpoint is quantised \({method}.*needed is one with bfloat16")
+    edit_config(tiny, quantization_config=None)
+    Checkpoint.open(tiny)
+    edit_config(tiny, text_config={"quantization_config": settings})
+    assert_refused(tiny, rf"quantised \({method}")
+
+
+def test_quantised_without_saying_so(tiny: Path) -> None:
+    rewrite(tiny, lambda tensors: tensors.update({EXPERT_3: tensors[EXPERT_3].to(torch.float8_e4m3fn)}))
+    assert_refused(tiny, rf"{GATE_UP_1}: {EXPERT_3} is stored as F8_E4M3")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "pattern"),
+    [
+        ("llama", {"intermediate_size": 32}, r"llama: not a Mixture-of-Experts model"),
+        ("qwen3_moe", {"mlp_only_layers": [0], "intermediate_size": 32}, r"qwen3_moe: not a Mixture-of-Experts model"),
+        ("jetmoe", {"num_local_experts": 4}, r"jetmoe: its experts \(JetMoe\w+\) do not use transformers' experts"),
+        ("llama4_text", {"num_local_experts": 2}, r"llama4_text: its experts \(Llama4TextExperts\) do not use"),
+        ("longcat_flash", {"num_layers": 1}, r"longcat_flash: its experts \(LongcatFlash\w+\) do not use"),
+        (
+            "dbrx",
+            {
+                "d_model": 32,
+                "n_heads": 2,
+                "n_layers": 1,
+                "max_seq_len": 64,
+                "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8},
+                "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 2, "moe_top_k": 1, "hidden_size": 32},
+            },
+            r"dbrx",
+        ),
+    ],
+)
+def test_families_without_routed_experts_that_can_move(
+    model_type: str, values: dict[str, Any], pattern: str, tiny: Path
+) -> None:
+    common = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    common |= {"num_key_value_heads": 2, "pad_token_id": 0}
+    if model_type in ("dbrx", "longcat_flash"):
+        common = {"vocab_size": 320}
+    CONFIG_MAPPING[model_type](**(common | values)).save_pretrained(tiny)
+    assert_refused(tiny, pattern)
+
+
+def test_conversion_that_mixes_modules(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["ernie4_5_vl_moe"](
+        text_config={
+            "vocab_size": 320,
+            "hidden_size": 256,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": [16, 16],
+            "moe_num_experts": 4,
+            "mlp_layer_types": ["dense", "sparse"],
+            "pad_token_id": 0,
+        },
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32},
+    )
+    write_checkpoint(config, tmp_path, dtype=torch.float32)
+    assert_refused(tmp_path, r"stored together with .*not supported")
+
+
+def test_no_weights(tiny: Path) -> None:
+    (tiny / "model.safetensors").unlink()
+    assert_refused(tiny, r"no weights; needed is model\.safetensors")
+
+
+def test_pickled_weights_are_never_opened(tiny: Path) -> None:
+    (tiny / "model.safetensors").rename(tiny / "pytorch_model.bin")
+    assert_refused(tiny, r"only pickled weights \(pytorch_model\.bin\), which are never opened")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_code_in_the_checkpoint_is_never_run(known: bool, tiny: Path) -> None:
+    (tiny / "modeling_own.py").write_text(f"open({str(tiny / 'ran')!r}, 'w')\nclass C: pass\nclass M: pass\n")
+    auto_map = {"AutoConfig": "modeling_own.C", "AutoModelForCausalLM": "modeling_own.M"}
+    edit_config(tiny, auto_map=auto_map, **({} if known else {"model_type": "own"}))
+    if known:
+        Checkpoint.open(tiny).build_experts(0, [0], CPU)
+    else:
+        assert_refused(tiny, r"model_type 'own' is not known")
+    assert not (tiny / "ran").exists()
+
+
+@pytest.mark.parametrize("kept", [0, 5, 8, 100, -1, -4096])
+def test_truncated_file(kept: int, tiny: Path) -> None:
+    data = (tiny / "model.safetensors").read_bytes()
+    (tiny / "model.safetensors").write_bytes(data[:kept])
+    assert_refused(tiny, r"model\.safetensors: truncated or damaged")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json",
+        b"[]",
+        b'{"a": 1}',
+        b'{"a": {}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}',
+        b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}',
+        b"[" * 100_000,
+    ],
+)
+def test_damaged_header(header: bytes, tiny: Path) -> None:
+    (tiny / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert_refused(tiny, r"model\.safetensors: (truncated or )?damaged")
+
+
+def test_header_of_absurd_length(tiny: Path) -> None:
+    (tiny / "model.safetensors").write_bytes(b"\xff" * 64)
+    assert_refused(tiny, r"truncated or damaged: its header does not fit")
+
+
+class TestShards:
+    @pytest.fixture
+    def sharded(self, tmp_path: Path) -> Path:
+        return write_tiny("mixtral", tmp_path / "sharded", shard_bytes=200_000)
+
+    def test_missing_shard(self, sharded: Path) -> None:
+        first_shard(sharded).unlink()
+        assert_refused(sharded, r"1 of \d+ files of model\.safetensors\.index\.json are missing: model-00001-of")
+
+    def test_truncated_shard(self, sharded: Path) -> None:
+        shard = first_shard(sharded)
+        shard.write_bytes(shard.read_bytes()[:-1])
+        assert_refused(sharded, r"model-00001-of-\d+\.safetensors: truncated")
+
+    def test_tensor_that_the_shard_does_not_have(self, sharded: Path) -> None:
+        index = sharded / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        content["weight_map"]["more"] = first_shard(sharded).name
+        index.write_text(json.dumps(content))
+        assert_refused(sharded, r"has no tensor more, which model\.safetensors\.index\.json promises")
+
+    @pytest.mark.parametrize("shard", ["../other.safetensors", "/etc/passwd", "weights.bin", 7])
+    def test_shard_elsewhere(self, shard: object, sharded: Path) -> None:
+        index = sharded / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {"a": shard}}))
+        assert_refused(sharded, r"tensor a is in .*, which is no safetensors file here")
+
+    @pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": []}', "{"])
+    def test_damaged_index(self, content: str, sharded: Path) -> None:
+        (sharded / "model.safetensors.index.json").write_text(content)
+        assert_refused(sharded, r"index\.json: (has no weight_map|is not valid JSON)")
+
+    def test_file_that_shrinks_after_it_was_opened(self, sharded: Path) -> None:
+        checkpoint = Checkpoint.open(sharded)
+        for shard in sharded.glob("*.safetensors"):
+            shard.write_bytes(b"")
+        with pytest.raises(ModelError, match=r"truncated: tensor .* ends early"):
+            checkpoint.build_experts(0, [0], CPU)
+        with pytest.raises(ModelError, match=r"truncated: tensor .* ends early"):
+            _ = checkpoint.digest
+
+    def test_file_that_goes_after_it_was_opened(self, sharded: Path) -> None:
+        checkpoint = Checkpoint.open(sharded)
+        for shard in sharded.glob("*.safetensors"):
+            shard.unlink()
+        with pytest.raises(ModelError, match=r"cannot be opened"):
+            checkpoint.build_experts(0, [0], CPU)
+
+
+class TestTensors:
+    def test_missing_expert(self, tiny: Path) -> None:
+        rewrite(tiny, lambda tensors: tensors.pop(EXPERT_3))
+        assert_refused(
+            tiny, rf"{GATE_UP_1}: the checkpoint has tensors like .*\.0\.gate_proj\.weight for 7 of 8 experts"
+        )
+
+    def test_missing_projection(self, tiny: Path) -> None:
+        def drop(tensors: dict[str, torch.Tensor]) -> None:
+            for expert in range(8):
+                del tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"]
+
+        rewrite(tiny, drop)
+        assert_refused(tiny, rf"{GATE_UP_1}: the checkpoint has no tensors like .*up_proj")
+
+    def test_missing_layer(self, tiny: Path) -> None:
+        def drop(tensors: dict[str, torch.Tensor]) -> None:
+            for name in [name for name in tensors if name.startswith("model.layers.1.mlp.experts")]:
+                del tensors[name]
+
+        rewrite(tiny, drop)
+        assert_refused(tiny, r"model\.layers\.1\.mlp\.experts\.\w+_proj: the checkpoint has no tensors for it")
+
+    def test_one_expert_of_another_shape(self, tiny: Path) -> None:
+        rewrite(tiny, lambda tensors: tensors.update({EXPERT_3: torch.zeros(16, 64)}))
+        assert_refused(tiny, rf"{GATE_UP_1}: {EXPERT_3} has shape \(16, 64\), .* has \(32, 64\)")
+
+    def test_all_experts_of_another_shape(self, tiny: Path) -> None:
+        edit_config(tiny, moe_intermediate_size=16)
+        assert_refused(tiny, r"experts\.\w+_proj: the stored tensors give shape .*, the model needs")
+
+    def test_shapes_that_cannot_be_joined(self, tiny: Path) -> None:
+        def widen(tensors: dict[str, torch.Tensor]) -> None:
+            for expert in range(8):
+                tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] = torch.zeros(32, 60)
+
+        rewrite(tiny, widen)
+        assert_refused(tiny, rf"{GATE_UP_1}: its stored tensors do not fit")
+
+    def test_other_number_of_experts(self, tmp_path: Path) -> None:
+        write_tiny("gpt_oss", tmp_path, experts=8)
+        edit_config(tmp_path, num_local_experts=6)
+        assert_refused(tmp_path, r"experts\.\w+: .* has shape \(8, .*, its first dimension must be 6")
+
+    def test_stored_twice(self, tiny: Path) -> None:
+        rewrite(
+            tiny, lambda tensors: tensors.update({"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(8, 64, 64)})
+        )
+        assert_refused(tiny, rf"{GATE_UP_1}: is stored twice")
