@@ -15,6 +15,8 @@ from moeoffload.transport.base import (
 from moeoffload.transport.loopback import loopback_pair
 from moeoffload.transport.segment import sweep_stale_segments
 from moeoffload.transport.shared import SharedServerEnd, open_shared
+from moeoffload.transport.stream import open_stream
+from moeoffload.transport.stream_listener import StreamListener, StreamServerEnd
 
 __all__ = [
     "ChannelOffer",
@@ -25,9 +27,12 @@ __all__ = [
     "ServerChannel",
     "ServerSlot",
     "SharedServerEnd",
+    "StreamListener",
+    "StreamServerEnd",
     "loopback_pair",
     "open_channel",
     "open_shared",
+    "open_stream",
     "sweep_stale_segments",
 ]
 
@@ -46,4 +51,6 @@ def open_channel(offer: ChannelOffer, *, host: str, timeout_s: float) -> HostCha
     """
     if offer.transport == "shared":
         return open_shared(offer)
+    if offer.transport == "stream":
+        return open_stream(offer, host, timeout_s=timeout_s)
     raise ServerError(f"transport {offer.transport!r} is unknown; this host opens shared and stream")

@@ -294,12 +294,12 @@ class PooledServerChannel(ServerChannel):
             except Exception:
                 log.exception("%s: a request could not be delivered", self.name)
                 if self._busy[slot.index]:
-                    self._refuse(slot, ErrorCode.INTERNAL, "the server could not take the request")
+                    text = "the server could not take the request"
+                    self._refuse(slot, peek_request_id(slot.request), ErrorCode.INTERNAL, text)
 
-    def _refuse(self, slot: ServerSlot, code: ErrorCode, text: str) -> None:
+    def _refuse(self, slot: ServerSlot, request_id: int, code: ErrorCode, text: str) -> None:
         """Answers the request in ``slot`` with an error frame."""
         self.n_dropped += 1
-        request_id = peek_request_id(slot.request)
         n_bytes = write_error_frame(self._header, slot.reply, request_id, code, text)
         self._busy[slot.index] = True
         self.reply(slot, n_bytes)

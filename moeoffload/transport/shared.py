@@ -136,7 +136,8 @@ class SharedServerEnd(PooledServerChannel):
         if HEADER_BYTES <= n_bytes <= len(slot.request):
             self._deliver(slot, n_bytes)
         else:
-            self._refuse(slot, ErrorCode.BAD_FRAME, f"a frame of {n_bytes} bytes does not fit into its slot")
+            text = f"a frame of {n_bytes} bytes; a slot takes {HEADER_BYTES} to {len(slot.request)}"
+            self._refuse(slot, request_id, ErrorCode.BAD_FRAME, text)
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
         at = self._segment.reply_at(slot.index)

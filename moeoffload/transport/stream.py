@@ -1,0 +1,226 @@
+"""The host's end of the stream transport: a ZeroMQ DEALER over TCP, for servers on other machines.
+
+Any number of threads may wait, each for its own slot. One of them leads: it waits for the socket and receives for all,
+so a single waiting thread has no hop to another one. The others sleep until their reply is here, or until the leader's
+reply is here and one of them has to lead.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from time import perf_counter
+from typing import Final
+
+import zmq
+
+from moeoffload.errors import DeadlineError, ProtocolError, ServerError
+from moeoffload.transport.base import ChannelOffer, ChannelSizes, HostSlot
+from moeoffload.transport.pool import PooledHostChannel, SlotState
+from moeoffload.transport.zmq_socket import CLOSED_TAG, ROUTING_ID_BYTES, FrameSocket, OutgoingFrame, slot_buffers
+from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
+
+SEND_TIMEOUT_S: Final = 2.0
+"""How long a send waits for a connection that was lost to come back."""
+RETRY_S: Final = 0.002
+PROBE_S: Final = 0.25
+"""Between two questions to the server whether an abandoned slot, or a new channel, is known to it."""
+_NOBODY: Final = -1
+
+
+class StreamHostEnd(PooledHostChannel):
+    """The host's end; made by `open_stream`."""
+
+    name = "stream"
+
+    def __init__(self, sizes: ChannelSizes, endpoint: str, routing_id: bytes) -> None:
+        buffers = slot_buffers(sizes)
+        super().__init__(sizes, tuple(HostSlot(i, *pair) for i, pair in enumerate(buffers)))
+        self._endpoint = endpoint
+        self._wire = FrameSocket(zmq.DEALER, largest_bytes=sizes.reply_bytes, n_queued=4 * sizes.n_slots)
+        self._outgoing = [OutgoingFrame(request) for request, _ in buffers]
+        self._using = threading.Lock()
+        """Guards the socket and everything below; never held across a wait."""
+        self._awaited = [0] * sizes.n_slots
+        """Per slot the request id whose reply is to come, or 0."""
+        self._arrived = [0] * sizes.n_slots
+        """Per slot the bytes of a reply that nobody has taken yet, or 0."""
+        self._leader = _NOBODY
+        self._follows = [False] * sizes.n_slots
+        self._gates = [threading.Lock() for _ in range(sizes.n_slots)]
+        """Per slot: held by whom nobody woke yet."""
+        self._probe = memoryview(bytearray(HEADER_BYTES))
+        self._probed_at = [0.0] * sizes.n_slots
+        for gate in self._gates:
+            gate.acquire()
+        try:
+            self._wire.socket.setsockopt(zmq.ROUTING_ID, routing_id)
+            # Encryption belongs here: the CURVE keys of this attach come in the parameters of the offer.
+            self._wire.socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._wire.close()
+            raise ServerError(f"{endpoint} is not an address that can be connected to: {error}") from error
+
+    def greet(self, timeout_s: float) -> None:
+        """Sends a ping and waits for its answer, so that the channel is known to work.
+
+        Raises:
+            DeadlineError: no answer within ``timeout_s`` seconds.
+        """
+        deadline = perf_counter() + timeout_s
+        slot = self.slots[0]
+        request_id = self._ids[0]
+        self._ids[0] += len(self.slots)
+        FrameHeader(Kind.PING, request_id=request_id).pack_into(slot.request)
+        self._awaited[0] = request_id
+        while True:
+            left_s = deadline - perf_counter()
+            if left_s <= 0:
+                raise DeadlineError(f"no answer from {self._endpoint} within {timeout_s:g} s")
+            with self._using:
+                connected = self._wire.send(request_id, slot.request[:HEADER_BYTES])
+            if not connected:
+                time.sleep(min(RETRY_S, left_s))
+                continue
+            try:
+                self._await_reply(slot, perf_counter() + min(PROBE_S, left_s))
+                return
+            except DeadlineError:
+                continue  # the connection may have broken under the ping; a second answer would be dropped
+
+    def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
+        frame = self._outgoing[slot.index].first(n_bytes)
+        deadline = perf_counter() + SEND_TIMEOUT_S
+        while True:
+            with self._using:
+                self._check_open()
+                self._awaited[slot.index] = request_id
+                self._arrived[slot.index] = 0
+                if self._wire.send(request_id, frame):
+                    self._mark_sent(slot)
+                    self._receive_all()  # sending may have used up the signal that a reply is here
+                    return
+            if perf_counter() >= deadline:
+                raise ServerError(f"the connection to {self._endpoint} was lost")
+            time.sleep(RETRY_S)
+
+    def _await_reply(self, slot: HostSlot, deadline: float) -> int:
+        index = slot.index
+        try:
+            while True:
+                with self._using:
+                    if self._leader == _NOBODY:
+                        self._leader = index
+                    self._receive_all(index)
+                    if n_bytes := self._arrived[index]:
+                        self._arrived[index] = 0
+                        return n_bytes
+                    self._check_open()
+                    left_s = deadline - perf_counter()
+                    if left_s <= 0:
+                        raise DeadlineError
+                    leads = self._leader == index
+                    self._follows[index] = not leads
+                if leads:
+                    self._wire.wait(left_s)
+                else:
+                    self._gates[index].acquire(timeout=left_s)
+        finally:
+            with self._using:
+                self._follows[index] = False
+                if self._leader == index:
+                    self._leader = _NOBODY
+                    if True in self._follows:
+                        self._signal(self._follows.index(True))
+
+    def _receive_all(self, own: int = _NOBODY) -> None:
+        """Takes in what has arrived, with ``_using`` held; the thread that waits for slot ``own`` need not be woken."""
+        wire = self._wire
+        while wire.readable():
+            tag = wire.receive_tag()
+            if tag is None:
+                self.n_stale += 1
+            elif tag == CLOSED_TAG:
+                wire.skip()
+                self._closed = self._closed or "the server closed it"
+                self._wake()
+            elif tag != self._awaited[index := tag % len(self.slots)]:
+                wire.skip()
+                self.n_stale += 1
+            else:
+                n_bytes = wire.receive_frame(self.slots[index].reply)
+                self._awaited[index] = 0
+                self._arrived[index] = n_bytes or 1  # an empty frame: too short, which `wait` reports
+                if index != own:
+                    self._signal(index)
+
+    def _signal(self, index: int) -> None:
+        """Makes the thread that waits for this slot look again, if there is one."""
+        if index == self._leader:
+            self._wire.wake()
+        elif self._follows[index] and self._gates[index].locked():
+            self._gates[index].release()
+
+    def _collect_late(self) -> None:
+        self._enter()
+        try:
+            with self._using:
+                self._receive_all()
+                self._ask_for_lost()
+        finally:
+            self._leave()
+        super()._collect_late()
+
+    def _ask_for_lost(self) -> None:
+        """Asks for the replies of abandoned slots that may have been lost with a connection.
+
+        The server answers such a ping only when it has no such request (any more); so the slot can be used again.
+        """
+        now = perf_counter()
+        for index, request_id in enumerate(self._awaited):
+            if request_id and self._states[index] >= SlotState.ABANDONED and now - self._probed_at[index] >= PROBE_S:
+                self._probed_at[index] = now
+                FrameHeader(Kind.PING, request_id=request_id).pack_into(self._probe)
+                self._wire.send(request_id, self._probe)
+
+    def _take_late(self, slot: HostSlot) -> bool:
+        n_bytes, self._arrived[slot.index] = self._arrived[slot.index], 0
+        return n_bytes > 0
+
+    def _wake(self) -> None:
+        self._wire.wake()
+        for gate in self._gates:
+            with suppress(RuntimeError):  # somebody else has just woken that thread
+                gate.release()
+
+    def _dispose(self) -> None:
+        self._wire.close()
+
+
+def open_stream(offer: ChannelOffer, host: str, *, timeout_s: float) -> StreamHostEnd:
+    """Opens the host's end of a stream channel; what is returned has answered a ping.
+
+    Args:
+        offer: of a `StreamListener`.
+        host: name or address under which this machine reaches the server.
+        timeout_s: deadline in seconds.
+
+    Raises:
+        DeadlineError: no answer in time: nobody listens there, or the server does not know this channel.
+        ServerError: the offer or the address is not valid.
+    """
+    try:
+        port, routing_id = int(offer.parameters["port"]), bytes.fromhex(offer.parameters["routing_id"])
+    except (KeyError, ValueError) as error:
+        raise ProtocolError(f"the offer of a stream channel has no valid {error}") from error
+    if not 0 < port < 65_536 or len(routing_id) != ROUTING_ID_BYTES:
+        raise ProtocolError(f"the offer of a stream channel has port {port} and {len(routing_id)} bytes of routing id")
+    address = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    channel = StreamHostEnd(offer.sizes, f"tcp://{address}:{port}", routing_id)
+    try:
+        channel.greet(timeout_s)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
