@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import socket
 import threading
 import tracemalloc
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
-from moeoffload.transport.segment import sweep_stale_segments
-from moeoffload.transport.shared import SharedServerEnd
-from moeoffload.transport.stream import StreamListener
 
 from moeoffload import __version__
 from moeoffload.control.protocol import PROTOCOL_VERSION
@@ -25,6 +23,8 @@ from moeoffload.expert_server.lease import ChannelFactory, HostLease, ServerLimi
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.kernels import GroupedKernel
 from moeoffload.settings import ExpertServerSettings, TransportChoice
+from moeoffload.transport import SharedServerEnd, StreamListener, sweep_stale_segments
+from moeoffload.wire import MAX_FRAME_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class ExpertServer:
             sweep_stale_segments()
             factories["shared"] = SharedServerEnd
         if settings.transport in (TransportChoice.AUTO, TransportChoice.STREAM):
-            listener = StreamListener(settings.listen.host, 0)
+            listener = StreamListener(_numeric(settings.listen.host), max_request_bytes=MAX_FRAME_BYTES)
             factories["stream"] = listener.open_channel
         server = cls(settings, device, store, engine, listener, factories)
         engine.start()
@@ -179,7 +179,7 @@ class ExpertServer:
             leases=len(leases),
             pool_creations=created,
             python_traced_bytes=tracemalloc.get_traced_memory()[0],
-            dropped=self.listener.n_dropped if self.listener is not None else 0,
+            dropped=self.listener.n_unknown if self.listener is not None else 0,
         )
 
     def drain(self) -> int:
@@ -192,3 +192,15 @@ class ExpertServer:
         if self._control is not None:
             self._control.set_serving(False)
         return leases
+
+
+def _numeric(host: str) -> str:
+    """The address of a host name: ZeroMQ binds to addresses only.
+
+    Raises:
+        ServerError: the name is not known.
+    """
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except socket.gaierror as error:
+        raise ServerError(f"cannot listen on {host}: {error.strerror}") from None

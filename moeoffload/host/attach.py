@@ -160,6 +160,6 @@ def _open_channel(
             continue
         if not reason:
             shared = channel_offer.transport == "shared"
-            reason = "both on this machine" if shared else "the server offers nothing else"
+            reason = "both on this machine" if shared else f"the server offers {channel_offer.transport} only"
         return opened, reason
     raise ServerError(f"expert server {candidate.address}: {last or 'it offered no channel'}")

@@ -10,6 +10,7 @@ from moeoffload.wire.header import (
     peek_request_id,
 )
 from moeoffload.wire.layout import (
+    MAX_FRAME_BYTES,
     MAX_ROWS,
     MAX_SLOTS,
     DispatchViews,
@@ -21,6 +22,7 @@ from moeoffload.wire.views import SlotViews
 
 __all__ = [
     "HEADER_BYTES",
+    "MAX_FRAME_BYTES",
     "MAX_ROWS",
     "MAX_SLOTS",
     "WIRE_VERSION",

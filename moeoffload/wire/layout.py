@@ -23,6 +23,7 @@ MAX_ROWS: Final = 4096
 MAX_HIDDEN: Final = 65_536
 MAX_TOP_K: Final = 512
 MAX_ERROR_TEXT_BYTES: Final = 2048
+MAX_FRAME_BYTES: Final = 1 << 30
 
 
 class DispatchViews(NamedTuple):
@@ -56,6 +57,11 @@ class FrameLayout:
                 raise ProtocolError(f"frame layout: {name} is {value}, allowed are 1 to {most}")
         if self.hidden % 2:
             raise ProtocolError(f"frame layout: hidden is {self.hidden}, expected an even number")
+        if max(self.request_bytes, self.reply_bytes) > MAX_FRAME_BYTES:
+            raise ProtocolError(
+                f"frame layout: {self.capacity} rows make a frame of {self.request_bytes} bytes, "
+                f"allowed are {MAX_FRAME_BYTES}"
+            )
 
     def dispatch_body_bytes(self, rows: int) -> int:
         """Bytes of a dispatch body with ``rows`` rows."""
