@@ -99,7 +99,8 @@ class StreamHostEnd(PooledHostChannel):
                 self._arrived[slot.index] = 0
                 if self._wire.send(request_id, frame):
                     self._mark_sent(slot)
-                    self._receive_all()  # sending may have used up the signal that a reply is here
+                    if self._leader != _NOBODY:
+                        self._receive_all()  # sending may have used up the signal that the leader waits for
                     return
             if perf_counter() >= deadline:
                 raise ServerError(f"the connection to {self._endpoint} was lost")
@@ -107,12 +108,13 @@ class StreamHostEnd(PooledHostChannel):
 
     def _await_reply(self, slot: HostSlot, deadline: float) -> int:
         index = slot.index
+        likely = False
         try:
             while True:
                 with self._using:
                     if self._leader == _NOBODY:
                         self._leader = index
-                    self._receive_all(index)
+                    self._receive_all(index, likely)
                     if n_bytes := self._arrived[index]:
                         self._arrived[index] = 0
                         return n_bytes
@@ -123,8 +125,9 @@ class StreamHostEnd(PooledHostChannel):
                     leads = self._leader == index
                     self._follows[index] = not leads
                 if leads:
-                    self._wire.wait(left_s)
+                    likely = self._wire.wait(left_s)
                 else:
+                    likely = False
                     self._gates[index].acquire(timeout=left_s)
         finally:
             with self._using:
@@ -134,25 +137,31 @@ class StreamHostEnd(PooledHostChannel):
                     if True in self._follows:
                         self._signal(self._follows.index(True))
 
-    def _receive_all(self, own: int = _NOBODY) -> None:
-        """Takes in what has arrived, with ``_using`` held; the thread that waits for slot ``own`` need not be woken."""
+    def _receive_all(self, own: int = _NOBODY, likely: bool = False) -> None:
+        """Takes in what has arrived, up to the reply for ``own``, whose thread this is. ``_using`` is held.
+
+        With ``likely`` it tries without asking first whether there is something.
+        """
         wire = self._wire
-        while wire.readable():
-            tag = wire.receive_tag()
-            if tag is None:
-                self.n_stale += 1
-            elif tag == CLOSED_TAG:
-                wire.skip()
-                self._closed = self._closed or "the server closed it"
-                self._wake()
-            elif tag != self._awaited[index := tag % len(self.slots)]:
-                wire.skip()
-                self.n_stale += 1
-            else:
-                n_bytes = wire.receive_frame(self.slots[index].reply)
-                self._awaited[index] = 0
-                self._arrived[index] = n_bytes or 1  # an empty frame: too short, which `wait` reports
-                if index != own:
+        with suppress(zmq.Again):
+            while likely or wire.readable():
+                likely = False
+                tag = wire.receive_tag()
+                if tag is None:
+                    self.n_stale += 1
+                elif tag == CLOSED_TAG:
+                    wire.skip()
+                    self._closed = self._closed or "the server closed it"
+                    self._wake()
+                elif tag != self._awaited[index := tag % len(self.slots)]:
+                    wire.skip()
+                    self.n_stale += 1
+                else:
+                    n_bytes = wire.receive_frame(self.slots[index].reply)
+                    self._awaited[index] = 0
+                    self._arrived[index] = n_bytes or 1  # an empty frame: too short, which `wait` reports
+                    if index == own:
+                        return
                     self._signal(index)
 
     def _signal(self, index: int) -> None:

@@ -104,6 +104,7 @@ class StreamListener:
         self._using = threading.Lock()
         """Guards the socket and the table of channels; never held across a wait."""
         self._closing = False
+        self._reader_waits = False
         self._wire = FrameSocket(zmq.ROUTER, largest_bytes=max_request_bytes, n_queued=4 * MAX_CHANNEL_SLOTS)
         self._routing_id = memoryview(bytearray(ROUTING_ID_BYTES))
         self._scratch = memoryview(bytearray(HEADER_BYTES))
@@ -161,8 +162,7 @@ class StreamListener:
             if self._closing:
                 return False
             sent = self._wire.send(tag, frame, routing_id)
-            if self._wire.readable():  # sending may have used up the signal that the reader waits for
-                self._wire.wake()
+            self._wake_reader()
             return sent
 
     def forget(self, channel: StreamServerEnd) -> None:
@@ -173,28 +173,42 @@ class StreamListener:
                 return
             n_bytes = write_error_frame(self._header, self._error, CLOSED_TAG, ErrorCode.DRAINING, "closed")
             self._wire.send(CLOSED_TAG, self._error[:n_bytes], channel.routing_id)
-            if self._wire.readable():
-                self._wire.wake()
+            self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        """Sending may have used up the signal that the reader waits for. ``_using`` is held."""
+        if self._reader_waits and self._wire.readable():
+            self._wire.wake()
 
     # -- the reader thread
 
     def _read(self) -> None:
+        likely = False
         while True:
             with self._using:
                 if self._closing:
                     return
-                readable = self._wire.readable()
-                received = self._receive() if readable else None
+                try:
+                    readable = likely or self._wire.readable()
+                    received = self._receive() if readable else None
+                except zmq.Again:
+                    readable, received = False, None
+                self._reader_waits = not readable
+            likely = False
             if received is not None:
                 channel, slot, request_id, n_bytes = received
                 channel.received(slot, request_id, n_bytes)
             elif not readable:
-                self._wire.wait(READ_POLL_S)
+                likely = self._wire.wait(READ_POLL_S)
 
     def _receive(self) -> tuple[StreamServerEnd, ServerSlot, int, int] | None:
-        """Takes one message in; None if it was dropped or answered here."""
+        """Takes one message in; None if it was dropped or answered here.
+
+        Raises:
+            zmq.Again: there is none.
+        """
         wire = self._wire
-        n_bytes = wire.socket.recv_into(self._routing_id, flags=zmq.NOBLOCK)
+        n_bytes = wire.begin(self._routing_id)
         routing_id = bytes(self._routing_id[:n_bytes])
         channel = self._channels.get(routing_id) if n_bytes == ROUTING_ID_BYTES else None
         if channel is None:

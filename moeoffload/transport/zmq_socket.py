@@ -75,8 +75,20 @@ class FrameSocket:
         """Whether a whole message can be received now."""
         return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # type: ignore[operator, arg-type]
 
+    def begin(self, buffer: memoryview) -> int:
+        """Receives the first part of the next message, cut to what fits; returns its true length.
+
+        Raises:
+            zmq.Again: there is no message.
+        """
+        return self.socket.recv_into(buffer, flags=_NOBLOCK)
+
     def receive_tag(self) -> int | None:
-        """The tag of the message at hand; None if it has none, the message is then skipped."""
+        """The tag of the message at hand; None if it has none, the message is then skipped.
+
+        Raises:
+            zmq.Again: there is no message.
+        """
         n_bytes = self.socket.recv_into(self._tag_in, flags=_NOBLOCK)
         if n_bytes == TAG.size and self.socket.getsockopt(zmq.RCVMORE):
             return int(TAG.unpack(self._tag_in)[0])
@@ -106,11 +118,18 @@ class FrameSocket:
         self.socket.send(frame, _NOBLOCK, copy=not isinstance(frame, zmq.Frame))
         return True
 
-    def wait(self, timeout_s: float) -> None:
-        """Waits until there may be something to read, ``wake`` was called or the time is over. One thread at a time."""
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until something happens on the socket, ``wake`` is called or the time is over. One thread at a time.
+
+        Returns whether something happened on the socket: then it is cheaper to try to receive than to ask ``readable``.
+        """
+        happened = False
         for fd, _ in self._poll.poll(timeout_s * 1000):
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
+            else:
+                happened = True
+        return happened
 
     def wake(self) -> None:
         """Ends a ``wait`` at once, or the next one."""
