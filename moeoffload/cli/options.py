@@ -23,6 +23,9 @@ _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
+# gRPC's C library writes lines of its own to stderr, for what is then reported as one error of ours.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 
 def with_settings(model: type[SettingsBase]) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
     """Give a command one option for each setting of ``model``, and pass it the checked object.
