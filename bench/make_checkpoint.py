@@ -56,7 +56,7 @@ def main() -> None:
     )
     files = sorted(folder.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
-    print(f"{folder}: {size / 1e9:.2f} GB in {len(files)} files, {time.perf_counter() - start:.1f} s")
+    print(f"{folder}: {size / 1e6:,.1f} MB in {len(files)} files, {time.perf_counter() - start:.1f} s")
 
 
 if __name__ == "__main__":

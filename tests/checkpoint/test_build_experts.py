@@ -125,6 +125,61 @@ def test_ungated_experts_and_other_module_names(tmp_path: Path) -> None:
     assert_same_experts(checkpoint, reference_model(tmp_path))
 
 
+def test_experts_on_narrower_rows_and_parameters_that_all_experts_share(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["muse_spark"](
+        text_config={
+            "vocab_size": 320,
+            "hidden_size": 64,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_local_experts": N_EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            # As wide as there are experts: the norm behind the experts must not be taken for one row per expert.
+            "moe_hidden_size": N_EXPERTS,
+            "pad_token_id": 0,
+        },
+        vision_config={"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1},
+        audio_config={"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "out_hidden_size": 64},
+        out_hidden_size=128,
+        projector_hidden_size=32,
+    )
+    write_checkpoint(config, tmp_path, dtype=torch.float32)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.hidden_size == N_EXPERTS
+    assert checkpoint.build_experts(0, [1], CPU).get_parameter("post_expert_norm.weight").shape == (N_EXPERTS,)
+    assert_same_experts(checkpoint, reference_model(tmp_path, AutoModelForImageTextToText))
+
+
+def test_router_that_keeps_its_top_k_in_the_config(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["gemma4_text"](
+        vocab_size=320,
+        vocab_size_per_layer_input=320,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=16,
+        intermediate_size=64,
+        hidden_size_per_layer_input=0,
+        layer_types=["sliding_attention", "full_attention"],
+        num_kv_shared_layers=0,
+        enable_moe_block=True,
+        num_experts=N_EXPERTS,
+        top_k_experts=3,
+        moe_intermediate_size=32,
+        pad_token_id=0,
+    )
+    write_checkpoint(config, tmp_path, dtype=torch.float32)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.top_k == 3
+    assert_same_experts(checkpoint, reference_model(tmp_path))
+
+
 def test_a_large_layer_is_filled_group_by_group(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Checkpoint.open(tiny).build_experts(0, [7, 1, 2, 3, 0], CPU)
     monkeypatch.setattr("moeoffload.checkpoint.checkpoint._GROUP_BYTES", 40_000)
