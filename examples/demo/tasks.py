@@ -22,6 +22,8 @@ Split = Literal["train", "held-out"]
 
 HELD_OUT_PERCENT = 10
 MAX_DIGITS = 3  # per number in `add`
+# Of numbers of 1, 2 and 3 digits. Short ones are few, and training on them often would be learning by heart.
+DIGITS_WEIGHTS = (1, 3, 6)
 MIN_LETTERS, MAX_LETTERS = 3, 7  # per word in the three word tasks
 
 
@@ -67,8 +69,8 @@ def _word(rng: random.Random, alphabet: str = string.ascii_lowercase) -> str:
 
 
 def _number(rng: random.Random) -> int:
-    """A number whose count of digits is uniform, so that short numbers are not rare."""
-    digits = rng.randint(1, MAX_DIGITS)
+    """A number that is short more often than a uniform one: see `DIGITS_WEIGHTS`."""
+    (digits,) = rng.choices(range(1, MAX_DIGITS + 1), DIGITS_WEIGHTS)
     return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
@@ -80,7 +82,7 @@ def _prompt(task: Task, rng: random.Random) -> str:
             return f"{task} {_word(rng)} ="
         case Task.COUNT:
             # Few different letters per word, or nearly every count would be 0 or 1.
-            letters = "".join(rng.sample(string.ascii_lowercase, rng.randint(1, 5)))
+            letters = "".join(rng.sample(string.ascii_lowercase, rng.randint(2, 4)))
             return f"count {rng.choice(letters)} {_word(rng, letters)} ="
 
 

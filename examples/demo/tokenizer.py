@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(max_length: int = 8192) -> PreTrainedTokenizerFast:
-    """256 byte tokens (id = byte), then end of sequence (256) and padding (257). Adds no tokens of its own to a text."""
+    """256 byte tokens (id = byte), then end of sequence (256) and padding (257); a text gets no others."""
     # A byte-level BPE without merges. Printable bytes stand for themselves and the others, in order, for the characters
     # from 256 up; undoing that makes every token's id its byte.
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())

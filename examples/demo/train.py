@@ -14,20 +14,25 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from tasks import sample
-from tokenizer import build_tokenizer
+from tasks import Task, sample  # type: ignore[import-not-found]
+from tokenizer import build_tokenizer  # type: ignore[import-not-found]
 from torch import Tensor
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 EOS_ID, PAD_ID = 256, 257
+BLOCK_ROWS = 128  # rows of a block of tokens for one expert
+QUERY_ROWS = 256
+NOT_FOR_MUON = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
 IGNORE = -100  # target of positions without loss
 MAX_POSITION = 8192
-AUX_COEF = 0.01  # of the load-balancing loss, so that all experts are used
+AUX_COEF = 0.025  # of the load-balancing loss, so that all experts are used
 NOISE_LINES = 0.02  # share of lines that are random text, so that foreign lines in a prompt do no harm
 
-# (share of the steps, tokens per row): short rows first because they learn faster, long ones last so that long prompts
-# work. A step always has the same number of tokens.
-SCHEDULE = ((0.55, 128), (0.25, 512), (0.20, 2048))
+TASK_WEIGHTS = {Task.ADD: 7, Task.REVERSE: 3, Task.SORT: 4, Task.COUNT: 6}  # the harder ones more often
+
+# How often a step has rows of so many tokens, after a first quarter of the steps with the shortest rows: short rows are
+# cheap and learn fast, long ones make long prompts work. A step always has the same number of tokens.
+ROW_LENGTHS = {128: 0.75, 512: 0.17, 2048: 0.08}
 
 
 class Batch(NamedTuple):
@@ -74,7 +79,8 @@ def _line(rng: random.Random) -> tuple[list[int], list[int]]:
     if rng.random() < NOISE_LINES:
         text = "".join(rng.choices(string.printable[:95], k=rng.randint(0, 40))) + "\n"
         return list(text.encode()), [IGNORE] * len(text)
-    prompt, answer = (s.encode() for s in sample("train", rng))
+    (task,) = rng.choices(list(TASK_WEIGHTS), list(TASK_WEIGHTS.values()))
+    prompt, answer = (s.encode() for s in sample("train", rng, task))
     tokens = [*prompt, *answer]
     targets = [IGNORE] * (len(prompt) - 1) + [*answer, EOS_ID]
     kind = rng.random()
@@ -114,33 +120,88 @@ def make_batch(rows: int, length: int, rng: random.Random) -> Batch:
 # --- the model's training step ---
 
 
-class _Permute(torch.autograd.Function):
-    """Rows of `x` in another order; the gradient is a gather as well, which autograd could not know."""
+class _ToBlocks(torch.autograd.Function):
+    """Each token's row to its k slots. Gradients of gathers are scatters to autograd; here they can be gathers too."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(inverse)
-        return x[order]
+    def forward(ctx, x: Tensor, source: Tensor, slot: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        """x (T, H); source (S,), the flat (token, choice) of every slot or -1; slot (T, k), its inverse -> (S, H)."""
+        ctx.save_for_backward(slot)
+        return x[source.clamp(min=0) // slot.shape[1]] * (source >= 0)[:, None]
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def,override]
-        return grad[ctx.saved_tensors[0]], None, None
+        return grad[ctx.saved_tensors[0]].sum(1), None, None
+
+
+class _FromBlocks(torch.autograd.Function):
+    """The inverse of `_ToBlocks`, keeping a token's k rows apart: (S, H) -> (T, k, H)."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, source: Tensor, slot: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(source)
+        return y[slot]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def,override]
+        (source,) = ctx.saved_tensors
+        return grad.flatten(0, 1)[source.clamp(min=0)] * (source >= 0)[:, None], None, None
+
+
+class _BlockLinear(torch.autograd.Function):
+    """One linear map per block: x (B, R, I), weight (E, O, I), owner (B,) the expert of each block -> (B, R, O)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, owner: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight, owner)
+        return x @ weight[owner].mT
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def,override]
+        x, weight, owner = ctx.saved_tensors
+        one_hot = (torch.arange(weight.shape[0])[:, None] == owner).to(x.dtype)  # (E, B)
+        per_block = grad.mT @ x
+        return grad @ weight[owner], (one_hot @ per_block.flatten(1)).view(weight.shape), None
 
 
 def _experts(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """x (T, H), index and weight (T, k), gate_up (E, 2I, H), down (E, H, I) -> (T, H)."""
-    (tokens, hidden), k = x.shape, index.shape[1]
+    """x (T, H), index and weight (T, k), gate_up (E, 2I, H), down (E, H, I) -> (T, H).
+
+    Every expert's tokens fill blocks of `BLOCK_ROWS` rows, the last one padded: whatever the routing, the matrix
+    products keep one shape, which oneDNN needs to be fast (it compiles a kernel for every new shape).
+    """
+    (tokens, hidden), k, n_experts = x.shape, index.shape[1], gate_up.shape[0]
     flat = index.flatten()
+    n_blocks = tokens * k // BLOCK_ROWS + n_experts
     order = flat.argsort(stable=True)
-    inverse = order.argsort()
-    counts = (flat[:, None] == torch.arange(gate_up.shape[0])).sum(0)
-    offsets = counts.cumsum(0).to(torch.int32)
-    repeated = x[:, None].expand(tokens, k, hidden).reshape(tokens * k, hidden)
-    inputs = _Permute.apply(repeated, order, inverse)
-    gate, up = F.grouped_mm(inputs, gate_up.transpose(1, 2), offs=offsets).chunk(2, dim=-1)
-    outputs = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=offsets)
-    outputs = _Permute.apply(outputs, inverse, order).view(tokens, k, hidden)
+    counts = (flat[:, None] == torch.arange(n_experts)).sum(0)
+    blocks_end = ((counts + BLOCK_ROWS - 1) // BLOCK_ROWS).cumsum(0)
+    blocks_start = torch.cat((blocks_end.new_zeros(1), blocks_end[:-1]))
+    owner = (torch.arange(n_blocks)[:, None] >= blocks_end).sum(1).clamp(max=n_experts - 1)
+    rank = order.argsort()  # of every (token, choice) in the order by expert
+    slot = rank - (counts.cumsum(0) - counts)[flat] + blocks_start[flat] * BLOCK_ROWS
+    source = torch.full((n_blocks * BLOCK_ROWS,), -1).scatter(0, slot, torch.arange(tokens * k))
+    slot = slot.view(tokens, k)
+
+    inputs = _ToBlocks.apply(x, source, slot).view(n_blocks, BLOCK_ROWS, hidden)
+    gate, up = _BlockLinear.apply(inputs, gate_up, owner).chunk(2, dim=-1)
+    outputs = _BlockLinear.apply(F.silu(gate) * up, down, owner)
+    outputs = _FromBlocks.apply(outputs.flatten(0, 1), source, slot)
     return (outputs * weight[:, :, None]).sum(1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention over (rows, heads, length, head_dim), `QUERY_ROWS` queries at a time.
+
+    Written out because torch's flash attention is up to three times slower on the CPU at these sizes.
+    """
+    length, outputs = q.shape[-2], []
+    for start in range(0, length, QUERY_ROWS):
+        end = min(start + QUERY_ROWS, length)
+        scores = (q[:, :, start:end] @ k[:, :, :end].mT).float() * q.shape[-1] ** -0.5
+        visible = torch.arange(start, end)[:, None] >= torch.arange(end)
+        outputs.append(scores.masked_fill(~visible, -torch.inf).softmax(-1).to(q.dtype) @ v[:, :, :end])
+    return torch.cat(outputs, dim=2)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -151,7 +212,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def loss_fn(
     p: dict[str, Tensor], config: Qwen3MoeConfig, batch: Batch, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Answer loss, load-balancing loss and the share of right answer tokens, from bf16 parameters `p`.
+    """Answer loss, load-balancing loss (top_k if even) and the share of right answer tokens, from bf16 parameters `p`.
 
     cos, sin: (rows, 1, length, head_dim). The sums follow transformers' qwen3_moe, bf16 residual stream included.
     """
@@ -175,14 +236,14 @@ def loss_fn(
         k = _rotate(norm(k, at + "self_attn.k_norm.weight").transpose(1, 2), cos, sin)
         group = config.num_attention_heads // config.num_key_value_heads
         k, v = k.repeat_interleave(group, dim=1), v.transpose(1, 2).repeat_interleave(group, dim=1)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, -1)
+        a = _attention(q, k, v).transpose(1, 2).reshape(rows, length, -1)
         x = x + F.linear(a, p[at + "self_attn.o_proj.weight"])
 
         h = norm(x, at + "post_attention_layernorm.weight").view(rows * length, hidden)
         probs = F.linear(h, p[at + "mlp.gate.weight"]).float().softmax(-1)
         weight, index = probs.topk(top_k, dim=-1)
         weight = (weight / weight.sum(-1, keepdim=True)).to(h.dtype)
-        used = (index[:, :, None] == torch.arange(n_experts)).sum((0, 1)) / index.numel()
+        used = (index[:, :, None] == torch.arange(n_experts)).sum((0, 1)) / index.shape[0]
         aux = aux + n_experts * (used * probs.mean(0)).sum() / config.num_hidden_layers
         y = _experts(h, index, weight, p[at + "mlp.experts.gate_up_proj"], p[at + "mlp.experts.down_proj"])
         x = x + y.view(rows, length, hidden)
@@ -243,13 +304,13 @@ def save(model: Qwen3MoeForCausalLM, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per step")
     parser.add_argument("--lr", type=float, default=0.01, help="Muon's peak rate; AdamW has its own, in proportion")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--state", type=Path, help="file to keep the training state in, to resume from if it exists")
-    parser.add_argument("--save-every", type=int, default=1000)
+    parser.add_argument("--save-every", type=int, default=250)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -257,7 +318,9 @@ def main() -> None:
     config = demo_config()
     model = Qwen3MoeForCausalLM(config)
     named = dict(model.named_parameters())
-    is_matrix = {n: p.ndim >= 2 and not any(s in n for s in ("embed", "lm_head", "gate.weight")) for n, p in named.items()}
+    is_matrix = {
+        n: p.ndim >= 2 and not any(s in n for s in ("embed", "lm_head", "gate.weight")) for n, p in named.items()
+    }
     muon = Muon([p for n, p in named.items() if is_matrix[n]], args.lr)
     adamw = torch.optim.AdamW(
         [p for n, p in named.items() if not is_matrix[n]], args.lr * 0.3, (0.9, 0.98), weight_decay=0.0, fused=True
@@ -282,13 +345,10 @@ def main() -> None:
         rate = min(1.0, (step + 1) / warmup, max(0.0, (args.steps - step) / (args.steps - decay_from)))
         for o, peak in zip(optimizers, peaks, strict=True):
             o.param_groups[0]["lr"] = peak * rate
-        share, length = 0.0, SCHEDULE[-1][1]
-        for part, part_length in SCHEDULE:
-            share += part
-            if step < share * args.steps:
-                length = part_length
-                break
         rng = random.Random(args.seed * 1_000_003 + step)  # by step, so that a resumed run sees the same data
+        length = min(ROW_LENGTHS)
+        if step >= args.steps / 4:
+            (length,) = rng.choices(list(ROW_LENGTHS), list(ROW_LENGTHS.values()))
         batch = make_batch(args.tokens // length, length, rng)
         angle = (batch.positions[:, None, :, None] * inv_freq).repeat(1, 1, 1, 2)
         half = {n: p.to(torch.bfloat16) for n, p in named.items()}
@@ -304,7 +364,7 @@ def main() -> None:
             mean.zero_()
             speed = tokens_seen / (time.monotonic() - begun)
             print(
-                f"step {step + 1} rows of {length} loss {loss_:.5f} balance {aux_:.3f} right {right_:.5f} "
+                f"step {step + 1} loss {loss_:.5f} balance {aux_:.3f} right {right_:.5f} "
                 f"{speed:.0f} tokens/s {time.monotonic() - begun:.0f} s",
                 flush=True,
             )
