@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import Commands, running_commands
 
 # Tests run several processes on few cores; one thread each is what a shared machine can bear.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,10 +39,13 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def expert_server(folder: Path, *options: str) -> Iterator[RunningServer]:
-    """Starts a real server on a free port and stops it with SIGTERM; its log goes to ``folder``."""
-    command = [sys.executable, "-m", "moeoffload.cli.expert_app", "--listen", "127.0.0.1:0", "--exit-with-stdin"]
-    command += ["--device", "cpu", "--threads", "1", *options]
+def expert_server(folder: Path, *options: str, patch: str = "") -> Iterator[RunningServer]:
+    """Starts a real server on a free port and stops it with SIGTERM; its log goes to ``folder``.
+
+    ``patch`` is code that the process runs before the command line, for what no option can bring about.
+    """
+    command = [sys.executable, "-c", f"{patch}\nfrom moeoffload.cli.expert_app import main\nmain()"]
+    command += ["--listen", "127.0.0.1:0", "--exit-with-stdin", "--device", "cpu", "--threads", "1", *options]
     if "--memory-gib" not in options:
         command += ["--memory-gib", "2"]
     log = folder / f"server-{len(list(folder.glob('server-*.log')))}.log"
@@ -73,7 +77,7 @@ StartServer = Callable[..., RunningServer]
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
     """Starts servers that live as long as the test: ``start_server("--batch-capacity", "64")``."""
     with contextlib.ExitStack() as stack:
-        yield lambda *options: stack.enter_context(expert_server(tmp_path, *options))
+        yield lambda *options, patch="": stack.enter_context(expert_server(tmp_path, *options, patch=patch))
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +86,13 @@ def three_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str
     folder = tmp_path_factory.mktemp("servers")
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(expert_server(folder)).address for _ in range(3)]
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    """Runs the real command lines: ``commands.run("moeoffload", "run", ...)``."""
+    with running_commands(tmp_path) as running:
+        yield running
 
 
 def local_model(folder: Path, **options: Any) -> Any:

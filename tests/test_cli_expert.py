@@ -1,0 +1,180 @@
+"""``moeoffload-expert`` as a process: its ready line, its streams, how it stops, and how it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEMO, READY_TIMEOUT_S, ROOT, RunningServer, StartServer, expert_server
+from processes import STEP_TIMEOUT_S, Commands, one_line_error, shm_names, wait_until
+
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.control.client import ControlClient
+from moeoffload.control.protocol import dtype_label
+from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.errors import ServerError
+from moeoffload.host.session import open_model
+from moeoffload.placement import ExpertTable
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with expert_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[ControlClient]:
+    client = ControlClient(address)
+    try:
+        client.connect(STEP_TIMEOUT_S)
+        yield client
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def started_by_user(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
+    """The console script as a user starts it; yields the process, its ready line and its stderr."""
+    log = folder / "stderr.txt"
+    script = Path(sys.executable).parent / "moeoffload-expert"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [script, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1", "--memory-gib", "1", *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=ROOT,
+        )
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline(), log
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def address_of(ready_line: str) -> str:
+    match = re.fullmatch(r"moeoffload-expert ready on (127\.0\.0\.1:[1-9][0-9]*) \(cpu\)\n", ready_line)
+    assert match is not None, ready_line
+    return match[1]
+
+
+def rest_of_stdout(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.read()
+
+
+def names_of(pid: int) -> set[str]:
+    return {name for name in shm_names() if f"moeoffload-{pid}-" in name}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_a_server_with_a_host_attached_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with started_by_user(tmp_path) as (process, ready_line, log):
+        with open_model(DEMO, experts=[address_of(ready_line)], threads=1):
+            process.send_signal(number)
+            assert process.wait(READY_TIMEOUT_S) == 0
+        assert rest_of_stdout(process) == "", "stdout holds the ready line alone"
+        text = log.read_text()
+        assert "lease opened" in text, "logs go to stderr"
+        assert text.rstrip().endswith("stopped")
+        assert "Traceback" not in text
+        assert not names_of(process.pid)
+
+
+def test_a_signal_while_it_imports_stops_it(tmp_path: Path) -> None:
+    with (tmp_path / "stderr.txt").open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moeoffload.cli.expert_app", "--listen", "127.0.0.1:0", "--memory-gib", "1"],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            cwd=ROOT,
+        )
+    try:
+        wait_until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), "the import of torch")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=READY_TIMEOUT_S)
+        assert process.returncode == 0
+        assert "Traceback" not in (tmp_path / "stderr.txt").read_text()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_end_of_stdin_stops_a_server_that_was_asked_to_watch_it(tmp_path: Path) -> None:
+    with started_by_user(tmp_path, "--exit-with-stdin") as (process, ready_line, log):
+        address_of(ready_line)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(READY_TIMEOUT_S) == 0
+        assert "Traceback" not in log.read_text()
+
+
+def test_version_is_one_line_on_stdout(commands: Commands) -> None:
+    result = commands.run("moeoffload-expert", "--version", warm=False)
+    assert (result.code, result.err) == (0, "")
+    assert re.fullmatch(r"moeoffload-expert [0-9]+\.[0-9]+\.[0-9]+\n", result.out)
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(commands: Commands) -> None:
+    line = one_line_error(commands.run("moeoffload-expert", "--gpu", "77"), 2)
+    assert "cuda:77" in line
+    have = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["no CUDA device"]
+    assert all(name in line for name in have)
+
+
+def test_more_memory_than_the_machine_has_is_refused(commands: Commands) -> None:
+    line = one_line_error(commands.run("moeoffload-expert", "--device", "cpu", "--memory-gib", "1e6"), 2)
+    assert "memory-gib" in line
+    assert "GiB" in line
+
+
+def test_a_taken_address_is_refused_and_its_owner_goes_on(server: RunningServer, commands: Commands) -> None:
+    arguments = ("--listen", server.address, "--device", "cpu", "--memory-gib", "1")
+    result = commands.run("moeoffload-expert", *arguments)
+    assert server.address in one_line_error(result, 5)
+    with connected(server.address) as client:
+        assert client.describe(STEP_TIMEOUT_S).device == "cpu"
+
+
+def load_demo(address: str, reference: str) -> None:
+    """Loads all experts of the demo model, which the host claims to know as ``reference``."""
+    checkpoint = Checkpoint.open(DEMO)
+    table = ExpertTable(tuple(tuple(range(layer.n_experts)) for layer in checkpoint.layers))
+    model = pb.ModelReference(
+        reference=reference, digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype)
+    )
+    with connected(address) as client:
+        lease = client.attach(STEP_TIMEOUT_S)
+        try:
+            lease.load(model, table, progress=lambda loaded, total: None, timeout_s=STEP_TIMEOUT_S)
+        finally:
+            lease.close()
+
+
+def test_a_server_reads_its_own_copy_of_the_model_if_it_has_one(
+    server: RunningServer, start_server: StartServer, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in DEMO.iterdir():
+        os.link(file, copy / file.name)
+    elsewhere = "/no/such/folder/here"
+    load_demo(start_server("--model", str(copy)).address, elsewhere)
+    with pytest.raises(ServerError, match=elsewhere):
+        load_demo(server.address, elsewhere)
