@@ -138,7 +138,7 @@ class StreamHostEnd(PooledHostChannel):
                         self._signal(self._follows.index(True))
 
     def _receive_all(self, own: int = _NOBODY, likely: bool = False) -> None:
-        """Takes in what has arrived, up to the reply for ``own``, whose thread this is. ``_using`` is held.
+        """Takes in what has arrived; a leader stops at the reply for ``own``, its slot. ``_using`` is held.
 
         With ``likely`` it tries without asking first whether there is something.
         """
@@ -160,9 +160,10 @@ class StreamHostEnd(PooledHostChannel):
                     n_bytes = wire.receive_frame(self.slots[index].reply)
                     self._awaited[index] = 0
                     self._arrived[index] = n_bytes or 1  # an empty frame: too short, which `wait` reports
-                    if index == own:
-                        return
-                    self._signal(index)
+                    if index != own:
+                        self._signal(index)
+                    elif self._leader == own:
+                        return  # the next to lead looks whether there is more; another leader would not
 
     def _signal(self, index: int) -> None:
         """Makes the thread that waits for this slot look again, if there is one."""

@@ -1,0 +1,80 @@
+"""What the transport tests do with two ends: calls with a body, servers that answer when told to."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from moeoffload.transport import ChannelSizes, HostChannel, HostSlot, ServerChannel, ServerSlot
+from moeoffload.wire import HEADER_BYTES, FrameHeader, peek_request_id
+
+SIZES = ChannelSizes(n_slots=4, request_bytes=HEADER_BYTES + 8192, reply_bytes=HEADER_BYTES + 8192)
+SOON_S = 10.0
+"""Deadline for what must happen, on a machine that may be busy."""
+
+
+@dataclass
+class Ends:
+    host: HostChannel
+    server: ServerChannel
+
+
+def echo(channel: ServerChannel, slot: ServerSlot) -> None:
+    slot.reply[: slot.n_bytes] = slot.request[: slot.n_bytes]
+    channel.reply(slot, slot.n_bytes)
+
+
+@dataclass
+class OnDemand:
+    """A server that answers only when told to."""
+
+    requests: queue.SimpleQueue[tuple[ServerChannel, ServerSlot]] = field(default_factory=queue.SimpleQueue)
+
+    def __call__(self, channel: ServerChannel, slot: ServerSlot) -> None:
+        self.requests.put((channel, slot))
+
+    def take(self) -> tuple[ServerChannel, ServerSlot]:
+        return self.requests.get(timeout=SOON_S)
+
+    def answer(self) -> None:
+        echo(*self.take())
+
+
+def send(host: HostChannel, slot: HostSlot, body: bytes = b"") -> int:
+    """Sends a frame with this body; returns its request id."""
+    header = FrameHeader(request_id=host.next_id(slot), body_bytes=len(body))
+    header.pack_into(slot.request)
+    slot.request[HEADER_BYTES : HEADER_BYTES + len(body)] = body
+    host.send(slot, HEADER_BYTES + len(body))
+    return header.request_id
+
+
+def receive(host: HostChannel, slot: HostSlot, request_id: int, timeout_s: float = SOON_S) -> bytes:
+    """Waits for the reply to this request; returns its body."""
+    n_bytes = host.wait(slot, timeout_s)
+    assert peek_request_id(slot.reply) == request_id
+    return bytes(slot.reply[HEADER_BYTES:n_bytes])
+
+
+def call(host: HostChannel, body: bytes = b"", timeout_s: float = SOON_S) -> bytes:
+    slot = host.acquire(timeout_s)
+    try:
+        return receive(host, slot, send(host, slot, body), timeout_s)
+    finally:
+        host.release(slot)
+
+
+def reply_header(slot: HostSlot) -> FrameHeader:
+    header = FrameHeader()
+    header.unpack_from(slot.reply)
+    return header
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    """Waits for what must become true."""
+    deadline = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < deadline, "did not become true"
+        time.sleep(0.005)

@@ -1,0 +1,330 @@
+"""What every transport promises."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moeoffload.errors import CapacityError, DeadlineError, ProtocolError, ServerError
+from moeoffload.transport import ChannelSizes, ServerChannel, ServerSlot
+from moeoffload.wire import HEADER_BYTES, ErrorCode, Kind
+
+from .conftest import TRANSPORTS, OpenEnds, both_ends
+from .ends import SIZES, SOON_S, OnDemand, call, echo, eventually, receive, reply_header, send
+
+LARGEST = SIZES.request_bytes - HEADER_BYTES
+
+
+def test_bodies_of_all_sizes_come_back(open_ends: OpenEnds) -> None:
+    host = open_ends().host
+    for n_bytes in (0, 1, 63, 64, 4095, LARGEST - 1, LARGEST):
+        body = random.randbytes(n_bytes)
+        assert call(host, body) == body
+
+
+def test_frames_too_large_to_be_copied_come_back(open_ends: OpenEnds) -> None:
+    largest = 3 * 2**20 + 5
+    host = open_ends(sizes=ChannelSizes(2, HEADER_BYTES + largest, HEADER_BYTES + largest)).host
+    for n_bytes in (largest, 2**20, 2**20, largest, 100):
+        body = random.randbytes(n_bytes)
+        assert call(host, body) == body
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_any_bodies_in_any_order(transport: str) -> None:
+    server = OnDemand()
+    with both_ends(transport, server) as ends:
+
+        @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(bodies=st.lists(st.binary(max_size=LARGEST), min_size=1, max_size=4), seed=st.integers())
+        def check(bodies: list[bytes], seed: int) -> None:
+            order = random.Random(seed)
+            slots = [ends.host.acquire(SOON_S) for _ in bodies]
+            ids = [send(ends.host, slot, body) for slot, body in zip(slots, bodies, strict=True)]
+            taken = [server.take() for _ in bodies]
+            order.shuffle(taken)
+            for request in taken:
+                echo(*request)
+            waits = list(zip(slots, ids, bodies, strict=True))
+            order.shuffle(waits)
+            for slot, request_id, body in waits:
+                assert receive(ends.host, slot, request_id) == body
+                ends.host.release(slot)
+
+        check()
+        assert ends.host.n_stale == 0
+
+
+@pytest.mark.timeout(60)
+def test_many_threads_share_a_channel(open_ends: OpenEnds) -> None:
+    """The waits are longer than the test may take: a wake-up that gets lost does not go unnoticed."""
+    host = open_ends().host
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(150):
+            body = rng.randbytes(rng.randrange(LARGEST))
+            assert call(host, body, 120) == body
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert host.n_stale == 0
+
+
+def test_threads_that_wait_get_their_own_reply_in_reverse_order(open_ends: OpenEnds) -> None:
+    server = OnDemand()
+    host = open_ends(server).host
+    slots = [host.acquire(SOON_S) for _ in range(4)]
+    ids = [send(host, slot, bytes([slot.index])) for slot in slots]
+    with ThreadPoolExecutor(4) as pool:
+        waits = [pool.submit(receive, host, slot, i) for slot, i in zip(slots, ids, strict=True)]
+        taken = sorted((server.take() for _ in slots), key=lambda request: -request[1].request[HEADER_BYTES])
+        for request in taken:
+            echo(*request)
+        assert [wait.result(SOON_S) for wait in waits] == [bytes([slot.index]) for slot in slots]
+
+
+def test_request_ids_are_new_and_name_their_slot(open_ends: OpenEnds) -> None:
+    host = open_ends().host
+    seen: set[int] = {0}
+    for n in range(100):
+        slots = [host.acquire(SOON_S) for _ in range(n % 4 + 1)]
+        for slot in slots:
+            assert host.next_id(slot) == host.next_id(slot)
+            request_id = send(host, slot)
+            assert request_id % 4 == slot.index
+            assert request_id not in seen
+            seen.add(request_id)
+        for slot in slots:
+            host.wait(slot, SOON_S)
+            host.release(slot)
+
+
+def test_a_late_reply_is_dropped_and_its_slot_is_not_used_before(open_ends: OpenEnds) -> None:
+    server = OnDemand()
+    host = open_ends(server, ChannelSizes(1, 128, 128)).host
+    slot = host.acquire(SOON_S)
+    send(host, slot)
+    with pytest.raises(DeadlineError, match="slot 0"):
+        host.wait(slot, 0.01)
+    host.release(slot)
+    with pytest.raises(DeadlineError, match="1 wait for a late reply"):
+        host.acquire(0.02)
+    server.answer()
+    again = host.acquire(SOON_S)
+    assert again is slot
+    assert host.n_stale == 1
+    request_id = send(host, again, b"new")
+    server.answer()
+    assert receive(host, again, request_id) == b"new"
+    host.release(again)
+    assert host.n_stale == 1
+
+
+def test_a_late_reply_before_the_release_frees_nothing_yet(open_ends: OpenEnds) -> None:
+    """Else the release of one thread could free the slot that another one has acquired meanwhile."""
+    server = OnDemand()
+    host = open_ends(server, ChannelSizes(2, 128, 128)).host
+    slow, other = host.acquire(SOON_S), host.acquire(SOON_S)
+    send(host, slow)
+    with pytest.raises(DeadlineError):
+        host.wait(slow, 0)
+    server.answer()
+
+    def has_come() -> bool:
+        with pytest.raises(DeadlineError):
+            host.acquire(0)
+        return host.n_stale == 1
+
+    eventually(has_come)
+    host.release(slow)
+    assert host.acquire(SOON_S) is slow
+    host.release(slow)
+    host.release(other)
+
+
+def test_a_slot_released_without_waiting_counts_as_abandoned(open_ends: OpenEnds) -> None:
+    server = OnDemand()
+    host = open_ends(server, ChannelSizes(1, 128, 128)).host
+    slot = host.acquire(SOON_S)
+    send(host, slot)
+    host.release(slot)
+    with pytest.raises(DeadlineError):
+        host.acquire(0.01)
+    server.answer()
+    host.release(host.acquire(SOON_S))
+    assert host.n_stale == 1
+
+
+def test_acquire_waits_for_a_release(open_ends: OpenEnds) -> None:
+    host = open_ends(sizes=ChannelSizes(1, 128, 128)).host
+    slot = host.acquire(SOON_S)
+    with pytest.raises(DeadlineError, match="none of 1 slots"):
+        host.acquire(0.01)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(host.acquire, SOON_S)
+        host.release(slot)
+        assert waiting.result(SOON_S) is slot
+
+
+def test_wrong_use_is_named(open_ends: OpenEnds) -> None:
+    host = open_ends().host
+    slot = host.acquire(SOON_S)
+    with pytest.raises(RuntimeError, match="wait needs it sent"):
+        host.wait(slot, 1)
+    with pytest.raises(CapacityError, match="64 to"):
+        host.send(slot, HEADER_BYTES - 1)
+    with pytest.raises(CapacityError, match="64 to"):
+        host.send(slot, len(slot.request) + 1)
+    with pytest.raises(ProtocolError, match="request id"):
+        host.send(slot, HEADER_BYTES)
+    host.release(slot)
+    with pytest.raises(RuntimeError, match="twice"):
+        host.release(slot)
+    with pytest.raises(RuntimeError, match="FREE"):
+        host.send(slot, HEADER_BYTES)
+    assert call(host, b"still works") == b"still works"
+
+
+@pytest.mark.parametrize("side", ["host", "server"])
+def test_closing_either_side_wakes_every_thread_that_waits(open_ends: OpenEnds, side: str) -> None:
+    server = OnDemand()
+    ends = open_ends(server)
+    host = ends.host
+    slots = [host.acquire(SOON_S) for _ in range(4)]
+    for slot in slots:
+        send(host, slot)
+        server.take()
+
+    def wait(number: int) -> None:
+        waits = partial(host.wait, slots[number]) if number < len(slots) else host.acquire
+        with pytest.raises(ServerError, match="closed") as caught:
+            waits(60)
+        if number < len(slots):
+            host.release(slots[number])
+        assert not isinstance(caught.value, DeadlineError)
+
+    with ThreadPoolExecutor(5) as pool:
+        waits = [pool.submit(wait, number) for number in range(5)]
+        while sum(thread.name.startswith("ThreadPool") for thread in threading.enumerate()) < 5:
+            pass
+        getattr(ends, side).close()
+        for waiting in waits:
+            waiting.result(SOON_S)
+    with pytest.raises(ServerError, match="closed"):
+        host.acquire(1)
+    ends.host.close()
+    ends.server.close()
+    getattr(ends, side).close()
+
+
+def test_replies_after_either_side_closed_are_dropped(open_ends: OpenEnds) -> None:
+    server = OnDemand()
+    ends = open_ends(server)
+    for _ in range(2):
+        send(ends.host, ends.host.acquire(SOON_S))
+    first, second = server.take(), server.take()
+    ends.host.close()
+    echo(*first)
+    ends.server.close()
+    echo(*second)
+
+
+def test_nothing_is_delivered_after_close(open_ends: OpenEnds) -> None:
+    n_delivered = 0
+
+    def count(channel: ServerChannel, slot: ServerSlot) -> None:
+        nonlocal n_delivered
+        n_delivered += 1
+        channel.reply(slot, HEADER_BYTES)
+
+    ends = open_ends(count)
+    slot = ends.host.acquire(SOON_S)
+    send(ends.host, slot)
+    ends.host.wait(slot, SOON_S)
+    ends.server.close()
+    with contextlib.suppress(ServerError):
+        send(ends.host, slot)
+    with contextlib.suppress(ServerError, RuntimeError):
+        ends.host.wait(slot, 0.05)
+    assert n_delivered == 1
+
+
+def test_deliver_may_close_the_channel(open_ends: OpenEnds) -> None:
+    ends = open_ends(lambda channel, slot: channel.close())
+    slot = ends.host.acquire(SOON_S)
+    send(ends.host, slot)
+    with pytest.raises(ServerError, match="closed"):
+        ends.host.wait(slot, SOON_S)
+
+
+def test_a_request_that_deliver_cannot_take_is_answered_with_an_error(open_ends: OpenEnds) -> None:
+    def broken(channel: ServerChannel, slot: ServerSlot) -> None:
+        raise ZeroDivisionError
+
+    host = open_ends(broken).host
+    for _ in range(2):
+        slot = host.acquire(SOON_S)
+        request_id = send(host, slot)
+        assert b"could not take" in receive(host, slot, request_id)
+        assert (reply_header(slot).kind, reply_header(slot).code) == (Kind.ERROR, ErrorCode.INTERNAL)
+        host.release(slot)
+
+
+def test_a_server_slot_is_answered_once(open_ends: OpenEnds) -> None:
+    server = OnDemand()
+    ends = open_ends(server)
+    slot = ends.host.acquire(SOON_S)
+    send(ends.host, slot)
+    channel, taken = server.take()
+    with pytest.raises(CapacityError):
+        channel.reply(taken, len(taken.reply) + 1)
+    echo(channel, taken)
+    with pytest.raises(RuntimeError, match="no request"):
+        channel.reply(taken, HEADER_BYTES)
+
+
+def test_thousands_of_calls_keep_slots_and_memory(open_ends: OpenEnds) -> None:
+    ends = open_ends()
+    slots = {id(slot) for slot in ends.host.slots}
+    slot = ends.host.acquire(SOON_S)
+    ends.host.release(slot)
+
+    def calls(n: int) -> None:
+        for _ in range(n):
+            assert ends.host.acquire(SOON_S) is slot
+            send(ends.host, slot)
+            ends.host.wait(slot, SOON_S)
+            ends.host.release(slot)
+
+    calls(200)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        calls(100)
+        before, _ = tracemalloc.get_traced_memory()
+        calls(2000)
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 4096
+    assert {id(slot) for slot in ends.host.slots} == slots
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [((0, 64, 64), "n_slots"), ((65, 64, 64), "n_slots"), ((1, 63, 64), "request_bytes"), ((1, 64, 2**31), "reply_b")],
+)
+def test_sizes_out_of_range_are_named(sizes: tuple[int, int, int], named: str) -> None:
+    with pytest.raises(ProtocolError, match=named):
+        ChannelSizes(*sizes)
