@@ -122,6 +122,7 @@ class Lease:
         self._lock = threading.Lock()
         self._on_end: list[Callable[[str], None]] = []
         self._closed = False
+        self._ended = threading.Event()
         self.end_reason: str | None = None
         """Why the lease ended, or None while it holds."""
         self._call = client._stub.Attach(iter(self._outgoing.get, _END))
@@ -187,6 +188,11 @@ class Lease:
                 return
         callback(self.end_reason)
 
+    def why_ended(self, timeout_s: float) -> str | None:
+        """Why the lease ended; None if it still holds after ``timeout_s`` seconds."""
+        self._ended.wait(timeout_s)
+        return self.end_reason
+
     def close(self) -> None:
         """Ends the lease and waits briefly for the server to confirm. Idempotent."""
         with self._lock:
@@ -226,6 +232,7 @@ class Lease:
         with self._lock:
             self.end_reason = "the lease was closed" if self._closed else reason
             callbacks, self._on_end = self._on_end, []
+        self._ended.set()
         self._replies.put(None)
         for callback in callbacks:
             callback(self.end_reason)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,8 +49,8 @@ class ExpertBackend(Protocol):
     def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
         """What the server is and offers."""
 
-    def open_lease(self, hello: pb.Hello, stop: threading.Event) -> BackendLease:
-        """A new lease; ``stop`` is set when the server wants it to end."""
+    def open_lease(self, hello: pb.Hello, end: Callable[[str], None]) -> BackendLease:
+        """A new lease; the server calls ``end(reason)``, from any thread, when it wants it to end."""
 
     def find_lease(self, lease_id: str) -> BackendLease:
         """The open lease with this id."""
@@ -97,48 +98,54 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.AttachReply]:
         """See the proto file."""
-        stop = threading.Event()
+        # Requests of the host, a wish of the server to close, or why there will be no more requests: one place to wait.
+        events: queue.SimpleQueue[pb.AttachRequest | pb.Closing | str] = queue.SimpleQueue()
+        threading.Thread(target=_collect, args=(request_iterator, events), name="lease-requests", daemon=True).start()
         lease: BackendLease | None = None
-        reason = "the host ended the lease"
+        reason = "the host is gone"
         try:
-            for request in request_iterator:
-                step = request.WhichOneof("step")
+            while not isinstance(event := events.get(), str):
+                if isinstance(event, pb.Closing):
+                    reason = event.reason
+                    yield pb.AttachReply(closing=event)
+                    return
+                step = event.WhichOneof("step")
                 if lease is None:
                     if step != "hello":
                         raise ServerError(f"attach begins with {step}, expected hello")
-                    if request.hello.protocol_version != PROTOCOL_VERSION:
+                    if event.hello.protocol_version != PROTOCOL_VERSION:
                         raise ServerError(
-                            f"protocol version is {request.hello.protocol_version} (host), "
+                            f"protocol version is {event.hello.protocol_version} (host), "
                             f"this server speaks {PROTOCOL_VERSION}"
                         )
-                    lease = self._backend.open_lease(request.hello, stop)
-                    _cancel_when(stop, context)
+                    lease = self._backend.open_lease(event.hello, lambda why: events.put(pb.Closing(reason=why)))
                     yield pb.AttachReply(welcome=pb.Welcome(lease_id=lease.lease_id))
                 elif step == "activate":
-                    yield pb.AttachReply(offer=lease.activate(request.activate))
+                    yield pb.AttachReply(offer=lease.activate(event.activate))
                 elif step == "accept":
-                    yield pb.AttachReply(ready=lease.accept(request.accept))
+                    yield pb.AttachReply(ready=lease.accept(event.accept))
                 else:
                     raise ServerError(f"attach step {step} is not expected here")
+            reason = event
         except MoeOffloadError as error:
             reason = str(error)
             context.abort(_status(error), str(error))
-        except grpc.RpcError:
-            reason = "the server is stopping" if stop.is_set() else "the host is gone"
         finally:
             if lease is not None:
                 lease.close(reason)
-            stop.set()
 
 
-def _cancel_when(stop: threading.Event, context: grpc.ServicerContext) -> None:
-    """Ends the stream of ``context`` once ``stop`` is set: iterating over requests has no deadline of its own."""
-
-    def watch() -> None:
-        stop.wait()
-        context.cancel()
-
-    threading.Thread(target=watch, name="lease-watch", daemon=True).start()
+def _collect(
+    requests: Iterator[pb.AttachRequest], events: queue.SimpleQueue[pb.AttachRequest | pb.Closing | str]
+) -> None:
+    """Puts the requests of one stream into ``events``, and at last why there are no more."""
+    try:
+        for request in requests:
+            events.put(request)
+    except grpc.RpcError:
+        events.put("the host is gone")
+    else:
+        events.put("the host ended the lease")
 
 
 @dataclass

@@ -55,7 +55,7 @@ class HostLease:
         self,
         host: str,
         epoch: int,
-        stop: threading.Event,
+        end: Callable[[str], None],
         *,
         limits: ServerLimits,
         store: ExpertStore,
@@ -66,7 +66,8 @@ class HostLease:
         self.lease_id = secrets.token_hex(16)
         self.host = host
         self.epoch = epoch
-        self.stop = stop
+        self.end = end
+        """Asks the host's stream to end, with the reason that the host is told."""
         self._limits = limits
         self._store = store
         self._engine = engine

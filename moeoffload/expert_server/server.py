@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import socket
 import threading
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -93,7 +95,7 @@ class ExpertServer:
             self._draining = True
             leases = list(self._leases.values())
         for lease in leases:
-            lease.stop.set()
+            lease.end("the server is stopping")
         if self._control is not None:
             self._control.stop(STOP_GRACE_S)
         for lease in leases:
@@ -118,7 +120,7 @@ class ExpertServer:
             model=self.settings.model or "",
         )
 
-    def open_lease(self, hello: pb.Hello, stop: threading.Event) -> HostLease:
+    def open_lease(self, hello: pb.Hello, end: Callable[[str], None]) -> HostLease:
         """See `ExpertBackend`."""
         limits = ServerLimits(
             batch_capacity=self.settings.batch_capacity,
@@ -135,7 +137,7 @@ class ExpertServer:
             lease = HostLease(
                 hello.host,
                 next(self._epochs),
-                stop,
+                end,
                 limits=limits,
                 store=self.store,
                 engine=self.engine,
@@ -178,7 +180,7 @@ class ExpertServer:
             resident_bytes=self.store.resident_bytes,
             leases=len(leases),
             pool_creations=created,
-            python_traced_bytes=tracemalloc.get_traced_memory()[0],
+            python_traced_bytes=_traced_bytes(),
             dropped=self.listener.n_unknown if self.listener is not None else 0,
         )
 
@@ -192,6 +194,14 @@ class ExpertServer:
         if self._control is not None:
             self._control.set_serving(False)
         return leases
+
+
+def _traced_bytes() -> int:
+    """What Python objects hold, if this process was started to trace that; else 0."""
+    if not tracemalloc.is_tracing():
+        return 0
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
 
 
 def _numeric(host: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
@@ -13,6 +14,8 @@ from moeoffload.payload import encode_rows
 from moeoffload.placement import ExpertTable
 from moeoffload.transport import HostChannel, HostSlot
 from moeoffload.wire import HEADER_BYTES, ErrorCode, Flag, FrameHeader, FrameLayout, Kind, SlotViews, read_error_text
+
+END_REASON_TIMEOUT_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -187,8 +190,10 @@ class ExpertLink:
         address = self.info.address
         if isinstance(error, DeadlineError):
             return DeadlineError(f"expert server {address}: {error}")
-        if self._lease.end_reason is not None:
-            return ServerError(self._lease.end_reason)
+        # A closed channel shows first; why it was closed comes over the lease a moment later.
+        reason = self._lease.why_ended(END_REASON_TIMEOUT_S if type(error) is ServerError else 0)
+        if reason is not None:
+            return ServerError(reason)
         text = str(error)
         return type(error)(text if address in text else f"expert server {address}: {text}")
 
