@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Commands, running_commands
+from command_lines import Commands, running_commands
 
 # Tests run several processes on few cores; one thread each is what a shared machine can bear.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

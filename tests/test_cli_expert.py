@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_lines import STEP_TIMEOUT_S, Commands, one_line_error, shm_names, wait_until
 from conftest import DEMO, READY_TIMEOUT_S, ROOT, RunningServer, StartServer, expert_server
-from processes import STEP_TIMEOUT_S, Commands, one_line_error, shm_names, wait_until
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient

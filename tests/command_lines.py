@@ -91,7 +91,7 @@ class Command:
     def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> Result:
         wait_until(lambda: self.ended, f"the end of process {self.pid}", timeout_s)
         code = self.process.returncode if isinstance(self.process, subprocess.Popen) else self.process.exitcode
-        return Result(code, self.out.read_text(), self.err.read_text())
+        return Result(code, self.out.read_text() if self.out.is_file() else "", self.err.read_text())
 
 
 @dataclass
@@ -102,13 +102,16 @@ class Commands:
     _commands: list[Command] = field(default_factory=list)
     _shm_before: set[str] = field(default_factory=lambda: shm_names())
 
-    def start(self, program: str, *arguments: str | Path, warm: bool = True, stdin: str = "") -> Command:
+    def start(
+        self, program: str, *arguments: str | Path, warm: bool = True, stdin: str = "", stdout: Path | None = None
+    ) -> Command:
         """Starts ``program`` (moeoffload or moeoffload-expert).
 
         ``warm`` forks a process that has all imports done; otherwise Python starts afresh, as for a user.
+        ``stdout`` is where its text goes instead of a file of its own.
         """
         number = len(self._commands)
-        out, err = self.folder / f"out-{number}.txt", self.folder / f"err-{number}.txt"
+        out, err = stdout or self.folder / f"out-{number}.txt", self.folder / f"err-{number}.txt"
         source = self.folder / f"in-{number}.txt"
         source.write_text(stdin)
         mark = uuid.uuid4().hex

@@ -1,0 +1,355 @@
+"""``moeoffload run`` as a process: its streams, its prompts, its report, and what it leaves however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Command, Commands, one_line_error, wait_until
+from conftest import DEMO, RunningServer, StartServer, expert_server, local_model
+
+from moeoffload.checkpoint.synthetic import tiny_config, write_checkpoint
+from moeoffload.control.client import ControlClient
+from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.host.generate import prepare_prompt
+from moeoffload.host.session import OffloadedModel, open_model
+
+PROMPT = "add 17 25 ="
+N_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with expert_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose answers have no end token and a context that tests do not fill."""
+    config = tiny_config("qwen3_moe")
+    config.max_position_embeddings = 1 << 20
+    config.eos_token_id = None
+    return write_checkpoint(config, tmp_path_factory.mktemp("endless"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str]:
+    """What the demo model answers when all of it runs in this process."""
+    from transformers import AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(DEMO), local_model(DEMO)
+    found = {}
+    for prompt in (PROMPT, "reverse planet ="):
+        messages = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        tokens = model.generate(ids, do_sample=False, max_new_tokens=N_TOKENS)[0, ids.shape[1] :]
+        found[prompt] = tokenizer.decode(tokens, skip_special_tokens=True)
+    return found
+
+
+def stats(address: str) -> pb.StatsReply:
+    client = ControlClient(address)
+    try:
+        client.connect(STEP_TIMEOUT_S)
+        return client.stats(STEP_TIMEOUT_S)
+    finally:
+        client.close()
+
+
+def wait_until_free(address: str) -> None:
+    """The server has no lease any more, nor experts of one."""
+    wait_until(lambda: stats(address).leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+    wait_until(lambda: stats(address).resident_bytes == 0, "the release of the experts", CLEAN_TIMEOUT_S)
+
+
+def wait_for_requests(address: str, command: Command) -> None:
+    """The host ``command`` is in the middle of its answer."""
+    begun = stats(address).requests
+
+    def generating() -> bool:
+        assert not command.ended, command.err.read_text()
+        return stats(address).requests > begun + 20
+
+    wait_until(generating, "requests of the host")
+
+
+def next_logits(model: OffloadedModel) -> torch.Tensor:
+    inputs = prepare_prompt(model, PROMPT, chat=True).inputs
+    with torch.inference_mode():
+        logits: torch.Tensor = model.model(**inputs).logits
+    return logits
+
+
+def dead_address() -> str:
+    """An address of this machine where nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def run_options(*addresses: str) -> list[str]:
+    options = ["--threads", "1", "--device", "cpu", "--max-new-tokens", str(N_TOKENS)]
+    return [*options, "--experts", ",".join(addresses)] if addresses else [*options, "--server-memory-gib", "1"]
+
+
+def check_interrupted(result_err: str) -> None:
+    assert "Traceback" not in result_err
+    assert "Error" not in result_err
+    assert "Exception ignored" not in result_err
+
+
+def test_a_run_starts_its_own_server_and_writes_the_text_alone_to_stdout(
+    commands: Commands, tmp_path: Path, answers: dict[str, str]
+) -> None:
+    report = tmp_path / "report.json"
+    command = commands.start(
+        "moeoffload", "run", DEMO, "--prompt", PROMPT, "--report", report, *run_options(), warm=False
+    )
+    wait_until(lambda: command.servers() or command.ended, "a spawned server")
+    pids = [process.pid for process in command.servers()]
+    result = command.wait()
+    assert result.code == 0, result.err
+    assert result.out == answers[PROMPT] + "\n"
+    assert "prefill" in result.err, "the table goes to stderr"
+    assert pids
+    commands.check_clean(*pids)
+    data = json.loads(report.read_text())
+    assert data["report_version"] == 1
+    assert {"moeoffload_version", "model", "run", "prompt_tokens", "completion_tokens", "phases", "servers"} < set(data)
+    assert set(data["model"]) == {
+        "path",
+        "model_type",
+        "dtype",
+        "moe_layers",
+        "routed_experts",
+        "top_k",
+        "hidden_size",
+        "dense_bytes",
+        "expert_bytes",
+    }
+    assert set(data["phases"]) == {"prefill", "decode"}
+    for phase in data["phases"].values():
+        assert {"tokens", "seconds", "tokens_per_s", "calls", "rows", "bytes_out", "bytes_back"} < set(phase)
+        assert set(phase["server"]) == {"queue_s", "compute_s"}
+    (server,) = data["servers"]
+    assert server["transport"] == "shared"
+    assert server["n_experts"] == data["model"]["routed_experts"]
+    assert server["resident_bytes"] == data["model"]["expert_bytes"]
+    assert data["phases"]["prefill"]["tokens"] == data["prompt_tokens"]
+
+
+def test_prompts_come_from_options_a_file_and_stdin_in_that_order(
+    commands: Commands, server: RunningServer, tmp_path: Path, answers: dict[str, str]
+) -> None:
+    other = "reverse planet ="
+    file = tmp_path / "prompt.txt"
+    file.write_text(other)
+    result = commands.run(
+        "moeoffload",
+        "run",
+        DEMO,
+        "--prompt",
+        PROMPT,
+        "--prompt",
+        "-",
+        "--prompt-file",
+        file,
+        *run_options(server.address),
+        stdin=other,
+    )
+    assert result.code == 0, result.err
+    assert result.out == f"{answers[PROMPT]}\n{answers[other]}\n{answers[other]}\n"
+    assert result.err.count(f"> {other}") == 2
+    result = commands.run("moeoffload", "run", DEMO, "--prompt-file", "-", *run_options(server.address), stdin=PROMPT)
+    assert (result.code, result.out) == (0, answers[PROMPT] + "\n"), result.err
+    wait_until_free(server.address)
+
+
+def test_a_reader_of_stdout_that_goes_away_ends_the_run_quietly(
+    commands: Commands, server: RunningServer, endless: Path, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    # Open for reading before the child opens it for writing, gone as soon as it has.
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        command = commands.start(
+            "moeoffload", "run", endless, "--prompt", PROMPT, *run_options(server.address), stdout=pipe
+        )
+        wait_until(lambda: command.err.exists(), "the start of the command")
+    finally:
+        os.close(reader)
+    result = command.wait()
+    assert result.code == 141, result.err
+    check_interrupted(result.err)
+    commands.check_clean()
+    wait_until_free(server.address)
+
+
+def test_a_required_server_that_is_not_there_ends_the_run(commands: Commands) -> None:
+    address = dead_address()
+    arguments = ["--prompt", PROMPT, *run_options(address), "--connect-timeout-s", "0.5", "--required"]
+    line = one_line_error(commands.run("moeoffload", "run", DEMO, *arguments), 5)
+    assert address in line
+
+
+def test_a_server_that_is_not_required_and_not_there_is_replaced_by_a_spawned_one(
+    commands: Commands, server: RunningServer, answers: dict[str, str]
+) -> None:
+    address = dead_address()
+    arguments = ["--prompt", PROMPT, *run_options(address, server.address), "--server-memory-gib", "1"]
+    result = commands.run("moeoffload", "run", DEMO, *arguments, "--connect-timeout-s", "5", "--no-required")
+    assert (result.code, result.out) == (0, answers[PROMPT] + "\n"), result.err
+    warnings = [line for line in result.err.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == 1, result.err
+    assert address in warnings[0]
+    wait_until_free(server.address)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_host_imports_ends_it_without_a_word(commands: Commands, number: signal.Signals) -> None:
+    command = commands.start("moeoffload", "run", DEMO, "--prompt", PROMPT, *run_options(), warm=False)
+    wait_until(lambda: "libtorch_cpu" in Path(f"/proc/{command.pid}/maps").read_text(), "the import of torch")
+    command.send(number)
+    result = command.wait()
+    assert (result.code, result.out, result.err) == (128 + number, "", "")
+    commands.check_clean()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_its_server_starts_ends_both(commands: Commands, number: signal.Signals) -> None:
+    command = commands.start("moeoffload", "run", DEMO, "--prompt", PROMPT, *run_options())
+    wait_until(command.servers, "a spawned server")
+    command.send(number)
+    result = command.wait()
+    assert (result.code, result.out) == (128 + number, ""), result.err
+    check_interrupted(result.err)
+    commands.check_clean()
+
+
+GATE = """
+import pathlib, time
+from moeoffload.expert_server.store import ExpertStore
+acquire = ExpertStore.acquire
+def acquire_behind_gate(*arguments):
+    while not pathlib.Path({gate!r}).exists():
+        time.sleep(0.02)
+    return acquire(*arguments)
+ExpertStore.acquire = acquire_behind_gate
+"""
+
+
+def test_a_signal_while_the_server_loads_ends_the_host_and_frees_the_server(
+    commands: Commands, start_server: StartServer, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    server = start_server(patch=GATE.format(gate=str(gate)))
+    for n_before, number in enumerate((signal.SIGINT, signal.SIGTERM)):
+        command = commands.start("moeoffload", "run", DEMO, "--prompt", PROMPT, *run_options(server.address))
+        wait_until(lambda: server.log_text.count("loading 128 experts") > n_before, "the server to load")
+        command.send(number)
+        result = command.wait()
+        assert (result.code, result.out) == (128 + number, ""), result.err
+        check_interrupted(result.err)
+        wait_until(lambda: stats(server.address).leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+    gate.touch()
+    wait_until_free(server.address)
+    with open_model(DEMO, experts=[server.address], threads=1) as model:
+        next_logits(model)
+    commands.check_clean(server.process.pid)
+
+
+@pytest.mark.parametrize(("number", "warm"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_a_signal_while_the_host_generates_ends_it_and_leaves_the_server_to_others(
+    commands: Commands, server: RunningServer, endless: Path, number: signal.Signals, warm: bool
+) -> None:
+    with open_model(DEMO, experts=[server.address], threads=1) as other:
+        before = next_logits(other)
+        options = [*run_options(server.address), "--max-new-tokens", "100000"]
+        command = commands.start("moeoffload", "run", endless, "--prompt", PROMPT, *options, warm=warm)
+        wait_for_requests(server.address, command)
+        command.send(number)
+        result = command.wait()
+        assert result.code == 128 + number, result.err
+        check_interrupted(result.err)
+        wait_until(lambda: stats(server.address).leases == 1, "the end of the lease", CLEAN_TIMEOUT_S)
+        assert torch.equal(next_logits(other), before)
+    wait_until_free(server.address)
+    commands.check_clean(server.process.pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_spawned_server_goes_with_its_host_whatever_ends_that(
+    commands: Commands, endless: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    options = [*run_options(), "--max-new-tokens", "100000", "--work-dir", str(tmp_path / "work")]
+    command = commands.start("moeoffload", "run", endless, "--prompt", PROMPT, *options)
+    log = tmp_path / "work" / "expert-server-0.log"
+    wait_until(lambda: log.exists() and "attached over shared" in log.read_text(), "the host to attach")
+    pids = [process.pid for process in command.servers()]
+    command.send(number)
+    result = command.wait()
+    assert result.code == (-number if number == signal.SIGKILL else 128 + number)
+    check_interrupted(result.err)
+    commands.check_clean(*pids)
+    assert log.read_text().rstrip().endswith("stopped"), "the server has stopped in order"
+
+
+def test_a_killed_host_frees_its_lease(commands: Commands, server: RunningServer, endless: Path) -> None:
+    options = [*run_options(server.address), "--max-new-tokens", "100000"]
+    command = commands.start("moeoffload", "run", endless, "--prompt", PROMPT, *options)
+    wait_for_requests(server.address, command)
+    command.send(signal.SIGKILL)
+    assert command.wait().code == -signal.SIGKILL
+    wait_until_free(server.address)
+    commands.check_clean(server.process.pid)
+
+
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "connection lost"), (signal.SIGTERM, "stopping")])
+def test_a_server_that_ends_while_the_host_generates_is_one_clear_line(
+    commands: Commands, start_server: StartServer, endless: Path, number: signal.Signals, reason: str
+) -> None:
+    server = start_server()
+    options = [*run_options(server.address), "--max-new-tokens", "100000"]
+    command = commands.start("moeoffload", "run", endless, "--prompt", PROMPT, *options)
+    wait_for_requests(server.address, command)
+    server.process.send_signal(number)
+    result = command.wait(STEP_TIMEOUT_S)
+    assert result.code == 5, result.err
+    check_error_after_table(result.err, server.address, reason)
+    commands.check_clean(server.process.pid)
+
+
+def test_a_server_that_stops_answering_ends_the_run_at_the_dispatch_timeout(
+    commands: Commands, start_server: StartServer, endless: Path
+) -> None:
+    server = start_server()
+    options = [*run_options(server.address), "--max-new-tokens", "100000", "--dispatch-timeout-s", "0.5"]
+    command = commands.start("moeoffload", "run", endless, "--prompt", PROMPT, *options)
+    wait_for_requests(server.address, command)
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        result = command.wait(STEP_TIMEOUT_S)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    assert result.code == 5, result.err
+    check_error_after_table(result.err, server.address, "0.5 s")
+    wait_until_free(server.address)
+    commands.check_clean(server.process.pid)
+
+
+def check_error_after_table(err: str, *words: str) -> None:
+    """The run's table, then one line with all of ``words``."""
+    assert "Traceback" not in err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, err
+    assert err.rstrip().splitlines()[-1] == errors[0]
+    assert all(word in errors[0] for word in words), errors[0]
