@@ -45,8 +45,6 @@ def serve(
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    if trace_memory:
-        tracemalloc.start()
     stop = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -59,6 +57,8 @@ def serve(
     from moeoffload.expert_server.server import ExpertServer
 
     server = ExpertServer.start(settings)
+    if trace_memory:
+        tracemalloc.start()
     log = logging.getLogger("moeoffload.expert_server")
     log.info(
         "device %s, %.4g GiB for experts, transports %s",
