@@ -39,7 +39,7 @@ def load_dense_model(checkpoint: Checkpoint, device: torch.device) -> Any:
                 local_files_only=True,
             )
         except Exception as error:  # transformers and safetensors raise anything over a damaged checkpoint
-            raise ModelError(f"{checkpoint.path}: transformers cannot load it: {error}") from error
+            raise ModelError(f"{checkpoint.path}: transformers cannot load it: {_one_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{checkpoint.path}: {len(missing)} dense tensors are missing, among them {missing[0]}")
@@ -62,7 +62,12 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     try:
         return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # depends on the tokenizer's kind
-        raise ModelError(f"{checkpoint.path}: its tokenizer cannot be read: {error}") from error
+        raise ModelError(f"{checkpoint.path}: its tokenizer cannot be read: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    """The message of an error that others wrote for several lines."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextlib.contextmanager
