@@ -1,0 +1,205 @@
+"""What a user can get wrong: each mistake is one clear line and its exit code, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from command_lines import Commands, one_line_error
+from conftest import DEMO, RunningServer, StartServer, expert_server
+from grpc_health.v1 import health, health_pb2_grpc
+from transformers import AutoConfig
+
+from moeoffload.checkpoint.synthetic import write_checkpoint, write_tiny
+from moeoffload.control.protocol import PROTOCOL_VERSION
+
+SETTING, MODEL, PROMPT, PLACEMENT, SERVER = 2, 3, 3, 4, 5
+TINY_CONTEXT = 512
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with expert_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("qwen3_moe", tmp_path_factory.mktemp("tiny"))
+
+
+def run_error(commands: Commands, code: int, model: str | Path, *options: str | Path) -> str:
+    """The one error line of a run that is to fail."""
+    return one_line_error(commands.run("moeoffload", "run", model, "--device", "cpu", "--threads", "1", *options), code)
+
+
+def test_no_prompt(commands: Commands) -> None:
+    assert "--prompt" in run_error(commands, SETTING, DEMO)
+
+
+@pytest.mark.parametrize("prompt", ["", " \n\t"])
+def test_an_empty_prompt(commands: Commands, prompt: str) -> None:
+    assert "empty" in run_error(commands, PROMPT, DEMO, "--prompt", prompt)
+
+
+def test_a_prompt_file_that_is_not_there(commands: Commands, tmp_path: Path) -> None:
+    file = tmp_path / "nothing.txt"
+    assert str(file) in run_error(commands, SETTING, DEMO, "--prompt-file", file)
+
+
+def test_a_prompt_file_that_is_not_text(commands: Commands, tmp_path: Path) -> None:
+    file = tmp_path / "picture.png"
+    file.write_bytes(b"\x89PNG\xff\xfe\x00")
+    assert str(file) in run_error(commands, SETTING, DEMO, "--prompt-file", file)
+
+
+def test_a_prompt_longer_than_the_context(commands: Commands, server: RunningServer, tiny: Path) -> None:
+    prompt = "x y " * TINY_CONTEXT
+    line = run_error(commands, PROMPT, tiny, "--prompt", prompt, "--experts", server.address)
+    assert str(TINY_CONTEXT) in line
+
+
+def test_a_model_folder_that_is_not_there(commands: Commands, tmp_path: Path) -> None:
+    folder = tmp_path / "nowhere"
+    assert f"{folder}: no such folder" in run_error(commands, MODEL, folder, "--prompt", "hi")
+
+
+def test_a_model_folder_without_a_model(commands: Commands, tmp_path: Path) -> None:
+    assert "config.json" in run_error(commands, MODEL, tmp_path, "--prompt", "hi")
+
+
+def test_a_config_that_is_not_json(commands: Commands, tmp_path: Path) -> None:
+    folder = copy_of(DEMO, tmp_path)
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe",')
+    assert "config.json" in run_error(commands, MODEL, folder, "--prompt", "hi")
+
+
+def test_a_dense_model(commands: Commands, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "qwen3",
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=320,
+    )
+    folder = write_checkpoint(config, tmp_path / "dense", dtype=torch.float32)
+    line = run_error(commands, MODEL, folder, "--prompt", "hi")
+    assert "qwen3" in line
+    assert "Mixture-of-Experts" in line
+
+
+def test_a_truncated_weights_file(commands: Commands, tmp_path: Path) -> None:
+    folder = copy_of(DEMO, tmp_path)
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[: len(data) // 2])
+    line = run_error(commands, MODEL, folder, "--prompt", "hi")
+    assert "model.safetensors" in line
+    assert "truncated" in line
+
+
+def test_a_missing_tokenizer(commands: Commands, server: RunningServer, tmp_path: Path) -> None:
+    folder = copy_of(DEMO, tmp_path)
+    (folder / "tokenizer.json").unlink()
+    assert "tokenizer" in run_error(commands, MODEL, folder, "--prompt", "hi", "--experts", server.address)
+
+
+def copy_of(model: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(model, folder / "copy"))
+
+
+def test_an_address_that_refuses_connections(commands: Commands) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        line = server_error(commands, address)
+    assert address in line
+    assert "moeoffload-expert" in line
+
+
+def test_a_server_that_says_nothing(commands: Commands) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert address in server_error(commands, address)
+
+
+def test_a_server_of_another_service(commands: Commands) -> None:
+    other = grpc.server(ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), other)
+    address = f"127.0.0.1:{other.add_insecure_port('127.0.0.1:0')}"
+    other.start()
+    try:
+        line = server_error(commands, address)
+    finally:
+        other.stop(0).wait(10)
+    assert address in line
+    assert "not a moeoffload expert server" in line
+
+
+def server_error(commands: Commands, address: str) -> str:
+    return run_error(commands, SERVER, DEMO, "--prompt", "hi", "--experts", address, "--connect-timeout-s", "1")
+
+
+def test_a_server_of_another_protocol_version(commands: Commands, start_server: StartServer) -> None:
+    other = PROTOCOL_VERSION + 41
+    patch = f"import moeoffload.control.protocol\nmoeoffload.control.protocol.PROTOCOL_VERSION = {other}"
+    server = start_server(patch=patch)
+    line = server_error(commands, server.address)
+    assert f"protocol version is {other}" in line
+    assert f"speaks {PROTOCOL_VERSION} " in line
+    assert "Traceback" not in server.log_text
+
+
+def test_a_server_with_another_model(commands: Commands, start_server: StartServer, tiny: Path) -> None:
+    server = start_server("--model", str(tiny))
+    line = run_error(commands, SERVER, DEMO, "--prompt", "hi", "--experts", server.address)
+    assert server.address in line
+    assert "model digest" in line
+    assert "Traceback" not in server.log_text
+
+
+def test_servers_with_too_little_memory(commands: Commands, start_server: StartServer) -> None:
+    addresses = [start_server("--memory-gib", "0.001").address for _ in range(2)]
+    arguments = ["--device", "cpu", "--prompt", "hi", "--experts", ",".join(addresses)]
+    result = commands.run("moeoffload", "run", DEMO, *arguments)
+    assert (result.code, result.out) == (PLACEMENT, "")
+    assert "Traceback" not in result.err
+    title, *rows = result.err.splitlines()
+    assert title.startswith("error: ")
+    sizes = dict(re.fullmatch(r"  (\S+) +(-?[0-9.]+) GiB", row).groups() for row in rows)  # type: ignore[union-attr, misc]
+    assert set(sizes) == {"needed", "offered", "missing", *addresses}
+    needed, offered, missing = (float(sizes[name]) for name in ("needed", "offered", "missing"))
+    assert needed - offered == pytest.approx(missing, abs=2e-6)
+
+
+def test_a_spawned_server_with_too_little_memory(commands: Commands) -> None:
+    arguments = ["--device", "cpu", "--prompt", "hi", "--server-memory-gib", "0.001"]
+    result = commands.run("moeoffload", "run", DEMO, *arguments)
+    assert (result.code, result.out) == (PLACEMENT, "")
+    assert result.err.count("missing") == 1
+
+
+def test_a_spawned_server_that_cannot_start(commands: Commands) -> None:
+    line = run_error(commands, SERVER, DEMO, "--prompt", "hi", "--gpu", "77")
+    assert "cuda:77" in line
+
+
+def test_a_server_says_no_more_than_a_warning_to_a_client_that_talks_nonsense(server: RunningServer) -> None:
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        with contextlib.suppress(ConnectionError):
+            while client.recv(4096):
+                pass
+    assert "Traceback" not in server.log_text
