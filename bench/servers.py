@@ -45,6 +45,13 @@ def cores() -> tuple[int, int]:
 @contextmanager
 def expert_server(core: int, *options: str) -> Iterator[str]:
     """A ``moeoffload-expert`` process pinned to ``core``; yields its address."""
+    with expert_server_process(core, *options) as (_, address):
+        yield address
+
+
+@contextmanager
+def expert_server_process(core: int, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """As `expert_server`; yields the process, too."""
     command = [sys.executable, "-m", "moeoffload.cli.expert_app", "--listen", "127.0.0.1:0", "--exit-with-stdin"]
     command += ["--device", "cpu", "--threads", "1", "--log-level", "warning", *options]
     process = subprocess.Popen(
@@ -55,7 +62,7 @@ def expert_server(core: int, *options: str) -> Iterator[str]:
         ready = re.search(r"ready on (\S+)", process.stdout.readline())
         if ready is None:
             raise SystemExit("the expert server did not start")
-        yield ready.group(1)
+        yield process, ready.group(1)
     finally:
         process.terminate()
         process.wait(timeout=30)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import platform
 from pathlib import Path
 from typing import Final
@@ -66,3 +68,9 @@ def memory_budget(device: torch.device, memory_gib: float | None) -> int:
     if memory_gib * GIB > total:
         raise SettingError(f"memory-gib: {memory_gib:g} is more than {device} has ({total / GIB:.4g} GiB)")
     return int(memory_gib * GIB)
+
+
+def trim_heap() -> None:
+    """Gives freed memory back to the system, where the C library can (glibc); converting weights leaves a lot of it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

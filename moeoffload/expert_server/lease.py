@@ -15,6 +15,7 @@ from torch import nn
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.protocol import dtype_of
 from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.devices import trim_heap
 from moeoffload.errors import CapacityError, MoeOffloadError, ServerError
 from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
@@ -94,15 +95,14 @@ class HostLease:
         if self._checkpoint is not None:
             raise ServerError("this lease has loaded its experts already")
         reference = self._limits.model or request.model.reference
-        checkpoint = Checkpoint.open(
-            reference, dtype=_dtype(request.model.compute_dtype), revision=request.model.revision or None
-        )
+        dtype = _dtype("compute dtype", request.model.compute_dtype)
+        checkpoint = Checkpoint.open(reference, dtype=dtype, revision=request.model.revision or None)
         if checkpoint.digest != request.model.digest:
             raise ServerError(
                 f"model digest is {request.model.digest[:12]} (host), {checkpoint.digest[:12]} for {reference} here"
             )
         table = _check_table(request, checkpoint)
-        self._checkpoint, self._table = checkpoint, table
+        self._checkpoint = checkpoint
         loaded, total = (
             0,
             sum(
@@ -116,8 +116,10 @@ class HostLease:
             if not experts:
                 continue
             self._load_layer(checkpoint, request.model, layer.index, experts)
+            trim_heap()
             loaded += len(experts) * layer.expert_bytes
             yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
+        self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
     def _load_layer(
@@ -148,13 +150,19 @@ class HostLease:
         checkpoint, table = self._checkpoint, self._table
         if checkpoint is None or table is None:
             raise ServerError("activate came before the experts were loaded")
+        if self._active is not None:
+            raise ServerError("this lease is active already")
         _compare("model digest", request.model_digest, checkpoint.digest)
         _compare("expert table", request.table_digest, table.digest)
         _compare("compute dtype", request.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
         _compare("hidden size", request.hidden_size, checkpoint.hidden_size)
         _compare("top-k", request.top_k, checkpoint.top_k)
-        dtype_out, dtype_back = _payload(request.dtype_out), _payload(request.dtype_back)
-        n_slots = max(1, min(request.n_slots, self._limits.max_slots))
+        dtype_out = _payload("payload dtype out", request.dtype_out)
+        dtype_back = _payload("payload dtype back", request.dtype_back)
+        for field, value in (("batch capacity", request.batch_capacity), ("number of slots", request.n_slots)):
+            if value < 1:
+                raise ServerError(f"{field} is {value} (host), at least 1 is needed")
+        n_slots = min(request.n_slots, self._limits.max_slots)
         transports = [name for name in self._factories if request.transport in ("auto", name)]
         if not transports:
             offered = ", ".join(self._factories)
@@ -182,17 +190,22 @@ class HostLease:
         row_bytes = batch_row_bytes(hidden, top_k, largest, checkpoint.dtype.itemsize, n_slots)
         room = max(0, self._store.free_bytes)
         capacity = min(request.batch_capacity, self._limits.batch_capacity, room // row_bytes)
+        if capacity < 1:
+            raise CapacityError(
+                f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
+                "give the server more memory, or use fewer slots"
+            )
         limits = [limit for limit in (request.shared_bytes, self._limits.shared_bytes) if limit]
         if shared and limits:
             one_row = FrameLayout(hidden, top_k, dtype_out, dtype_back, 1)
             pages = (1 + 2 * n_slots) * 4096
             per_row = n_slots * (one_row.dispatch_body_bytes(1) + one_row.combine_body_bytes(1))
             capacity = min(capacity, max(0, min(limits) - pages) // per_row)
-        if capacity < 1:
-            raise CapacityError(
-                f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
-                "give the server more memory, or use fewer slots"
-            )
+            if capacity < 1:
+                raise CapacityError(
+                    f"shared-bytes is {min(limits)}, one row in {n_slots} slots needs {pages + per_row}; "
+                    "allow more, or use fewer slots"
+                )
         self._reserved = capacity * row_bytes
         self._store.reserve(self._reserved)
         return int(capacity)
@@ -287,15 +300,15 @@ class HostLease:
         self._on_close(self)
 
 
-def _dtype(label: str) -> torch.dtype:
+def _dtype(field: str, label: str) -> torch.dtype:
     try:
         return dtype_of(label)
     except KeyError:
-        raise ServerError(f"compute dtype is {label!r}, allowed are f32, f16 and bf16") from None
+        raise ServerError(f"{field} is {label!r} (host), allowed are f32, f16 and bf16") from None
 
 
-def _payload(label: str) -> PayloadDtype:
-    return PayloadDtype.from_torch(_dtype(label))
+def _payload(field: str, label: str) -> PayloadDtype:
+    return PayloadDtype.from_torch(_dtype(field, label))
 
 
 def _compare(field: str, host: str | int, here: str | int) -> None:
