@@ -22,7 +22,7 @@ from moeoffload.transport.zmq_socket import CLOSED_TAG, ROUTING_ID_BYTES, FrameS
 from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
 
 SEND_TIMEOUT_S: Final = 2.0
-"""How long a send waits for a connection that was lost to come back."""
+"""How long a send waits for room, when the connection is lost and all that may be queued for it is queued."""
 RETRY_S: Final = 0.002
 PROBE_S: Final = 0.25
 """Between two questions to the server whether an abandoned slot, or a new channel, is known to it."""
@@ -103,7 +103,7 @@ class StreamHostEnd(PooledHostChannel):
                         self._receive_all()  # sending may have used up the signal that the leader waits for
                     return
             if perf_counter() >= deadline:
-                raise ServerError(f"the connection to {self._endpoint} was lost")
+                raise ServerError(f"{self._endpoint} has taken nothing for {SEND_TIMEOUT_S:g} s")
             time.sleep(RETRY_S)
 
     def _await_reply(self, slot: HostSlot, deadline: float) -> int:

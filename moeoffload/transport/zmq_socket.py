@@ -14,6 +14,7 @@ import mmap
 import os
 import select
 import struct
+import weakref
 from typing import Final
 
 import zmq
@@ -46,14 +47,14 @@ class FrameSocket:
 
     def __init__(self, kind: int, *, largest_bytes: int, n_queued: int) -> None:
         """Makes the socket; larger messages than ``largest_bytes`` are refused by ZeroMQ before it allocates them."""
-        self._context = zmq.Context(io_threads=1)
-        self.socket = self._context.socket(kind)
+        context = zmq.Context(io_threads=1)
+        self.socket = context.socket(kind)
+        # Not IMMEDIATE: it would drop messages that have arrived but were not read when the connection broke.
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, max(largest_bytes, _SMALLEST_LIMIT_BYTES)),
             (zmq.SNDHWM, n_queued),
             (zmq.RCVHWM, n_queued),
-            (zmq.IMMEDIATE, 1),  # no queue for a peer that is not there
             (zmq.IPV6, 1),
             (zmq.HEARTBEAT_IVL, _HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, _DEAD_AFTER_MS),
@@ -67,6 +68,9 @@ class FrameSocket:
         self._poll = select.poll()
         self._poll.register(self.socket.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
         self._poll.register(self._wake_fd, select.POLLIN)
+        # Should the owner forget to close: a context that is collected before its socket waits for it, forever.
+        self._close = weakref.finalize(self, _close, self.socket, context, self._wake_fd)
+        self._close.atexit = False
         self._tag_in = memoryview(bytearray(TAG.size))
         self._tag_out = bytearray(TAG.size)
         self._nothing = bytearray()
@@ -137,9 +141,15 @@ class FrameSocket:
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes socket, threads and descriptors; messages not yet sent get ``linger_ms`` to go."""
-        self.socket.close(linger_ms)
-        self._context.term()
-        os.close(self._wake_fd)
+        if self._close.alive:
+            self.socket.setsockopt(zmq.LINGER, linger_ms)
+            self._close()
+
+
+def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], wake_fd: int) -> None:
+    socket.close()
+    context.term()
+    os.close(wake_fd)
 
 
 class OutgoingFrame:

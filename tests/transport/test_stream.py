@@ -1,0 +1,383 @@
+"""The stream transport against peers, networks and bytes that are not as they should be."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moeoffload.errors import CapacityError, DeadlineError, ServerError
+from moeoffload.transport import (
+    ChannelSizes,
+    Deliver,
+    HostChannel,
+    StreamListener,
+    StreamServerEnd,
+    open_channel,
+    open_stream,
+)
+from moeoffload.transport.zmq_socket import TAG
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind
+
+from .conftest import both_ends
+from .ends import SIZES, SOON_S, OnDemand, call, echo, eventually, receive, send
+from .tcp import Proxy, bare_dealer
+
+LIMIT = 64 * 1024
+
+
+@pytest.fixture
+def listener() -> Iterator[StreamListener]:
+    listener = StreamListener(max_request_bytes=LIMIT)
+    yield listener
+    listener.close()
+
+
+def opened(listener: StreamListener, deliver: Deliver = echo, sizes: ChannelSizes = SIZES) -> StreamServerEnd:
+    return listener.open_channel(sizes, deliver)
+
+
+def frame(request_id: int, body: bytes = b"", kind: Kind = Kind.DISPATCH) -> bytes:
+    data = bytearray(HEADER_BYTES)
+    FrameHeader(kind, request_id=request_id, body_bytes=len(body)).pack_into(memoryview(data))
+    return bytes(data) + body
+
+
+def reply_to(dealer: zmq.Socket[bytes]) -> tuple[int, FrameHeader]:
+    tag, data = dealer.recv_multipart()
+    header = FrameHeader()
+    header.unpack_from(memoryview(data))
+    return TAG.unpack(tag)[0], header
+
+
+def error_of(listener: StreamListener, channel: StreamServerEnd, *parts: bytes) -> int:
+    """The code of the error frame that answers this message to request 5."""
+    with bare_dealer(listener.port, channel.routing_id) as dealer:
+        dealer.send_multipart(parts)
+        tag, header = reply_to(dealer)
+        assert (tag, header.request_id, header.kind) == (5, 5, Kind.ERROR)
+        return header.code
+
+
+def still_works(listener: StreamListener) -> None:
+    channel = opened(listener)
+    host = open_channel(channel.offer, host="127.0.0.1", timeout_s=SOON_S)
+    assert call(host, b"still works") == b"still works"
+    host.close()
+    channel.close()
+
+
+def test_several_hosts_share_a_listener(listener: StreamListener) -> None:
+    channels = [opened(listener) for _ in range(3)]
+    hosts = [open_channel(channel.offer, host="localhost", timeout_s=SOON_S) for channel in channels]
+    for n, host in enumerate(hosts):
+        assert call(host, bytes([n])) == bytes([n])
+    channels[0].close()
+    with pytest.raises(ServerError, match="closed"):
+        call(hosts[0])
+    assert call(hosts[1], b"on") == b"on"
+    for host in hosts:
+        host.close()
+
+
+def test_who_has_no_channel_is_dropped_and_counted(listener: StreamListener) -> None:
+    channel = opened(listener, OnDemand())
+    for stranger in (b"stranger", b"m" * 32, b"m" * 200, channel.routing_id[:-1]):
+        before = listener.n_unknown
+        with bare_dealer(listener.port, stranger) as dealer:
+            dealer.send_multipart([TAG.pack(4), frame(4)])
+            dealer.send_multipart([b"a", b"b", b"c" * 1000, b""])
+            eventually(partial(_equals, listener, before + 2))
+    assert channel.n_dropped == 0
+    still_works(listener)
+
+
+def _equals(listener: StreamListener, n_unknown: int) -> bool:
+    return listener.n_unknown == n_unknown
+
+
+def test_a_stranger_cannot_open_a_channel(listener: StreamListener) -> None:
+    offer = opened(listener).offer
+    guess = replace(offer, parameters=offer.parameters | {"routing_id": "6d" * 32})
+    with pytest.raises(DeadlineError, match="no answer from tcp"):
+        open_stream(guess, "127.0.0.1", timeout_s=0.3)
+
+
+def test_wrong_messages_are_answered_with_the_reason(listener: StreamListener) -> None:
+    channel = opened(listener)
+    tag = TAG.pack(5)
+    too_large = frame(5, b"x" * SIZES.request_bytes)
+    assert error_of(listener, channel, tag, too_large) == ErrorCode.CAPACITY
+    assert error_of(listener, channel, tag, b"short") == ErrorCode.BAD_FRAME
+    assert error_of(listener, channel, tag, b"") == ErrorCode.BAD_FRAME
+    assert error_of(listener, channel, tag, frame(5)[:-1]) == ErrorCode.BAD_FRAME
+    assert error_of(listener, channel, tag, frame(9)) == ErrorCode.BAD_FRAME
+    assert channel.n_dropped == 5
+    still_works(listener)
+
+
+def test_messages_without_an_id_are_dropped_and_counted(listener: StreamListener) -> None:
+    channel = opened(listener)
+    with bare_dealer(listener.port, channel.routing_id) as dealer:
+        for parts in ([b""], [TAG.pack(5)], [b"1234567", frame(5)], [b"123456789", frame(5)], [TAG.pack(0), frame(0)]):
+            dealer.send_multipart(parts)
+        dealer.send_multipart([TAG.pack(7), frame(7), b"one part too many"])
+        assert reply_to(dealer)[0] == 7
+    assert channel.n_dropped == 5
+
+
+def test_a_host_with_more_in_flight_than_slots_is_told_busy(listener: StreamListener) -> None:
+    engine = OnDemand()
+    channel = opened(listener, engine)
+    with bare_dealer(listener.port, channel.routing_id) as dealer:
+        dealer.send_multipart([TAG.pack(4), frame(4, b"kept")])
+        taken = engine.take()
+        dealer.send_multipart([TAG.pack(8), frame(8, b"refused" * 100)])
+        tag, header = reply_to(dealer)
+        assert (tag, header.request_id, header.kind, header.code) == (8, 8, Kind.ERROR, ErrorCode.BUSY)
+        dealer.send_multipart([TAG.pack(4), frame(4, kind=Kind.PING)])
+        dealer.send_multipart([TAG.pack(12), frame(12)])
+        assert reply_to(dealer)[0] == 12, "a ping about a request that is being worked on is not answered"
+        echo(*taken)
+        assert dealer.recv_multipart() == [TAG.pack(4), frame(4, b"kept")]
+        dealer.send_multipart([TAG.pack(8), frame(8)])
+        engine.answer()
+        assert reply_to(dealer)[0] == 8
+
+
+def test_a_message_beyond_the_limit_never_gets_in(listener: StreamListener) -> None:
+    channel = opened(listener)
+    with bare_dealer(listener.port, channel.routing_id) as dealer:
+        dealer.setsockopt(zmq.RCVTIMEO, 100)
+        dealer.send_multipart([TAG.pack(4), bytes(LIMIT + 1)])
+        with pytest.raises(zmq.Again):
+            dealer.recv()
+    assert channel.n_dropped == 0
+    still_works(listener)
+
+
+def test_a_channel_beyond_the_limit_is_refused(listener: StreamListener) -> None:
+    with pytest.raises(CapacityError, match=f"at most {LIMIT}"):
+        opened(listener, echo, ChannelSizes(1, LIMIT + 1, 64))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(messages=st.lists(st.lists(st.binary(max_size=200), min_size=1, max_size=4), max_size=5), known=st.booleans())
+def test_any_messages_leave_a_channel_usable(
+    fuzzed: tuple[StreamListener, StreamServerEnd], messages: list[list[bytes]], known: bool
+) -> None:
+    listener, channel = fuzzed
+    with bare_dealer(listener.port, channel.routing_id if known else b"unknown") as dealer:
+        for parts in messages:
+            dealer.send_multipart(parts)
+    with bare_dealer(listener.port, channel.routing_id) as dealer:
+        dealer.send_multipart([TAG.pack(2**64 - 2), frame(2**64 - 2, b"well")])
+        while True:
+            tag, header = reply_to(dealer)
+            if tag == 2**64 - 2:
+                break
+        assert header.kind == Kind.DISPATCH
+
+
+@pytest.fixture(scope="module")
+def fuzzed() -> Iterator[tuple[StreamListener, StreamServerEnd]]:
+    listener = StreamListener(max_request_bytes=LIMIT)
+    yield listener, opened(listener)
+    listener.close()
+
+
+def test_garbage_on_the_port_is_ignored(listener: StreamListener) -> None:
+    greeting = bytes([0xFF, 0, 0, 0, 0, 0, 0, 0, 1, 0x7F, 3])
+    for data in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), greeting + os.urandom(500), b""):
+        plain = socket.create_connection(("127.0.0.1", listener.port), SOON_S)
+        with plain, contextlib.suppress(ConnectionError):
+            plain.sendall(data)
+    still_works(listener)
+
+
+def test_replies_to_a_host_that_is_gone_are_dropped_and_counted(listener: StreamListener) -> None:
+    engine = OnDemand()
+    channel = opened(listener, engine)
+    host = open_channel(channel.offer, host="127.0.0.1", timeout_s=SOON_S)
+    for _ in range(4):
+        send(host, host.acquire(SOON_S))
+    taken = [engine.take() for _ in range(4)]
+    host.close()
+
+    def dropped() -> bool:
+        if taken:
+            echo(*taken.pop())
+        return channel.n_dropped > 0
+
+    eventually(dropped)
+    still_works(listener)
+
+
+def test_replies_that_nobody_asked_for_are_dropped_and_counted(listener: StreamListener) -> None:
+    with both_ends("stream") as ends:
+        server = ends.server
+        assert isinstance(server, StreamServerEnd)
+        for tag in (1, 4, 9, 2**64 - 1):
+            server._listener.send(server.routing_id, tag, memoryview(frame(tag)))
+        assert call(ends.host, b"mine") == b"mine"
+        assert ends.host.n_stale == 4
+
+
+def test_a_listener_that_restarts_knows_no_old_channels() -> None:
+    old = StreamListener(max_request_bytes=LIMIT)
+    host = open_channel(opened(old).offer, host="127.0.0.1", timeout_s=SOON_S)
+    slot = host.acquire(SOON_S)
+    old.close()
+    new = StreamListener(port=old.port, max_request_bytes=LIMIT)
+    send(host, slot)
+    with pytest.raises(ServerError, match="closed"):
+        host.wait(slot, SOON_S)
+    host.close()
+    still_works(new)
+    new.close()
+    new.close()
+    with pytest.raises(ServerError, match="closed"):
+        opened(new)
+
+
+def test_a_port_in_use_is_named(listener: StreamListener) -> None:
+    with pytest.raises(ServerError, match=f"cannot listen at 127.0.0.1:{listener.port}"):
+        StreamListener(port=listener.port, max_request_bytes=LIMIT)
+
+
+def test_nobody_there_is_a_deadline_error(listener: StreamListener) -> None:
+    offer = opened(listener).offer
+    listener.close()
+    with pytest.raises(DeadlineError, match="no answer"):
+        open_channel(offer, host="127.0.0.1", timeout_s=0.1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"port": "x"}, {"port": "0"}, {"port": "70000"}, {"routing_id": "zz"}, {"routing_id": "6d"}]
+)
+def test_offers_and_addresses_that_make_no_sense_are_named(listener: StreamListener, wrong: dict[str, str]) -> None:
+    offer = opened(listener).offer
+    with pytest.raises(ServerError, match="the offer of a stream channel has"):
+        open_stream(replace(offer, parameters=offer.parameters | wrong), "127.0.0.1", timeout_s=1)
+    with pytest.raises(ServerError, match="not an address"):
+        open_stream(offer, "no such host/", timeout_s=1)
+
+
+@pytest.fixture
+def proxy(listener: StreamListener) -> Iterator[Proxy]:
+    proxy = Proxy(listener.port)
+    yield proxy
+    proxy.close()
+
+
+def test_a_slot_whose_reply_was_lost_with_the_connection_comes_back(listener: StreamListener, proxy: Proxy) -> None:
+    engine = OnDemand()
+    channel = opened(listener, engine, ChannelSizes(1, 128, 128))
+    offer = replace(channel.offer, parameters=channel.offer.parameters | {"port": str(proxy.port)})
+    host = open_channel(offer, host="127.0.0.1", timeout_s=SOON_S)
+    slot = host.acquire(SOON_S)
+    send(host, slot)
+    taken_channel, taken = engine.take()
+    proxy.cut()
+    eventually(lambda: not listener.send(channel.routing_id, 99, memoryview(frame(99))))
+    echo(taken_channel, taken)
+    assert channel.n_dropped == 1
+    with pytest.raises(DeadlineError):
+        host.wait(slot, 0.01)
+    host.release(slot)
+    proxy.mend()
+    assert host.acquire(SOON_S) is slot
+    assert host.n_stale >= 1
+    host.release(slot)
+    with_answers = threading.Thread(target=engine.answer)
+    with_answers.start()
+    assert call(host, b"again") == b"again"
+    with_answers.join()
+    host.close()
+
+
+def test_what_is_sent_while_disconnected_arrives_later(listener: StreamListener, proxy: Proxy) -> None:
+    channel = opened(listener)
+    offer = replace(channel.offer, parameters=channel.offer.parameters | {"port": str(proxy.port)})
+    host = open_channel(offer, host="127.0.0.1", timeout_s=SOON_S)
+    proxy.cut()
+    eventually(lambda: not listener.send(channel.routing_id, 99, memoryview(frame(99))))
+    slot = host.acquire(SOON_S)
+    request_id = send(host, slot, b"patience")
+    with pytest.raises(DeadlineError):
+        host.wait(slot, 0.02)
+    host.release(slot)
+    other = host.acquire(SOON_S)
+    request_id = send(host, other, b"patience")
+    proxy.mend()
+    assert receive(host, other, request_id) == b"patience"
+    host.release(other)
+    eventually(lambda: _all_free(host))
+    host.close()
+
+
+def _all_free(host: HostChannel) -> bool:
+    slots = []
+    try:
+        for _ in host.slots:
+            slots.append(host.acquire(0.01))
+    except DeadlineError:
+        return False
+    finally:
+        for slot in slots:
+            host.release(slot)
+    return True
+
+
+def test_a_send_that_nobody_takes_ends(listener: StreamListener, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = opened(listener)
+    host = open_channel(channel.offer, host="127.0.0.1", timeout_s=SOON_S)
+    monkeypatch.setattr("moeoffload.transport.stream.SEND_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("moeoffload.transport.zmq_socket.FrameSocket.send", lambda *args: False)
+    slot = host.acquire(SOON_S)
+    with pytest.raises(ServerError, match="has taken nothing"):
+        send(host, slot)
+    monkeypatch.undo()
+    host.release(slot)
+    assert call(host, b"and on") == b"and on"
+    host.close()
+
+
+def test_a_host_that_is_forgotten_frees_itself(listener: StreamListener) -> None:
+    channels = []
+    for _ in range(2):
+        host = open_channel(opened(listener).offer, host="127.0.0.1", timeout_s=SOON_S)
+        assert call(host, b"x") == b"x"
+        host.slots[0].owner = host  # a cycle, so that the order of freeing is anybody's guess
+        channels.append(weakref.ref(host))
+    del host
+    gc.collect()
+    assert [channel() for channel in channels] == [None, None]
+
+
+def test_threads_and_descriptors_return_to_the_start() -> None:
+    def use() -> None:
+        with both_ends("stream", echo, ChannelSizes(2, 2**20, 2**20)) as ends:
+            for n_bytes in (10, 2**20 - HEADER_BYTES):
+                assert len(call(ends.host, bytes(n_bytes))) == n_bytes
+
+    def counts() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    use()  # makes what is made once per process
+    before = counts()
+    for _ in range(3):
+        use()
+    eventually(lambda: counts() == before)
