@@ -1,0 +1,428 @@
+"""The control plane of a real server: health, reflection, draining, and refusals that leave it serving."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, shm_names, wait_until
+from conftest import DEMO, READY_TIMEOUT_S, RunningServer, StartServer, expert_server
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.control.client import ControlClient
+from moeoffload.control.generate import OUTPUT, generate
+from moeoffload.control.protocol import PROTOCOL_VERSION, dtype_label
+from moeoffload.control.service import SERVICE_NAME
+from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
+from moeoffload.errors import ServerError
+from moeoffload.expert_server.server import MAX_HOSTS
+from moeoffload.host.generate import prepare_prompt
+from moeoffload.host.session import OffloadedModel, open_model
+from moeoffload.placement import ExpertTable
+
+REFUSED = grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with expert_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return Checkpoint.open(DEMO)
+
+
+@pytest.fixture(scope="module")
+def table(checkpoint: Checkpoint) -> ExpertTable:
+    return ExpertTable(tuple(tuple(range(layer.n_experts)) for layer in checkpoint.layers))
+
+
+class RawHost:
+    """A host that says what it likes: one Attach stream and plain calls beside it."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address)
+        grpc.channel_ready_future(self._channel).result(STEP_TIMEOUT_S)
+        self.stub = pb_grpc.ExpertServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+        self._stream = self.stub.Attach(iter(self._outgoing.get, None), timeout=STEP_TIMEOUT_S)
+
+    def send(self, **step: object) -> pb.AttachReply:
+        self._outgoing.put(pb.AttachRequest(**step))  # type: ignore[arg-type]
+        reply: pb.AttachReply = next(self._stream)
+        return reply
+
+    def hello(self) -> str:
+        return self.send(hello=pb.Hello(protocol_version=PROTOCOL_VERSION, host="test")).welcome.lease_id
+
+    def load(self, request: pb.LoadExpertsRequest) -> list[pb.LoadProgress]:
+        return list(self.stub.LoadExperts(request, timeout=STEP_TIMEOUT_S))
+
+    def describe(self) -> pb.DescribeReply:
+        reply: pb.DescribeReply = self.stub.Describe(pb.DescribeRequest(), timeout=STEP_TIMEOUT_S)
+        return reply
+
+    def stats(self) -> pb.StatsReply:
+        reply: pb.StatsReply = self.stub.Stats(pb.StatsRequest(), timeout=STEP_TIMEOUT_S)
+        return reply
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+        self._channel.close()
+
+
+@contextlib.contextmanager
+def raw_host(address: str) -> Iterator[RawHost]:
+    host = RawHost(address)
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+@contextlib.contextmanager
+def refused(server: RunningServer, *words: str, code: grpc.StatusCode = REFUSED) -> Iterator[None]:
+    """The call inside is refused with all of ``words`` and no traceback; the server then has all its memory back."""
+    with raw_host(server.address) as other:
+        before = other.describe()
+        with pytest.raises(grpc.RpcError) as caught:
+            yield
+        assert isinstance(caught.value, grpc.Call)
+        details = caught.value.details() or ""
+        assert caught.value.code() is code, details
+        assert "\n" not in details
+        assert all(word in details for word in words), details
+        wait_until(lambda: other.stats().leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+        wait_until(lambda: other.describe() == before, "the server as it was", CLEAN_TIMEOUT_S)
+    assert "Traceback" not in server.log_text
+    assert not [name for name in shm_names() if f"moeoffload-{server.process.pid}-" in name]
+
+
+def load_request(lease_id: str, checkpoint: Checkpoint, table: ExpertTable, **changes: object) -> pb.LoadExpertsRequest:
+    layers = [pb.LayerExperts(layer=i, experts=experts) for i, experts in enumerate(table.layers)]
+    model = pb.ModelReference(
+        reference=str(DEMO), digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype)
+    )
+    request = pb.LoadExpertsRequest(lease_id=lease_id, model=model, layers=layers)
+    for name, value in changes.items():
+        setattr(request.model, name, value)
+    return request
+
+
+def activate_request(checkpoint: Checkpoint, table: ExpertTable, **changes: object) -> pb.Activate:
+    dtype = dtype_label(checkpoint.dtype)
+    request = pb.Activate(
+        model_digest=checkpoint.digest,
+        compute_dtype=dtype,
+        table_digest=table.digest,
+        hidden_size=checkpoint.hidden_size,
+        top_k=checkpoint.top_k,
+        dtype_out=dtype,
+        dtype_back=dtype,
+        batch_capacity=64,
+        n_slots=4,
+        transport="auto",
+    )
+    for name, value in changes.items():
+        setattr(request, name, value)
+    return request
+
+
+def health_of(address: str, service: str) -> int:
+    with grpc.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=STEP_TIMEOUT_S).status)
+
+
+def logits_of(model: OffloadedModel) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model.model(**prepare_prompt(model, "add 17 25 =", chat=True).inputs).logits
+    return logits
+
+
+def test_generated_code_is_that_of_the_proto_file(tmp_path: Path) -> None:
+    generate(tmp_path)
+    made = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    committed = {file.name: file.read_text() for file in OUTPUT.glob("expert_service_pb2*")}
+    assert made == committed, "run make proto"
+
+
+def test_the_health_service_says_serving_for_the_server_and_the_service(server: RunningServer) -> None:
+    assert health_of(server.address, "") == health_pb2.HealthCheckResponse.SERVING
+    assert health_of(server.address, SERVICE_NAME) == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_reflection_lists_the_services(server: RunningServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        (reply,) = stub.ServerReflectionInfo(requests, timeout=STEP_TIMEOUT_S)
+    names = {service.name for service in reply.list_services_response.service}
+    assert {SERVICE_NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
+
+
+def test_describe_and_stats_follow_a_host_from_load_to_leave(
+    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable
+) -> None:
+    expert_bytes = sum(layer.n_experts * layer.expert_bytes for layer in checkpoint.layers)
+    with raw_host(server.address) as watcher:
+        free = watcher.describe()
+        assert (free.protocol_version, free.device, free.draining) == (PROTOCOL_VERSION, "cpu", False)
+        assert set(free.transports) == {"shared", "stream"}
+        assert free.offered_bytes == 2 << 30
+        assert (free.resident_bytes, watcher.stats().leases) == (0, 0)
+        with raw_host(server.address) as host:
+            steps = host.load(load_request(host.hello(), checkpoint, table))
+            assert [step.loaded_bytes for step in steps] == sorted(step.loaded_bytes for step in steps)
+            assert steps[-1].loaded_bytes == steps[-1].total_bytes == expert_bytes
+            assert steps[-1].table_digest == table.digest
+            loaded = watcher.describe()
+            assert loaded.resident_bytes == watcher.stats().resident_bytes == expert_bytes
+            assert loaded.offered_bytes == free.offered_bytes - expert_bytes
+            asked = pb.DescribeRequest(model_digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype))
+            again = watcher.stub.Describe(asked, timeout=STEP_TIMEOUT_S)
+            assert again.offered_bytes == free.offered_bytes, "experts of the same model are shared"
+            offer = host.send(activate=activate_request(checkpoint, table)).offer
+            assert offer.batch_capacity == 64
+            assert [channel.transport for channel in offer.channels] == ["shared", "stream"]
+            assert watcher.describe().offered_bytes < loaded.offered_bytes, "room for batches is taken"
+            assert watcher.stats().leases == 1
+        wait_until(lambda: watcher.stats().leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+        wait_until(lambda: watcher.describe() == free, "the server as it was", CLEAN_TIMEOUT_S)
+
+
+def test_draining_keeps_attached_hosts_refuses_new_ones_and_ends_with_the_last(start_server: StartServer) -> None:
+    server = start_server()
+    client = ControlClient(server.address)
+    client.connect(STEP_TIMEOUT_S)
+    try:
+        with open_model(DEMO, experts=[server.address], threads=1) as model:
+            before = logits_of(model)
+            assert client.drain(STEP_TIMEOUT_S) == 1
+            assert health_of(server.address, "") == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert health_of(server.address, SERVICE_NAME) == health_pb2.HealthCheckResponse.NOT_SERVING
+            with pytest.raises(ServerError, match=f"{server.address}: .*draining"):
+                open_model(DEMO, experts=[server.address], threads=1)
+            with raw_host(server.address) as other, pytest.raises(grpc.RpcError, match="draining"):
+                other.hello()
+            assert torch.equal(logits_of(model), before)
+            assert server.process.poll() is None
+        assert server.process.wait(READY_TIMEOUT_S) == 0
+    finally:
+        client.close()
+    assert "Traceback" not in server.log_text
+
+
+def test_draining_a_server_without_hosts_ends_it(start_server: StartServer) -> None:
+    server = start_server()
+    with raw_host(server.address) as host:
+        assert host.stub.Drain(pb.DrainRequest(), timeout=STEP_TIMEOUT_S).leases == 0
+        assert server.process.wait(READY_TIMEOUT_S) == 0
+
+
+def test_a_stopping_server_tells_its_hosts_so(start_server: StartServer) -> None:
+    server = start_server()
+    client = ControlClient(server.address)
+    client.connect(STEP_TIMEOUT_S)
+    try:
+        lease = client.attach(STEP_TIMEOUT_S)
+        server.process.send_signal(signal.SIGTERM)
+        assert lease.why_ended(STEP_TIMEOUT_S) == f"expert server {server.address}: the server is stopping"
+        assert server.process.wait(READY_TIMEOUT_S) == 0
+    finally:
+        client.close()
+
+
+def test_one_host_more_than_the_limit_is_refused(server: RunningServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_HOSTS):
+            stack.enter_context(raw_host(server.address)).hello()
+        with raw_host(server.address) as one_more, pytest.raises(grpc.RpcError, match=f"{MAX_HOSTS} hosts"):
+            one_more.hello()
+    with raw_host(server.address) as host:
+        wait_until(lambda: host.stats().leases == 0, "the end of all leases", CLEAN_TIMEOUT_S)
+
+
+@pytest.mark.parametrize("step", [pb.AttachRequest(), pb.AttachRequest(activate=pb.Activate(n_slots=1))])
+def test_a_stream_that_does_not_begin_with_hello_is_refused(server: RunningServer, step: pb.AttachRequest) -> None:
+    with raw_host(server.address) as host, refused(server, "expected hello"):
+        list(host.stub.Attach(iter([step]), timeout=STEP_TIMEOUT_S))
+
+
+def test_a_second_hello_is_refused(server: RunningServer) -> None:
+    with raw_host(server.address) as host, refused(server, "hello"):
+        host.hello()
+        host.hello()
+
+
+def test_another_protocol_version_is_refused_with_both_versions(server: RunningServer) -> None:
+    with raw_host(server.address) as host, refused(server, "version is 7 ", f"speaks {PROTOCOL_VERSION}"):
+        host.send(hello=pb.Hello(protocol_version=7))
+
+
+def test_activate_before_loading_is_refused(server: RunningServer, checkpoint: Checkpoint, table: ExpertTable) -> None:
+    with raw_host(server.address) as host, refused(server, "before the experts were loaded"):
+        host.hello()
+        host.send(activate=activate_request(checkpoint, table))
+
+
+def test_activate_after_a_load_that_failed_is_refused(
+    start_server: StartServer, checkpoint: Checkpoint, table: ExpertTable
+) -> None:
+    server = start_server("--memory-gib", "0.002")
+    with raw_host(server.address) as host, refused(server, "before the experts were loaded"):
+        request = load_request(host.hello(), checkpoint, table)
+        with pytest.raises(grpc.RpcError, match=r"this server has .* GiB left") as caught:
+            host.load(request)
+        assert isinstance(caught.value, grpc.Call)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        host.send(activate=activate_request(checkpoint, table))
+
+
+def test_accept_before_activate_is_refused(server: RunningServer) -> None:
+    with raw_host(server.address) as host, refused(server, "'shared' was not offered"):
+        host.hello()
+        host.send(accept=pb.Accept(transport="shared"))
+
+
+def test_a_second_activate_is_refused_and_frees_what_the_first_took(
+    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable
+) -> None:
+    with raw_host(server.address) as host, refused(server, "active already"):
+        host.load(load_request(host.hello(), checkpoint, table))
+        host.send(activate=activate_request(checkpoint, table))
+        host.send(activate=activate_request(checkpoint, table))
+
+
+def test_accept_without_the_nonce_of_the_segment_is_refused(
+    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable
+) -> None:
+    with raw_host(server.address) as host, refused(server, "does not see this server's memory"):
+        host.load(load_request(host.hello(), checkpoint, table))
+        host.send(activate=activate_request(checkpoint, table, transport="shared"))
+        host.send(accept=pb.Accept(transport="shared", nonce=b"guess"))
+
+
+@pytest.mark.parametrize("lease_id", ["", "0" * 32, "\N{SNOWMAN}"])
+def test_loading_without_a_lease_is_refused(
+    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable, lease_id: str
+) -> None:
+    with raw_host(server.address) as host, refused(server, "no such lease"):
+        host.load(load_request(lease_id, checkpoint, table))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reference": "/no/such/folder"}, ["/no/such/folder"]),
+        ({"reference": ""}, ["config.json"]),
+        ({"reference": "\0"}, []),
+        ({"digest": ""}, ["model digest"]),
+        ({"digest": "0" * 64}, ["model digest is 000000000000 (host)"]),
+        ({"compute_dtype": "int7"}, ["compute dtype", "int7", "bf16"]),
+        ({"compute_dtype": ""}, ["compute dtype"]),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_be_loaded_is_refused(
+    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable, changes: dict[str, str], words: list[str]
+) -> None:
+    with raw_host(server.address) as host, refused(server, *words):
+        try:
+            host.load(load_request(host.hello(), checkpoint, table, **changes))
+        finally:
+            host.close()
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [],
+        [(0, [0])],
+        [(0, [0]), (1, [0]), (2, [0]), (3, [0]), (4, [0])],
+        [(0, [0]), (2, [0]), (1, [0]), (3, [0])],
+        [(0, [0, 1, 0]), (1, []), (2, []), (3, [])],
+        [(0, [32]), (1, []), (2, []), (3, [])],
+        [(0, []), (1, []), (2, []), (3, [2**32 - 1])],
+    ],
+    ids=["none", "too few", "too many", "order", "twice", "unknown", "absurd"],
+)
+def test_an_expert_table_that_the_model_does_not_have_is_refused(
+    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable, layers: list[tuple[int, list[int]]]
+) -> None:
+    with raw_host(server.address) as host, refused(server, "expert table"):
+        request = load_request(host.hello(), checkpoint, table)
+        del request.layers[:]
+        request.layers.extend(pb.LayerExperts(layer=layer, experts=experts) for layer, experts in layers)
+        try:
+            host.load(request)
+        finally:
+            host.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 0}, ["hidden size is 0 (host), 128 here"]),
+        ({"hidden_size": 2**32 - 1}, ["hidden size"]),
+        ({"top_k": 0}, ["top-k is 0 (host), 4 here"]),
+        ({"model_digest": "0" * 64}, ["model digest"]),
+        ({"table_digest": ""}, ["expert table"]),
+        ({"compute_dtype": "f32"}, ["compute dtype is f32 (host), bf16 here"]),
+        ({"dtype_out": "int7"}, ["payload dtype out", "int7"]),
+        ({"dtype_back": ""}, ["payload dtype back"]),
+        ({"batch_capacity": 0}, ["batch capacity is 0"]),
+        ({"n_slots": 0}, ["slots"]),
+        ({"transport": "pigeon"}, ["transport is pigeon", "shared, stream"]),
+        ({"transport": ""}, ["transport"]),
+    ],
+    ids=str,
+)
+def test_an_activate_that_differs_is_refused_with_the_name_of_the_field(
+    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable, changes: dict[str, object], words: list[str]
+) -> None:
+    with raw_host(server.address) as host, refused(server, *words):
+        host.load(load_request(host.hello(), checkpoint, table))
+        host.send(activate=activate_request(checkpoint, table, **changes))
+
+
+def test_a_shared_segment_without_room_for_a_row_is_refused(
+    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable
+) -> None:
+    with (
+        raw_host(server.address) as host,
+        refused(server, "shared-bytes is 1,", code=grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ):
+        host.load(load_request(host.hello(), checkpoint, table))
+        host.send(activate=activate_request(checkpoint, table, shared_bytes=1))
+
+
+def test_absurdly_large_wishes_are_cut_to_what_the_server_allows(
+    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable
+) -> None:
+    with raw_host(server.address) as host:
+        limits = host.describe()
+        host.load(load_request(host.hello(), checkpoint, table))
+        wish = activate_request(checkpoint, table, batch_capacity=2**31, n_slots=2**32 - 1, shared_bytes=2**64 - 1)
+        offer = host.send(activate=wish).offer
+        assert 1 <= offer.batch_capacity <= limits.batch_capacity
+        assert {channel.n_slots for channel in offer.channels} == {limits.max_slots}
+    with raw_host(server.address) as host:
+        wait_until(lambda: host.stats().leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+
+
+def test_after_all_of_this_the_server_still_serves(server: RunningServer) -> None:
+    with open_model(DEMO, experts=[server.address], threads=1) as model:
+        assert torch.isfinite(logits_of(model)).all()
+    assert "Traceback" not in server.log_text
