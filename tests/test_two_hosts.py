@@ -1,0 +1,137 @@
+"""Two hosts on one server: experts of the same model are shared, tokens are right, and neither needs the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Commands, wait_until
+from conftest import DEMO, RunningServer, expert_server, local_model
+
+from moeoffload.checkpoint.synthetic import write_tiny
+from moeoffload.control.client import ControlClient
+from moeoffload.host.session import OffloadedModel, open_model
+
+N_TOKENS = 24
+WAIT_S = 100
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with expert_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("mixtral", tmp_path_factory.mktemp("mixtral"), dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def stats(server: RunningServer) -> Iterator[ControlClient]:
+    """A client of a server that nobody uses, neither before the test nor after it."""
+    client = ControlClient(server.address)
+    client.connect(STEP_TIMEOUT_S)
+    try:
+        wait_until(lambda: client.stats(STEP_TIMEOUT_S).leases == 0, "no hosts", CLEAN_TIMEOUT_S)
+        yield client
+        wait_until(lambda: client.stats(STEP_TIMEOUT_S).leases == 0, "the end of all leases", CLEAN_TIMEOUT_S)
+        assert client.stats(STEP_TIMEOUT_S).resident_bytes == 0
+    finally:
+        client.close()
+
+
+def prompt(first: int, n: int = 16) -> torch.Tensor:
+    """(1, n) token ids that every tiny vocabulary has."""
+    return (torch.arange(n) * 7 + first).remainder(200).add(5).unsqueeze(0)
+
+
+def generate(model: torch.nn.Module, first: int) -> list[int]:
+    """Greedy tokens, the same number whatever they are."""
+    ids = prompt(first)
+    tokens: torch.Tensor = model.generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=N_TOKENS, max_new_tokens=N_TOKENS
+    )
+    return tokens[0, ids.shape[1] :].tolist()
+
+
+def open_on(server: RunningServer, model: Path) -> OffloadedModel:
+    return open_model(model, experts=[server.address], threads=1)
+
+
+def expert_bytes(model: OffloadedModel) -> int:
+    return sum(layer.n_experts * layer.expert_bytes for layer in model.checkpoint.layers)
+
+
+def generate_at_once(*models: OffloadedModel) -> list[list[list[int]]]:
+    """What each model generates for three prompts while the others do so too."""
+
+    def three(host: OffloadedModel) -> list[list[int]]:
+        return [generate(host.model, first) for first in range(3)]
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        return list(pool.map(three, models, timeout=WAIT_S))
+
+
+def test_hosts_of_one_model_share_its_experts_and_generate_what_a_local_run_does(
+    server: RunningServer, stats: ControlClient
+) -> None:
+    reference = local_model(DEMO)
+    expected = [generate(reference, first) for first in range(3)]
+    with open_on(server, DEMO) as first:
+        alone = stats.stats(STEP_TIMEOUT_S).resident_bytes
+        assert alone == expert_bytes(first)
+        with open_on(server, DEMO) as second:
+            both = stats.stats(STEP_TIMEOUT_S)
+            assert (both.leases, both.resident_bytes) == (2, alone)
+            assert generate_at_once(first, second) == [expected, expected]
+        wait_until(lambda: stats.stats(STEP_TIMEOUT_S).leases == 1, "the end of one lease", CLEAN_TIMEOUT_S)
+        assert stats.stats(STEP_TIMEOUT_S).resident_bytes == alone, "the other host still uses them"
+        assert generate(first.model, 0) == expected[0]
+
+
+def test_hosts_of_different_models_do_not_meet(server: RunningServer, stats: ControlClient, other_model: Path) -> None:
+    models = (DEMO, other_model)
+    expected = []
+    for model in models:
+        reference = local_model(model)
+        expected.append([generate(reference, first) for first in range(3)])
+    assert expected[0] != expected[1]
+    first, second = (open_on(server, model) for model in models)
+    with second:
+        with first:
+            together = stats.stats(STEP_TIMEOUT_S)
+            assert (together.leases, together.resident_bytes) == (2, expert_bytes(first) + expert_bytes(second))
+            assert generate_at_once(first, second) == expected
+        wait_until(lambda: stats.stats(STEP_TIMEOUT_S).leases == 1, "the end of one lease", CLEAN_TIMEOUT_S)
+        assert stats.stats(STEP_TIMEOUT_S).resident_bytes == expert_bytes(second)
+        assert generate(second.model, 0) == expected[1][0]
+
+
+def test_the_same_model_in_another_dtype_has_experts_of_its_own(server: RunningServer, stats: ControlClient) -> None:
+    expected = generate(local_model(DEMO, dtype=torch.float32), 0)
+    with (
+        open_on(server, DEMO) as first,
+        open_model(DEMO, experts=[server.address], threads=1, model_dtype="f32") as second,
+    ):
+        resident = stats.stats(STEP_TIMEOUT_S).resident_bytes
+        assert resident == expert_bytes(first) + expert_bytes(second) == 3 * expert_bytes(first)
+        assert generate(second.model, 0) == expected
+
+
+def test_two_host_processes_at_once_get_the_text_that_each_gets_alone(
+    server: RunningServer, stats: ControlClient, commands: Commands
+) -> None:
+    prompts = ["add 17 25 =", "reverse planet =", "sort kitchen ="]
+    options = ["--device", "cpu", "--threads", "1", "--max-new-tokens", "32", "--experts", server.address]
+    for text in prompts:
+        options += ["--prompt", text]
+    alone = commands.run("moeoffload", "run", DEMO, *options)
+    assert alone.code == 0, alone.err
+    together = [commands.start("moeoffload", "run", DEMO, *options) for _ in range(2)]
+    for result in [command.wait() for command in together]:
+        assert (result.code, result.out) == (0, alone.out), result.err
+    commands.check_clean(server.process.pid)
