@@ -1,0 +1,145 @@
+"""Frames: what is written is read back, damage is named, sizes are exactly what the format says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeoffload.errors import CapacityError, ProtocolError
+from moeoffload.payload import PayloadDtype
+from moeoffload.wire import (
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    FrameHeader,
+    FrameLayout,
+    Kind,
+    SlotViews,
+    peek_request_id,
+    read_error_text,
+    write_error_text,
+)
+
+u8, u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (8, 16, 32, 64))
+headers = st.builds(
+    FrameHeader,
+    kind=u8,
+    dtype_out=u8,
+    dtype_back=u8,
+    request_id=u64,
+    epoch=u32,
+    layer=u16,
+    top_k=u16,
+    rows=u32,
+    flags=u32,
+    body_bytes=u64,
+    timeout_us=u64,
+    queue_us=u32,
+    compute_us=u32,
+    code=u32,
+)
+layouts = st.builds(
+    FrameLayout,
+    hidden=st.integers(1, 96).map(lambda n: 2 * n),
+    top_k=st.integers(1, 9),
+    dtype_out=st.sampled_from(PayloadDtype),
+    dtype_back=st.sampled_from(PayloadDtype),
+    capacity=st.integers(1, 40),
+)
+
+
+@given(headers)
+def test_a_header_survives_the_wire(header: FrameHeader) -> None:
+    buffer = memoryview(bytearray(HEADER_BYTES))
+    header.pack_into(buffer)
+    read = FrameHeader()
+    read.unpack_from(buffer)
+    assert read == header
+    assert peek_request_id(buffer) == header.request_id
+
+
+@given(headers, st.integers(0, HEADER_BYTES * 8 - 1))
+def test_every_flipped_bit_of_a_header_is_noticed(header: FrameHeader, bit: int) -> None:
+    buffer = memoryview(bytearray(HEADER_BYTES))
+    header.pack_into(buffer)
+    buffer[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ProtocolError):
+        FrameHeader().unpack_from(buffer)
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_refused_as_a_header(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        FrameHeader().unpack_from(memoryview(data))
+
+
+@given(layouts, st.data())
+def test_views_cover_a_dispatch_body_exactly_and_share_its_memory(layout: FrameLayout, data: st.DataObject) -> None:
+    rows = data.draw(st.integers(1, layout.capacity))
+    frame = memoryview(bytearray(layout.request_bytes))
+    views = layout.dispatch_views(frame, rows)
+    assert sum(view.nbytes for view in views) == layout.dispatch_body_bytes(rows)
+    for value, view in enumerate(views, start=1):
+        view.fill_(value)
+    body = frame[HEADER_BYTES : HEADER_BYTES + layout.dispatch_body_bytes(rows)]
+    again = layout.dispatch_views(memoryview(bytearray(HEADER_BYTES) + bytes(body)), rows)
+    assert all(bool((view == value).all()) for value, view in enumerate(again, start=1))
+    assert not any(frame[HEADER_BYTES + len(body) :])
+
+
+@given(layouts, st.data())
+def test_a_dispatch_header_that_lies_about_its_sizes_is_refused(layout: FrameLayout, data: st.DataObject) -> None:
+    rows = data.draw(st.integers(1, layout.capacity))
+    header = FrameHeader(
+        kind=Kind.DISPATCH,
+        dtype_out=layout.dtype_out,
+        dtype_back=layout.dtype_back,
+        top_k=layout.top_k,
+        rows=rows,
+        body_bytes=layout.dispatch_body_bytes(rows),
+    )
+    layout.check_dispatch(header, HEADER_BYTES + header.body_bytes)
+    field = data.draw(st.sampled_from(["dtype_out", "dtype_back", "top_k", "rows", "body_bytes"]))
+    wrong = data.draw(st.integers(0, 2**16 - 1).filter(lambda value: value != getattr(header, field)))
+    setattr(header, field, wrong)
+    with pytest.raises((ProtocolError, CapacityError)):
+        layout.check_dispatch(header, HEADER_BYTES + layout.dispatch_body_bytes(rows))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "top_k", "capacity"),
+    [(0, 1, 1), (3, 1, 1), (1 << 20, 1, 1), (2, 0, 1), (2, 1 << 20, 1), (2, 1, 0), (2, 1, 5000), (65_536, 512, 4096)],
+)
+def test_a_layout_that_no_side_may_agree_to_is_refused(hidden: int, top_k: int, capacity: int) -> None:
+    with pytest.raises(ProtocolError):
+        FrameLayout(hidden, top_k, PayloadDtype.F32, PayloadDtype.F32, capacity)
+
+
+def test_the_largest_layouts_stay_below_the_frame_limit() -> None:
+    layout = FrameLayout(16_384, 8, PayloadDtype.F32, PayloadDtype.F32, 4096)
+    assert layout.request_bytes <= MAX_FRAME_BYTES
+
+
+@given(st.text(max_size=4000))
+def test_error_text_is_cut_to_what_fits_and_never_read_beyond_its_frame(text: str) -> None:
+    layout = FrameLayout(2, 1, PayloadDtype.F16, PayloadDtype.F16, 1)
+    frame = memoryview(bytearray(layout.reply_bytes))
+    n_bytes = write_error_text(frame, text)
+    assert n_bytes <= layout.reply_bytes - HEADER_BYTES
+    read = read_error_text(frame, n_bytes)
+    assert text.startswith(read.rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert len(read_error_text(frame, 2**63)) <= 4096
+
+
+def test_views_of_repeated_row_counts_are_made_once_and_the_cache_is_bounded() -> None:
+    layout = FrameLayout(4, 2, PayloadDtype.F32, PayloadDtype.F32, 200)
+    views = SlotViews(layout, *(memoryview(bytearray(layout.request_bytes)) for _ in range(2)))
+    for _ in range(100):
+        assert views.dispatch(1) is views.dispatch(1)
+        assert views.combine(1) is views.combine(1)
+    assert views.n_created == 2
+    for rows in range(1, 201):
+        views.dispatch(rows)
+    assert len(views._dispatch) <= 64
+    assert isinstance(views.combine(3), torch.Tensor)
