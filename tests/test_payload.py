@@ -65,7 +65,7 @@ def test_a_run_names_layer_and_row_of_what_cannot_travel_and_goes_on(three_serve
                     call(broken, ids, weights)
             huge = weights.clone()
             huge[21] = 1e9
-            with pytest.raises(PayloadError, match="layer 2, row 21: expert output .*f16"):
+            with pytest.raises(PayloadError, match=r"layer 2, row 21: expert output .*f16"):
                 call(hidden, ids, huge)
             # What was in flight when it failed must not disturb what comes after.
             assert torch.equal(call(hidden, ids, weights), expected)
