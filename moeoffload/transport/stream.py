@@ -18,7 +18,15 @@ import zmq
 from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.transport.base import ChannelOffer, ChannelSizes, HostSlot
 from moeoffload.transport.pool import PooledHostChannel, SlotState
-from moeoffload.transport.zmq_socket import CLOSED_TAG, ROUTING_ID_BYTES, FrameSocket, OutgoingFrame, slot_buffers
+from moeoffload.transport.zmq_socket import (
+    CLOSED_ID,
+    PIECE_BYTES,
+    ROUTING_ID_BYTES,
+    FrameSocket,
+    IncomingFrame,
+    OutgoingFrame,
+    slot_buffers,
+)
 from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
 
 SEND_TIMEOUT_S: Final = 2.0
@@ -38,8 +46,10 @@ class StreamHostEnd(PooledHostChannel):
         buffers = slot_buffers(sizes)
         super().__init__(sizes, tuple(HostSlot(i, *pair) for i, pair in enumerate(buffers)))
         self._endpoint = endpoint
-        self._wire = FrameSocket(zmq.DEALER, largest_bytes=sizes.reply_bytes, n_queued=4 * sizes.n_slots)
+        n_pieces = sizes.request_bytes // PIECE_BYTES + 1
+        self._wire = FrameSocket(zmq.DEALER, n_queued_out=2 * sizes.n_slots * n_pieces + 64)
         self._outgoing = [OutgoingFrame(request) for request, _ in buffers]
+        self._incoming = [IncomingFrame(reply) for _, reply in buffers]
         self._using = threading.Lock()
         """Guards the socket and everything below; never held across a wait."""
         self._awaited = [0] * sizes.n_slots
@@ -51,6 +61,7 @@ class StreamHostEnd(PooledHostChannel):
         self._gates = [threading.Lock() for _ in range(sizes.n_slots)]
         """Per slot: held by whom nobody woke yet."""
         self._probe = memoryview(bytearray(HEADER_BYTES))
+        self._probe_out = OutgoingFrame(self._probe)
         self._probed_at = [0.0] * sizes.n_slots
         for gate in self._gates:
             gate.acquire()
@@ -79,10 +90,7 @@ class StreamHostEnd(PooledHostChannel):
             if left_s <= 0:
                 raise DeadlineError(f"no answer from {self._endpoint} within {timeout_s:g} s")
             with self._using:
-                connected = self._wire.send(request_id, slot.request[:HEADER_BYTES])
-            if not connected:
-                time.sleep(min(RETRY_S, left_s))
-                continue
+                self._wire.send(request_id, self._outgoing[0], HEADER_BYTES, None)
             try:
                 self._await_reply(slot, perf_counter() + min(PROBE_S, left_s))
                 return
@@ -90,14 +98,15 @@ class StreamHostEnd(PooledHostChannel):
                 continue  # the connection may have broken under the ping; a second answer would be dropped
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
-        frame = self._outgoing[slot.index].first(n_bytes)
+        at = 0
         deadline = perf_counter() + SEND_TIMEOUT_S
         while True:
             with self._using:
                 self._check_open()
                 self._awaited[slot.index] = request_id
                 self._arrived[slot.index] = 0
-                if self._wire.send(request_id, frame):
+                at = self._wire.send(request_id, self._outgoing[slot.index], n_bytes, None, at)
+                if at == n_bytes:
                     self._mark_sent(slot)
                     if self._leader != _NOBODY:
                         self._receive_all()  # sending may have used up the signal that the leader waits for
@@ -149,21 +158,39 @@ class StreamHostEnd(PooledHostChannel):
                 tag = wire.receive_tag()
                 if tag is None:
                     self.n_stale += 1
-                elif tag == CLOSED_TAG:
+                elif tag[0] == CLOSED_ID:
                     wire.skip()
                     self._closed = self._closed or "the server closed it"
                     self._wake()
-                elif tag != self._awaited[index := tag % len(self.slots)]:
-                    wire.skip()
-                    self.n_stale += 1
-                else:
-                    n_bytes = wire.receive_frame(self.slots[index].reply)
-                    self._awaited[index] = 0
-                    self._arrived[index] = n_bytes or 1  # an empty frame: too short, which `wait` reports
-                    if index != own:
-                        self._signal(index)
-                    elif self._leader == own:
-                        return  # the next to lead looks whether there is more; another leader would not
+                elif not self._receive_piece(*tag):
+                    continue
+                elif (index := tag[0] % len(self.slots)) != own:
+                    self._signal(index)
+                elif self._leader == own:
+                    return  # the next to lead looks whether there is more; another leader would not
+
+    def _receive_piece(self, request_id: int, at: int, frame_bytes: int) -> bool:
+        """Takes one piece in; whether the reply it belongs to is complete."""
+        index = request_id % len(self.slots)
+        incoming = self._incoming[index]
+        if request_id != self._awaited[index]:
+            piece = None
+        elif not HEADER_BYTES <= frame_bytes <= len(self.slots[index].reply):
+            self._wire.skip()
+            return self._complete(index, frame_bytes)
+        else:
+            piece = incoming.expects(request_id, at, frame_bytes)
+        if piece is None:
+            self._wire.skip()
+            self.n_stale += at == 0
+            return False
+        whole = incoming.took(self._wire.receive_piece(piece))
+        return whole is not False and self._complete(index, frame_bytes if whole else 0)
+
+    def _complete(self, index: int, n_bytes: int) -> bool:
+        self._awaited[index] = 0
+        self._arrived[index] = n_bytes or 1  # none at all is as impossible as one byte: `wait` says so
+        return True
 
     def _signal(self, index: int) -> None:
         """Makes the thread that waits for this slot look again, if there is one."""
@@ -192,7 +219,7 @@ class StreamHostEnd(PooledHostChannel):
             if request_id and self._states[index] >= SlotState.ABANDONED and now - self._probed_at[index] >= PROBE_S:
                 self._probed_at[index] = now
                 FrameHeader(Kind.PING, request_id=request_id).pack_into(self._probe)
-                self._wire.send(request_id, self._probe)
+                self._wire.send(request_id, self._probe_out, HEADER_BYTES, None)
 
     def _take_late(self, slot: HostSlot) -> bool:
         n_bytes, self._arrived[slot.index] = self._arrived[slot.index], 0

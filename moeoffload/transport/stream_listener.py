@@ -15,14 +15,23 @@ from typing import Final
 import zmq
 
 from moeoffload.errors import CapacityError, ProtocolError, ServerError
-from moeoffload.transport.base import MAX_CHANNEL_SLOTS, ChannelOffer, ChannelSizes, Deliver, ServerSlot
+from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, ServerSlot
 from moeoffload.transport.pool import PooledServerChannel, write_error_frame
-from moeoffload.transport.zmq_socket import CLOSED_TAG, ROUTING_ID_BYTES, FrameSocket, OutgoingFrame, slot_buffers
+from moeoffload.transport.zmq_socket import (
+    CLOSED_ID,
+    ROUTING_ID_BYTES,
+    FrameSocket,
+    IncomingFrame,
+    OutgoingFrame,
+    slot_buffers,
+)
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, peek_request_id
 
 READ_POLL_S: Final = 0.5
 FAREWELL_MS: Final = 200
 """How long a closing listener tries to tell its hosts so."""
+QUEUED_OUT: Final = 1 << 15
+"""Pieces on their way to one host: never reached by replies, but by the errors a host provokes and does not read."""
 _ERROR_BYTES: Final = 256
 
 log = logging.getLogger(__name__)
@@ -41,21 +50,38 @@ class StreamServerEnd(PooledServerChannel):
         self.offer = ChannelOffer(self.name, sizes, {"port": str(listener.port), "routing_id": self.routing_id.hex()})
         self._listener = listener
         self._outgoing = [OutgoingFrame(reply) for _, reply in buffers]
-        self._request_ids = [0] * sizes.n_slots
+        self._incoming = [IncomingFrame(request) for request, _ in buffers]
 
-    def receives(self, request_id: int) -> ServerSlot | None:
-        """The slot that takes this request now; None if it still has another one."""
+    def receive(self, wire: FrameSocket, request_id: int, at: int, frame_bytes: int) -> tuple[ServerSlot, int] | None:
+        """Takes one piece in; the slot and the frame's bytes if the frame is now complete or wrong, else None."""
         slot = self.slots[request_id % len(self.slots)]
-        return None if self._busy[slot.index] else slot
+        incoming = self._incoming[slot.index]
+        if not HEADER_BYTES <= frame_bytes <= len(slot.request):
+            wire.skip()
+            incoming.request_id = request_id
+            return (slot, frame_bytes) if at == 0 else None
+        piece = incoming.expects(request_id, at, frame_bytes)
+        if piece is None:
+            wire.skip()
+            self.n_dropped += 1
+            return None
+        whole = incoming.took(wire.receive_piece(piece))
+        if whole is None:
+            return slot, 0
+        return (slot, frame_bytes) if whole else None
 
-    def received(self, slot: ServerSlot, request_id: int, n_bytes: int) -> None:
-        """Hands a request on, if it is one: ``n_bytes`` may be more than the slot took."""
-        self._request_ids[slot.index] = request_id
+    def is_busy(self, request_id: int) -> bool:
+        """Whether the slot of this request still has another one."""
+        return self._busy[request_id % len(self.slots)]
+
+    def received(self, slot: ServerSlot, n_bytes: int) -> None:
+        """Hands a request on, if it is one: ``n_bytes`` may be more or less than a slot takes."""
+        request_id = self._incoming[slot.index].request_id
         if n_bytes > len(slot.request):
             text = f"a frame of {n_bytes} bytes does not fit into a slot of {len(slot.request)} bytes"
             self._refuse(slot, request_id, ErrorCode.CAPACITY, text)
         elif n_bytes < HEADER_BYTES or peek_request_id(slot.request) != request_id:
-            self._refuse(slot, request_id, ErrorCode.BAD_FRAME, f"{n_bytes} bytes that are not the announced frame")
+            self._refuse(slot, request_id, ErrorCode.BAD_FRAME, "what arrived is not the announced frame")
         elif n_bytes == HEADER_BYTES and self._is_ping(slot):
             slot.reply[:HEADER_BYTES] = slot.request[:HEADER_BYTES]
             self._busy[slot.index] = True
@@ -71,8 +97,8 @@ class StreamServerEnd(PooledServerChannel):
         return self._header.kind == Kind.PING
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
-        frame = self._outgoing[slot.index].first(n_bytes)
-        if not self._listener.send(self.routing_id, self._request_ids[slot.index], frame):
+        request_id = self._incoming[slot.index].request_id
+        if not self._listener.send(self.routing_id, request_id, self._outgoing[slot.index], n_bytes):
             self.n_dropped += 1
 
     def _close(self) -> None:
@@ -93,7 +119,7 @@ class StreamListener:
         Args:
             host: address of the interface to listen at, or ``*`` for all.
             port: TCP port; 0 takes a free one.
-            max_request_bytes: the largest request frame of any channel; what is larger never gets into memory.
+            max_request_bytes: the largest request frame that any channel may be opened for.
 
         Raises:
             ServerError: the address cannot be bound.
@@ -105,10 +131,11 @@ class StreamListener:
         """Guards the socket and the table of channels; never held across a wait."""
         self._closing = False
         self._reader_waits = False
-        self._wire = FrameSocket(zmq.ROUTER, largest_bytes=max_request_bytes, n_queued=4 * MAX_CHANNEL_SLOTS)
+        self._wire = FrameSocket(zmq.ROUTER, n_queued_out=QUEUED_OUT)
         self._routing_id = memoryview(bytearray(ROUTING_ID_BYTES))
         self._scratch = memoryview(bytearray(HEADER_BYTES))
         self._error = memoryview(bytearray(_ERROR_BYTES))
+        self._error_out = OutgoingFrame(self._error)
         self._header = FrameHeader()
         address = f"[{host}]" if ":" in host and not host.startswith("[") else host
         try:
@@ -156,14 +183,14 @@ class StreamListener:
 
     # -- for the channels
 
-    def send(self, routing_id: bytes, tag: int, frame: memoryview | zmq.Frame) -> bool:
-        """Sends one message to one host, from any thread; False if it is not connected."""
+    def send(self, routing_id: bytes, request_id: int, frame: OutgoingFrame, n_bytes: int) -> bool:
+        """Sends one frame to one host, from any thread; False if it is not connected."""
         with self._using:
             if self._closing:
                 return False
-            sent = self._wire.send(tag, frame, routing_id)
+            sent = self._wire.send(request_id, frame, n_bytes, routing_id)
             self._wake_reader()
-            return sent
+            return sent == n_bytes
 
     def forget(self, channel: StreamServerEnd) -> None:
         """Tells the host of a closed channel so, and drops from now on what it sends."""
@@ -171,9 +198,12 @@ class StreamListener:
             self._channels.pop(channel.routing_id, None)
             if self._closing:
                 return
-            n_bytes = write_error_frame(self._header, self._error, CLOSED_TAG, ErrorCode.DRAINING, "closed")
-            self._wire.send(CLOSED_TAG, self._error[:n_bytes], channel.routing_id)
+            self._send_error(channel.routing_id, CLOSED_ID, ErrorCode.DRAINING, "closed")
             self._wake_reader()
+
+    def _send_error(self, routing_id: bytes, request_id: int, code: ErrorCode, text: str) -> None:
+        n_bytes = write_error_frame(self._header, self._error, request_id, code, text)
+        self._wire.send(request_id, self._error_out, n_bytes, routing_id)
 
     def _wake_reader(self) -> None:
         """Sending may have used up the signal that the reader waits for. ``_using`` is held."""
@@ -196,13 +226,13 @@ class StreamListener:
                 self._reader_waits = not readable
             likely = False
             if received is not None:
-                channel, slot, request_id, n_bytes = received
-                channel.received(slot, request_id, n_bytes)
+                channel, slot, n_bytes = received
+                channel.received(slot, n_bytes)
             elif not readable:
                 likely = self._wire.wait(READ_POLL_S)
 
-    def _receive(self) -> tuple[StreamServerEnd, ServerSlot, int, int] | None:
-        """Takes one message in; None if it was dropped or answered here.
+    def _receive(self) -> tuple[StreamServerEnd, ServerSlot, int] | None:
+        """Takes one message in; None if no frame is complete with it, or it was dropped or answered here.
 
         Raises:
             zmq.Again: there is none.
@@ -215,21 +245,19 @@ class StreamListener:
             wire.skip()
             self.n_unknown += 1
             return None
-        request_id = wire.receive_tag()
-        if request_id is None or request_id == CLOSED_TAG:
+        tag = wire.receive_tag()
+        if tag is None or tag[0] == CLOSED_ID:
             wire.skip()
             channel.n_dropped += 1
             return None
-        slot = channel.receives(request_id)
-        if slot is not None:
-            return channel, slot, request_id, wire.receive_frame(slot.request)
-        n_bytes = wire.receive_frame(self._scratch)
-        if not self._is_ping(n_bytes):  # a ping about a request that is being worked on: its reply will do
+        if not channel.is_busy(tag[0]):
+            whole = channel.receive(wire, *tag)
+            return whole and (channel, *whole)
+        n_bytes = wire.receive_piece(self._scratch)
+        # A ping about a request that is being worked on needs no answer: its reply will do.
+        if tag[1] == 0 and not self._is_ping(n_bytes):
             channel.n_dropped += 1
-            n_bytes = write_error_frame(
-                self._header, self._error, request_id, ErrorCode.BUSY, "the slot still has a request"
-            )
-            wire.send(request_id, self._error[:n_bytes], routing_id)
+            self._send_error(routing_id, tag[0], ErrorCode.BUSY, "the slot still has a request")
         return None
 
     def _is_ping(self, n_bytes: int) -> bool:

@@ -1,7 +1,9 @@
-"""What both ends of the stream transport do with a ZeroMQ socket: options, message parts, waiting, waking.
+"""What both ends of the stream transport do with a ZeroMQ socket: options, pieces of frames, waiting, waking.
 
-A message is, after the routing id of the host, a tag (the request id, 8 bytes little-endian) and one frame. The tag
-goes first so that the frame can be received straight into the buffer of its slot; 0 says that the channel is closed.
+A frame travels in pieces of 256 KiB, each a message of its own: after the routing id of the host a tag (request id,
+offset and bytes of the whole frame) and the piece. Since the tag comes first, the piece is received straight into the
+buffer of its slot. A 16 MiB frame as one message takes five times as long, since nothing overlaps and every buffer on
+the way is new memory; and no peer can make ZeroMQ allocate more than a piece. Request id 0: the channel is closed.
 
 A ZeroMQ socket is not thread-safe, so its owner guards it with a lock held only for steps that do not block. A thread
 that waits does so without the lock on the socket's file descriptor, which signals only *changes*: whoever used the
@@ -21,14 +23,14 @@ import zmq
 
 from moeoffload.transport.base import ChannelSizes
 
-TAG: Final = struct.Struct("<Q")
-CLOSED_TAG: Final = 0
+TAG: Final = struct.Struct("<QII")
+CLOSED_ID: Final = 0
 ROUTING_ID_BYTES: Final = 32
-ZERO_COPY_BYTES: Final = 256 * 1024
-"""From here on a copy costs more than handing the buffer itself to ZeroMQ."""
+PIECE_BYTES: Final = 256 * 1024
+"""Whole pieces are sent from where they lie; copying the last, shorter one costs less than that would."""
 
-_SMALLEST_LIMIT_BYTES: Final = 4096
-"""The limit also holds for ZeroMQ's own handshake."""
+_QUEUED_IN: Final = 64
+"""Pieces from one peer that wait to be read; then TCP holds the peer back."""
 _HEARTBEAT_MS: Final = 5_000
 _DEAD_AFTER_MS: Final = 20_000
 _HANDSHAKE_MS: Final = 5_000
@@ -45,16 +47,16 @@ class FrameSocket:
     Nothing here blocks except ``wait``. The owner's lock is held for everything but ``wait`` and ``wake``.
     """
 
-    def __init__(self, kind: int, *, largest_bytes: int, n_queued: int) -> None:
-        """Makes the socket; larger messages than ``largest_bytes`` are refused by ZeroMQ before it allocates them."""
+    def __init__(self, kind: int, *, n_queued_out: int) -> None:
+        """Makes the socket; with ``n_queued_out`` pieces on their way to one peer, no more are taken."""
         context = zmq.Context(io_threads=1)
         self.socket = context.socket(kind)
         # Not IMMEDIATE: it would drop messages that have arrived but were not read when the connection broke.
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, max(largest_bytes, _SMALLEST_LIMIT_BYTES)),
-            (zmq.SNDHWM, n_queued),
-            (zmq.RCVHWM, n_queued),
+            (zmq.MAXMSGSIZE, PIECE_BYTES),  # a peer that sends more is cut off before anything is allocated
+            (zmq.SNDHWM, n_queued_out),
+            (zmq.RCVHWM, _QUEUED_IN),
             (zmq.IPV6, 1),
             (zmq.HEARTBEAT_IVL, _HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, _DEAD_AFTER_MS),
@@ -87,20 +89,20 @@ class FrameSocket:
         """
         return self.socket.recv_into(buffer, flags=_NOBLOCK)
 
-    def receive_tag(self) -> int | None:
-        """The tag of the message at hand; None if it has none, the message is then skipped.
+    def receive_tag(self) -> tuple[int, int, int] | None:
+        """Request id, offset and frame bytes of the message at hand; None if it has no tag, it is then skipped.
 
         Raises:
             zmq.Again: there is no message.
         """
         n_bytes = self.socket.recv_into(self._tag_in, flags=_NOBLOCK)
         if n_bytes == TAG.size and self.socket.getsockopt(zmq.RCVMORE):
-            return int(TAG.unpack(self._tag_in)[0])
+            return TAG.unpack(self._tag_in)  # type: ignore[return-value]
         self.skip()
         return None
 
-    def receive_frame(self, buffer: memoryview) -> int:
-        """The frame of the message at hand, cut to what fits; returns its true length. Further parts are skipped."""
+    def receive_piece(self, buffer: memoryview) -> int:
+        """The piece of the message at hand, cut to what fits; returns its true length. Further parts are skipped."""
         n_bytes = self.socket.recv_into(buffer, flags=_NOBLOCK)
         self.skip()
         return n_bytes
@@ -110,17 +112,20 @@ class FrameSocket:
         while self.socket.getsockopt(zmq.RCVMORE):
             self.socket.recv_into(self._nothing, flags=_NOBLOCK)
 
-    def send(self, tag: int, frame: memoryview | zmq.Frame, routing_id: bytes | None = None) -> bool:
-        """Sends a message; False if there is nobody to take it now. Only its first part can be refused."""
-        TAG.pack_into(self._tag_out, 0, tag)
-        try:
-            if routing_id is not None:
-                self.socket.send(routing_id, _MORE)
-            self.socket.send(self._tag_out, _MORE)
-        except zmq.ZMQError:  # EAGAIN, or EHOSTUNREACH for a routing id that is not connected
-            return False
-        self.socket.send(frame, _NOBLOCK, copy=not isinstance(frame, zmq.Frame))
-        return True
+    def send(self, request_id: int, frame: OutgoingFrame, n_bytes: int, routing_id: bytes | None, at: int = 0) -> int:
+        """Sends the first ``n_bytes`` of a frame, from byte ``at`` on; returns up to where they were taken."""
+        while at < n_bytes:
+            TAG.pack_into(self._tag_out, 0, request_id, at, n_bytes)
+            piece = frame.piece(at, n_bytes)
+            try:  # only the first part of a message can be refused
+                if routing_id is not None:
+                    self.socket.send(routing_id, _MORE)
+                self.socket.send(self._tag_out, _MORE)
+            except zmq.ZMQError:  # EAGAIN, or EHOSTUNREACH for a routing id that is not connected
+                return at
+            self.socket.send(piece, _NOBLOCK, copy=not isinstance(piece, zmq.Frame))
+            at += PIECE_BYTES
+        return n_bytes
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until something happens on the socket, ``wake`` is called or the time is over. One thread at a time.
@@ -153,25 +158,58 @@ def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], w
 
 
 class OutgoingFrame:
-    """One send buffer. Long frames are handed to ZeroMQ as they lie; the object for that is kept for the next time.
+    """A send buffer as pieces. The ZeroMQ objects of whole pieces are made once.
 
     The buffer must stay as it is until the other side has answered: then ZeroMQ has long finished with it.
     """
 
-    __slots__ = ("_buffer", "_frame", "_frame_bytes")
+    __slots__ = ("_buffer", "_pieces")
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
-        self._frame: zmq.Frame | None = None
-        self._frame_bytes = 0
+        self._pieces: list[zmq.Frame | None] = [None] * (len(buffer) // PIECE_BYTES)
 
-    def first(self, n_bytes: int) -> memoryview | zmq.Frame:
-        """The first ``n_bytes`` of the buffer, to be sent."""
-        if n_bytes < ZERO_COPY_BYTES:
-            return self._buffer[:n_bytes]
-        if self._frame is None or self._frame_bytes != n_bytes:
-            self._frame, self._frame_bytes = zmq.Frame(self._buffer[:n_bytes], copy=False), n_bytes
-        return self._frame
+    def piece(self, at: int, frame_bytes: int) -> memoryview | zmq.Frame:
+        """The piece at byte ``at`` of a frame of ``frame_bytes`` bytes."""
+        if frame_bytes - at < PIECE_BYTES:
+            return self._buffer[at:frame_bytes]
+        number = at // PIECE_BYTES
+        piece = self._pieces[number]
+        if piece is None:
+            piece = self._pieces[number] = zmq.Frame(self._buffer[at : at + PIECE_BYTES], copy=False)
+        return piece
+
+
+class IncomingFrame:
+    """A receive buffer into which a frame comes piece by piece, in order.
+
+    Attributes:
+        request_id: of the frame that is coming in.
+    """
+
+    __slots__ = ("_at", "_frame_bytes", "_pieces", "request_id")
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._pieces = [buffer[at : at + PIECE_BYTES] for at in range(0, len(buffer), PIECE_BYTES)]
+        self.request_id = 0
+        self._frame_bytes = self._at = 0
+
+    def expects(self, request_id: int, at: int, frame_bytes: int) -> memoryview | None:
+        """Where this piece goes; None if it is not the next one. The frame is known to fit."""
+        if at == 0:
+            self.request_id, self._frame_bytes, self._at = request_id, frame_bytes, 0
+        elif (request_id, at, frame_bytes) != (self.request_id, self._at, self._frame_bytes):
+            return None
+        return self._pieces[at // PIECE_BYTES] if at < frame_bytes else None
+
+    def took(self, n_bytes: int) -> bool | None:
+        """A piece of ``n_bytes`` was received: whether the frame is whole; None if the piece was too short or long."""
+        expected = min(PIECE_BYTES, self._frame_bytes - self._at)
+        self._at += PIECE_BYTES
+        if n_bytes != expected:
+            self._at = self._frame_bytes = 0  # no further piece fits this
+            return None
+        return self._at >= self._frame_bytes
 
 
 def slot_buffers(sizes: ChannelSizes) -> list[tuple[memoryview, memoryview]]:

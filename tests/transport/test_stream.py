@@ -17,7 +17,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moeoffload.errors import CapacityError, DeadlineError, ServerError
+from moeoffload.errors import CapacityError, DeadlineError, ProtocolError, ServerError
 from moeoffload.transport import (
     ChannelSizes,
     Deliver,
@@ -27,7 +27,7 @@ from moeoffload.transport import (
     open_channel,
     open_stream,
 )
-from moeoffload.transport.zmq_socket import TAG
+from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG, OutgoingFrame
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind
 
 from .conftest import both_ends
@@ -52,6 +52,15 @@ def frame(request_id: int, body: bytes = b"", kind: Kind = Kind.DISPATCH) -> byt
     data = bytearray(HEADER_BYTES)
     FrameHeader(kind, request_id=request_id, body_bytes=len(body)).pack_into(memoryview(data))
     return bytes(data) + body
+
+
+def message(request_id: int, body: bytes = b"", kind: Kind = Kind.DISPATCH) -> list[bytes]:
+    data = frame(request_id, body, kind)
+    return [TAG.pack(request_id, 0, len(data)), data]
+
+
+def outgoing(request_id: int) -> tuple[OutgoingFrame, int]:
+    return OutgoingFrame(memoryview(frame(request_id))), HEADER_BYTES
 
 
 def reply_to(dealer: zmq.Socket[bytes]) -> tuple[int, FrameHeader]:
@@ -96,7 +105,7 @@ def test_who_has_no_channel_is_dropped_and_counted(listener: StreamListener) -> 
     for stranger in (b"stranger", b"m" * 32, b"m" * 200, channel.routing_id[:-1]):
         before = listener.n_unknown
         with bare_dealer(listener.port, stranger) as dealer:
-            dealer.send_multipart([TAG.pack(4), frame(4)])
+            dealer.send_multipart(message(4))
             dealer.send_multipart([b"a", b"b", b"c" * 1000, b""])
             eventually(partial(_equals, listener, before + 2))
     assert channel.n_dropped == 0
@@ -116,23 +125,20 @@ def test_a_stranger_cannot_open_a_channel(listener: StreamListener) -> None:
 
 def test_wrong_messages_are_answered_with_the_reason(listener: StreamListener) -> None:
     channel = opened(listener)
-    tag = TAG.pack(5)
-    too_large = frame(5, b"x" * SIZES.request_bytes)
-    assert error_of(listener, channel, tag, too_large) == ErrorCode.CAPACITY
-    assert error_of(listener, channel, tag, b"short") == ErrorCode.BAD_FRAME
-    assert error_of(listener, channel, tag, b"") == ErrorCode.BAD_FRAME
-    assert error_of(listener, channel, tag, frame(5)[:-1]) == ErrorCode.BAD_FRAME
-    assert error_of(listener, channel, tag, frame(9)) == ErrorCode.BAD_FRAME
-    assert channel.n_dropped == 5
+    assert error_of(listener, channel, *message(5, b"x" * SIZES.request_bytes)) == ErrorCode.CAPACITY
+    assert error_of(listener, channel, TAG.pack(5, 0, 2**32 - 1), frame(5)) == ErrorCode.CAPACITY
+    for announced, data in ((5, b"short"), (0, b""), (64, b""), (64, frame(5)[:-1]), (64, frame(9)), (65, frame(5))):
+        assert error_of(listener, channel, TAG.pack(5, 0, announced), data) == ErrorCode.BAD_FRAME
+    assert channel.n_dropped == 8
     still_works(listener)
 
 
 def test_messages_without_an_id_are_dropped_and_counted(listener: StreamListener) -> None:
     channel = opened(listener)
     with bare_dealer(listener.port, channel.routing_id) as dealer:
-        for parts in ([b""], [TAG.pack(5)], [b"1234567", frame(5)], [b"123456789", frame(5)], [TAG.pack(0), frame(0)]):
+        for parts in ([b""], [TAG.pack(5, 0, 64)], [b"1234567", frame(5)], [bytes(17), frame(5)], message(0)):
             dealer.send_multipart(parts)
-        dealer.send_multipart([TAG.pack(7), frame(7), b"one part too many"])
+        dealer.send_multipart([*message(7), b"one part too many"])
         assert reply_to(dealer)[0] == 7
     assert channel.n_dropped == 5
 
@@ -141,17 +147,17 @@ def test_a_host_with_more_in_flight_than_slots_is_told_busy(listener: StreamList
     engine = OnDemand()
     channel = opened(listener, engine)
     with bare_dealer(listener.port, channel.routing_id) as dealer:
-        dealer.send_multipart([TAG.pack(4), frame(4, b"kept")])
+        dealer.send_multipart(message(4, b"kept"))
         taken = engine.take()
-        dealer.send_multipart([TAG.pack(8), frame(8, b"refused" * 100)])
+        dealer.send_multipart(message(8, b"refused" * 100))
         tag, header = reply_to(dealer)
         assert (tag, header.request_id, header.kind, header.code) == (8, 8, Kind.ERROR, ErrorCode.BUSY)
-        dealer.send_multipart([TAG.pack(4), frame(4, kind=Kind.PING)])
-        dealer.send_multipart([TAG.pack(12), frame(12)])
+        dealer.send_multipart(message(4, kind=Kind.PING))
+        dealer.send_multipart(message(12))
         assert reply_to(dealer)[0] == 12, "a ping about a request that is being worked on is not answered"
         echo(*taken)
-        assert dealer.recv_multipart() == [TAG.pack(4), frame(4, b"kept")]
-        dealer.send_multipart([TAG.pack(8), frame(8)])
+        assert dealer.recv_multipart() == message(4, b"kept")
+        dealer.send_multipart(message(8))
         engine.answer()
         assert reply_to(dealer)[0] == 8
 
@@ -160,7 +166,7 @@ def test_a_message_beyond_the_limit_never_gets_in(listener: StreamListener) -> N
     channel = opened(listener)
     with bare_dealer(listener.port, channel.routing_id) as dealer:
         dealer.setsockopt(zmq.RCVTIMEO, 100)
-        dealer.send_multipart([TAG.pack(4), bytes(LIMIT + 1)])
+        dealer.send_multipart([TAG.pack(4, 0, 2**30), bytes(PIECE_BYTES + 1)])
         with pytest.raises(zmq.Again):
             dealer.recv()
     assert channel.n_dropped == 0
@@ -170,6 +176,48 @@ def test_a_message_beyond_the_limit_never_gets_in(listener: StreamListener) -> N
 def test_a_channel_beyond_the_limit_is_refused(listener: StreamListener) -> None:
     with pytest.raises(CapacityError, match=f"at most {LIMIT}"):
         opened(listener, echo, ChannelSizes(1, LIMIT + 1, 64))
+
+
+def test_pieces_out_of_order_are_dropped_and_the_frame_can_start_again() -> None:
+    large = StreamListener(max_request_bytes=2 * PIECE_BYTES)
+    channel = opened(large, echo, ChannelSizes(2, 2 * PIECE_BYTES, 2 * PIECE_BYTES))
+    data = frame(4, os.urandom(PIECE_BYTES))
+    first, rest = data[:PIECE_BYTES], data[PIECE_BYTES:]
+    with bare_dealer(large.port, channel.routing_id) as dealer:
+        for request_id, at, n_bytes, piece in (
+            (4, PIECE_BYTES, len(data), rest),
+            (4, 0, len(data), first),
+            (4, 100, len(data), rest),
+            (2, PIECE_BYTES, len(data), rest),
+            (4, PIECE_BYTES, len(data) + 1, rest),
+            (4, 2**32 - 1, len(data), rest),
+        ):
+            dealer.send_multipart([TAG.pack(request_id, at, n_bytes), piece])
+        dealer.send_multipart([TAG.pack(4, 0, len(data)), first])
+        dealer.send_multipart([TAG.pack(4, PIECE_BYTES, len(data)), rest])
+        pieces = [dealer.recv_multipart() for _ in range(2)]
+        assert pieces == [[TAG.pack(4, 0, len(data)), first], [TAG.pack(4, PIECE_BYTES, len(data)), rest]]
+        assert channel.n_dropped == 5
+        dealer.send_multipart([TAG.pack(4, 0, len(data)), first])
+        dealer.send_multipart([TAG.pack(4, PIECE_BYTES, len(data)), rest + b"too long"])
+        assert reply_to(dealer)[1].code == ErrorCode.BAD_FRAME
+    large.close()
+
+
+@pytest.mark.parametrize(("announced", "data"), [(0, b""), (63, bytes(63)), (64, b""), (2**32 - 1, bytes(64))])
+def test_a_reply_of_an_impossible_length_is_an_error(listener: StreamListener, announced: int, data: bytes) -> None:
+    engine = OnDemand()
+    channel = opened(listener, engine)
+    host = open_channel(channel.offer, host="127.0.0.1", timeout_s=SOON_S)
+    slot = host.acquire(SOON_S)
+    request_id = send(host, slot)
+    engine.take()
+    with listener._using:
+        listener._wire.socket.send_multipart([channel.routing_id, TAG.pack(request_id, 0, announced), data])
+    with pytest.raises(ProtocolError, match="bytes; a slot takes"):
+        host.wait(slot, SOON_S)
+    host.release(slot)
+    host.close()
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -182,7 +230,7 @@ def test_any_messages_leave_a_channel_usable(
         for parts in messages:
             dealer.send_multipart(parts)
     with bare_dealer(listener.port, channel.routing_id) as dealer:
-        dealer.send_multipart([TAG.pack(2**64 - 2), frame(2**64 - 2, b"well")])
+        dealer.send_multipart(message(2**64 - 2, b"well"))
         while True:
             tag, header = reply_to(dealer)
             if tag == 2**64 - 2:
@@ -229,7 +277,7 @@ def test_replies_that_nobody_asked_for_are_dropped_and_counted(listener: StreamL
         server = ends.server
         assert isinstance(server, StreamServerEnd)
         for tag in (1, 4, 9, 2**64 - 1):
-            server._listener.send(server.routing_id, tag, memoryview(frame(tag)))
+            server._listener.send(server.routing_id, tag, *outgoing(tag))
         assert call(ends.host, b"mine") == b"mine"
         assert ends.host.n_stale == 4
 
@@ -290,7 +338,7 @@ def test_a_slot_whose_reply_was_lost_with_the_connection_comes_back(listener: St
     send(host, slot)
     taken_channel, taken = engine.take()
     proxy.cut()
-    eventually(lambda: not listener.send(channel.routing_id, 99, memoryview(frame(99))))
+    eventually(lambda: not listener.send(channel.routing_id, 99, *outgoing(99)))
     echo(taken_channel, taken)
     assert channel.n_dropped == 1
     with pytest.raises(DeadlineError):
@@ -312,7 +360,7 @@ def test_what_is_sent_while_disconnected_arrives_later(listener: StreamListener,
     offer = replace(channel.offer, parameters=channel.offer.parameters | {"port": str(proxy.port)})
     host = open_channel(offer, host="127.0.0.1", timeout_s=SOON_S)
     proxy.cut()
-    eventually(lambda: not listener.send(channel.routing_id, 99, memoryview(frame(99))))
+    eventually(lambda: not listener.send(channel.routing_id, 99, *outgoing(99)))
     slot = host.acquire(SOON_S)
     request_id = send(host, slot, b"patience")
     with pytest.raises(DeadlineError):
@@ -344,7 +392,7 @@ def test_a_send_that_nobody_takes_ends(listener: StreamListener, proxy: Proxy, m
     channel = opened(listener)
     host = open_channel(channel.offer, host="127.0.0.1", timeout_s=SOON_S)
     monkeypatch.setattr("moeoffload.transport.stream.SEND_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("moeoffload.transport.zmq_socket.FrameSocket.send", lambda *args: False)
+    monkeypatch.setattr("moeoffload.transport.zmq_socket.FrameSocket.send", lambda *args: 0)
     slot = host.acquire(SOON_S)
     with pytest.raises(ServerError, match="has taken nothing"):
         send(host, slot)
