@@ -1,0 +1,243 @@
+"""One layer's experts, prepared once, computed many times."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+from moeoffload.kernels import words
+from moeoffload.kernels.grouped import GroupedKernel
+from moeoffload.kernels.layout import ExpertsLayout, lay_out, n_experts_of, why_not
+from moeoffload.kernels.program import experts_program, row_dtype
+from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
+
+KernelChoice = Literal["auto", "tiled", "grouped"]
+
+_ITEM_ROWS: Final = 32
+# Waking another thread costs some microseconds, in which one core reads this much.
+_BYTES_PER_THREAD: Final = 1 << 18
+
+
+class LayerKernels:
+    """Computes the weighted sum of one layer's routed experts. Made by `prepare_layer`.
+
+    Attributes:
+        n_experts: experts held; slots are -1 to n_experts - 1.
+        hidden: elements of a row.
+        dtype: the compute dtype.
+        falls_back: why only the grouped kernel serves this layer; None if the tiled one does.
+    """
+
+    n_experts: int
+    hidden: int
+    dtype: torch.dtype
+    falls_back: str | None
+
+    def __init__(self, experts: nn.Module, workspace: KernelWorkspace, kernel: KernelChoice) -> None:
+        module: Any = experts
+        self._experts = module
+        self._workspace = workspace
+        self._grouped = GroupedKernel()
+        self.falls_back = "chosen" if kernel == "grouped" else why_not(experts)
+        if kernel == "tiled" and self.falls_back:
+            raise ValueError(f"these experts cannot be computed by the tiled kernel: {self.falls_back}")
+        self.n_experts = n_experts_of(experts)
+        self.dtype = module.down_proj.dtype
+        self.hidden = module.down_proj.shape[-1 if module.is_transposed else -2]
+        if self.falls_back is None:
+            self._tiled = TiledExperts(experts, lay_out(experts))
+
+    def kernel_for(self, n_rows: int) -> str:
+        """Name of the kernel that serves a call of ``n_rows`` rows."""
+        del n_rows
+        return "grouped" if self.falls_back else "tiled"
+
+    def reserve(self, max_rows: int, top_k: int) -> None:
+        """Makes the workspace large enough for calls of up to ``max_rows`` rows."""
+        if self.falls_back is None:
+            for n_rows in (1, max_rows):
+                self._workspace.arena(self._tiled.shape, n_rows, top_k)
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        workspace: KernelWorkspace | None = None,
+    ) -> None:
+        """Runs rows through their experts.
+
+        Args:
+            rows: (n, hidden) in the compute dtype.
+            slots: (n, top_k) int64, the expert of each route; -1 where it is not held here: adds nothing.
+            weights: (n, top_k) float32, or the compute dtype: then each expert's weighted output is rounded to it, as
+                transformers does.
+            out: (n, hidden) float32, contiguous: for each row the weighted sum over its experts, added in the order of
+                its slots. Overwritten.
+            workspace: another one than the layer was prepared with, for calls from another thread.
+
+        Raises:
+            IndexError: a slot below -1 or above the last expert; ``out`` is not written.
+            ValueError: shapes or dtypes that do not fit.
+        """
+        self._check(rows, slots, weights, out)
+        if not slots.numel():
+            out.zero_()
+        elif self.falls_back:
+            out.copy_(self._grouped(self._experts, rows, slots, weights))
+        else:
+            self._tiled.run(rows, slots, weights, out, workspace or self._workspace)
+
+    def _check(self, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        shape = (slots.shape[0], self.hidden)
+        if rows.shape != shape or out.shape != shape or weights.shape != slots.shape:
+            raise ValueError(
+                f"rows {tuple(rows.shape)}, slots {tuple(slots.shape)}, weights {tuple(weights.shape)}, "
+                f"out {tuple(out.shape)}: expected (n, {self.hidden}), (n, top_k), (n, top_k), (n, {self.hidden})"
+            )
+        dtypes = (rows.dtype, slots.dtype, weights.dtype, out.dtype)
+        if dtypes not in (
+            (self.dtype, torch.int64, torch.float32, torch.float32),
+            (self.dtype, torch.int64, self.dtype, torch.float32),
+        ):
+            raise ValueError(f"dtypes of rows, slots, weights, out are {dtypes}; the compute dtype is {self.dtype}")
+        if not out.is_contiguous():
+            raise ValueError("out is not contiguous")
+
+
+class TiledExperts:
+    """The compiled program with the weights of one layer. Holds no buffers: those are the workspace's."""
+
+    def __init__(self, experts: nn.Module, layout: ExpertsLayout) -> None:
+        self._experts: Any = experts
+        self._layout = layout
+        self._dtype = layout.up.dtype
+        self._row_dtype = row_dtype(self._dtype)
+        self._program = experts_program(self._dtype)
+        n_experts, up_columns, hidden = layout.up.shape
+        inter = layout.down.shape[2]
+        self.shape = LayerShape(
+            n_experts,
+            hidden,
+            inter,
+            up_columns,
+            self._dtype.itemsize,
+            self._row_dtype.itemsize,
+            converts_rows=self._row_dtype != self._dtype,
+        )
+        self._block = (ctypes.c_int64 * words.LAYER_WORDS)(
+            n_experts,
+            hidden,
+            inter,
+            up_columns,
+            layout.up.data_ptr(),
+            layout.up_bias.data_ptr() if layout.up_bias is not None else 0,
+            layout.down.data_ptr(),
+            layout.down_bias.data_ptr() if layout.down_bias is not None else 0,
+        )
+        self._block_address = ctypes.addressof(self._block)
+        self._expert_bytes = (up_columns + inter) * hidden * self._dtype.itemsize
+        self._is_fused = layout.fuses_activation and not self._experts.has_post_expert_norm
+
+    def run(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        workspace: KernelWorkspace,
+    ) -> None:
+        """See `LayerKernels`; everything has been checked but the slots."""
+        n_rows, top_k = slots.shape
+        arena = workspace.arena(self.shape, n_rows, top_k)
+        rows, slots, weights = rows.contiguous(), slots.contiguous(), weights.contiguous()
+        call, buffers = arena.call, arena.buffers
+        call[words.LAYER] = self._block_address
+        call[words.ROWS] = rows.data_ptr()
+        call[words.SLOTS] = slots.data_ptr()
+        call[words.WEIGHTS] = weights.data_ptr()
+        call[words.OUT] = out.data_ptr()
+        call[words.N_ROWS] = n_rows
+        call[words.TOP_K] = top_k
+        call[words.WEIGHTS_ARE_F32] = weights.dtype == torch.float32
+        call[words.PLAN] = buffers[words.PLAN].data_ptr()
+        call[words.UP] = call[words.DOWN] = buffers[words.UP].data_ptr()
+        call[words.ACTIVATED] = buffers[words.ACTIVATED].data_ptr()
+        call[words.OPERANDS] = buffers[words.OPERANDS].data_ptr() if self.shape.converts_rows else call[words.ROWS]
+        n_threads = self._threads(n_rows * top_k)
+        if self._is_fused:
+            if n_threads == 1:
+                self._phases(arena, words.PLAN_PHASE | words.COMPUTE_PHASES, 1)
+            else:
+                self._phases(arena, words.PLAN_PHASE, 1)
+                self._phases(arena, words.COMPUTE_PHASES, n_threads)
+        else:
+            self._run_with_torch(arena, n_threads)
+
+    def _threads(self, n_routes: int) -> int:
+        n_threads = torch.get_num_threads()
+        if n_threads == 1:
+            return 1
+        n_bytes = min(n_routes, self.shape.n_experts) * self._expert_bytes
+        return max(1, min(n_threads, n_bytes // _BYTES_PER_THREAD))
+
+    def _phases(self, arena: Arena, phases: int, n_threads: int) -> None:
+        call = arena.call
+        call[words.PHASES] = phases
+        if n_threads == 1:
+            call[words.BARRIER] = 0
+            call[words.ITEM_ROWS] = 1 << 30
+            self._program.run(arena.address)
+        else:
+            call[words.BARRIER] = self._program.barrier
+            call[words.ITEM_ROWS] = _ITEM_ROWS
+            self._program.run_threaded(arena.address, n_threads)
+        if call[words.BAD_ROUTE] >= 0:
+            raise IndexError(f"route {call[words.BAD_ROUTE]}: its slot is not in -1..{self.shape.n_experts - 1}")
+
+    def _run_with_torch(self, arena: Arena, n_threads: int) -> None:
+        """The module's own activation, gate or norm between the products, in torch."""
+        module, shape, call = self._experts, self.shape, arena.call
+        self._phases(arena, words.PLAN_PHASE, 1)
+        n_present = ctypes.c_int32.from_address(call[words.PLAN]).value
+        if n_present == 0:
+            self._phases(arena, words.SUM_PHASE, 1)
+            return
+        self._phases(arena, words.UP_PHASE, n_threads)
+        values = arena.matrix(words.UP, (n_present, shape.up_columns), self._dtype)
+        values = module._apply_gate(values) if module.has_gate else module.act_fn(values)
+        activated = values.to(self._row_dtype).contiguous()
+        call[words.ACTIVATED] = activated.data_ptr()
+        if not module.has_post_expert_norm:
+            self._phases(arena, words.DOWN_PHASE | words.SUM_PHASE, n_threads)
+            return
+        self._phases(arena, words.DOWN_PHASE, n_threads)
+        values = module.post_expert_norm(arena.matrix(words.UP, (n_present, shape.hidden), self._dtype)).contiguous()
+        call[words.DOWN] = values.data_ptr()
+        self._phases(arena, words.SUM_PHASE, 1)
+
+
+def prepare_layer(
+    experts: nn.Module, workspace: KernelWorkspace | None = None, kernel: KernelChoice = "auto"
+) -> LayerKernels:
+    """Does once what a layer's calls share: reads the module's layout, compiles or loads the program.
+
+    Args:
+        experts: the model's own experts class, on its device, with final weights: addresses are kept, so parameters
+            may be changed in place but not replaced. Weights stored (in, out) are transposed in their own memory; the
+            parameters' shapes and values stay.
+        workspace: shared by the layers that one thread calls; a new one if not given.
+        kernel: ``auto`` takes the tiled kernel wherever it can; ``grouped`` is transformers' ``grouped_mm`` bit by bit.
+    """
+    return LayerKernels(experts, workspace or KernelWorkspace(), kernel)
+
+
+def warm_up(dtypes: Iterable[torch.dtype] = (torch.bfloat16,)) -> None:
+    """Compiles the programs for these compute dtypes, or loads them from the on-disk cache. Any thread may call it."""
+    for dtype in dtypes:
+        experts_program(dtype)

@@ -1,0 +1,98 @@
+"""What an experts module looks like to the kernels: read from its flags and parameters, never from its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import SiLUActivation
+from transformers.integrations import moe
+
+from moeoffload.kernels.program import COMPUTE_DTYPES
+from moeoffload.kernels.vector_ir import WEIGHT_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsLayout:
+    """Weights of a module in the layout of the tile: (n_experts, out, in), contiguous, on the CPU."""
+
+    up: torch.Tensor
+    up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+    fuses_activation: bool
+    """Whether the activation is silu(gate) * up on [gate | up], which the program computes itself."""
+
+
+def n_experts_of(experts: nn.Module) -> int:
+    """Number of experts that the module holds."""
+    return _up(experts).shape[0]
+
+
+def why_not(experts: nn.Module) -> str | None:
+    """Why the module's products cannot be computed by the compiled program; None if they can."""
+    module: Any = experts
+    up, down = _up(module), module.down_proj
+    if up.device.type != "cpu":
+        return f"device {up.device.type}"
+    if up.dtype not in COMPUTE_DTYPES or down.dtype != up.dtype:
+        return f"dtype {up.dtype}"
+    if up.dim() != 3 or down.dim() != 3:
+        return f"weights of {up.dim()} dimensions"
+    if min(_rows_first(up, module).shape[1:] + _rows_first(down, module).shape[1:]) < WEIGHT_ROWS:
+        return f"a matrix with fewer than {WEIGHT_ROWS} rows or columns"
+    return None
+
+
+def lay_out(experts: nn.Module) -> ExpertsLayout:
+    """Reads the module; weights stored (in, out) are transposed in their own memory, once.
+
+    The parameters keep their shapes and values, only their strides change: whatever else uses the module goes on as
+    before. Beside the weights one matrix of one expert is held.
+    """
+    module: Any = experts
+    up_name = "gate_up_proj" if module.has_gate else "up_proj"
+    bias = module.has_bias
+    return ExpertsLayout(
+        up=_contiguous_rows(module, up_name),
+        up_bias=getattr(module, f"{up_name}_bias").detach().contiguous() if bias else None,
+        down=_contiguous_rows(module, "down_proj"),
+        down_bias=module.down_proj_bias.detach().contiguous() if bias else None,
+        fuses_activation=_is_gated_silu(module),
+    )
+
+
+def _up(module: Any) -> torch.Tensor:
+    return module.gate_up_proj if module.has_gate else module.up_proj
+
+
+def _rows_first(weight: torch.Tensor, module: Any) -> torch.Tensor:
+    return weight.transpose(-2, -1) if module.is_transposed else weight
+
+
+def _contiguous_rows(module: Any, name: str) -> torch.Tensor:
+    parameter = getattr(module, name)
+    weight = _rows_first(parameter.detach(), module)
+    if weight.is_contiguous():
+        return weight
+    if not parameter.is_contiguous():
+        weight = weight.contiguous()
+    else:
+        stored = parameter.detach()
+        weight = stored.view(weight.shape)
+        for expert in range(weight.shape[0]):
+            weight[expert].copy_(stored[expert].t().contiguous())
+    parameter.data = weight.transpose(-2, -1) if module.is_transposed else weight
+    return weight
+
+
+def _is_gated_silu(module: Any) -> bool:
+    default_gate = getattr(type(module)._apply_gate, "__func__", type(module)._apply_gate) is moe._default_apply_gate
+    return bool(
+        module.has_gate
+        and default_gate
+        and "_apply_gate" not in vars(module)
+        and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))
+    )

@@ -1,0 +1,204 @@
+"""The compiled experts program: its call block, its two entries, compiling, the on-disk cache, threads.
+
+An entry is a C function of one address, that of a call block of int64 words. Python fills the words and calls; nothing
+is boxed or checked on the way, and the same function is what every thread of torch's own pool runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numba
+import numpy as np
+import torch
+from numba import types
+
+from moeoffload.kernels import words
+from moeoffload.kernels.phases import (
+    convert,
+    make_plan,
+    project,
+    silu_times_up,
+    view,
+    weighted_sum,
+)
+from moeoffload.kernels.vector_ir import call_address, has_bf16_dot
+
+logger = logging.getLogger(__name__)
+
+
+def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable[[int], None]:
+    def experts_entry(address: int) -> None:
+        # Closure values are part of numba's cache key, other files' contents are not.
+        _ = stamp
+        call = view(address, np.int64, words.CALL_WORDS)
+        layer = view(call[words.LAYER], np.int64, words.LAYER_WORDS)
+        n_experts, hidden, inter = layer[words.N_EXPERTS], layer[words.HIDDEN], layer[words.INTER]
+        up_columns = layer[words.UP_COLUMNS]
+        n_rows, top_k, phases = call[words.N_ROWS], call[words.TOP_K], call[words.PHASES]
+        n_routes = n_rows * top_k
+        counters = address + np.int64(words.COUNTERS * 8)
+        item_rows = call[words.ITEM_ROWS]
+        barrier = call[words.BARRIER]
+        plan = view(call[words.PLAN], np.int32, n_routes * 3 + n_experts * 3 + 17)
+        operands = view(call[words.OPERANDS], row_type, n_rows * hidden)
+        up = view(call[words.UP], weight_type, n_routes * up_columns)
+        activated = view(call[words.ACTIVATED], row_type, n_routes * inter)
+        down = view(call[words.DOWN], weight_type, n_routes * hidden)
+
+        if phases & words.PLAN_PHASE:
+            for counter in range(4):
+                call[words.COUNTERS + counter * words.COUNTER_WORDS] = 0
+            call[words.BAD_ROUTE] = make_plan(view(call[words.SLOTS], np.int64, n_routes), top_k, n_experts, plan)
+            if call[words.BAD_ROUTE] >= 0:
+                return
+            if call[words.OPERANDS] != call[words.ROWS]:
+                convert(view(call[words.ROWS], weight_type, n_rows * hidden), operands)
+        if phases & words.UP_PHASE:
+            weights = view(layer[words.UP_WEIGHT], weight_type, n_experts * up_columns * hidden)
+            bias = view(layer[words.UP_BIAS], weight_type, n_experts * up_columns)
+            mode = 2 if layer[words.UP_BIAS] != 0 else 0
+            project(
+                plan,
+                n_experts,
+                n_routes,
+                weights,
+                up_columns,
+                hidden,
+                operands,
+                False,
+                bias,
+                mode,
+                up,
+                item_rows,
+                counters,
+            )
+        if phases & words.ACTIVATE_PHASE:
+            if barrier:
+                call_address(barrier)
+            silu_times_up(plan, inter, up, activated, counters + 64)
+        if phases & words.DOWN_PHASE:
+            if barrier:
+                call_address(barrier)
+            weights = view(layer[words.DOWN_WEIGHT], weight_type, n_experts * hidden * inter)
+            bias = view(layer[words.DOWN_BIAS], weight_type, n_experts * hidden)
+            mode = 2 if layer[words.DOWN_BIAS] != 0 else 0
+            project(
+                plan,
+                n_experts,
+                n_routes,
+                weights,
+                hidden,
+                inter,
+                activated,
+                True,
+                bias,
+                mode,
+                down,
+                item_rows,
+                counters + 128,
+            )
+        if phases & words.SUM_PHASE:
+            if barrier:
+                call_address(barrier)
+            out = view(call[words.OUT], np.float32, n_rows * hidden)
+            if call[words.WEIGHTS_ARE_F32]:
+                route_weights = view(call[words.WEIGHTS], np.float32, n_routes)
+                weighted_sum(plan, n_experts, n_rows, top_k, hidden, down, route_weights, False, out, counters + 192)
+            else:
+                rounded = view(call[words.WEIGHTS], weight_type, n_routes)
+                weighted_sum(plan, n_experts, n_rows, top_k, hidden, down, rounded, True, out, counters + 192)
+
+    return experts_entry
+
+
+# compute dtype -> numba element type of weights (see vector_ir)
+_WEIGHT_TYPES: Final = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
+COMPUTE_DTYPES: Final = frozenset(_WEIGHT_TYPES)
+
+
+def row_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the products read rows: bfloat16 where the CPU multiplies it, else float32."""
+    return dtype if dtype == torch.bfloat16 and has_bf16_dot() else torch.float32
+
+
+class Program:
+    """A compiled entry. ``run`` releases the interpreter lock."""
+
+    def __init__(self, make_entry: Callable[..., Callable[[int], None]], dtype: torch.dtype) -> None:
+        entry = make_entry(_WEIGHT_TYPES[dtype], _WEIGHT_TYPES[row_dtype(dtype)], _stamp())
+        self._compiled = _compile(entry)
+        self.address = self._compiled.address
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+        self._team = _team()
+
+    def run(self, block: int) -> None:
+        """Runs the phases of the call block at an address in this thread."""
+        self._call(block)
+
+    def run_threaded(self, block: int, n_threads: int) -> None:
+        """Runs them in ``n_threads`` threads of torch's own pool; without one, in this thread."""
+        if self._team is None:
+            self._call(block)
+        else:
+            self._team.parallel(self.address, block, n_threads, 0)
+
+    @property
+    def barrier(self) -> int:
+        """Address of the function at which the threads of a team wait for each other; 0 if there are no teams."""
+        return self._team.barrier if self._team is not None else 0
+
+
+class _Team:
+    """The OpenMP runtime that torch has loaded."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.parallel: Any = library.GOMP_parallel
+        self.parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        self.parallel.restype = None
+        self.barrier = ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value or 0
+
+
+@functools.cache
+def _team() -> _Team | None:
+    """Threads that wait in another pool would fight with torch's for cores, so this shares torch's."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+        for path in dict.fromkeys(re.findall(r"(/\S*/lib(?:gomp|omp|iomp5)\b\S*\.so\S*)", maps)):
+            return _Team(ctypes.CDLL(path))
+    except (OSError, AttributeError) as error:
+        logger.info("kernels use one thread: %s", error)
+    return None
+
+
+@functools.cache
+def experts_program(dtype: torch.dtype) -> Program:
+    """The experts program for a compute dtype; compiled, or loaded from the on-disk cache, when first asked for."""
+    return Program(_make_experts_entry, dtype)
+
+
+def _compile(entry: Callable[[int], None]) -> Any:
+    signature = types.void(types.int64)
+    try:
+        return numba.cfunc(signature, nopython=True, cache=True)(entry)
+    except RuntimeError as error:
+        # numba found no folder for its cache that can be written.
+        logger.info("compiled kernels are not kept on disk: %s", error)
+        return numba.cfunc(signature, nopython=True)(entry)
+
+
+@functools.cache
+def _stamp() -> int:
+    """Changes with any file the compiled code is made from; numba itself looks at one only."""
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
+    for name in ("vector_ir.py", "phases.py", "program.py", "words.py"):
+        digest.update((folder / name).read_bytes())
+    return int.from_bytes(digest.digest()[:7], "little")

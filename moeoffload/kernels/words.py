@@ -1,0 +1,67 @@
+"""Words of the blocks through which Python and the compiled programs talk: int64 each, addresses included.
+
+Addresses are of contiguous memory. "Positions" are routes sorted by expert.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# A call block.
+LAYER: Final = 0
+"""Address of the layer block."""
+ROWS: Final = 1
+"""(n_rows, hidden) compute dtype."""
+SLOTS: Final = 2
+"""(n_rows, top_k) int64."""
+WEIGHTS: Final = 3
+"""(n_rows, top_k) float32 or compute dtype."""
+OUT: Final = 4
+"""(n_rows, hidden) float32."""
+N_ROWS: Final = 5
+TOP_K: Final = 6
+WEIGHTS_ARE_F32: Final = 7
+PHASES: Final = 8
+"""Sum of the phases to run, see below."""
+BARRIER: Final = 9
+"""Address of a function at which all threads of the team wait for each other; 0 with one thread."""
+ITEM_ROWS: Final = 10
+"""Weight rows of one item of the projections."""
+PLAN: Final = 11
+UP: Final = 12
+"""(positions, up_columns) compute dtype."""
+ACTIVATED: Final = 13
+"""(positions, inter) row dtype."""
+DOWN: Final = 14
+"""(positions, hidden) compute dtype; may be the memory of UP."""
+OPERANDS: Final = 15
+"""(n_rows, hidden) row dtype: the rows themselves if they have it."""
+BAD_ROUTE: Final = 16
+"""Written by the plan: -1, or a route whose slot does not exist."""
+COUNTERS: Final = 24
+"""Counters of claimed items, one cache line per phase."""
+COUNTER_WORDS: Final = 8
+CALL_WORDS: Final = 56
+
+# A layer block.
+N_EXPERTS: Final = 0
+HIDDEN: Final = 1
+INTER: Final = 2
+UP_COLUMNS: Final = 3
+UP_WEIGHT: Final = 4
+"""(n_experts, up_columns, hidden)."""
+UP_BIAS: Final = 5
+"""(n_experts, up_columns), or 0."""
+DOWN_WEIGHT: Final = 6
+"""(n_experts, hidden, inter)."""
+DOWN_BIAS: Final = 7
+"""(n_experts, hidden), or 0."""
+LAYER_WORDS: Final = 8
+
+# Phases.
+PLAN_PHASE: Final = 1
+UP_PHASE: Final = 2
+ACTIVATE_PHASE: Final = 4
+DOWN_PHASE: Final = 8
+SUM_PHASE: Final = 16
+COMPUTE_PHASES: Final = UP_PHASE | ACTIVATE_PHASE | DOWN_PHASE | SUM_PHASE

@@ -1,0 +1,95 @@
+"""Memory that kernels work in, made once per shape class and shared by all layers that one thread runs."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from moeoffload.kernels import words
+from moeoffload.kernels.phases import plan_words
+
+SMALL_ROWS: Final = 16
+"""Calls of at most this many rows are decode- or verify-shaped."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a layer needs of a workspace. Item sizes in bytes; ``row_item_bytes`` is that of operands of products."""
+
+    n_experts: int
+    hidden: int
+    inter: int
+    up_columns: int
+    item_bytes: int
+    row_item_bytes: int
+    converts_rows: bool
+
+
+@dataclass(slots=True, eq=False)
+class Arena:
+    """Buffers of one shape class, and the call block that names them."""
+
+    call: ctypes.Array[ctypes.c_int64] = field(default_factory=(ctypes.c_int64 * words.CALL_WORDS))
+    buffers: dict[int, torch.Tensor] = field(default_factory=dict)
+    # Most routes that the buffers are large enough for, by shape.
+    fits: dict[LayerShape, int] = field(default_factory=dict)
+    n_created: int = 0
+
+    def reserve(self, shape: LayerShape, n_rows: int, n_routes: int) -> None:
+        """Makes the buffers large enough for a call of ``n_routes`` routes of ``n_rows`` rows."""
+        n_bytes = {
+            words.PLAN: plan_words(shape.n_experts, n_routes) * 4,
+            words.UP: n_routes * max(shape.up_columns, shape.hidden) * shape.item_bytes,
+            words.ACTIVATED: n_routes * shape.inter * shape.row_item_bytes,
+            words.OPERANDS: n_rows * shape.hidden * shape.row_item_bytes if shape.converts_rows else 0,
+        }
+        for word, size in n_bytes.items():
+            old = self.buffers.get(word)
+            if old is None or old.numel() < size:
+                self.buffers[word] = torch.empty(size, dtype=torch.uint8)
+                self.n_created += 1
+        self.fits[shape] = max(n_routes, self.fits.get(shape, 0))
+
+    @property
+    def address(self) -> int:
+        """Of the call block."""
+        return ctypes.addressof(self.call)
+
+    def matrix(self, word: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """The beginning of a buffer as a matrix."""
+        n_bytes = shape[0] * shape[1] * dtype.itemsize
+        return self.buffers[word][:n_bytes].view(dtype).view(shape)
+
+
+class KernelWorkspace:
+    """The arenas of one thread: one for decode- and verify-shaped calls, one for prefill-shaped ones.
+
+    Any number of layers may share it, calls may not overlap. Buffers grow with the largest call or
+    `LayerKernels.reserve` and are never given back.
+    """
+
+    def __init__(self) -> None:
+        self._small = Arena()
+        self._large = Arena()
+
+    @property
+    def n_created(self) -> int:
+        """Buffers made so far."""
+        return self._small.n_created + self._large.n_created
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held."""
+        return sum(buffer.numel() for arena in (self._small, self._large) for buffer in arena.buffers.values())
+
+    def arena(self, shape: LayerShape, n_rows: int, top_k: int) -> Arena:
+        """The arena for a call, large enough for it."""
+        is_small = n_rows <= SMALL_ROWS
+        arena = self._small if is_small else self._large
+        if arena.fits.get(shape, -1) < n_rows * top_k:
+            rows = SMALL_ROWS if is_small else n_rows
+            arena.reserve(shape, rows, rows * top_k)
+        return arena
