@@ -49,6 +49,8 @@ class PooledHostChannel(HostChannel):
         self._free_slots = list(reversed(slots))
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
+        self._line: list[object] = []
+        """One ticket per thread that waits for a slot: first come, first served, or one thread could wait forever."""
         self._n_abandoned = 0
         self._n_inside = 0
         """Threads inside ``send`` or ``wait``, which use what the transport frees on close."""
@@ -92,22 +94,32 @@ class PooledHostChannel(HostChannel):
     def acquire(self, timeout_s: float) -> HostSlot:
         """See `HostChannel.acquire`."""
         deadline = perf_counter() + timeout_s
-        while True:
-            if self._n_abandoned:
-                self._collect_late()
-            with self._lock:
-                self._check_open()
-                if self._free_slots:
-                    slot = self._free_slots.pop()  # the last one released: its buffers are still in the cache
-                    self._states[slot.index] = SlotState.HELD
-                    return slot
-                left_s = deadline - perf_counter()
-                if left_s <= 0:
-                    raise DeadlineError(
-                        f"{self.name}: none of {len(self.slots)} slots came free within {timeout_s:g} s "
-                        f"({self._n_abandoned} wait for a late reply)"
-                    )
-                self._released.wait(min(left_s, LATE_POLL_S if self._n_abandoned else CLOSE_POLL_S))
+        ticket: object | None = None
+        try:
+            while True:
+                if self._n_abandoned:
+                    self._collect_late()
+                with self._lock:
+                    self._check_open()
+                    if self._free_slots and (not self._line or self._line[0] is ticket):
+                        slot = self._free_slots.pop()  # the last one released: its buffers are still in the cache
+                        self._states[slot.index] = SlotState.HELD
+                        return slot
+                    left_s = deadline - perf_counter()
+                    if left_s <= 0:
+                        raise DeadlineError(
+                            f"{self.name}: none of {len(self.slots)} slots came free within {timeout_s:g} s "
+                            f"({self._n_abandoned} wait for a late reply)"
+                        )
+                    if ticket is None:
+                        ticket = object()
+                        self._line.append(ticket)
+                    self._released.wait(min(left_s, LATE_POLL_S if self._n_abandoned else CLOSE_POLL_S))
+        finally:
+            if ticket is not None:
+                with self._lock:
+                    self._line.remove(ticket)
+                    self._released.notify_all()
 
     def next_id(self, slot: HostSlot) -> int:
         """See `HostChannel.next_id`."""
@@ -213,7 +225,7 @@ class PooledHostChannel(HostChannel):
     def _set_free(self, slot: HostSlot) -> None:
         self._states[slot.index] = SlotState.FREE
         self._free_slots.append(slot)
-        self._released.notify()
+        self._released.notify_all()
 
     def _abandon(self, slot: HostSlot) -> None:
         with self._lock:

@@ -176,6 +176,27 @@ def test_acquire_waits_for_a_release(open_ends: OpenEnds) -> None:
         assert waiting.result(SOON_S) is slot
 
 
+def test_slots_go_to_who_waits_longest(open_ends: OpenEnds) -> None:
+    host = open_ends(sizes=ChannelSizes(1, 128, 128)).host
+    order: list[int] = []
+
+    def acquire(number: int) -> None:
+        slot = host.acquire(SOON_S)
+        order.append(number)
+        host.release(slot)
+
+    slot = host.acquire(SOON_S)
+    threads = [threading.Thread(target=acquire, args=(number,)) for number in range(4)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        eventually(lambda n=number: len(host._line) == n + 1)  # type: ignore[attr-defined, misc]
+    host.release(slot)
+    acquire(4)
+    for thread in threads:
+        thread.join(SOON_S)
+    assert order == [0, 1, 2, 3, 4]
+
+
 def test_wrong_use_is_named(open_ends: OpenEnds) -> None:
     host = open_ends().host
     slot = host.acquire(SOON_S)
