@@ -1,6 +1,6 @@
 """The transport benchmark: round trips of both transports between two pinned processes, beside what bounds them.
 
-``python bench/transport.py --json out.json``: a frame goes from one process to the other, is copied there from request
+``python bench/round_trips.py --json out.json``: a frame goes from one process to the other, is copied there from request
 to reply, and comes back, at 4 KiB to 16 MiB. Baselines of the same run: a bare semaphore (which sleeps), bare ZeroMQ
 (one message per frame, no copy in Python), gRPC unary. The limit of shared is that one copy, that of stream is bare
 ZeroMQ (which it may beat from 4 MiB on, since it sends pieces).
@@ -279,7 +279,7 @@ def main(
             table.add_row(f"  limit: {mine[0].limit}", *(f"{row.limit_us:,.1f}" for row in mine), style="dim")
     Console().print(table)
     if json is not None:
-        write_json(json, "transport", {"quick": quick, "cores": [host_core, server_core]}, rows)
+        write_json(json, "round_trips", {"quick": quick, "cores": [host_core, server_core]}, rows)
 
 
 if __name__ == "__main__":
