@@ -1,9 +1,9 @@
 """The transport benchmark: round trips of both transports between two pinned processes, beside what bounds them.
 
-``python bench/round_trips.py --json out.json``: a frame goes from one process to the other, is copied there from request
-to reply, and comes back, at 4 KiB to 16 MiB. Baselines of the same run: a bare semaphore (which sleeps), bare ZeroMQ
-(one message per frame, no copy in Python), gRPC unary. The limit of shared is that one copy, that of stream is bare
-ZeroMQ (which it may beat from 4 MiB on, since it sends pieces).
+``python bench/round_trips.py --json out.json``: a frame goes from one process to the other, is copied there from
+request to reply, and comes back, at 4 KiB to 16 MiB. Baselines of the same run: a bare semaphore (which sleeps), bare
+ZeroMQ (one message per frame, no copy in Python), gRPC unary. The limit of shared is that one copy, that of stream is
+bare ZeroMQ (which it may beat from 4 MiB on, since it sends pieces).
 """
 
 from __future__ import annotations
