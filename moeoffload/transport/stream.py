@@ -63,6 +63,7 @@ class StreamHostEnd(PooledHostChannel):
         self._probe = memoryview(bytearray(HEADER_BYTES))
         self._probe_out = OutgoingFrame(self._probe)
         self._probed_at = [0.0] * sizes.n_slots
+        self._probed_ids = [0] * sizes.n_slots
         for gate in self._gates:
             gate.acquire()
         try:
@@ -107,6 +108,7 @@ class StreamHostEnd(PooledHostChannel):
                 self._arrived[slot.index] = 0
                 at = self._wire.send(request_id, self._outgoing[slot.index], n_bytes, None, at)
                 if at == n_bytes:
+                    self._probed_at[slot.index] = perf_counter()  # no question before the reply had its time
                     self._mark_sent(slot)
                     if self._leader != _NOBODY:
                         self._receive_all()  # sending may have used up the signal that the leader waits for
@@ -182,7 +184,8 @@ class StreamHostEnd(PooledHostChannel):
             piece = incoming.expects(request_id, at, frame_bytes)
         if piece is None:
             self._wire.skip()
-            self.n_stale += at == 0
+            # The answer to a question that crossed the reply it asked for is nothing stale.
+            self.n_stale += at == 0 and request_id != self._probed_ids[index]
             return False
         whole = incoming.took(self._wire.receive_piece(piece))
         return whole is not False and self._complete(index, frame_bytes if whole else 0)
@@ -217,7 +220,7 @@ class StreamHostEnd(PooledHostChannel):
         now = perf_counter()
         for index, request_id in enumerate(self._awaited):
             if request_id and self._states[index] >= SlotState.ABANDONED and now - self._probed_at[index] >= PROBE_S:
-                self._probed_at[index] = now
+                self._probed_at[index], self._probed_ids[index] = now, request_id
                 FrameHeader(Kind.PING, request_id=request_id).pack_into(self._probe)
                 self._wire.send(request_id, self._probe_out, HEADER_BYTES, None)
 
