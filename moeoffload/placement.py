@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from moeoffload.errors import PlacementError
 
 GIB = 1 << 30
@@ -36,6 +38,13 @@ class MemoryOffer:
 
     name: str
     n_bytes: int
+
+
+def slot_table(held: Sequence[int], n_experts: int) -> torch.Tensor:
+    """(n_experts,) int16: the slot of each expert on a server that holds ``held``, -1 for the others."""
+    table = torch.full((n_experts,), -1, dtype=torch.int16)
+    table[list(held)] = torch.arange(len(held), dtype=torch.int16)
+    return table
 
 
 def batch_row_bytes(hidden: int, top_k: int, expert_bytes: int, itemsize: int, n_slots: int) -> int:

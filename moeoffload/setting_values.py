@@ -124,6 +124,13 @@ def check_folder(path: Path | None) -> Path | None:
     return path
 
 
+def check_file_to_read(path: Path | None) -> Path | None:
+    """The path if it is a file that can be read, else a ValueError."""
+    if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
+        raise ValueError("it is no file that can be read")
+    return path
+
+
 def check_file_to_write(path: Path | None) -> Path | None:
     """A file that can be written, in a folder that exists: found out now, not at the end of a long run."""
     if path is None:

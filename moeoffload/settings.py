@@ -16,6 +16,7 @@ from moeoffload.setting_sources import Panel, Setting, SettingsBase
 from moeoffload.setting_values import (
     SMALLEST_SHARED_BYTES,
     Address,
+    check_file_to_read,
     check_file_to_write,
     check_folder,
     check_shared_bytes,
@@ -29,10 +30,12 @@ __all__ = [
     "Address",
     "ExpertServerSettings",
     "HostSettings",
+    "Kernel",
     "LogLevel",
     "Mode",
     "ModelDtypeChoice",
     "PayloadChoice",
+    "Pipeline",
     "TransportChoice",
 ]
 
@@ -81,6 +84,22 @@ class ModelDtypeChoice(StrEnum):
     F32 = "f32"
     F16 = "f16"
     BF16 = "bf16"
+
+
+class Kernel(StrEnum):
+    """What computes routed experts; GROUPED gives the bits of transformers' grouped_mm."""
+
+    AUTO = "auto"
+    TILED = "tiled"
+    GROUPED = "grouped"
+
+
+class Pipeline(StrEnum):
+    """Whether the chunks of a long prompt follow each other through the layers; AUTO measures what wins."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
 
 
 class LogLevel(StrEnum):
@@ -210,6 +229,32 @@ class HostSettings(CommonSettings):
         Field(description="Requests in flight for each server."),
         Setting(unit="requests", panel=Panel.CHANNEL),
     ] = 4
+    pipeline: Annotated[
+        Pipeline,
+        Field(description="Attention of one chunk of a long prompt while servers compute experts of the one before."),
+        Setting(default_means="on where it wins", panel=Panel.CHANNEL),
+    ] = Pipeline.AUTO
+    local_experts_gib: Annotated[
+        float,
+        Field(ge=0, le=65536, description="Routed experts kept on the host, beside the dense layers."),
+        Setting(unit="GiB", default_means="none", panel=Panel.COMPUTE),
+    ] = 0.0
+    routing_stats: Annotated[
+        Path | None,
+        AfterValidator(check_file_to_read),
+        Field(description="Which experts are used most, as `moeoffload profile` writes it; those stay on the host."),
+        Setting(
+            allowed="a file that can be read",
+            default_means="experts are kept evenly",
+            metavar="FILE",
+            panel=Panel.COMPUTE,
+        ),
+    ] = None
+    fast_dense: Annotated[
+        bool,
+        Field(description="On a CPU, one-row products of dense layers at memory speed (another order of summation)."),
+        Setting(panel=Panel.COMPUTE),
+    ] = True
     device: Annotated[
         Device,
         Field(description="Where the dense layers run."),
@@ -328,6 +373,11 @@ class ExpertServerSettings(CommonSettings):
         Field(gt=0, description="The most memory that experts and buffers take on the device."),
         Setting(unit="GiB", default_means="what is free", panel=Panel.COMPUTE),
     ] = None
+    kernel: Annotated[
+        Kernel,
+        Field(description="What computes the experts; grouped gives the bits of transformers' grouped_mm."),
+        Setting(default_means="the fastest that covers the model", panel=Panel.COMPUTE),
+    ] = Kernel.AUTO
     shared_bytes: Annotated[
         SharedBytes,
         Field(description="The most that the shared memory segment of one host may take."),

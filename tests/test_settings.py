@@ -82,6 +82,11 @@ BAD = {
     "server_memory_gib": ["0", "-1", "inf"],
     "listen": ["50051", "a:65536", "a:-1", "a:1,b:2"],
     "memory_gib": ["0", "nan"],
+    "kernel": ["fast"],
+    "pipeline": ["maybe", "1"],
+    "local_experts_gib": ["-1", "65537", "nan", "all"],
+    "routing_stats": [".", "no/such/file.json"],
+    "fast_dense": ["maybe", "2"],
     "model": [],  # any text may be a model id; empty text is refused with the rest
 }
 BAD_CASES = [(model, info, bad) for model in MODELS for info in model.infos() for bad in BAD[info.name]]
@@ -132,6 +137,10 @@ def test_defaults_of_host() -> None:
         "report": None,
         "log_level": "warning",
         "server_memory_gib": None,
+        "pipeline": "auto",
+        "local_experts_gib": 0.0,
+        "routing_stats": None,
+        "fast_dense": True,
     }
 
 
@@ -149,6 +158,7 @@ def test_defaults_of_expert_server() -> None:
         "slots": 16,
         "model": None,
         "log_level": "info",
+        "kernel": "auto",
     }
 
 

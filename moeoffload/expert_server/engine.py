@@ -11,11 +11,10 @@ from time import perf_counter
 from typing import Final
 
 import torch
-from torch import nn
 
 from moeoffload.errors import CapacityError, MoeOffloadError, ProtocolError
 from moeoffload.expert_server.workspace import Workspace
-from moeoffload.kernels import ExpertKernel
+from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import describe_bad_row, first_bad_row
 from moeoffload.transport.base import ServerChannel, ServerSlot
 from moeoffload.wire import (
@@ -40,8 +39,7 @@ class ActiveHost:
 
     epoch: int
     layout: FrameLayout
-    layers: Sequence[nn.Module | None]
-    n_experts: Sequence[int]
+    layers: Sequence[LayerKernels | None]
     compute_dtype: torch.dtype
     workspace: Workspace
     closed: bool = False
@@ -79,9 +77,9 @@ class _RequestError(Exception):
 class Engine:
     """Owns the compute thread. `submit` may be called from any thread."""
 
-    def __init__(self, kernel: ExpertKernel) -> None:
-        self.kernel = kernel
+    def __init__(self) -> None:
         self.counters = EngineCounters()
+        self.kernel_workspace = KernelWorkspace()
         self._requests: queue.SimpleQueue[tuple[ServerChannel, ServerSlot] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -139,28 +137,27 @@ class Engine:
 
     def _compute(self, slot: ServerSlot, context: SlotContext) -> int:
         host, header = context.host, context.header
-        layer_experts, n_experts = _check(slot, context)
+        experts = _check(slot, context)
         n_rows = header.rows
         weights_dtype = torch.float32 if header.flags & Flag.WEIGHTS_F32 else host.compute_dtype
-        rows, slots, weights = host.workspace.arena(n_rows).fill(context.views.dispatch(n_rows), n_rows, weights_dtype)
-        lowest, highest = torch.aminmax(slots)
-        if int(lowest) < -1 or int(highest) >= n_experts:
+        call = host.workspace.arena(n_rows).fill(context.views.dispatch(n_rows), n_rows, weights_dtype)
+        try:
+            experts(call.rows, call.slots, call.weights, call.out)
+        except IndexError:
             raise _RequestError(
-                ErrorCode.BAD_SLOT,
-                f"layer {header.layer}: slots from {int(lowest)} to {int(highest)}, allowed are -1 to {n_experts - 1}",
-            )
-        result = self.kernel(layer_experts, rows, slots, weights)
+                ErrorCode.BAD_SLOT, f"layer {header.layer}: slots must be -1 to {experts.n_experts - 1}"
+            ) from None
         reply = context.views.combine(n_rows)
-        reply.copy_(result)
+        reply.copy_(call.out)
         bad = first_bad_row(reply)
         if bad is not None:
-            what = describe_bad_row(result[bad], host.layout.dtype_back)
+            what = describe_bad_row(call.out[bad], host.layout.dtype_back)
             raise _RequestError(ErrorCode.PAYLOAD, what, bad)
         return n_rows
 
 
-def _check(slot: ServerSlot, context: SlotContext) -> tuple[nn.Module, int]:
-    """Reads and checks the header; returns the experts of its layer and their number. Nothing was allocated before."""
+def _check(slot: ServerSlot, context: SlotContext) -> LayerKernels:
+    """Reads and checks the header; returns the experts of its layer. Nothing was allocated before."""
     host, header = context.host, context.header
     try:
         header.unpack_from(slot.request)
@@ -178,7 +175,7 @@ def _check(slot: ServerSlot, context: SlotContext) -> tuple[nn.Module, int]:
     experts = host.layers[header.layer]
     if experts is None:
         raise _RequestError(ErrorCode.BAD_SLOT, f"layer {header.layer}: this server holds none of its experts")
-    return experts, host.n_experts[header.layer]
+    return experts
 
 
 def _write_error(slot: ServerSlot, header: FrameHeader, code: ErrorCode, text: str, row: int = 0) -> int:

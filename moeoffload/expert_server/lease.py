@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
-from torch import nn
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.protocol import dtype_of
@@ -20,6 +19,7 @@ from moeoffload.errors import CapacityError, MoeOffloadError, ServerError
 from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
 from moeoffload.expert_server.workspace import Workspace
+from moeoffload.kernels import KernelChoice, LayerKernels, prepare_layer
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
 from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel, ServerSlot
@@ -47,6 +47,7 @@ class ServerLimits:
     shared_bytes: int
     device: torch.device
     model: str | None
+    kernel: KernelChoice
 
 
 class HostLease:
@@ -79,7 +80,7 @@ class HostLease:
         self._checkpoint: Checkpoint | None = None
         self._table: ExpertTable | None = None
         self._keys: list[LayerKey] = []
-        self._modules: dict[int, nn.Module] = {}
+        self._modules: dict[int, LayerKernels] = {}
         self._reserved = 0
         self._active: ActiveHost | None = None
         self._channels: dict[str, ServerChannel] = {}
@@ -130,7 +131,9 @@ class HostLease:
         module = self._store.acquire(
             key,
             len(experts) * checkpoint.layers[layer].expert_bytes,
-            lambda: checkpoint.build_experts(layer, experts, device),
+            lambda: prepare_layer(
+                checkpoint.build_experts(layer, experts, device), self._engine.kernel_workspace, self._limits.kernel
+            ),
         )
         with self._lock:
             if not self._closed:
@@ -169,9 +172,9 @@ class HostLease:
             raise ServerError(f"transport is {request.transport} (host), this server offers {offered}")
         capacity = self._capacity(request, checkpoint, n_slots, dtype_out, dtype_back, "shared" in transports)
         layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
-        self._activate(layout, checkpoint, table)
+        self._activate(layout, checkpoint)
         sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes)
-        offer = pb.Offer(batch_capacity=capacity, kernel=self._engine.kernel.name)
+        offer = pb.Offer(batch_capacity=capacity, kernel=self._kernel_name())
         for name in transports:
             offer.channels.append(self._open(name, sizes))
         return offer
@@ -210,15 +213,20 @@ class HostLease:
         self._store.reserve(self._reserved)
         return int(capacity)
 
-    def _activate(self, layout: FrameLayout, checkpoint: Checkpoint, table: ExpertTable) -> None:
+    def _activate(self, layout: FrameLayout, checkpoint: Checkpoint) -> None:
         self._active = ActiveHost(
             epoch=self.epoch,
             layout=layout,
             layers=[self._modules.get(layer.index) for layer in checkpoint.layers],
-            n_experts=[len(experts) for experts in table.layers],
             compute_dtype=checkpoint.dtype,
             workspace=Workspace(layout, checkpoint.dtype, self._limits.device),
         )
+
+        for kernels in self._modules.values():
+            kernels.reserve(layout.capacity, layout.top_k)
+
+    def _kernel_name(self) -> str:
+        return ", ".join(sorted({kernels.kernel_for(1) for kernels in self._modules.values()}))
 
     def _open(self, name: str, sizes: ChannelSizes) -> pb.ChannelOffer:
         channel = self._factories[name](sizes, self._deliver)

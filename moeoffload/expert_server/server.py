@@ -23,7 +23,6 @@ from moeoffload.errors import ServerError
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.lease import ChannelFactory, HostLease, ServerLimits
 from moeoffload.expert_server.store import ExpertStore
-from moeoffload.kernels import GroupedKernel
 from moeoffload.settings import ExpertServerSettings, TransportChoice
 from moeoffload.transport import SharedServerEnd, StreamListener, sweep_stale_segments
 from moeoffload.wire import MAX_FRAME_BYTES
@@ -64,7 +63,7 @@ class ExpertServer:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         store = ExpertStore(memory_budget(device, settings.memory_gib))
-        engine = Engine(GroupedKernel())
+        engine = Engine()
         factories: dict[str, ChannelFactory] = {}
         listener = None
         if settings.transport in (TransportChoice.AUTO, TransportChoice.SHARED):
@@ -128,6 +127,7 @@ class ExpertServer:
             shared_bytes=self.settings.shared_bytes,
             device=self.device,
             model=self.settings.model,
+            kernel=self.settings.kernel.value,
         )
         with self._lock:
             if self._draining:

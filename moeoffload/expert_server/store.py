@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
-
 from moeoffload.errors import CapacityError
+from moeoffload.kernels import LayerKernels
 
 GIB = 1 << 30
 
@@ -25,7 +24,7 @@ class LayerKey:
 
 @dataclass(slots=True)
 class _Resident:
-    module: nn.Module
+    module: LayerKernels
     n_bytes: int
     n_users: int
 
@@ -62,7 +61,7 @@ class ExpertStore:
             )
         return self.free_bytes + shared
 
-    def acquire(self, key: LayerKey, n_bytes: int, build: Callable[[], nn.Module]) -> nn.Module:
+    def acquire(self, key: LayerKey, n_bytes: int, build: Callable[[], LayerKernels]) -> LayerKernels:
         """The experts of ``key``, built by ``build`` if no other lease has them. Each call needs a `release`.
 
         Raises:

@@ -17,11 +17,13 @@ DECODE_ROWS: Final = 8
 
 
 class KernelInput(NamedTuple):
-    """What a kernel gets: rows (n, hidden) compute dtype, slots (n, top_k) int64, weights (n, top_k)."""
+    """What a kernel gets: rows (n, hidden) compute dtype, slots (n, top_k) int64, weights (n, top_k), and where its
+    result goes: out (n, hidden) float32."""
 
     rows: torch.Tensor
     slots: torch.Tensor
     weights: torch.Tensor
+    out: torch.Tensor
 
 
 class Arena:
@@ -36,6 +38,7 @@ class Arena:
             max_rows if self._copies_rows else 0, layout.hidden, dtype=compute_dtype, device=device
         )
         self._slots = torch.empty(max_rows, layout.top_k, dtype=torch.int64, device=device)
+        self._out = torch.empty(max_rows, layout.hidden, dtype=torch.float32, device=device)
         self._weights = {
             dtype: torch.empty(max_rows, layout.top_k, dtype=dtype, device=device)
             for dtype in {torch.float32, compute_dtype}
@@ -53,14 +56,16 @@ class Arena:
         key = (n_rows, weights_dtype)
         buffers = self._kept.get(key)
         if buffers is None:
-            buffers = KernelInput(self._rows[:n_rows], self._slots[:n_rows], self._weights[weights_dtype][:n_rows])
+            buffers = KernelInput(
+                self._rows[:n_rows], self._slots[:n_rows], self._weights[weights_dtype][:n_rows], self._out[:n_rows]
+            )
             if n_rows <= DECODE_ROWS:
                 self._kept[key] = buffers
                 self.n_created += 1
         buffers.slots.copy_(views.slots)
         buffers.weights.copy_(views.weights)
         if not self._copies_rows:
-            return KernelInput(views.rows, buffers.slots, buffers.weights)
+            return KernelInput(views.rows, *buffers[1:])
         buffers.rows.copy_(views.rows)
         return buffers
 

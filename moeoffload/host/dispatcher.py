@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Final
@@ -14,13 +15,14 @@ import torch
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.granularity import Granularity
 from moeoffload.host.link import ExpertLink, Flight
+from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.remote_experts import ExpertsCall
 
 DECODE_ROWS: Final = 8
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Progress:
     """How far the rows of the running call are with one server."""
 
@@ -29,17 +31,34 @@ class _Progress:
     next_row: int = 0
 
 
-class Dispatcher:
-    """Computes the routed experts of every layer on the servers behind ``links``.
+class _CallState(threading.local):
+    """What one thread needs for its calls; made once per thread."""
 
-    Not reentrant: one layer of one forward pass runs at a time.
+    def __init__(self, links: Sequence[ExpertLink]) -> None:
+        self.progress = [_Progress(link, deque()) for link in links]
+        self.sums: dict[int, torch.Tensor] = {}
+
+
+class Dispatcher:
+    """Computes the routed experts of every layer on the servers behind ``links`` and on the host itself.
+
+    Several threads may call it at the same time (a pipelined prefill does).
     """
 
-    def __init__(self, links: Sequence[ExpertLink], granularity: Granularity, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        links: Sequence[ExpertLink],
+        granularity: Granularity,
+        recorder: Recorder,
+        local: LocalExperts | None = None,
+    ) -> None:
         self._granularity = granularity
         self._recorder = recorder
-        self._progress = [_Progress(link, deque()) for link in links]
-        self._sums: dict[int, torch.Tensor] = {}
+        self._local = local
+        self._state = _CallState(links)
+        self._only = links[0] if len(links) == 1 and local is None else None
+        self.on_layer: Callable[[int], None] | None = None
+        """Called with the layer when its experts are asked for, that is, when its attention is done."""
         self.n_created = 0
         """Accumulators made so far that are kept for later calls."""
 
@@ -50,8 +69,9 @@ class Dispatcher:
     def __call__(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Weighted sum of the routed experts of one layer.
 
-        Requests to all servers leave before the first wait, as many as there are slots; the sums are added in a fixed
-        order (chunk by chunk, server by server), so that results do not depend on who answers first.
+        Requests to all servers leave before the first wait, as many as there are slots; experts on the host are
+        computed meanwhile. Sums are added in a fixed order (host, then chunk by chunk, server by server), so that
+        results do not depend on who answers first.
 
         Args:
             layer: running number of the MoE layer.
@@ -66,34 +86,44 @@ class Dispatcher:
             ServerError: a server refused, failed, or did not answer in time.
             PayloadError: a value does not fit the payload dtype.
         """
-        record = self._recorder
-        counters = record.calls
+        if self.on_layer is not None:
+            self.on_layer(layer)
         clock = perf_counter
+        started = clock()
+        record = self._recorder.counters
+        state = self._state
         n_rows = hidden.shape[0]
         # One server with every expert: its sums are the result, no accumulator is needed.
-        alone = len(self._progress) == 1 and self._progress[0].link.holds_all[layer]
+        alone = self._only is not None and self._only.holds_all[layer]
         result = torch.empty_like(hidden)
-        total = None if alone else self._accumulator(hidden)
-        pack_s = wait_s = combine_s = 0.0
-        for progress in self._progress:
+        total = None if alone else self._accumulator(state, hidden)
+        for progress in state.progress:
             progress.next_row = n_rows if progress.link.holds_none[layer] else 0
+        pack_s = local_s = wait_s = combine_s = 0.0
         try:
+            self._send(state, layer, hidden, ids, weights, record.servers)
+            sent = clock()
+            pack_s += sent - started
+            if self._local is not None and total is not None:
+                record.local_rows += self._local.compute(layer, hidden, ids, weights, total)
+                local_s = clock() - sent
             busy = True
             while busy:
                 busy = False
-                started = clock()
-                for number, progress in enumerate(self._progress):
-                    self._fill(progress, layer, hidden, ids, weights, counters[number])
-                pack_s += clock() - started
-                for number, progress in enumerate(self._progress):
+                for number, progress in enumerate(state.progress):
                     if not progress.flights:
                         continue
                     busy = True
                     flight = progress.flights[0]
                     started = clock()
-                    part = progress.link.receive(flight, counters[number])
+                    part = progress.link.receive(flight, record.servers[number])
                     received = clock()
-                    wait_s += received - started
+                    waited = received - started
+                    wait_s += waited
+                    # Of a wait, the end is the server's compute, before it its queue; the way back is in the rest.
+                    compute_s = min(waited, flight.compute_s)
+                    record.wait_compute_s += compute_s
+                    record.wait_queue_s += min(waited - compute_s, flight.queue_s)
                     if total is None:
                         result[flight.start : flight.start + flight.n_rows].copy_(part)
                     else:
@@ -101,42 +131,64 @@ class Dispatcher:
                     progress.flights.popleft()
                     progress.link.release(flight)
                     combine_s += clock() - received
+                if busy:
+                    started = clock()
+                    self._send(state, layer, hidden, ids, weights, record.servers)
+                    pack_s += clock() - started
         finally:
-            for progress in self._progress:
+            for progress in state.progress:
                 while progress.flights:
                     progress.link.release(progress.flights.popleft())
+        started = clock()
         if total is not None:
             result.copy_(total)
-        record.add_times(layer, pack_s, wait_s, combine_s)
+        combine_s += clock() - started
+        record.pack_s += pack_s
+        record.local_s += local_s
+        record.wait_s += wait_s
+        record.combine_s += combine_s
+        if self._recorder.profile:
+            self._recorder.add_layer_times(layer, pack_s, local_s, wait_s, combine_s)
         return result
 
-    def _fill(
+    def _send(
         self,
-        progress: _Progress,
+        state: _CallState,
         layer: int,
         hidden: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
-        to: CallCounters,
+        to: list[CallCounters],
     ) -> None:
-        """Sends chunks until the server's slots are taken or no rows are left."""
-        link, n_rows = progress.link, hidden.shape[0]
-        step = self._granularity.slice_rows(link.layout.capacity)
-        while progress.next_row < n_rows and len(progress.flights) < link.n_slots:
-            start = progress.next_row
-            progress.next_row = end = min(start + step, n_rows)
-            flight = link.send(layer, start, hidden[start:end], ids[start:end], weights[start:end], to)
-            if flight is not None:
-                progress.flights.append(flight)
+        """Sends chunks to every server until its slots are taken or no rows are left."""
+        n_rows = hidden.shape[0]
+        # Another thread may hold slots: a call that has replies to take must not wait for them, or both would wait.
+        in_flight = any(progress.flights for progress in state.progress)
+        for number, progress in enumerate(state.progress):
+            link = progress.link
+            step = self._granularity.slice_rows(link.layout.capacity)
+            while progress.next_row < n_rows and len(progress.flights) < link.n_slots:
+                slot = link.take_slot(wait=not in_flight)
+                if slot is None:
+                    break
+                start, end = progress.next_row, min(progress.next_row + step, n_rows)
+                rows = (hidden, ids, weights) if end - start == n_rows else (
+                    hidden[start:end], ids[start:end], weights[start:end]
+                )  # fmt: skip
+                progress.next_row = end
+                flight = link.send(slot, layer, start, *rows, to[number])
+                if flight is not None:
+                    progress.flights.append(flight)
+                    in_flight = True
 
-    def _accumulator(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _accumulator(self, state: _CallState, hidden: torch.Tensor) -> torch.Tensor:
         """A zeroed float32 tensor shaped like ``hidden``; kept for decode-shaped calls."""
         n_rows = hidden.shape[0]
         if n_rows > DECODE_ROWS:
             return torch.zeros_like(hidden, dtype=torch.float32)
-        kept = self._sums.get(n_rows)
+        kept = state.sums.get(n_rows)
         if kept is None:
-            kept = self._sums[n_rows] = torch.zeros_like(hidden, dtype=torch.float32)
+            kept = state.sums[n_rows] = torch.zeros_like(hidden, dtype=torch.float32)
             self.n_created += 1
             return kept
         return kept.zero_()

@@ -1,10 +1,16 @@
-"""How many rows of a layer go into one dispatch: the mode, and the caps of both sides."""
+"""How many rows of a layer go into one dispatch, and how a long prompt is cut: the mode, and the caps of both sides."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-from moeoffload.settings import Mode
+from moeoffload.host.pipeline import PipelinePlan
+from moeoffload.settings import Mode, Pipeline
+
+# Smaller chunks overlap better but make small products; below this a product reads its weights for too few rows.
+LEAST_CHUNK_ROWS: Final = 128
+CHUNKS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +19,21 @@ class Granularity:
 
     mode: Mode
     hot_slice: int
+    pipeline: Pipeline = Pipeline.OFF
 
     def slice_rows(self, capacity: int) -> int:
         """Most rows in one dispatch to a server whose effective batch capacity is ``capacity`` rows."""
         return min(self.hot_slice, capacity) if self.mode is Mode.STREAM else capacity
+
+    def pipeline_plan(self, n_rows: int, capacity: int) -> PipelinePlan | None:
+        """How a prompt of ``n_rows`` tokens is cut for the pipeline, given the least capacity of all servers.
+
+        In the fixed modes chunks are as large as a dispatch may be, so that the number of calls stays that of the
+        format; in auto mode there are at least a few chunks to overlap.
+        """
+        if self.pipeline is Pipeline.OFF:
+            return None
+        if self.mode is not Mode.AUTO:
+            return PipelinePlan(capacity)
+        even = -(-n_rows // CHUNKS)
+        return PipelinePlan(min(capacity, max(LEAST_CHUNK_ROWS, -(-even // 64) * 64)))

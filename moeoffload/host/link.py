@@ -11,7 +11,7 @@ from moeoffload.control.client import ControlClient, Lease
 from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ServerError
 from moeoffload.host.counters import CallCounters
 from moeoffload.payload import encode_rows
-from moeoffload.placement import ExpertTable
+from moeoffload.placement import ExpertTable, slot_table
 from moeoffload.transport import HostChannel, HostSlot
 from moeoffload.wire import HEADER_BYTES, ErrorCode, Flag, FrameHeader, FrameLayout, Kind, SlotViews, read_error_text
 
@@ -44,6 +44,9 @@ class Flight:
     start: int = 0
     n_rows: int = 0
     index: torch.Tensor | None = None
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    """What the server said of the reply, in seconds."""
 
 
 class ExpertLink:
@@ -74,7 +77,7 @@ class ExpertLink:
         self._timeout_us = int(timeout_s * 1e6)
         self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
         self.holds_none = [not held for held in table.layers]
-        self._slot_of = [_slot_table(held, n, device) for held, n in zip(table.layers, n_experts, strict=True)]
+        self._slot_of = [slot_table(held, n).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
         for slot in channel.slots:
             slot.owner = Flight(slot, SlotViews(layout, slot.request, slot.reply))
         lease.on_end(lambda reason: channel.close())
@@ -84,12 +87,36 @@ class ExpertLink:
         """Frames and views made so far."""
         return sum(1 + slot.owner.views.n_created for slot in self._channel.slots)
 
+    def take_slot(self, *, wait: bool) -> HostSlot | None:
+        """A free slot for `send`; without ``wait``, None if there is none at the moment.
+
+        Raises:
+            DeadlineError: none came free within the dispatch timeout.
+            ServerError: the channel is closed.
+        """
+        try:
+            return self._channel.acquire(self._timeout_s if wait else 0.0)
+        except DeadlineError as error:
+            if not wait:
+                return None
+            raise self._explain(error) from None
+        except ServerError as error:
+            raise self._explain(error) from None
+
     def send(
-        self, layer: int, start: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, to: CallCounters
+        self,
+        slot: HostSlot,
+        layer: int,
+        start: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        to: CallCounters,
     ) -> Flight | None:
-        """Sends the rows of one chunk that need this server; None if there is none among them.
+        """Sends the rows of one chunk that need this server; None, and the slot is free again, if there is none.
 
         Args:
+            slot: from `take_slot`; `release` gives it back.
             layer: running number of the MoE layer.
             start: number of the chunk's first row in the call.
             hidden: (n, hidden) of the chunk, any device.
@@ -101,23 +128,20 @@ class ExpertLink:
             PayloadError: a value does not fit the payload dtype.
             ServerError: the channel is closed or no slot comes free in time.
         """
-        slots = self._slot_of[layer][ids]
-        index = None
-        if not self.holds_all[layer]:
-            hit = (slots >= 0).any(dim=1)
-            n_hit = int(hit.sum())
-            if n_hit == 0:
-                return None
-            if n_hit < hidden.shape[0]:
-                index = hit.nonzero().squeeze(1)
-                hidden, slots, weights = hidden[index], slots[index], weights[index]
         channel, layout = self._channel, self.layout
         try:
-            slot = channel.acquire(self._timeout_s)
-        except ServerError as error:
-            raise self._explain(error) from None
-        flight: Flight = slot.owner
-        try:
+            slots = self._slot_of[layer][ids]
+            index = None
+            if not self.holds_all[layer]:
+                hit = (slots >= 0).any(dim=1)
+                n_hit = int(hit.sum())
+                if n_hit == 0:
+                    channel.release(slot)
+                    return None
+                if n_hit < hidden.shape[0]:
+                    index = hit.nonzero().squeeze(1)
+                    hidden, slots, weights = hidden[index], slots[index], weights[index]
+            flight: Flight = slot.owner
             n_rows = hidden.shape[0]
             views = flight.views.dispatch(n_rows)
             encode_rows(hidden, views.rows, layout.dtype_out, where=lambda row: _where(layer, start, index, row))
@@ -168,8 +192,9 @@ class ExpertLink:
         except ServerError as error:
             raise self._explain(error) from None
         to.bytes_back += n_bytes
-        to.queue_s += header.queue_us * 1e-6
-        to.compute_s += header.compute_us * 1e-6
+        flight.queue_s, flight.compute_s = header.queue_us * 1e-6, header.compute_us * 1e-6
+        to.queue_s += flight.queue_s
+        to.compute_s += flight.compute_s
         return flight.views.combine(flight.n_rows)
 
     def release(self, flight: Flight) -> None:
@@ -205,13 +230,6 @@ class ExpertLink:
             return PayloadError(f"{where}: expert output {text} (expert server {address})")
         kind = CapacityError if header.code == ErrorCode.CAPACITY else ServerError
         return kind(f"expert server {address}: {text}")
-
-
-def _slot_table(held: tuple[int, ...], n_experts: int, device: torch.device) -> torch.Tensor:
-    """(n_experts,) int16: the slot of each expert on a server that holds ``held``, -1 for the others."""
-    table = torch.full((n_experts,), -1, dtype=torch.int16)
-    table[list(held)] = torch.arange(len(held), dtype=torch.int16)
-    return table.to(device)
 
 
 def _where(layer: int, start: int, index: torch.Tensor | None, row: int) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
 
 from torch import nn
 
-from moeoffload.host.counters import CallCounters, PhaseCounters
+from moeoffload.host.counters import CallCounters, PhaseCounters, add_counters
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
+PHASES: Final = (PREFILL, DECODE)
 
 
 @dataclass(slots=True)
@@ -21,40 +23,52 @@ class LayerTimes:
 
     calls: int = 0
     pack_s: float = 0.0
+    local_s: float = 0.0
     wait_s: float = 0.0
     combine_s: float = 0.0
 
 
-@dataclass
 class Recorder:
-    """Collects the counters of both phases. ``profile`` also keeps the times of each of ``n_layers`` MoE layers."""
+    """Collects the counters of both phases.
 
-    n_servers: int
-    n_layers: int
-    profile: bool = False
-    phases: dict[str, PhaseCounters] = field(init=False)
-    layers: dict[str, list[LayerTimes]] = field(init=False)
-    calls: list[CallCounters] = field(init=False)
-    """The call counters of the running phase, one for each server."""
+    Every thread that runs a part of a forward pass counts into counters of its own, which need no lock; `phases` adds
+    them up.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, n_servers: int, n_layers: int, *, profile: bool = False) -> None:
+        """Counts for ``n_servers``; ``profile`` also keeps the times of each of ``n_layers`` MoE layers."""
+        self.n_servers = n_servers
+        self.n_layers = n_layers
+        self.profile = profile
         self.reset()
 
     def reset(self) -> None:
-        """Starts again from zero."""
-        self.phases = {
-            name: PhaseCounters(servers=[CallCounters() for _ in range(self.n_servers)]) for name in (PREFILL, DECODE)
-        }
-        n_layers = self.n_layers if self.profile else 0
-        self.layers = {name: [LayerTimes() for _ in range(n_layers)] for name in self.phases}
-        self._enter(PREFILL)
+        """Starts again from zero. Not while a forward pass runs."""
+        self._own = threading.local()
+        self._all: list[dict[str, PhaseCounters]] = []
+        self._phase = PREFILL
         self._started = 0.0
         self._last_end = 0.0
+        n_layers = self.n_layers if self.profile else 0
+        self.layers = {name: [LayerTimes() for _ in range(n_layers)] for name in PHASES}
 
-    def _enter(self, name: str) -> None:
-        self._phase = self.phases[name]
-        self._phase_layers = self.layers[name]
-        self.calls = self._phase.servers
+    @property
+    def counters(self) -> PhaseCounters:
+        """This thread's counters of the running phase."""
+        own: dict[str, PhaseCounters] | None = getattr(self._own, "phases", None)
+        if own is None:
+            own = self._own.phases = {name: _phase_counters(self.n_servers) for name in PHASES}
+            self._all.append(own)
+        return own[self._phase]
+
+    @property
+    def phases(self) -> dict[str, PhaseCounters]:
+        """The counters of each phase, over all threads."""
+        total = {name: _phase_counters(self.n_servers) for name in PHASES}
+        for own in self._all:
+            for name, counters in own.items():
+                add_counters(total[name], counters)
+        return total
 
     def watch(self, model: nn.Module) -> Callable[[], None]:
         """Times the forward passes of ``model``; returns a function that stops it."""
@@ -72,30 +86,31 @@ class Recorder:
             kwargs = {"input_ids": args[0], **kwargs}
         tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
         n_sequences, length = tokens.shape[0], tokens.shape[1]
-        self._enter(DECODE if length == 1 else PREFILL)
-        self._phase.forwards += 1
-        self._phase.sequences += n_sequences
-        self._phase.tokens += n_sequences * length
+        self._phase = DECODE if length == 1 else PREFILL
+        counters = self.counters
+        counters.forwards += 1
+        counters.sequences += n_sequences
+        counters.tokens += n_sequences * length
         self._started = perf_counter()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         ended = perf_counter()
-        phase = self._phase
-        phase.forward_s += ended - self._started
+        counters = self.counters
+        counters.forward_s += ended - self._started
         # Between two forwards of decoding lies the sampling; before a prefill lies whatever the caller did.
-        begun = self._last_end if phase is self.phases[DECODE] and self._last_end else self._started
-        phase.seconds += ended - begun
+        begun = self._last_end if self._phase == DECODE and self._last_end else self._started
+        counters.seconds += ended - begun
         self._last_end = ended
 
-    def add_times(self, layer: int, pack_s: float, wait_s: float, combine_s: float) -> None:
-        """Adds the host seconds of one call of the dispatcher."""
-        phase = self._phase
-        phase.pack_s += pack_s
-        phase.wait_s += wait_s
-        phase.combine_s += combine_s
-        if self._phase_layers:
-            times = self._phase_layers[layer]
-            times.calls += 1
-            times.pack_s += pack_s
-            times.wait_s += wait_s
-            times.combine_s += combine_s
+    def add_layer_times(self, layer: int, pack_s: float, local_s: float, wait_s: float, combine_s: float) -> None:
+        """Adds the host seconds of one call of the dispatcher to its layer; for runs with ``profile``."""
+        times = self.layers[self._phase][layer]
+        times.calls += 1
+        times.pack_s += pack_s
+        times.local_s += local_s
+        times.wait_s += wait_s
+        times.combine_s += combine_s
+
+
+def _phase_counters(n_servers: int) -> PhaseCounters:
+    return PhaseCounters(servers=[CallCounters() for _ in range(n_servers)])

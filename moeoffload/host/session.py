@@ -21,6 +21,7 @@ from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.granularity import Granularity
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.model import bind_experts, load_dense_model, load_tokenizer
+from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.report import ModelFacts, Report, RunFacts
 from moeoffload.host.spawn import ServerSpec, SpawnedServers, default_specs
@@ -99,8 +100,7 @@ class OffloadedModel:
             stack.callback(pool.shutdown, cancel_futures=True)
             self._connections = stack.enter_context(contextlib.ExitStack())
             self.links = self._attach(pool, candidates, Path(reference), revision, on_progress)
-            self._finish()
-            stack.callback(self._stop_watching)
+            self._finish(stack)
             self._stack = stack.pop_all()
 
     def _candidates(self, stack: contextlib.ExitStack, servers: Sequence[ServerSpec] | None) -> list[Candidate]:
@@ -184,12 +184,23 @@ class OffloadedModel:
             checkpoint.hidden_size, checkpoint.top_k, largest, checkpoint.dtype.itemsize, slots
         )
 
-    def _finish(self) -> None:
+    def _finish(self, stack: contextlib.ExitStack) -> None:
         settings, checkpoint = self.settings, self.checkpoint
-        self.recorder = Recorder(len(self.links), len(checkpoint.layers), settings.profile)
-        self.dispatcher = Dispatcher(self.links, Granularity(settings.mode, settings.hot_slice), self.recorder)
+        self.recorder = Recorder(len(self.links), len(checkpoint.layers), profile=settings.profile)
+        granularity = Granularity(settings.mode, settings.hot_slice, settings.pipeline)
+        self.dispatcher = Dispatcher(self.links, granularity, self.recorder)
         bind_experts(self.model, checkpoint, self.dispatcher.for_layer)
-        self._stop_watching = self.recorder.watch(self.model)
+        least = min((link.layout.capacity for link in self.links), default=settings.batch_capacity)
+        self.pipeline = PrefillPipeline(
+            self.model,
+            [layer.module_name for layer in checkpoint.layers],
+            self.recorder,
+            lambda n_rows: granularity.pipeline_plan(n_rows, least),
+            settings.dispatch_timeout_s,
+        )
+        stack.callback(self.pipeline.close)
+        self.dispatcher.on_layer = self.pipeline.experts_asked
+        stack.callback(self.recorder.watch(self.model))
 
     def report(self) -> Report:
         """What has been done since the model was opened (or since ``recorder.reset()``)."""

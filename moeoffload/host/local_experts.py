@@ -1,0 +1,63 @@
+"""Routed experts that stay on the host, beside the dense layers."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
+from moeoffload.placement import ExpertTable, slot_table
+
+
+class LocalExperts:
+    """Holds the experts of ``table`` on ``device`` and adds their part of a layer's sum. Thread-safe."""
+
+    def __init__(self, checkpoint: Checkpoint, table: ExpertTable, device: torch.device) -> None:
+        """Reads the experts.
+
+        Raises:
+            ModelError: the checkpoint cannot be read.
+        """
+        self.table = table
+        self._threads = _Workspaces()
+        self._layers: list[LayerKernels | None] = [
+            prepare_layer(checkpoint.build_experts(layer.index, held, device)) if held else None
+            for layer, held in zip(checkpoint.layers, table.layers, strict=True)
+        ]
+        self._slot_of = [
+            slot_table(held, layer.n_experts).to(device, torch.int64)
+            for layer, held in zip(checkpoint.layers, table.layers, strict=True)
+        ]
+
+    def compute(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> int:
+        """Writes the local part of a layer's sum.
+
+        Args:
+            layer: running number of the MoE layer.
+            hidden: (n, hidden).
+            ids: (n, top_k) int64 expert numbers.
+            weights: (n, top_k).
+            out: (n, hidden) float32; overwritten, unless the layer has no local experts.
+
+        Returns:
+            How many rows have a local expert.
+        """
+        kernels = self._layers[layer]
+        if kernels is None:
+            return 0
+        slots = self._slot_of[layer][ids]
+        n_rows = int((slots >= 0).any(dim=1).sum())
+        if n_rows:
+            kernels(hidden, slots, weights, out, self._threads.workspace)
+        return n_rows
+
+
+class _Workspaces(threading.local):
+    """One workspace for each thread of a pipelined prefill."""
+
+    def __init__(self) -> None:
+        self.workspace = KernelWorkspace()

@@ -1,0 +1,283 @@
+"""Prefill pipeline: the chunks of a long prompt follow each other through the layers.
+
+While expert servers compute a layer for chunk n, the host computes attention for chunk n + 1. Two threads run
+successive chunks through the same model and cache. A chunk may enter a decoder layer only after the chunk before it has
+asked for that layer's experts, that is, after its keys and values of that layer are in the cache; so every chunk sees
+exactly what it would see if the chunks ran one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from moeoffload.errors import DeadlineError
+from moeoffload.host.recorder import Recorder
+
+logger = logging.getLogger(__name__)
+
+# Layers whose cache holds all that a later chunk needs of an earlier one, whatever the chunk's length.
+_CHUNKABLE: Final = {"full_attention", "sliding_attention"}
+_PLAIN_ARGUMENTS: Final = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
+    "return_dict",
+}  # fmt: skip
+POLL_S: Final = 0.5
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Rows of one chunk, and how many chunks a prompt must have to be worth it."""
+
+    chunk_rows: int
+    least_chunks: int = 2
+
+
+class _Chunk(threading.local):
+    """Which chunk of the running prefill this thread works on; None outside of one."""
+
+    number: int | None = None
+
+
+class PrefillPipeline:
+    """Runs long prompts of ``model`` in overlapping chunks; other calls go through unchanged.
+
+    ``plan_for(n_rows)`` gives the plan for a prompt of that many tokens, or None to leave it alone.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        expert_modules: list[str],
+        recorder: Recorder,
+        plan_for: Callable[[int], PipelinePlan | None],
+        timeout_s: float,
+    ) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._plan_for = plan_for
+        self._timeout_s = timeout_s
+        self._forward = model.forward
+        self._chunk = _Chunk()
+        self._passed: list[int] = []
+        self._moved = threading.Condition()
+        self._failed = False
+        self._layers = _decoder_layers(model, expert_modules)
+        self._first_layers = _first_of_each_type(model, len(self._layers))
+        self._layer_of = _decoder_layer_numbers(expert_modules)
+        self._handles: list[Any] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self.is_possible = (
+            self._first_layers is not None and "logits_to_keep" in inspect.signature(model.forward).parameters
+        )
+        """Whether this model's prompts can be cut into chunks at all."""
+        if self.is_possible:
+            self._install()
+
+    def _install(self) -> None:
+        for number, layer in enumerate(self._layers):
+            self._handles.append(layer.register_forward_pre_hook(functools.partial(self._enter, number)))
+            self._handles.append(layer.register_forward_hook(functools.partial(self._leave, number)))
+        # generate() reads the signature of forward to know what it may pass.
+        self._model.forward = functools.wraps(self._forward)(self._call)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefill")
+
+    def close(self) -> None:
+        """Takes the hooks away. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._pool is not None:
+            del self._model.forward
+            self._pool.shutdown()
+            self._pool = None
+
+    def experts_asked(self, layer: int) -> None:
+        """To be called when the experts of MoE layer ``layer`` are asked for: the layer's attention is done."""
+        number = self._chunk.number
+        if number is not None:
+            self._pass(number, self._layer_of[layer] + 1)
+
+    # -- one forward pass
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(self._forward).bind_partial(*args, **kwargs).arguments
+        arguments = {**bound.pop("kwargs", {}), **bound}
+        chunks = self._cut(arguments)
+        if chunks is None:
+            return self._forward(*args, **kwargs)
+        return self._run(arguments, chunks)
+
+    def _cut(self, arguments: dict[str, Any]) -> list[tuple[int, int]] | None:
+        """The chunks (first token, token after the last) of a call, or None if it is to run whole."""
+        ids = arguments.get("input_ids")
+        if ids is None or ids.shape[1] == 1 or torch.is_grad_enabled() or self._chunk.number is not None:
+            return None
+        given = {name for name, value in arguments.items() if value is not None and value is not False}
+        if not given <= _PLAIN_ARGUMENTS or arguments.get("use_cache") is False:
+            return None
+        mask, cache = arguments.get("attention_mask"), arguments.get("past_key_values")
+        if (mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2)) or (
+            cache is not None and type(cache) is not DynamicCache
+        ):
+            return None
+        plan = self._plan_for(ids.shape[0] * ids.shape[1])
+        if plan is None:
+            return None
+        step = max(1, plan.chunk_rows // ids.shape[0])
+        starts = list(range(0, ids.shape[1], step))
+        chunks = [(start, min(start + step, ids.shape[1])) for start in starts]
+        keep = arguments.get("logits_to_keep")
+        if (
+            len(chunks) < plan.least_chunks
+            or not isinstance(keep, int)
+            or not 1 <= keep <= chunks[-1][1] - chunks[-1][0]
+        ):
+            return None
+        return chunks
+
+    def _run(self, arguments: dict[str, Any], chunks: list[tuple[int, int]]) -> Any:
+        cache = arguments.get("past_key_values")
+        if cache is None:
+            cache = DynamicCache(config=self._model.config)
+        past = cache.get_seq_length()
+        self._passed = [0] * len(chunks)
+        self._failed = False
+        parts = [_slice(arguments, cache, past, *chunk) for chunk in chunks]
+        results: list[Any] = [None] * len(parts)
+        inference = torch.is_inference_mode_enabled()
+
+        def run(first: int) -> None:
+            # Grad and inference mode belong to a thread.
+            with torch.inference_mode(inference), torch.no_grad():
+                for number in range(first, len(parts), 2):
+                    self._chunk.number = number
+                    try:
+                        for layer in self._first_layers or ():
+                            self._wait(number, layer)
+                        results[number] = self._forward(**parts[number])
+                    except BaseException:
+                        self._fail()
+                        raise
+                    finally:
+                        self._chunk.number = None
+
+        def run_beside(first: int) -> None:
+            started = perf_counter()
+            run(first)
+            self._recorder.counters.thread_s += perf_counter() - started
+
+        assert self._pool is not None
+        self._recorder.counters.pipelined += 1
+        beside = self._pool.submit(run_beside, 1)
+        try:
+            run(0)
+        except BaseException:
+            self._fail()
+            # The first failure is the one to tell; the other thread's is its consequence.
+            if (other := beside.exception()) is not None and not isinstance(other, _OtherFailedError):
+                raise other from None
+            raise
+        waited = perf_counter()
+        beside.result()
+        self._recorder.counters.turn_s += perf_counter() - waited
+        return results[-1]
+
+    # -- order
+
+    def _enter(self, layer: int, module: nn.Module, args: Any) -> None:
+        number = self._chunk.number
+        if number is not None:
+            self._wait(number, layer)
+
+    def _leave(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
+        number = self._chunk.number
+        if number is not None:
+            self._pass(number, layer + 1)
+
+    def _pass(self, number: int, layers: int) -> None:
+        with self._moved:
+            if self._passed[number] < layers:
+                self._passed[number] = layers
+                self._moved.notify_all()
+
+    def _wait(self, number: int, layer: int) -> None:
+        """Waits until the chunk before ``number`` has passed the attention of ``layer``."""
+        if number == 0 or self._passed[number - 1] > layer:
+            return
+        started = perf_counter()
+        with self._moved:
+            while self._passed[number - 1] <= layer:
+                if self._failed:
+                    raise _OtherFailedError
+                waited = perf_counter() - started
+                if waited > self._timeout_s:
+                    raise DeadlineError(f"a chunk of the prompt waited {waited:.0f} s for the one before it")
+                self._moved.wait(POLL_S)
+        self._recorder.counters.turn_s += perf_counter() - started
+
+    def _fail(self) -> None:
+        with self._moved:
+            self._failed = True
+            self._moved.notify_all()
+
+
+class _OtherFailedError(Exception):
+    """This chunk ends because the other thread's failed."""
+
+
+def _slice(arguments: dict[str, Any], cache: Any, past: int, start: int, end: int) -> dict[str, Any]:
+    """The arguments for tokens ``start`` to ``end`` of a call that begins after ``past`` cached tokens."""
+    part = dict(arguments)
+    ids = arguments["input_ids"]
+    part["input_ids"] = ids[:, start:end]
+    part["past_key_values"] = cache
+    part["use_cache"] = True
+    positions = arguments.get("position_ids")
+    if positions is None:
+        positions = torch.arange(past, past + ids.shape[1], device=ids.device).unsqueeze(0)
+    part["position_ids"] = positions[..., start:end]
+    if arguments.get("attention_mask") is not None:
+        part["attention_mask"] = arguments["attention_mask"][:, : past + end]
+    if arguments.get("cache_position") is not None:
+        part["cache_position"] = arguments["cache_position"][start:end]
+    return part
+
+
+def _decoder_layers(model: nn.Module, expert_modules: list[str]) -> list[nn.Module]:
+    """The decoder layers: the list of modules that the experts modules are in."""
+    path = expert_modules[0].split(".")
+    for end in range(1, len(path)):
+        module = model.get_submodule(".".join(path[:end]))
+        if isinstance(module, nn.ModuleList):
+            return list(module)
+    return []
+
+
+def _decoder_layer_numbers(expert_modules: list[str]) -> list[int]:
+    """For each MoE layer the number of its decoder layer: the first number in its module's name."""
+    return [next(int(part) for part in name.split(".") if part.isdecimal()) for name in expert_modules]
+
+
+def _first_of_each_type(model: Any, n_layers: int) -> list[int] | None:
+    """The first decoder layer of each attention type; None if a type does not allow chunks.
+
+    A forward pass asks the cache once per type, at the first layer of it, how long the past is.
+    """
+    if n_layers == 0:
+        return None
+    types: list[str] = list(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
+    if not set(types) <= _CHUNKABLE:
+        return None
+    return sorted(types.index(each) for each in set(types))
