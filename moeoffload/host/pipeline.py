@@ -89,8 +89,13 @@ class PrefillPipeline:
         for number, layer in enumerate(self._layers):
             self._handles.append(layer.register_forward_pre_hook(functools.partial(self._enter, number)))
             self._handles.append(layer.register_forward_hook(functools.partial(self._leave, number)))
+
         # generate() reads the signature of forward to know what it may pass.
-        self._model.forward = functools.wraps(self._forward)(self._call)
+        @functools.wraps(self._forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._call(*args, **kwargs)
+
+        self._model.forward = forward
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefill")
 
     def close(self) -> None:
