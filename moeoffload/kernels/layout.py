@@ -11,7 +11,7 @@ from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
 from moeoffload.kernels.program import COMPUTE_DTYPES
-from moeoffload.kernels.vector_ir import WEIGHT_ROWS
+from moeoffload.kernels.tile import WEIGHT_ROWS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,20 +11,9 @@ from typing import Any, Final
 import numpy as np
 from numba import carray, njit
 
-from moeoffload.kernels.vector_ir import (
-    WEIGHT_ROWS,
-    bits_of,
-    claim,
-    dot_tile,
-    float_of,
-    fma,
-    narrow,
-    pointer_to,
-    tile_rows,
-    widen,
-)
+from moeoffload.kernels.tile import TILE_ROWS, WEIGHT_ROWS, dot_tile
+from moeoffload.kernels.vector_ir import bits_of, claim, float_of, fma, narrow, pointer_to, widen
 
-TILE_ROWS: Final = tile_rows()
 SUM_COLUMNS: Final = 512
 """Columns of an item of the weighted sum."""
 
@@ -135,19 +124,11 @@ def project_rows(
         position = first
         for tile in range(n_tiles):
             size = (last - position + n_tiles - tile - 1) // (n_tiles - tile)
-            if size == 1:
-                dot_tile(1, weights, four, inner, rows, row_index, position, bias, bias_mode, out, stride)
-            elif size == 2:
-                dot_tile(2, weights, four, inner, rows, row_index, position, bias, bias_mode, out, stride)
-            elif TILE_ROWS > 2:
-                if size == 3:
-                    dot_tile(3, weights, four, inner, rows, row_index, position, bias, bias_mode, out, stride)
-                elif size == 4:
-                    dot_tile(4, weights, four, inner, rows, row_index, position, bias, bias_mode, out, stride)
-                elif size == 5:
-                    dot_tile(5, weights, four, inner, rows, row_index, position, bias, bias_mode, out, stride)
-                else:
-                    dot_tile(6, weights, four, inner, rows, row_index, position, bias, bias_mode, out, stride)
+            # The second tile brings the first two of the next four weight rows, the third the other two.
+            ahead = (four + WEIGHT_ROWS + min(tile - 1, 2) * 2) * inner if 0 < tile < 3 else 0
+            dot_tile(
+                size, tile == 0, weights, four, inner, ahead, rows, row_index, position, bias, bias_mode, out, stride
+            )
             position += size
         row += WEIGHT_ROWS
 

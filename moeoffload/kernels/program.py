@@ -199,6 +199,6 @@ def _stamp() -> int:
     """Changes with any file the compiled code is made from; numba itself looks at one only."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in ("vector_ir.py", "phases.py", "program.py", "words.py"):
+    for name in ("vector_ir.py", "tile.py", "phases.py", "program.py", "words.py"):
         digest.update((folder / name).read_bytes())
     return int.from_bytes(digest.digest()[:7], "little")

@@ -1,0 +1,310 @@
+"""The dot-product tile: a few rows times four weight rows, as a numba intrinsic in LLVM vector code.
+
+Every output is one vector accumulator that runs over the inner dimension in order, folded at the end in a fixed tree.
+So an output's bits depend on its two operands only, never on how many rows are computed together, in which order of
+loops, or by which thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from moeoffload.kernels.vector_ir import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    BFloat,
+    call_llvm,
+    element,
+    fold_four,
+    has_vector_512,
+    lanes,
+    narrowed,
+    vector,
+    widened,
+)
+
+WEIGHT_ROWS: Final = 4
+"""Weight rows in a tile: their accumulators fold into one vector of four outputs."""
+
+TILE_ROWS: Final = 6 if has_vector_512() else 2
+"""Most rows of a tile, so that its accumulators stay in registers."""
+
+# Measured: with this distance one stream of weights is read as fast as memory delivers, for all row lengths.
+_AHEAD_BYTES: Final = 4096
+
+Sums = list[list[ir.Value]]
+
+
+class _Tile:
+    """Writes the code of one tile; accumulators are [row][weight row]. Addresses are integers."""
+
+    def __init__(
+        self,
+        builder: ir.IRBuilder,
+        weight_type: Any,
+        row_type: Any,
+        weights: list[ir.Value],
+        rows: list[ir.Value],
+        ahead: list[ir.Value] | None,
+    ) -> None:
+        self.builder = builder
+        self.weight_type, self.row_type = weight_type, row_type
+        self.weights, self.rows = weights, rows
+        self.ahead = ahead
+        self.paired = row_type == types.uint16
+        self.step = 32 if self.paired else lanes()
+        self.zero = ir.Constant(vector(F32, lanes()), None)
+
+    def sums(self, inner: ir.Value) -> Sums:
+        """The accumulators over ``inner`` elements."""
+        whole = self.builder.and_(inner, ir.Constant(I64, -self.step))
+        if self.ahead is not None:
+            values = self._loop(whole, self.weights, self.ahead)
+        else:
+            columns = [
+                self._loop(whole, [weight], [self.builder.add(weight, ir.Constant(I64, _AHEAD_BYTES))])
+                for weight in self.weights
+            ]
+            values = [[column[row][0] for column in columns] for row in range(len(self.rows))]
+        return self._tail(values, whole, inner)
+
+    def _loop(self, whole: ir.Value, weights: list[ir.Value], ahead: list[ir.Value]) -> Sums:
+        builder, zero = self.builder, self.zero
+        before = builder.block
+        loop = builder.append_basic_block("tile.loop")
+        after = builder.append_basic_block("tile.after")
+        is_short = builder.icmp_signed("==", whole, ir.Constant(I64, 0))
+        builder.cbranch(is_short, after, loop)
+
+        builder.position_at_end(loop)
+        index = builder.phi(I64)
+        index.add_incoming(ir.Constant(I64, 0), before)
+        old = [[builder.phi(zero.type) for _ in weights] for _ in self.rows]
+        for address in ahead:
+            self._prefetch(address, index)
+        new = self._step(old, weights, index, None)
+        following = builder.add(index, ir.Constant(I64, self.step))
+        index.add_incoming(following, loop)
+        for was, now in zip(_flat(old), _flat(new), strict=True):
+            was.add_incoming(zero, before)
+            was.add_incoming(now, loop)
+        builder.cbranch(builder.icmp_signed("<", following, whole), loop, after)
+
+        builder.position_at_end(after)
+        return self._join(new, loop, [[zero] * len(weights)] * len(self.rows), before)
+
+    def _tail(self, values: Sums, whole: ir.Value, inner: ir.Value) -> Sums:
+        builder = self.builder
+        before = builder.block
+        tail = builder.append_basic_block("tile.tail")
+        done = builder.append_basic_block("tile.done")
+        builder.cbranch(builder.icmp_signed("<", whole, inner), tail, done)
+        builder.position_at_end(tail)
+        more = self._step(values, self.weights, whole, builder.sub(inner, whole))
+        builder.branch(done)
+        builder.position_at_end(done)
+        return self._join(more, tail, values, before)
+
+    def _join(self, some: Sums, end: ir.Block, others: Sums, before: ir.Block) -> Sums:
+        joined = [[self.builder.phi(value.type) for value in row] for row in some]
+        for phi, one, other in zip(_flat(joined), _flat(some), _flat(others), strict=True):
+            phi.add_incoming(one, end)
+            phi.add_incoming(other, before)
+        return joined
+
+    def _step(self, old: Sums, weights: list[ir.Value], index: ir.Value, left: ir.Value | None) -> Sums:
+        """One vector of every operand; with ``left`` only so many elements of it, the rest zero."""
+        values = [self._load(address, self.weight_type, index, left) for address in weights]
+        new = []
+        for sums, address in zip(old, self.rows, strict=True):
+            row = self._load(address, self.row_type, index, left)
+            new.append([self._multiply_add(row, value, total) for value, total in zip(values, sums, strict=True)])
+        return new
+
+    def _load(self, address: ir.Value, dtype: Any, index: ir.Value, left: ir.Value | None) -> ir.Value:
+        builder = self.builder
+        n_bytes = dtype.bitwidth // 8
+        kind = vector(BFloat() if self.paired else element(dtype), self.step)
+        place = builder.add(address, builder.mul(index, ir.Constant(I64, n_bytes)))
+        if left is not None:
+            # What lies behind the end may be another row, NaN, or no memory at all.
+            padded = cgutils.alloca_once(builder, ir.ArrayType(element(dtype), self.step))
+            builder.store(ir.Constant(padded.type.pointee, None), padded)
+            source = builder.inttoptr(place, element(dtype).as_pointer())
+            cgutils.raw_memcpy(builder, padded, source, left, n_bytes)
+            place = builder.ptrtoint(padded, I64)
+        values = builder.load(builder.inttoptr(place, kind.as_pointer()))
+        values.align = n_bytes
+        return values if self.paired else widened(builder, values, dtype)
+
+    def _multiply_add(self, row: ir.Value, weights: ir.Value, total: ir.Value) -> ir.Value:
+        kind = total.type
+        if self.paired:
+            pairs = weights.type
+            name = "llvm.x86.avx512bf16.dpbf16ps.512"
+            return call_llvm(self.builder, name, kind, [kind, pairs, pairs], [total, weights, row])
+        return call_llvm(self.builder, f"llvm.fma.v{kind.count}f32", kind, [kind] * 3, [weights, row, total])
+
+    def _prefetch(self, address: ir.Value, index: ir.Value) -> None:
+        builder = self.builder
+        offset = builder.mul(index, ir.Constant(I64, self.weight_type.bitwidth // 8))
+        pointer = builder.inttoptr(builder.add(address, offset), I8.as_pointer())
+        read, into_l1, data = (ir.Constant(I32, value) for value in (0, 3, 1))
+        kinds = [pointer.type, I32, I32, I32]
+        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), kinds, [pointer, read, into_l1, data])
+
+
+def _flat(values: Sums) -> list[ir.Value]:
+    return [value for some in values for value in some]
+
+
+_NAMES: Final = (
+    "weights",
+    "weight_row",
+    "inner",
+    "ahead",
+    "rows",
+    "row_index",
+    "first",
+    "bias",
+    "bias_mode",
+    "out",
+    "out_stride",
+)
+_ARRAYS: Final = ("weights", "rows", "row_index", "bias", "out")
+
+
+@intrinsic
+def dot_tile(
+    typing_context: Any,
+    n_rows: Any,
+    is_first: Any,
+    weights: Any,
+    weight_row: Any,
+    inner: Any,
+    ahead: Any,
+    rows: Any,
+    row_index: Any,
+    first: Any,
+    bias: Any,
+    bias_mode: Any,
+    out: Any,
+    out_stride: Any,
+) -> Any:
+    """``out[first + m, weight_row + n] = dot(rows[row_index[first + m]], weights[weight_row + n])`` for n < 4.
+
+    Args:
+        n_rows: how many m there are, 1 to TILE_ROWS.
+        is_first: the weights come from memory: read as one stream, prefetched. If not, an earlier tile has brought them
+            into the cache.
+        weights: flat, rows of ``inner`` elements.
+        weight_row: the first of the four weight rows.
+        ahead: if not ``is_first``, where in ``weights`` two weight rows begin that are prefetched meanwhile.
+        rows: flat, rows of ``inner`` elements, uint16 (bfloat16 weights, has_bf16_dot) or float32.
+        row_index: int32, the row for each output row.
+        first: first output row.
+        bias: flat, elements like ``out``, begins at the first weight row's.
+        bias_mode: 0 no bias, 1 added in float32, 2 added to the rounded product and rounded again.
+        out: flat, rounded to its element type.
+        out_stride: elements from one output row to the next.
+    """
+    del typing_context
+    arguments = (weights, weight_row, inner, ahead, rows, row_index, first, bias, bias_mode, out, out_stride)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, all_values: Any) -> ir.Value:
+        n_rows, is_first = all_values[:2]
+        values = dict(zip(_NAMES, all_values[2:], strict=True))
+        kinds = dict(zip(_NAMES, signature.args[2:], strict=True))
+        for name in _ARRAYS:
+            array = context.make_array(kinds[name])(context, builder, values[name])
+            values[name] = builder.ptrtoint(array.data, I64)
+        call = _Call(builder, values, {name: kinds[name].dtype for name in _ARRAYS})
+
+        done = builder.append_basic_block("tile.end")
+        streams, reuses = (builder.append_basic_block(name) for name in ("tile.streams", "tile.reuses"))
+        builder.cbranch(is_first, streams, reuses)
+        for block, is_streamed in ((streams, True), (reuses, False)):
+            builder.position_at_end(block)
+            choice = builder.switch(n_rows, done)
+            for count in range(1, TILE_ROWS + 1):
+                case = builder.append_basic_block(f"tile.{count}")
+                choice.add_case(ir.Constant(n_rows.type, count), case)
+                builder.position_at_end(case)
+                call.emit(count, is_streamed)
+                builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.boolean, *arguments), generate
+
+
+class _Call:
+    """One use of `dot_tile`: writes the code for any number of rows."""
+
+    def __init__(self, builder: ir.IRBuilder, values: dict[str, ir.Value], kinds: dict[str, Any]) -> None:
+        self.builder = builder
+        self.values = values
+        self.kinds = kinds
+
+    def emit(self, n_rows: int, streams: bool) -> None:
+        """The code for ``n_rows`` rows."""
+        builder, values, kinds = self.builder, self.values, self.kinds
+        inner, weight_row, first = values["inner"], values["weight_row"], values["first"]
+        weights = [self._place("weights", builder.mul(self._plus(weight_row, n), inner)) for n in range(WEIGHT_ROWS)]
+        rows = []
+        for m in range(n_rows):
+            index = builder.load(builder.inttoptr(self._place("row_index", self._plus(first, m)), I32.as_pointer()))
+            rows.append(self._place("rows", builder.mul(builder.zext(index, I64), inner)))
+        ahead = [self._place("weights", at) for at in (values["ahead"], builder.add(values["ahead"], inner))]
+        tile = _Tile(builder, kinds["weights"], kinds["rows"], weights, rows, None if streams else ahead)
+
+        folded = [fold_four(builder, sums) for sums in tile.sums(inner)]
+        folded = _add_bias(builder, folded, values["bias_mode"], self._place("bias", weight_row), kinds["out"])
+        four = vector(F32 if kinds["out"] == types.float32 else I16, WEIGHT_ROWS)
+        for m, sums in enumerate(folded):
+            start = builder.mul(self._plus(first, m), values["out_stride"])
+            pointer = builder.inttoptr(self._place("out", builder.add(start, weight_row)), four.as_pointer())
+            rounded = builder.bitcast(narrowed(builder, sums, kinds["out"]), four)
+            builder.store(rounded, pointer).align = kinds["out"].bitwidth // 8
+
+    def _place(self, name: str, offset: ir.Value) -> ir.Value:
+        n_bytes = ir.Constant(I64, self.kinds[name].bitwidth // 8)
+        return self.builder.add(self.values[name], self.builder.mul(offset, n_bytes))
+
+    def _plus(self, value: ir.Value, constant: int) -> ir.Value:
+        return self.builder.add(value, ir.Constant(I64, constant))
+
+
+def _add_bias(
+    builder: ir.IRBuilder, sums: list[ir.Value], mode: ir.Value, address: ir.Value, dtype: Any
+) -> list[ir.Value]:
+    before = builder.block
+    adds = builder.append_basic_block("tile.bias")
+    done = builder.append_basic_block("tile.biased")
+    builder.cbranch(builder.icmp_signed("==", mode, ir.Constant(mode.type, 0)), done, adds)
+    builder.position_at_end(adds)
+    four = vector(element(dtype), WEIGHT_ROWS)
+    stored = builder.load(builder.inttoptr(address, four.as_pointer()))
+    stored.align = dtype.bitwidth // 8
+    bias = widened(builder, stored, dtype)
+    is_rounded = builder.icmp_signed("==", mode, ir.Constant(mode.type, 2))
+    biased = []
+    for some in sums:
+        rounded = widened(builder, narrowed(builder, some, dtype), dtype)
+        biased.append(builder.fadd(builder.select(is_rounded, rounded, some), bias))
+    builder.branch(done)
+    builder.position_at_end(done)
+    joined = []
+    for some, other in zip(sums, biased, strict=True):
+        value = builder.phi(some.type)
+        value.add_incoming(some, before)
+        value.add_incoming(other, adds)
+        joined.append(value)
+    return joined
