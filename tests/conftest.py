@@ -21,6 +21,7 @@ for name in [name for name in os.environ if name.startswith(("MOEOFFLOAD_", "DFL
     del os.environ[name]
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "demo"))
 DEMO = ROOT / "examples" / "demo" / "checkpoint"
 READY_TIMEOUT_S = 120
 
@@ -93,6 +94,17 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
     """Runs the real command lines: ``commands.run("moeoffload", "run", ...)``."""
     with running_commands(tmp_path) as running:
         yield running
+
+
+def demo_prompt(n_tokens: int, seed: int) -> Any:
+    """(1, n_tokens) int64: solved tasks and an open question at the end, cut to length at the front."""
+    import tasks
+    from transformers import AutoTokenizer
+
+    text = tasks.long_prompt(2 * n_tokens + 100, seed=seed)
+    tokens = AutoTokenizer.from_pretrained(DEMO)(text, return_tensors="pt")["input_ids"]
+    assert tokens.shape[1] >= n_tokens
+    return tokens[:, -n_tokens:]
 
 
 def local_model(folder: Path, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEMO, StartServer, local_model
+from conftest import DEMO, StartServer, demo_prompt, local_model
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.wire import HEADER_BYTES
@@ -92,8 +92,8 @@ def test_a_server_none_of_whose_experts_are_chosen_gets_no_call(three_servers: l
 def test_chunks_at_the_edges_of_the_cap_do_not_change_tokens(three_servers: list[str], rows_beyond: str) -> None:
     cap = 48
     n_tokens = eval(rows_beyond, {"cap": cap})
-    prompt = torch.randint(5, 60, (1, n_tokens), generator=torch.manual_seed(3))
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompt = demo_prompt(n_tokens, seed=3)
+    options = {"max_new_tokens": 12, "do_sample": False}
     expected = local_model(DEMO).generate(prompt, **options)
     with open_model(DEMO, experts=three_servers[:1], mode="batched", batch_capacity=cap, device="cpu") as offloaded:
         assert torch.equal(offloaded.model.generate(prompt, **options), expected)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from itertools import product
 from typing import Any
 
 import pytest
+import tasks
 import torch
-from conftest import DEMO, ROOT, local_model
+from conftest import DEMO, local_model
 
 from moeoffload import open_model
-
-sys.path.insert(0, str(ROOT / "examples" / "demo"))
-import tasks
 
 N_PROMPTS = 64
 MAX_NEW_TOKENS = 12
