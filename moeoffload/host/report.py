@@ -11,7 +11,7 @@ from rich.table import Table
 
 from moeoffload import __version__
 from moeoffload.host.counters import CallCounters, PhaseCounters
-from moeoffload.host.link import LinkInfo
+from moeoffload.host.link import ExpertLink
 from moeoffload.host.recorder import Recorder
 
 REPORT_VERSION: Final = 1
@@ -57,17 +57,17 @@ class Report:
     layers: dict[str, list[dict[str, Any]]] | None
 
     @classmethod
-    def collect(
-        cls, model: ModelFacts, run: RunFacts, recorder: Recorder, links: Sequence[tuple[LinkInfo, int]]
-    ) -> Report:
-        """Takes the figures of ``recorder`` as they stand; ``links`` are the servers with their effective capacity."""
+    def collect(cls, model: ModelFacts, run: RunFacts, recorder: Recorder, links: Sequence[ExpertLink]) -> Report:
+        """Takes the figures of ``recorder`` and ``links`` as they stand."""
+        totals = recorder.phases
         servers = [
-            asdict(info)
-            | {"batch_capacity": capacity}
-            | {"phases": {name: asdict(phase.servers[i]) for name, phase in recorder.phases.items()}}
-            for i, (info, capacity) in enumerate(links)
+            asdict(link.info)
+            | {"batch_capacity": link.layout.capacity}
+            | {"phases": {name: asdict(phase.servers[i]) for name, phase in totals.items()}}
+            | ({"auto": link.learner.describe()} if run.mode == "auto" else {})
+            for i, link in enumerate(links)
         ]
-        phases = {name: _phase(phase) for name, phase in recorder.phases.items()}
+        phases = {name: _phase(phase) for name, phase in totals.items()}
         layers = {name: [asdict(times) for times in layers] for name, layers in recorder.layers.items()}
         return cls(model, run, phases, servers, layers if recorder.profile else None)
 
