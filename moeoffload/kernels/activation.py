@@ -1,0 +1,76 @@
+"""Which formula an experts module applies between its two projections: found by asking it, never from its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+FUNCTIONS: Final[dict[str, Function]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda values: functional.gelu(values, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda values: functional.relu(values).square(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """``function`` is a key of FUNCTIONS, or ``clamped_swiglu``.
+
+    Gated means ``function(gate) * up``, with gate and up after each other, or, if ``is_interleaved``, in turns.
+    ``clamped_swiglu`` is that of transformers' ``GptOssExperts``: gates at most ``limit``, ups within ± ``limit``, then
+    ``(up + 1) * gate * sigmoid(alpha * gate)``.
+    """
+
+    function: str
+    is_gated: bool
+    is_interleaved: bool = False
+    limit: float = 0.0
+    alpha: float = 0.0
+
+
+def recognise(experts: nn.Module) -> Activation | None:
+    """The formula of ``experts``: the one that gives its very bits for values of all sizes and signs; None if none does.
+
+    Every rounding step counts, in the dtype and on the device of its weights. Waits for the device.
+    """
+    module: Any = experts
+    values = _probe(module.down_proj.dtype, module.down_proj.device)
+    if not module.has_gate:
+        for name, function in FUNCTIONS.items():
+            if _same(module.act_fn, values, function(values)):
+                return Activation(name, is_gated=False)
+        return None
+    gate, up = values.repeat_interleave(len(values)), values.repeat(len(values))
+    for name, function in FUNCTIONS.items():
+        if _same(module._apply_gate, torch.cat((gate, up)), function(gate) * up):
+            return Activation(name, is_gated=True)
+    limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
+    if isinstance(limit, int | float) and isinstance(alpha, int | float):
+        clamped = gate.clamp(max=limit)
+        expected = (up.clamp(-limit, limit) + 1) * (clamped * torch.sigmoid(clamped * alpha))
+        if _same(module._apply_gate, torch.stack((gate, up), dim=-1).flatten(), expected):
+            return Activation("clamped_swiglu", True, True, float(limit), float(alpha))
+    return None
+
+
+def _probe(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Values of both signs and all sizes that f16 holds too, closest to each other where functions bend: (n,)."""
+    sizes = torch.cat((torch.logspace(-14, 15, 59, base=2), torch.linspace(0.1, 12, 40)))
+    return torch.cat((sizes, -sizes, torch.zeros(1))).to(device, dtype)
+
+
+def _same(function: Function, values: torch.Tensor, expected: torch.Tensor) -> bool:
+    try:
+        found = function(values.unsqueeze(0)).squeeze(0)
+    except (RuntimeError, ValueError, TypeError):
+        return False  # wants other shapes than these: something of its own
+    return found.shape == expected.shape and torch.equal(found.nan_to_num(), expected.nan_to_num())

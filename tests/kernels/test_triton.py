@@ -1,0 +1,165 @@
+"""The Triton programs for few rows: on a GPU if there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from experts_modules import make_experts, reference
+
+from moeoffload.kernels import GroupedKernel
+from moeoffload.kernels.activation import recognise
+from moeoffload.kernels.triton_experts import MAX_ROWS, TritonExperts
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
+    pytest.skip("no GPU, and Triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+# Against float32 without rounding, relative to the largest value: the rounding steps of each dtype, and their spread.
+BOUNDS = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+DTYPES = list(BOUNDS)
+KINDS = ["silu", "gelu", "gelu_pytorch_tanh", "relu2", "ungated-relu2", "ungated-silu", "gpt_oss"]
+NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def random_call(
+    n_rows: int, top_k: int, n_experts: int, hidden: int, dtype: torch.dtype, absent: float = 0.25, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, slots and float32 weights; each row names different experts, a share of its routes is absent."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(n_rows, hidden, generator=generator)
+    slots = torch.rand(n_rows, n_experts, generator=generator).argsort(dim=1)[:, :top_k]
+    slots = torch.where(torch.rand(slots.shape, generator=generator) < absent, -1, slots)
+    weights = torch.rand(n_rows, top_k, generator=generator) + 0.1
+    return rows.to(DEVICE, dtype), slots.contiguous().to(DEVICE), weights.to(DEVICE)
+
+
+def compute(
+    experts: torch.nn.Module, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    out = torch.full(rows.shape, float("nan"), device=DEVICE)
+    TritonExperts(experts)(rows, slots, weights, out)
+    return out
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    assert torch.isfinite(out).all()
+    assert (out - expected).abs().max() <= bound * expected.abs().max().clamp(min=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_experts_gives_what_the_formula_says(kind: str, dtype: torch.dtype) -> None:
+    experts = make_experts(kind, n_experts=6, hidden=96, inter=40, dtype=dtype, device=DEVICE)
+    rows, slots, weights = random_call(5, 3, 6, 96, dtype)
+    out = compute(experts, rows, slots, weights)
+    assert_close(out, reference(experts, rows, slots, weights), BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
+@pytest.mark.parametrize("kind", ["silu", "gpt_oss"])
+@pytest.mark.parametrize("weights_are_f32", [True, False], ids=["f32-weights", "own-weights"])
+def test_roundings_are_those_of_the_grouped_kernel(kind: str, dtype: torch.dtype, weights_are_f32: bool) -> None:
+    experts = make_experts(kind, n_experts=6, hidden=96, inter=64, dtype=dtype, device=DEVICE, seed=1)
+    rows, slots, weights = random_call(16, 4, 6, 96, dtype, seed=1)
+    weights = weights if weights_are_f32 else weights.to(dtype)
+    out = compute(experts, rows, slots, weights)
+    expected = GroupedKernel()(experts, rows, slots, weights)
+    assert_close(out, expected, BOUNDS[dtype])
+    if dtype != torch.float32:
+        # Only where another order of a sum crosses the middle between two values of the dtype do bits differ.
+        differ = (out != expected).float().mean()
+        assert differ < 0.05 if weights_are_f32 else differ < 0.02
+
+
+@pytest.mark.parametrize("n_rows", range(1, MAX_ROWS + 1))
+def test_every_number_of_rows(n_rows: int) -> None:
+    experts = make_experts("silu", n_experts=7, hidden=64, inter=32, dtype=torch.float32, device=DEVICE)
+    rows, slots, weights = random_call(n_rows, 3, 7, 64, torch.float32, seed=n_rows)
+    out = compute(experts, rows, slots, weights)
+    assert_close(out, reference(experts, rows, slots, weights), BOUNDS[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inter", "top_k", "n_experts"),
+    [(2, 1, 1, 1), (34, 17, 1, 2), (130, 70, 5, 5), (258, 33, 8, 9), (64, 200, 2, 3), (100, 100, 7, 64)],
+)
+@pytest.mark.parametrize("kind", ["silu", "gpt_oss"])
+def test_odd_shapes(kind: str, hidden: int, inter: int, top_k: int, n_experts: int) -> None:
+    experts = make_experts(kind, n_experts, hidden, inter, dtype=torch.float16, device=DEVICE)
+    rows, slots, weights = random_call(3, top_k, n_experts, hidden, torch.float16)
+    out = compute(experts, rows, slots, weights)
+    assert_close(out, reference(experts, rows, slots, weights), BOUNDS[torch.float16])
+
+
+def test_nothing_is_read_of_experts_that_nobody_uses_nor_for_absent_routes() -> None:
+    experts = make_experts("silu", n_experts=4, hidden=64, inter=32, dtype=torch.bfloat16, device=DEVICE)
+    rows, _, weights = random_call(4, 3, 4, 64, torch.bfloat16)
+    slots = torch.tensor([[1, -1, 3], [-1, -1, -1], [3, 1, -1], [-1, -1, 1]], device=DEVICE)
+    clean = compute(experts, rows, slots, weights)
+    for expert in (0, 2):
+        experts.gate_up_proj[expert] = float("nan")
+        experts.down_proj[expert] = float("nan")
+    weights = torch.where(slots < 0, float("nan"), weights)
+    rows[1] = float("nan")  # none of its experts is here
+    out = compute(experts, rows, slots, weights)
+    assert torch.equal(out, clean)
+    assert not out[1].any()
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    experts = make_experts("silu", n_experts=5, hidden=64, inter=32, dtype=torch.bfloat16, device=DEVICE)
+    rows, slots, weights = random_call(16, 3, 5, 64, torch.bfloat16)
+    together = compute(experts, rows, slots, weights)
+    for n in (0, 7, 15):
+        alone = compute(experts, rows[n : n + 1], slots[n : n + 1], weights[n : n + 1])
+        assert torch.equal(alone[0], together[n])
+    rows[3] = float("inf")
+    spoilt = compute(experts, rows, slots, weights)
+    others = [n for n in range(16) if n != 3]
+    assert torch.equal(spoilt[others], together[others])
+
+
+def test_an_expert_named_twice_by_a_row_counts_twice() -> None:
+    experts = make_experts("silu", n_experts=3, hidden=64, inter=32, dtype=torch.float32, device=DEVICE)
+    rows, _, weights = random_call(2, 3, 3, 64, torch.float32)
+    slots = torch.tensor([[2, 2, 0], [1, 2, 1]], device=DEVICE)
+    out = compute(experts, rows, slots, weights)
+    assert_close(out, reference(experts, rows, slots, weights), BOUNDS[torch.float32])
+
+
+def test_slots_that_do_not_exist_add_nothing() -> None:
+    experts = make_experts("silu", n_experts=3, hidden=64, inter=32, dtype=torch.float32, device=DEVICE)
+    rows, _, weights = random_call(2, 3, 3, 64, torch.float32)
+    slots = torch.tensor([[2, 3, 0], [1 << 40, 1, -2]], device=DEVICE)
+    present = torch.tensor([[2, -1, 0], [-1, 1, -1]], device=DEVICE)
+    assert torch.equal(compute(experts, rows, slots, weights), compute(experts, rows, present, weights))
+
+
+def test_the_formula_is_found_by_asking_the_module() -> None:
+    def found(kind: str, dtype: torch.dtype) -> str | None:
+        activation = recognise(make_experts(kind, 2, 8, 8, dtype))
+        return activation and f"{activation.function} {activation.is_gated} {activation.is_interleaved}"
+
+    for dtype in DTYPES:
+        assert found("silu", dtype) == "silu True False"
+        assert found("gelu", dtype) == "gelu True False"
+        assert found("gelu_pytorch_tanh", dtype) == "gelu_tanh True False"
+        assert found("ungated-relu2", dtype) == "relu2 False False"
+        assert found("gpt_oss", dtype) == "clamped_swiglu True True"
+        assert found("mish", dtype) is None
+        assert found("quick_gelu", dtype) is None
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_programs_compile_for_a_gpu(capability: int) -> None:
+    """Without a GPU, in a process without the interpreter; registers must not spill."""
+    code = f"from compile_triton import check; check({capability})"
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=250, cwd=os.path.dirname(__file__), env=os.environ.copy()
+    )
