@@ -14,7 +14,7 @@ compiled for sm_80 and sm_90, not run on a GPU.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ ROWS: Final = tl.constexpr(16)
 
 
 @triton.jit
-def _rounded(values: Any, dtype: tl.constexpr) -> Any:
+def _rounded(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Float32 values rounded to ``dtype``, as float32."""
     if INTERPRETED and dtype == tl.bfloat16:  # the interpreter cuts bits off
         bits = values.to(tl.uint32, bitcast=True)
@@ -36,7 +36,7 @@ def _rounded(values: Any, dtype: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _routing(slots: Any, route: Any, n_rows: Any, top_k: Any, n_experts: Any, top_k_padded: tl.constexpr) -> Any:
+def _routing(slots: tl.tensor, route: tl.tensor, n_rows: tl.tensor, top_k: tl.tensor, n_experts: tl.tensor, top_k_padded: tl.constexpr) -> tl.tensor:
     """The expert of a route, (ROWS,) positions of the rows that name it, which rows do, and if this is its first route.
 
     A slot that does not exist counts as absent: whatever a peer sent, no memory beyond the weights is read.
@@ -55,18 +55,18 @@ def _routing(slots: Any, route: Any, n_rows: Any, top_k: Any, n_experts: Any, to
 
 @triton.jit
 def _product(
-    operand: Any,
-    operand_row: Any,
-    is_member: Any,
-    weight: Any,
-    column: Any,
-    column_exists: Any,
-    length: Any,
-    stride_out: Any,
-    stride_in: Any,
+    operand: tl.tensor,
+    operand_row: tl.tensor,
+    is_member: tl.tensor,
+    weight: tl.tensor,
+    column: tl.tensor,
+    column_exists: tl.tensor,
+    length: tl.tensor,
+    stride_out: tl.tensor,
+    stride_in: tl.tensor,
     n_columns: tl.constexpr,
     depth: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """(ROWS, n_columns) float32: rows ``operand_row`` of operand (any, length) x columns of weight (out, length).
 
     Zero for rows that are no members and columns that do not exist: neither is read.
@@ -93,7 +93,7 @@ def _product(
 
 
 @triton.jit
-def _function(values: Any, name: tl.constexpr) -> Any:
+def _function(values: tl.tensor, name: tl.constexpr) -> tl.tensor:
     """An activation function in float32; NaN stays NaN."""
     if name == "silu":
         return values / (1.0 + tl.exp(-values))
@@ -108,7 +108,7 @@ def _function(values: Any, name: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _gated(gate: Any, up: Any, limit: Any, alpha: Any, name: tl.constexpr, dtype: tl.constexpr) -> Any:
+def _gated(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, alpha: tl.tensor, name: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     """The gate formulas of `moeoffload.kernels.activation.Activation`, with the rounding of each torch operation."""
     if name == "clamped_swiglu":
         gate = tl.where(gate > limit, limit, gate)
@@ -121,21 +121,21 @@ def _gated(gate: Any, up: Any, limit: Any, alpha: Any, name: tl.constexpr, dtype
 # Counts change from call to call and must not bring about another compilation.
 @triton.jit(do_not_specialize=["n_rows", "top_k"])
 def up_program(
-    rows: Any,
-    slots: Any,
-    weight: Any,
-    bias: Any,
-    activated: Any,
-    n_rows: Any,
-    top_k: Any,
-    n_experts: Any,
-    hidden: Any,
-    inter: Any,
-    stride_expert: Any,
-    stride_out: Any,
-    stride_in: Any,
-    limit: Any,
-    alpha: Any,
+    rows: tl.tensor,
+    slots: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    activated: tl.tensor,
+    n_rows: tl.tensor,
+    top_k: tl.tensor,
+    n_experts: tl.tensor,
+    hidden: tl.tensor,
+    inter: tl.tensor,
+    stride_expert: tl.tensor,
+    stride_out: tl.tensor,
+    stride_in: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
     top_k_padded: tl.constexpr,
     n_columns: tl.constexpr,
     depth: tl.constexpr,
@@ -187,19 +187,19 @@ def up_program(
 
 @triton.jit(do_not_specialize=["n_rows", "top_k"])
 def down_program(
-    activated: Any,
-    slots: Any,
-    weight: Any,
-    bias: Any,
-    down: Any,
-    n_rows: Any,
-    top_k: Any,
-    n_experts: Any,
-    hidden: Any,
-    inter: Any,
-    stride_expert: Any,
-    stride_out: Any,
-    stride_in: Any,
+    activated: tl.tensor,
+    slots: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    down: tl.tensor,
+    n_rows: tl.tensor,
+    top_k: tl.tensor,
+    n_experts: tl.tensor,
+    hidden: tl.tensor,
+    inter: tl.tensor,
+    stride_expert: tl.tensor,
+    stride_out: tl.tensor,
+    stride_in: tl.tensor,
     top_k_padded: tl.constexpr,
     n_columns: tl.constexpr,
     depth: tl.constexpr,
@@ -239,13 +239,13 @@ def down_program(
 
 @triton.jit(do_not_specialize=["top_k"])
 def sum_program(
-    down: Any,
-    slots: Any,
-    weights: Any,
-    out: Any,
-    top_k: Any,
-    n_experts: Any,
-    hidden: Any,
+    down: tl.tensor,
+    slots: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    top_k: tl.tensor,
+    n_experts: tl.tensor,
+    hidden: tl.tensor,
     top_k_padded: tl.constexpr,
     n_columns: tl.constexpr,
 ) -> None:
