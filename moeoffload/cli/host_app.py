@@ -103,19 +103,34 @@ def _read_prompts(prompts: list[str], prompt_file: str | None) -> list[str]:
     """The prompts of a command line; ``-`` stands for stdin.
 
     Raises:
-        SettingError: none was given, or the file cannot be read.
+        SettingError: none was given, or the file or stdin cannot be read.
+        PromptError: one is empty or not UTF-8.
     """
-    texts = [sys.stdin.read() if text == "-" else text for text in prompts]
-    if prompt_file is not None:
+    texts = [_read_stdin() if text == "-" else text for text in prompts]
+    if prompt_file == "-":
+        texts.append(_read_stdin())
+    elif prompt_file is not None:
         try:
-            texts.append(sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text())
-        except (OSError, UnicodeDecodeError) as error:
+            texts.append(Path(prompt_file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise SettingError(f"--prompt-file: {prompt_file!r} cannot be read ({error})") from None
     if not texts:
         raise SettingError("no prompt: give --prompt TEXT, --prompt-file FILE, or --prompt - to read stdin")
-    if any(not text.strip() for text in texts):
-        raise PromptError("the prompt is empty")
+    for text in texts:
+        if not text.strip():
+            raise PromptError("the prompt is empty")
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python passes on bytes it cannot decode
+            raise PromptError("the prompt is not valid UTF-8")
     return texts
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise SettingError("the prompt is to come from stdin, which is closed")
+    try:
+        return sys.stdin.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"the prompt cannot be read from stdin ({error})") from None
 
 
 def _shorten(text: str) -> str:
