@@ -96,6 +96,13 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def grouped_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server whose kernel does the operations of transformers' grouped_mm."""
+    with expert_server(tmp_path_factory.mktemp("grouped"), "--kernel", "grouped") as server:
+        yield server.address
+
+
 def demo_prompt(n_tokens: int, seed: int) -> Any:
     """(1, n_tokens) int64: solved tasks and an open question at the end, cut to length at the front."""
     import tasks
