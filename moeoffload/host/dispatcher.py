@@ -96,6 +96,7 @@ class Dispatcher:
         clock = perf_counter
         started = clock()
         record = self._recorder.counters
+        record.lap_dense(started)
         state = self._state
         n_rows = hidden.shape[0]
         # One server with every expert: its sums are the result, no accumulator is needed.
@@ -149,7 +150,8 @@ class Dispatcher:
         started = clock()
         if total is not None:
             result.copy_(total)
-        combine_s += clock() - started
+        record.mark = clock()
+        combine_s += record.mark - started
         record.pack_s += pack_s
         record.local_s += local_s
         record.wait_s += wait_s

@@ -15,6 +15,8 @@ from moeoffload.host.link import ExpertLink
 from moeoffload.host.recorder import Recorder
 
 REPORT_VERSION: Final = 1
+ACCOUNTED: Final = 0.95
+"""A phase whose parts add up to less of its time is marked incomplete."""
 _MIB: Final = 1 << 20
 
 
@@ -123,6 +125,9 @@ class Report:
                 "host: combine s": f"{host['combine_s']:.3f}",
                 "host: turn s": f"{host['turn_s']:.3f}",
                 "host: other s": f"{host['other_s']:.3f}",
+                "accounted": f"{phase['accounted']:.0%}"
+                if phase["complete"]
+                else f"incomplete: {phase['accounted']:.0%}",
                 "server: queue s": f"{server['queue_s']:.3f}",
                 "server: compute s": f"{server['compute_s']:.3f}",
             }
@@ -176,6 +181,8 @@ def _phase(phase: PhaseCounters) -> dict[str, Any]:
         "tokens_per_s": phase.tokens / phase.seconds if phase.seconds else 0.0,
         "calls": total.calls,
         "rows": total.rows,
+        "accounted": phase.accounted,
+        "complete": phase.accounted >= ACCOUNTED,
         "local_rows": phase.local_rows,
         "pipelined": phase.pipelined,
         "bytes_out": total.bytes_out,
@@ -190,7 +197,7 @@ def _phase(phase: PhaseCounters) -> dict[str, Any]:
             "wait_wire_s": max(0.0, phase.wait_s - phase.wait_queue_s - phase.wait_compute_s),
             "turn_s": phase.turn_s,
             "combine_s": phase.combine_s,
-            "other_s": max(0.0, phase.seconds - phase.forward_s),
+            "other_s": phase.other_s,
         },
         "server": {"queue_s": total.queue_s, "compute_s": total.compute_s},
     }
