@@ -178,17 +178,18 @@ class Engine:
         experts = _check(slot, context)
         n_rows = header.rows
         weights_dtype = torch.float32 if header.flags & Flag.WEIGHTS_F32 else host.compute_dtype
-        call = host.workspace.arena(n_rows).fill(context.views.dispatch(n_rows), n_rows, weights_dtype)
+        arena, views = host.workspace.arena(n_rows), context.views
         started = perf_counter()
         try:
+            call = arena.fill(views.dispatch(n_rows), n_rows, weights_dtype, experts.n_experts)
             experts(call.rows, call.slots, call.weights, call.out)
         except IndexError:
             raise _RequestError(
                 ErrorCode.BAD_SLOT, f"layer {header.layer}: slots must be -1 to {experts.n_experts - 1}"
             ) from None
         self.pace.hold(n_rows, perf_counter() - started)
-        reply = context.views.combine(n_rows)
-        reply.copy_(call.out)
+        reply = views.combine(n_rows)
+        arena.finish(call, reply)
         bad = first_bad_row(reply)
         if bad is not None:
             what = describe_bad_row(call.out[bad], host.layout.dtype_back)

@@ -38,7 +38,7 @@ class Activation:
 
 
 def recognise(experts: nn.Module) -> Activation | None:
-    """The formula of ``experts``: the one that gives its very bits for values of all sizes and signs; None if none does.
+    """The formula of ``experts``: the one that gives its bits for values of all sizes and signs; None if none does.
 
     Every rounding step counts, in the dtype and on the device of its weights. Waits for the device.
     """

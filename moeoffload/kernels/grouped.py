@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,19 +22,22 @@ class GroupedKernel(ExpertKernel):
 
     name = "grouped"
 
+    def __init__(self, *, may_wait: bool = True) -> None:
+        """Args: may_wait: whether the host may read values from the device, which on a GPU waits for all work before.
+
+        If so, absent routes are cut off. If not, they are sorted behind all groups, where no product reads or writes
+        them, and masked at the end; a slot above the last expert then counts as absent, too.
+        """
+        self._sort = _sort_and_cut if may_wait else _sort_without_waiting
+
     def __call__(
         self, experts: nn.Module, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """See `ExpertKernel`."""
         module: Any = experts
         top_k = slots.shape[1]
-        slot_of_route, route = torch.sort(slots.reshape(-1))
-        n_absent = int((slot_of_route < 0).sum())
-        if n_absent:
-            slot_of_route, route = slot_of_route[n_absent:], route[n_absent:]
         up_weight = module.gate_up_proj if module.has_gate else module.up_proj
-        counts = torch.bincount(slot_of_route, minlength=up_weight.shape[0])
-        offsets = counts.cumsum(0, dtype=torch.int32)
+        slot_of_route, route, offsets, absent = self._sort(slots.reshape(-1), up_weight.shape[0])
 
         values = _grouped_linear(rows[route // top_k], up_weight, offsets, module.is_transposed)
         if module.has_bias:
@@ -47,12 +50,42 @@ class GroupedKernel(ExpertKernel):
         if module.has_post_expert_norm:
             values = module.post_expert_norm(values)
         values = values * weights.reshape(-1)[route].unsqueeze(-1)
+        if absent is not None:
+            values = values.masked_fill_(absent.unsqueeze(-1), 0)
 
-        # Absent routes stay zero: what this server does not hold adds nothing to the sum.
+        # Absent routes are zero: what this server does not hold adds nothing to the sum.
         shape = (slots.numel(), values.shape[1])
-        by_route = values.new_zeros(shape) if n_absent else values.new_empty(shape)
+        by_route = values.new_empty(shape) if len(route) == slots.numel() else values.new_zeros(shape)
         by_route[route] = values
         return by_route.view(rows.shape[0], top_k, -1).sum(dim=1, dtype=torch.float32)
+
+
+class _Sorted(NamedTuple):
+    """Routes in the order of their slots: slots (routes,), route numbers (routes,), the end of each expert's group
+    (n_experts,) int32, and which of the routes are absent (routes,), None if there is none among them."""
+
+    slots: torch.Tensor
+    routes: torch.Tensor
+    offsets: torch.Tensor
+    absent: torch.Tensor | None
+
+
+def _sort_and_cut(slots: torch.Tensor, n_experts: int) -> _Sorted:
+    sorted_slots, routes = torch.sort(slots)
+    n_absent = int((sorted_slots < 0).sum())
+    if n_absent:
+        sorted_slots, routes = sorted_slots[n_absent:], routes[n_absent:]
+    offsets = torch.bincount(sorted_slots, minlength=n_experts).cumsum(0, dtype=torch.int32)
+    return _Sorted(sorted_slots, routes, offsets, None)
+
+
+def _sort_without_waiting(slots: torch.Tensor, n_experts: int) -> _Sorted:
+    exists = (slots >= 0) & (slots < n_experts)
+    sorted_slots, routes = torch.sort(torch.where(exists, slots, n_experts))
+    # bincount would wait to learn its length.
+    experts = torch.arange(n_experts, device=slots.device)
+    offsets = torch.searchsorted(sorted_slots, experts, right=True, out_int32=True)
+    return _Sorted(sorted_slots.clamp(max=n_experts - 1), routes, offsets, sorted_slots == n_experts)
 
 
 def _grouped_linear(

@@ -13,6 +13,7 @@ from moeoffload.kernels import words
 from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.layout import ExpertsLayout, lay_out, n_experts_of, why_not
 from moeoffload.kernels.program import experts_program, row_dtype
+from moeoffload.kernels.triton_experts import MAX_ROWS, few_rows_kernel
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
 
 KernelChoice = Literal["auto", "tiled", "grouped"]
@@ -41,7 +42,8 @@ class LayerKernels:
         module: Any = experts
         self._experts = module
         self._workspace = workspace
-        self._grouped = GroupedKernel()
+        self._grouped = GroupedKernel(may_wait=module.down_proj.device.type == "cpu")
+        self._few_rows = few_rows_kernel(experts) if kernel == "auto" else None
         self.falls_back = "chosen" if kernel == "grouped" else why_not(experts)
         if kernel == "tiled" and self.falls_back:
             raise ValueError(f"these experts cannot be computed by the tiled kernel: {self.falls_back}")
@@ -53,7 +55,8 @@ class LayerKernels:
 
     def kernel_for(self, n_rows: int) -> str:
         """Name of the kernel that serves a call of ``n_rows`` rows."""
-        del n_rows
+        if self._few_rows is not None and n_rows <= MAX_ROWS:
+            return self._few_rows.name
         return "grouped" if self.falls_back else "tiled"
 
     def reserve(self, max_rows: int, top_k: int) -> None:
@@ -61,6 +64,8 @@ class LayerKernels:
         if self.falls_back is None:
             for n_rows in (1, max_rows):
                 self._workspace.arena(self._tiled.shape, n_rows, top_k)
+        if self._few_rows is not None:
+            self._few_rows.warm_up(top_k)
 
     def __call__(
         self,
@@ -82,12 +87,15 @@ class LayerKernels:
             workspace: another one than the layer was prepared with, for calls from another thread.
 
         Raises:
-            IndexError: a slot below -1 or above the last expert; ``out`` is not written.
+            IndexError: a slot below -1 or above the last expert; ``out`` is not written. On a GPU, where asking would
+                mean to wait, such a slot adds nothing.
             ValueError: shapes or dtypes that do not fit.
         """
         self._check(rows, slots, weights, out)
         if not slots.numel():
             out.zero_()
+        elif self._few_rows is not None and slots.shape[0] <= MAX_ROWS:
+            self._few_rows(rows, slots, weights, out)
         elif self.falls_back:
             out.copy_(self._grouped(self._experts, rows, slots, weights))
         else:
@@ -232,7 +240,8 @@ def prepare_layer(
             may be changed in place but not replaced. Weights stored (in, out) are transposed in their own memory; the
             parameters' shapes and values stay.
         workspace: shared by the layers that one thread calls; a new one if not given.
-        kernel: ``auto`` takes the tiled kernel wherever it can; ``grouped`` is transformers' ``grouped_mm`` bit by bit.
+        kernel: ``auto`` takes the tiled kernel wherever it can, on a GPU the Triton one for few rows; ``grouped`` is
+            transformers' ``grouped_mm`` bit by bit.
     """
     return LayerKernels(experts, workspace or KernelWorkspace(), kernel)
 

@@ -26,6 +26,11 @@ _WARPS: Final = 4
 _SUM_COLUMNS: Final = 256
 
 
+def few_rows_kernel(experts: nn.Module) -> TritonExperts | None:
+    """What computes calls of up to MAX_ROWS rows of these experts faster than other kernels do; None: nothing."""
+    return TritonExperts(experts) if why_not_triton(experts) is None else None
+
+
 def why_not_triton(experts: nn.Module) -> str | None:
     """Why these experts cannot be computed by `TritonExperts`; None if they can. Wherever they can, ``auto`` does."""
     module: Any = experts
@@ -57,6 +62,8 @@ class TritonExperts:
     Checked against a float32 reference and `GroupedKernel` in Triton's interpreter, and compiled for sm_80 and sm_90;
     not run on a GPU.
     """
+
+    name = "triton"
 
     def __init__(self, experts: nn.Module) -> None:
         """Reads the layout.

@@ -31,12 +31,19 @@ def _rounded(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     if INTERPRETED and dtype == tl.bfloat16:  # the interpreter cuts bits off
         bits = values.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
+        return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)  # noqa: PLR0124 (not for NaN)
     return values.to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _routing(slots: tl.tensor, route: tl.tensor, n_rows: tl.tensor, top_k: tl.tensor, n_experts: tl.tensor, top_k_padded: tl.constexpr) -> tl.tensor:
+def _routing(
+    slots: tl.tensor,
+    route: tl.tensor,
+    n_rows: tl.tensor,
+    top_k: tl.tensor,
+    n_experts: tl.tensor,
+    top_k_padded: tl.constexpr,
+) -> tl.tensor:
     """The expert of a route, (ROWS,) positions of the rows that name it, which rows do, and if this is its first route.
 
     A slot that does not exist counts as absent: whatever a peer sent, no memory beyond the weights is read.
@@ -78,9 +85,7 @@ def _product(
     for start in range(0, length, depth):
         inside = start + step < length
         # Weights are read once and should not drive the rows, which all instances read, out of the cache.
-        values = tl.load(
-            operand_at, mask=is_member[:, None] & inside[None, :], other=0.0, eviction_policy="evict_last"
-        )
+        values = tl.load(operand_at, mask=is_member[:, None] & inside[None, :], other=0.0, eviction_policy="evict_last")
         tile = tl.load(
             weight_at, mask=column_exists[None, :] & inside[:, None], other=0.0, eviction_policy="evict_first"
         )
@@ -108,7 +113,9 @@ def _function(values: tl.tensor, name: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _gated(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, alpha: tl.tensor, name: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+def _gated(
+    gate: tl.tensor, up: tl.tensor, limit: tl.tensor, alpha: tl.tensor, name: tl.constexpr, dtype: tl.constexpr
+) -> tl.tensor:
     """The gate formulas of `moeoffload.kernels.activation.Activation`, with the rounding of each torch operation."""
     if name == "clamped_swiglu":
         gate = tl.where(gate > limit, limit, gate)

@@ -73,9 +73,9 @@ def main(capability: int, only: str = "") -> None:
             continue
         compiled = compile_program(program, known, capability)
         used, ptx = resources(compiled), compiled.asm["ptx"]
-        copies = sorted(set(re.findall(r"cp\.async\.c.*, (0x\w+|\d+), ", ptx)))
+        copies = sorted({int(size, 0) for size in re.findall(r"cp\.async\.c.*, (0x\w+|\d+), ", ptx)})
         print(f"{name}: {used['REG']} registers, {used['STACK'] + used['LOCAL']} bytes spilt, ", end="")
-        print(f"{compiled.metadata.shared} bytes shared, copies of {copies} bytes, mma {'mma.' in ptx}")
+        print(f"{compiled.metadata.shared} bytes shared, copies of {copies} bytes, tensor cores {'mma.' in ptx}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,79 @@
+"""What lies between a received frame and a kernel: ids as the kernel wants them, rows in another dtype."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple, Protocol
+
+import torch
+
+from moeoffload.wire import DispatchViews, FrameLayout
+
+DECODE_ROWS: Final = 8
+"""Calls of at most this many rows are decode- or verify-shaped."""
+
+
+class KernelInput(NamedTuple):
+    """What a kernel gets: rows (n, hidden) compute dtype, slots (n, top_k) int64, weights (n, top_k), and where its
+    result goes: out (n, hidden) float32."""
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor
+
+
+class Arena(Protocol):
+    """Buffers for calls of up to a number of rows. ``n_created`` counts buffers and kept views made so far."""
+
+    n_created: int
+
+    def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
+        """Brings a received dispatch into the form kernels take.
+
+        ``views`` are over the frame; ``weights_dtype`` is float32 or the compute dtype. Views of buffers are kept by
+        row count for decode-shaped calls.
+
+        Raises:
+            IndexError: a slot is not one of -1 to n_experts - 1, and the kernels on this device would not say so.
+        """
+
+    def finish(self, call: KernelInput, reply: torch.Tensor) -> None:
+        """Writes the result of a call into ``reply`` (n, hidden) of the payload dtype, in the frame."""
+
+
+class HostArena:
+    """The arena of kernels that run on the CPU."""
+
+    def __init__(self, max_rows: int, layout: FrameLayout, compute_dtype: torch.dtype) -> None:
+        # A frame whose rows are in the compute dtype already is used as it lies in the receive buffer.
+        self._copies_rows = layout.dtype_out.torch_dtype != compute_dtype
+        self._rows = torch.empty(max_rows if self._copies_rows else 0, layout.hidden, dtype=compute_dtype)
+        self._slots = torch.empty(max_rows, layout.top_k, dtype=torch.int64)
+        self._out = torch.empty(max_rows, layout.hidden, dtype=torch.float32)
+        self._weights = {
+            dtype: torch.empty(max_rows, layout.top_k, dtype=dtype) for dtype in {torch.float32, compute_dtype}
+        }
+        self._kept: dict[tuple[int, torch.dtype], KernelInput] = {}
+        self.n_created = 1
+
+    def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
+        """See `Arena`; the kernels check the slots."""
+        key = (n_rows, weights_dtype)
+        buffers = self._kept.get(key)
+        if buffers is None:
+            buffers = KernelInput(
+                self._rows[:n_rows], self._slots[:n_rows], self._weights[weights_dtype][:n_rows], self._out[:n_rows]
+            )
+            if n_rows <= DECODE_ROWS:
+                self._kept[key] = buffers
+                self.n_created += 1
+        buffers.slots.copy_(views.slots)
+        buffers.weights.copy_(views.weights)
+        if not self._copies_rows:
+            return KernelInput(views.rows, *buffers[1:])
+        buffers.rows.copy_(views.rows)
+        return buffers
+
+    def finish(self, call: KernelInput, reply: torch.Tensor) -> None:
+        """See `Arena`."""
+        reply.copy_(call.out)

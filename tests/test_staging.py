@@ -1,0 +1,85 @@
+"""What lies between frames and the kernels of a GPU, with both sides on the CPU: bytes, dtypes, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moeoffload.expert_server.arena import DECODE_ROWS, HostArena
+from moeoffload.expert_server.staging import DeviceArena
+from moeoffload.payload import PayloadDtype
+from moeoffload.wire import FrameLayout
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+N_EXPERTS = 9
+
+
+def a_frame(layout: FrameLayout, n_rows: int, seed: int = 0) -> Any:
+    views = layout.dispatch_views(memoryview(bytearray(layout.request_bytes)), n_rows)
+    generator = torch.Generator().manual_seed(seed)
+    views.rows.copy_(torch.randn(views.rows.shape, generator=generator))
+    views.weights.copy_(torch.rand(views.weights.shape, generator=generator))
+    views.slots.copy_(torch.randint(-1, N_EXPERTS, views.slots.shape, generator=generator))
+    return views
+
+
+@pytest.mark.parametrize("back", list(PayloadDtype), ids=lambda dtype: f"back-{dtype.label}")
+@pytest.mark.parametrize("out", list(PayloadDtype), ids=lambda dtype: f"out-{dtype.label}")
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_get_and_hosts_receive_the_same_as_on_a_cpu(
+    out: PayloadDtype, back: PayloadDtype, compute: torch.dtype
+) -> None:
+    layout = FrameLayout(hidden=6, top_k=3, dtype_out=out, dtype_back=back, capacity=33)
+    staging, plain = DeviceArena(33, layout, compute, DEVICE), HostArena(33, layout, compute)
+    for n_rows in (1, 5, 33, 7, 1):
+        for weights_dtype in (torch.float32, compute):
+            views = a_frame(layout, n_rows, seed=n_rows)
+            call = staging.fill(views, n_rows, weights_dtype, N_EXPERTS)
+            expected = plain.fill(views, n_rows, weights_dtype, N_EXPERTS)
+            for got, want in zip(call[:3], expected[:3], strict=True):
+                assert got.dtype == want.dtype
+                assert torch.equal(got.cpu(), want)
+            for arena, its_call in ((staging, call), (plain, expected)):
+                its_call.out.copy_(its_call.rows.float() * 3 + its_call.slots.sum(dim=1, keepdim=True))
+                frame = memoryview(bytearray(layout.reply_bytes))
+                arena.finish(its_call, layout.combine_view(frame, n_rows))
+                if arena is staging:
+                    staged = layout.combine_view(frame, n_rows)
+            assert torch.equal(staged, layout.combine_view(frame, n_rows))
+
+
+@pytest.mark.parametrize("slot", [N_EXPERTS, -2, 32_767])
+def test_slots_that_do_not_exist_are_refused_before_anything_reaches_the_device(slot: int) -> None:
+    layout = FrameLayout(hidden=6, top_k=3, dtype_out=PayloadDtype.F16, dtype_back=PayloadDtype.F16, capacity=8)
+    staging = DeviceArena(8, layout, torch.float32, DEVICE)
+    good, bad = a_frame(layout, 4, seed=1), a_frame(layout, 4, seed=2)
+    bad.slots[2, 1] = slot
+    staging.fill(good, 4, torch.float32, N_EXPERTS)
+    with pytest.raises(IndexError):
+        staging.fill(bad, 4, torch.float32, N_EXPERTS)
+    call = staging.fill(good, 4, torch.float32, N_EXPERTS)
+    assert torch.equal(call.slots.cpu(), good.slots.long())
+
+
+def test_a_peer_that_changes_its_frame_afterwards_changes_nothing() -> None:
+    layout = FrameLayout(hidden=6, top_k=3, dtype_out=PayloadDtype.F32, dtype_back=PayloadDtype.F32, capacity=8)
+    views = a_frame(layout, 4)
+    before = [view.clone() for view in views]
+    call = DeviceArena(8, layout, torch.float32, DEVICE).fill(views, 4, torch.float32, N_EXPERTS)
+    for view in views:
+        view.fill_(77)
+    for got, want in zip((call.rows, call.weights, call.slots), before, strict=True):
+        assert torch.equal(got.cpu().to(want.dtype), want)
+
+
+def test_decode_shaped_calls_make_nothing_new() -> None:
+    layout = FrameLayout(hidden=6, top_k=3, dtype_out=PayloadDtype.BF16, dtype_back=PayloadDtype.BF16, capacity=8)
+    staging = DeviceArena(8, layout, torch.bfloat16, DEVICE)
+    for n_rows in range(1, DECODE_ROWS + 1):
+        staging.fill(a_frame(layout, n_rows), n_rows, torch.float32, N_EXPERTS)
+    made = staging.n_created
+    for n_rows in range(1, DECODE_ROWS + 1):
+        staging.fill(a_frame(layout, n_rows), n_rows, torch.float32, N_EXPERTS)
+    assert staging.n_created == made
