@@ -161,6 +161,7 @@ class TritonExperts:
             self.hidden,
             top_k_padded=top_k_padded,
             n_columns=_SUM_COLUMNS,
+            enable_fp_fusion=False,  # a product is rounded before it is added, as torch does
         )
 
     def warm_up(self, top_k: int) -> None:

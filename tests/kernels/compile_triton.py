@@ -1,7 +1,7 @@
-"""Compiles the Triton programs for a GPU that need not be here, and says what they take of it.
+"""Compiles what `TritonExperts` launches for a GPU that need not be here, and says what the programs take of it.
 
 ``python tests/kernels/compile_triton.py 90 bf16`` prints a line per program: registers, bytes of registers spilt to
-memory, shared memory, bytes of each asynchronous copy, whether tensor cores are used.
+memory, shared memory, bytes of each asynchronous copy, whether tensor cores are used. Capability 90 is sm_90.
 """
 
 from __future__ import annotations
@@ -10,52 +10,48 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import triton
+from experts_modules import make_experts
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from moeoffload.kernels import triton_ops
+from moeoffload.kernels.triton_experts import TritonExperts
 
-TYPES = {"f32": "*fp32", "f16": "*fp16", "bf16": "*bf16"}
-STEP_BYTES, STAGES, WARPS = 256, 4, 4
-
-
-def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Name, program, and everything that is not an int argument: pointer types and constants."""
-    for dtype, pointer in TYPES.items():
-        for kind, n_columns in (("silu", 64), ("silu", 16), ("clamped_swiglu", 64)):
-            is_gpt_oss = kind == "clamped_swiglu"
-            depth = STEP_BYTES // (4 if dtype == "f32" else 2) // (2 if is_gpt_oss else 1)
-            stride = {"stride_out": 1} if is_gpt_oss else {"stride_in": 1}
-            common = stride | {"top_k_padded": 8, "n_columns": n_columns, "depth": depth, "has_bias": is_gpt_oss}
-            pointers = {"slots": "*i64", "weight": pointer, "bias": pointer, "activated": pointer}
-            floats = {"limit": "fp32", "alpha": "fp32"}
-            up = {"function": kind, "is_gated": True, "is_interleaved": is_gpt_oss, "rows": pointer}
-            yield f"up {kind} {n_columns} {dtype}", triton_ops.up_program, pointers | floats | common | up
-            down = {"down": pointer}
-            yield f"down {kind} {n_columns} {dtype}", triton_ops.down_program, pointers | common | down
-        call = {"down": pointer, "slots": "*i64", "weights": "*fp32", "out": "*fp32"}
-        yield f"sum {dtype}", triton_ops.sum_program, call | {"top_k_padded": 8, "n_columns": 256}
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+PROGRAMS = ("up_program", "down_program", "sum_program")
 
 
-def compile_program(program: Any, known: dict[str, Any], capability: int) -> Any:
-    """As a launch with sizes and addresses divisible by 16 does."""
-    signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(program.params):
-        value = known.get(parameter.name, "i32")
-        if not isinstance(value, str) or parameter.is_constexpr:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-            continue
-        signature[parameter.name] = value
-        if value.startswith("*") or (value == "i32" and parameter.name not in ("n_rows", "top_k")):
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(program, signature, constants, attributes)
-    options = {"num_warps": WARPS, "num_stages": STAGES}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+class OnlyCompiled:
+    """Stands for a program: what it would launch is compiled instead, with the same arguments and options."""
+
+    def __init__(self, program: Any) -> None:
+        self._program = program
+        self.compiled: Any = None
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            self.compiled = self._program.warmup(*arguments, grid=grid, **options)
+
+        return launch
+
+
+def compile_all(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
+    """Name and compiled program, for wide and narrow tiles and both layouts of the weights."""
+    for kind, n_rows in (("silu", 16), ("silu", 1), ("gpt_oss", 1)):
+        experts = TritonExperts(make_experts(kind, n_experts=8, hidden=256, inter=256, dtype=dtype))
+        experts._n_processors = 16
+        programs = {name: OnlyCompiled(getattr(triton_ops, name)) for name in PROGRAMS}
+        experts._ops = SimpleNamespace(**programs)  # type: ignore[assignment]
+        rows, slots = torch.zeros(n_rows, 256, dtype=dtype), torch.zeros(n_rows, 4, dtype=torch.int64)
+        experts(rows, slots, torch.zeros(n_rows, 4), torch.zeros(n_rows, 256))
+        for name, program in programs.items():
+            yield f"{name} {kind} of {n_rows} rows", program.compiled
 
 
 def resources(compiled: Any) -> dict[str, int]:
@@ -67,11 +63,14 @@ def resources(compiled: Any) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
-def main(capability: int, only: str = "") -> None:
-    for name, program, known in variants():
-        if not name.endswith(only):
-            continue
-        compiled = compile_program(program, known, capability)
+def main(capability: int, dtype: str) -> None:
+    target = GPUTarget("cuda", capability, 32)
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+        )
+    )
+    for name, compiled in compile_all(DTYPES[dtype]):
         used, ptx = resources(compiled), compiled.asm["ptx"]
         copies = sorted({int(size, 0) for size in re.findall(r"cp\.async\.c.*, (0x\w+|\d+), ", ptx)})
         print(f"{name}: {used['REG']} registers, {used['STACK'] + used['LOCAL']} bytes spilt, ", end="")
@@ -79,4 +78,4 @@ def main(capability: int, only: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    main(int(sys.argv[1]), sys.argv[2])

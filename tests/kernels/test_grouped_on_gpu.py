@@ -7,6 +7,7 @@ import torch
 
 from moeoffload.kernels import GroupedKernel
 from moeoffload.kernels.layer import prepare_layer
+from moeoffload.kernels.triton_experts import why_not_triton
 
 from .experts_modules import make_experts
 
@@ -44,9 +45,8 @@ def test_no_value_is_read_by_the_host(kind: str) -> None:
         GroupedKernel()(experts, rows, slots, weights)
 
 
-def test_a_cpu_layer_has_no_triton_kernel() -> None:
-    layer = prepare_layer(make_experts("silu", n_experts=6, hidden=64, inter=32, dtype=torch.bfloat16))
-    assert "triton" not in {layer.kernel_for(1), layer.kernel_for(100)}
+def test_nothing_but_a_gpu_gets_the_triton_kernel() -> None:
+    assert why_not_triton(make_experts("silu", 6, 64, 32, torch.bfloat16)) == "device cpu"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

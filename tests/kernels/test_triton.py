@@ -165,15 +165,15 @@ def test_the_programs_compile_for_a_gpu(capability: int, tmp_path: Path) -> None
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(script.parents[2])}
     lines = subprocess.run(
-        [sys.executable, script, str(capability), " bf16"],
+        [sys.executable, script, str(capability), "bf16"],
         check=True,
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
     ).stdout.splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 9
     for line in lines:
         assert " 0 bytes spilt" in line, line
-        if not line.startswith("sum"):
+        if not line.startswith("sum_program"):
             assert "copies of [16] bytes" in line, line
             assert "tensor cores True" in line, line
