@@ -1,7 +1,8 @@
 """Compiles what `TritonExperts` launches for a GPU that need not be here, and says what the programs take of it.
 
-``python tests/kernels/compile_triton.py 90 bf16`` prints a line per program: registers, bytes of registers spilt to
-memory, shared memory, bytes of each asynchronous copy, whether tensor cores are used. Capability 90 is sm_90.
+In the folder of the tests, ``python -m kernels.compile_triton 90 bf16`` prints a line per program: registers, bytes of
+registers spilt to memory, shared memory, bytes of each asynchronous copy, whether tensor cores are used. Capability 90
+is sm_90.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any
 
 import torch
 import triton
-from experts_modules import make_experts
 from triton.backends.compiler import GPUTarget
 
 from moeoffload.kernels import triton_ops
 from moeoffload.kernels.triton_experts import TritonExperts
+
+from .experts_modules import make_experts
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 PROGRAMS = ("up_program", "down_program", "sum_program")

@@ -161,15 +161,12 @@ def test_the_formula_is_found_by_asking_the_module() -> None:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_programs_compile_for_a_gpu(capability: int, tmp_path: Path) -> None:
     """Without a GPU, in a process without the interpreter: no spilt registers, whole 16 bytes in each copy."""
-    script = Path(__file__).with_name("compile_triton.py")
+    tests = Path(__file__).parents[1]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(script.parents[2])}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(tests.parent)}
+    command = [sys.executable, "-m", "kernels.compile_triton", str(capability), "bf16"]
     lines = subprocess.run(
-        [sys.executable, script, str(capability), "bf16"],
-        check=True,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
+        command, check=True, cwd=tests, env=environment, stdout=subprocess.PIPE, text=True
     ).stdout.splitlines()
     assert len(lines) == 9
     for line in lines:
