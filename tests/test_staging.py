@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import DEMO, StartServer
 
+from moeoffload import open_model
 from moeoffload.expert_server.arena import DECODE_ROWS, HostArena
 from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.payload import PayloadDtype
@@ -83,3 +85,27 @@ def test_decode_shaped_calls_make_nothing_new() -> None:
     for n_rows in range(1, DECODE_ROWS + 1):
         staging.fill(a_frame(layout, n_rows), n_rows, torch.float32, N_EXPERTS)
     assert staging.n_created == made
+
+
+STAGED = """
+import torch
+from moeoffload.expert_server import workspace
+workspace.HostArena = lambda *sizes: workspace.DeviceArena(*sizes, torch.device("cpu"))
+"""
+
+
+@pytest.mark.parametrize("transport", ["shared", "stream"])
+def test_a_server_that_stages_its_frames_answers_the_same(start_server: StartServer, transport: str) -> None:
+    prompt = torch.tensor([[7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]])
+    logits = []
+    for patch in ("", STAGED):
+        server = start_server(patch=patch)
+        with (
+            open_model(DEMO, experts=[server.address], transport=transport, device="cpu") as offloaded,
+            torch.inference_mode(),
+        ):
+            first = offloaded.model(prompt)
+            logits.append(first.logits)
+            logits.append(offloaded.model(torch.tensor([[20]]), past_key_values=first.past_key_values).logits)
+    assert torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[1], logits[3])

@@ -13,10 +13,7 @@ class Fence:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def record(self) -> None:
         """Sets the point behind all that is queued on the device's current stream now."""

@@ -208,7 +208,7 @@ class HostLease:
         self._activate(layout, checkpoint)
         sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes)
         timings = [pb.Timing(rows=rows, seconds=seconds) for rows, seconds in self._time_first_layer(layout)]
-        offer = pb.Offer(batch_capacity=capacity, kernel=self._kernel_name(), timings=timings)
+        offer = pb.Offer(batch_capacity=capacity, kernel=self._kernel_name(capacity), timings=timings)
         for name in transports:
             offer.channels.append(self._open(name, sizes))
         return offer
@@ -276,8 +276,10 @@ class HostLease:
         device, pace = self._limits.device, self._engine.pace
         return time_layer(kernels, top_k, capacity, device=device, workspace=workspace, pace=pace)
 
-    def _kernel_name(self) -> str:
-        return ", ".join(sorted({kernels.kernel_for(1) for kernels in self._modules.values()}))
+    def _kernel_name(self, capacity: int) -> str:
+        """The kernels that serve the smallest and the largest calls."""
+        layers = self._modules.values()
+        return ", ".join(sorted({kernels.kernel_for(n_rows) for kernels in layers for n_rows in (1, capacity)}))
 
     def _open(self, name: str, sizes: ChannelSizes) -> pb.ChannelOffer:
         channel = self._factories[name](sizes, self._deliver)
