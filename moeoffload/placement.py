@@ -60,66 +60,95 @@ def batch_row_bytes(hidden: int, top_k: int, expert_bytes: int, itemsize: int, n
     return channel + workspace
 
 
-def equal_shares(need: float, limits: Sequence[float]) -> list[float]:
-    """Splits ``need`` into equal shares, except that no share exceeds its limit (water-filling).
+def fair_shares(need: float, limits: Sequence[float], speeds: Sequence[float]) -> list[float]:
+    """Splits ``need`` in proportion to ``speeds``, except that no share exceeds its limit (water-filling).
 
     If the limits cannot hold ``need`` the shares equal the limits.
     """
     shares = [0.0] * len(limits)
     rest, open_ones = need, list(range(len(limits)))
     while open_ones and rest > 0:
-        even = rest / len(open_ones)
-        full = [i for i in open_ones if limits[i] - shares[i] <= even]
+        unit = rest / sum(speeds[i] for i in open_ones)
+        full = [i for i in open_ones if limits[i] <= unit * speeds[i]]
         if not full:
             for i in open_ones:
-                shares[i] += even
+                shares[i] = unit * speeds[i]
             return shares
         for i in full:
-            rest -= limits[i] - shares[i]
+            rest -= limits[i]
             shares[i] = limits[i]
             open_ones.remove(i)
     return shares
 
 
 def place_experts(
-    n_experts: Sequence[int], expert_bytes: Sequence[int], offers: Sequence[MemoryOffer]
+    experts: Sequence[Sequence[int]],
+    expert_bytes: Sequence[int],
+    offers: Sequence[MemoryOffer],
+    speeds: Sequence[float] | None = None,
 ) -> list[ExpertTable]:
     """Gives every expert of every layer to exactly one server.
 
-    Each layer is split the same way, so that the rows of every layer spread evenly: equal parts where the memory allows
-    it, smaller ones for servers that offer less. A server holds a contiguous range of a layer's experts.
+    Each layer is split the same way, so that the rows of every layer spread evenly: in proportion to the speeds of the
+    servers (equal parts if they are not known), less where the memory does not allow it. A server holds a contiguous
+    range of a layer's experts.
 
     Args:
-        n_experts: number of routed experts of each MoE layer.
+        experts: the routed experts of each MoE layer that are to be placed.
         expert_bytes: bytes of one expert of each MoE layer.
         offers: one for each server, in the order of the result.
+        speeds: rows per second of each server, in any common unit.
 
     Raises:
         PlacementError: the experts do not fit; the message holds a table of needed, offered and missing memory.
     """
-    need = sum(n * size for n, size in zip(n_experts, expert_bytes, strict=True))
-    offered = sum(max(0, offer.n_bytes) for offer in offers)
-    if need > offered:
+    need = sum(len(each) * size for each, size in zip(experts, expert_bytes, strict=True))
+    limits = [max(0, offer.n_bytes) for offer in offers]
+    if need > sum(limits):
         raise PlacementError(_does_not_fit(need, offers))
-    shares = equal_shares(need, [max(0, offer.n_bytes) for offer in offers])
-    free = [max(0, offer.n_bytes) for offer in offers]
+    shares = fair_shares(need, limits, speeds or [1.0] * len(offers))
+    free = list(limits)
     assigned = [0.0] * len(offers)
     tables: list[list[tuple[int, ...]]] = [[] for _ in offers]
     done = 0
-    for n, size in zip(n_experts, expert_bytes, strict=True):
-        done += n * size
+    for held, size in zip(experts, expert_bytes, strict=True):
+        done += len(held) * size
         # Error feedback: what rounding took from a server in one layer it gets back in the next.
         wanted = [share * done / need - got if need else 0.0 for share, got in zip(shares, assigned, strict=True)]
-        counts = _round_to_sum([w / size for w in wanted], n, [room // size for room in free])
+        counts = _round_to_sum([w / size for w in wanted], len(held), [room // size for room in free])
         if counts is None:
             raise PlacementError(_does_not_fit(need, offers))
         start = 0
         for i, count in enumerate(counts):
-            tables[i].append(tuple(range(start, start + count)))
+            tables[i].append(tuple(held[start : start + count]))
             start += count
             assigned[i] += count * size
             free[i] -= count * size
     return [ExpertTable(tuple(layers)) for layers in tables]
+
+
+def choose_local(
+    n_experts: Sequence[int],
+    expert_bytes: Sequence[int],
+    n_bytes: int,
+    usage: Sequence[Sequence[int]] | None = None,
+) -> ExpertTable:
+    """The experts that stay on the host: as many as ``n_bytes`` hold.
+
+    With ``usage`` (how often each expert of each layer was chosen) the most used ones of all layers; else the same
+    number, up to one, of every layer.
+    """
+    ranked = (
+        (-usage[layer][expert] if usage is not None else expert, layer, expert)
+        for layer, n in enumerate(n_experts)
+        for expert in range(n)
+    )
+    chosen: list[list[int]] = [[] for _ in n_experts]
+    for _, layer, expert in sorted(ranked):
+        if expert_bytes[layer] <= n_bytes:
+            n_bytes -= expert_bytes[layer]
+            chosen[layer].append(expert)
+    return ExpertTable(tuple(tuple(sorted(experts)) for experts in chosen))
 
 
 def _round_to_sum(wanted: Sequence[float], total: int, limits: Sequence[int]) -> list[int] | None:

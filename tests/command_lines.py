@@ -103,17 +103,24 @@ class Commands:
     _shm_before: set[str] = field(default_factory=lambda: shm_names())
 
     def start(
-        self, program: str, *arguments: str | Path, warm: bool = True, stdin: str = "", stdout: Path | None = None
+        self,
+        program: str,
+        *arguments: str | Path,
+        warm: bool = True,
+        stdin: str | bytes | None = "",
+        stdout: Path | None = None,
     ) -> Command:
         """Starts ``program`` (moeoffload or moeoffload-expert).
 
         ``warm`` forks a process that has all imports done; otherwise Python starts afresh, as for a user.
+        ``stdin`` is what it reads there; None (warm only) closes it.
         ``stdout`` is where its text goes instead of a file of its own.
         """
         number = len(self._commands)
         out, err = stdout or self.folder / f"out-{number}.txt", self.folder / f"err-{number}.txt"
         source = self.folder / f"in-{number}.txt"
-        source.write_text(stdin)
+        if stdin is not None:
+            source.write_bytes(stdin.encode() if isinstance(stdin, str) else stdin)
         mark = uuid.uuid4().hex
         words = [str(argument) for argument in arguments]
         process: Any
@@ -134,7 +141,7 @@ class Commands:
         self._commands.append(command)
         return command
 
-    def run(self, program: str, *arguments: str | Path, warm: bool = True, stdin: str = "") -> Result:
+    def run(self, program: str, *arguments: str | Path, warm: bool = True, stdin: str | bytes | None = "") -> Result:
         """Runs ``program`` to its end and checks that it leaves nothing behind."""
         result = self.start(program, *arguments, warm=warm, stdin=stdin).wait()
         self.check_clean()
@@ -199,11 +206,11 @@ def _run_warm(program: str, words: list[str], source: Path, out: Path, err: Path
     """In the child: what the console script does, with the standard streams on files."""
     os.environ[_MARK] = mark
     os.chdir(ROOT)
-    opened = [os.open(source, os.O_RDONLY)]
-    opened += [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for path in (out, err)]
-    for number, descriptor in enumerate(opened):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put another one there
+    for number, path in ((1, out), (2, err)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
+    # multiprocessing has put another stdin there; without a file it is what Python has when it finds it closed.
+    sys.stdin = source.open() if source.exists() else None  # type: ignore[assignment]
     sys.argv = [program, *words]
     importlib.import_module(MODULES[program]).main()

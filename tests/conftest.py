@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,16 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
 def three_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Addresses of three servers that all tests share; each host brings its own experts."""
     folder = tmp_path_factory.mktemp("servers")
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(expert_server(folder)).address for _ in range(3)]
+    folders = [folder / str(number) for number in range(3)]
+    for each in folders:
+        each.mkdir()
+    # Each needs seconds to import torch: they start side by side.
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+        servers = [expert_server(each) for each in folders]
+        running = list(pool.map(lambda server: server.__enter__(), servers))
+        for server in servers:
+            stack.push(server.__exit__)
+        yield [server.address for server in running]
 
 
 @pytest.fixture
@@ -94,6 +103,13 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
     """Runs the real command lines: ``commands.run("moeoffload", "run", ...)``."""
     with running_commands(tmp_path) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def grouped_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server whose kernel does the operations of transformers' grouped_mm."""
+    with expert_server(tmp_path_factory.mktemp("grouped"), "--kernel", "grouped") as server:
+        yield server.address
 
 
 def demo_prompt(n_tokens: int, seed: int) -> Any:

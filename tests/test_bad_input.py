@@ -61,6 +61,18 @@ def test_a_prompt_file_that_is_not_text(commands: Commands, tmp_path: Path) -> N
     assert str(file) in run_error(commands, SETTING, DEMO, "--prompt-file", file)
 
 
+@pytest.mark.parametrize("options", [["--prompt", "caf\udce9"], ["--prompt", "-"], ["--prompt-file", "-"]], ids=str)
+def test_a_prompt_that_is_not_utf_8(commands: Commands, options: list[str]) -> None:
+    result = commands.run("moeoffload", "run", DEMO, *options, stdin=b"caf\xe9")
+    line = one_line_error(result, result.code)
+    assert result.code in (SETTING, PROMPT)
+    assert "UTF-8" in line or "utf-8" in line
+
+
+def test_a_prompt_from_a_stdin_that_is_closed(commands: Commands) -> None:
+    assert "stdin" in one_line_error(commands.run("moeoffload", "run", DEMO, "--prompt", "-", stdin=None), SETTING)
+
+
 def test_a_prompt_longer_than_the_context(commands: Commands, server: RunningServer, tiny: Path) -> None:
     prompt = "x y " * TINY_CONTEXT
     line = run_error(commands, PROMPT, tiny, "--prompt", prompt, "--experts", server.address)
@@ -123,7 +135,7 @@ def test_an_address_that_refuses_connections(commands: Commands) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        line = server_error(commands, address)
+        line = server_error(commands, address, "--connect-timeout-s", "1")
     assert address in line
     assert "moeoffload-expert" in line
 
@@ -131,7 +143,7 @@ def test_an_address_that_refuses_connections(commands: Commands) -> None:
 def test_a_server_that_says_nothing(commands: Commands) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert address in server_error(commands, address)
+        assert address in server_error(commands, address, "--connect-timeout-s", "1")
 
 
 def test_a_server_of_another_service(commands: Commands) -> None:
@@ -147,8 +159,8 @@ def test_a_server_of_another_service(commands: Commands) -> None:
     assert "not a moeoffload expert server" in line
 
 
-def server_error(commands: Commands, address: str) -> str:
-    return run_error(commands, SERVER, DEMO, "--prompt", "hi", "--experts", address, "--connect-timeout-s", "1")
+def server_error(commands: Commands, address: str, *options: str) -> str:
+    return run_error(commands, SERVER, DEMO, "--prompt", "hi", "--experts", address, *options)
 
 
 def test_a_server_of_another_protocol_version(commands: Commands, start_server: StartServer) -> None:
@@ -169,16 +181,16 @@ def test_a_server_with_another_model(commands: Commands, start_server: StartServ
     assert "Traceback" not in server.log_text
 
 
-def test_servers_with_too_little_memory(commands: Commands, start_server: StartServer) -> None:
-    addresses = [start_server("--memory-gib", "0.001").address for _ in range(2)]
-    arguments = ["--device", "cpu", "--prompt", "hi", "--experts", ",".join(addresses)]
+def test_a_server_with_too_little_memory(commands: Commands, start_server: StartServer) -> None:
+    address = start_server("--memory-gib", "0.001").address
+    arguments = ["--device", "cpu", "--prompt", "hi", "--experts", address]
     result = commands.run("moeoffload", "run", DEMO, *arguments)
     assert (result.code, result.out) == (PLACEMENT, "")
     assert "Traceback" not in result.err
     title, *rows = result.err.splitlines()
     assert title.startswith("error: ")
     sizes = dict(re.fullmatch(r"  (\S+) +(-?[0-9.]+) GiB", row).groups() for row in rows)  # type: ignore[union-attr, misc]
-    assert set(sizes) == {"needed", "offered", "missing", *addresses}
+    assert set(sizes) == {"needed", "offered", "missing", address}
     needed, offered, missing = (float(sizes[name]) for name in ("needed", "offered", "missing"))
     assert needed - offered == pytest.approx(missing, abs=2e-6)
 

@@ -53,12 +53,20 @@ def local_answers(model_dtype: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("model_dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("transport", ["shared", "stream"])
-def test_one_server_gives_the_bits_of_a_local_run(three_servers: list[str], model_dtype: str, transport: str) -> None:
+def test_the_grouped_kernel_gives_the_bits_of_a_local_run(
+    grouped_server: str, model_dtype: str, transport: str
+) -> None:
     prompt = torch.randint(5, 60, (1, 700), generator=torch.manual_seed(1))
     local = local_model(DEMO, dtype=TORCH[model_dtype])
     with (
         open_model(
-            DEMO, experts=three_servers[:1], mode="batched", transport=transport, model_dtype=model_dtype, device="cpu"
+            DEMO,
+            experts=[grouped_server],
+            mode="batched",
+            transport=transport,
+            model_dtype=model_dtype,
+            fast_dense=False,
+            device="cpu",
         ) as offloaded,
         torch.inference_mode(),
     ):

@@ -21,8 +21,9 @@ from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 EOS_ID, PAD_ID = 256, 257
 BLOCK_ROWS = 128  # rows of a block of tokens for one expert
-QUERY_ROWS = 256
+QUERY_CHUNKS = 8
 NOT_FOR_MUON = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
+LOG_STEPS = 20
 IGNORE = -100  # target of positions without loss
 MAX_POSITION = 8192
 AUX_COEF = 0.025  # of the load-balancing loss, so that all experts are used
@@ -33,6 +34,8 @@ TASK_WEIGHTS = {Task.ADD: 7, Task.REVERSE: 3, Task.SORT: 4, Task.COUNT: 6}  # th
 # How often a step has rows of so many tokens, after a first quarter of the steps with the shortest rows: short rows are
 # cheap and learn fast, long ones make long prompts work. A step always has the same number of tokens.
 ROW_LENGTHS = {128: 0.75, 512: 0.17, 2048: 0.08}
+LONG_ROW_LENGTHS = (4096, 8192)  # of the few steps at the end
+LONG_RATE = 0.1  # their peak learning rate, relative
 
 
 class Batch(NamedTuple):
@@ -191,13 +194,14 @@ def _experts(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Te
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over (rows, heads, length, head_dim), `QUERY_ROWS` queries at a time.
+    """Causal attention over (rows, heads, length, head_dim), in up to `QUERY_CHUNKS` parts to skip what none sees.
 
     Written out because torch's flash attention is up to three times slower on the CPU at these sizes.
     """
     length, outputs = q.shape[-2], []
-    for start in range(0, length, QUERY_ROWS):
-        end = min(start + QUERY_ROWS, length)
+    size = max(256, length // QUERY_CHUNKS)
+    for start in range(0, length, size):
+        end = min(start + size, length)
         scores = (q[:, :, start:end] @ k[:, :, :end].mT).float() * q.shape[-1] ** -0.5
         visible = torch.arange(start, end)[:, None] >= torch.arange(end)
         outputs.append(scores.masked_fill(~visible, -torch.inf).softmax(-1).to(q.dtype) @ v[:, :, :end])
@@ -305,6 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--long-steps", type=int, default=100, help="steps with long rows that follow")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per step")
     parser.add_argument("--lr", type=float, default=0.01, help="Muon's peak rate; AdamW has its own, in proportion")
     parser.add_argument("--seed", type=int, default=0)
@@ -341,13 +346,19 @@ def main() -> None:
     warmup, decay_from = 100, int(args.steps * 0.4)
     begun, tokens_seen = time.monotonic(), 0
     mean = torch.zeros(3)
-    for step in range(start, args.steps):
-        rate = min(1.0, (step + 1) / warmup, max(0.0, (args.steps - step) / (args.steps - decay_from)))
+    last = args.steps + args.long_steps
+    for step in range(start, last):
+        if step < args.steps:
+            rate = min(1.0, (step + 1) / warmup, (args.steps - step) / (args.steps - decay_from))
+        else:
+            rate = LONG_RATE * (last - step) / args.long_steps
         for o, peak in zip(optimizers, peaks, strict=True):
             o.param_groups[0]["lr"] = peak * rate
         rng = random.Random(args.seed * 1_000_003 + step)  # by step, so that a resumed run sees the same data
         length = min(ROW_LENGTHS)
-        if step >= args.steps / 4:
+        if step >= args.steps:
+            length = rng.choice(LONG_ROW_LENGTHS)
+        elif step >= args.steps / 4:
             (length,) = rng.choices(list(ROW_LENGTHS), list(ROW_LENGTHS.values()))
         batch = make_batch(args.tokens // length, length, rng)
         angle = (batch.positions[:, None, :, None] * inv_freq).repeat(1, 1, 1, 2)
@@ -359,8 +370,8 @@ def main() -> None:
             o.zero_grad()
         tokens_seen += args.tokens
         mean += torch.stack((loss.detach(), aux.detach(), right))
-        if (step + 1) % 50 == 0:
-            loss_, aux_, right_ = (mean / 50).tolist()
+        if (step + 1) % LOG_STEPS == 0:
+            loss_, aux_, right_ = (mean / LOG_STEPS).tolist()
             mean.zero_()
             speed = tokens_seen / (time.monotonic() - begun)
             print(
@@ -368,7 +379,7 @@ def main() -> None:
                 f"{speed:.0f} tokens/s {time.monotonic() - begun:.0f} s",
                 flush=True,
             )
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+        if (step + 1) % args.save_every == 0 or step + 1 == last:
             save(model, args.out)
             if args.state:
                 torch.save(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -18,6 +18,9 @@ from moeoffload import __version__
 from moeoffload.cli.options import with_settings
 from moeoffload.errors import PromptError, SettingError
 from moeoffload.settings import HostSettings
+
+if TYPE_CHECKING:
+    from moeoffload.host.session import OffloadedModel
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -65,12 +68,55 @@ def run(
         _answer(model, settings, prompts, chat, revision)
 
 
-def _answer(model: str, settings: HostSettings, prompts: list[str], chat: bool, revision: str | None) -> None:
+@app.command("profile")
+@with_settings(HostSettings)
+def profile_routing(
+    settings: HostSettings,
+    model: Annotated[
+        str, typer.Argument(help="Folder of a transformers checkpoint, or an id of the Hugging Face hub.")
+    ],
+    prompts: Annotated[str, typer.Option("--prompts", metavar="FILE", help="File with one prompt on each line.")],
+    output: Annotated[Path, typer.Option("--output", metavar="FILE", help="Where the statistics go.")] = Path(
+        "routing-stats.json"
+    ),
+    chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", help="Put the prompts into the model's chat template, if it has one.")
+    ] = True,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
+) -> None:
+    """Count which routed experts prompts use; `--routing-stats` then keeps the most used ones on the host."""
+    lines = [line for line in _read_prompts([], prompts)[0].splitlines() if line.strip()]
+    logging.basicConfig(level=settings.log_level.value.upper(), stream=sys.stderr)
+    with _sigterm_unwinds():
+        _count_routes(model, settings, lines, output, chat, revision)
+
+
+def _count_routes(
+    model: str, settings: HostSettings, prompts: list[str], output: Path, chat: bool, revision: str | None
+) -> None:
+    import io
+
+    from moeoffload.host.generate import generate, prepare_prompt
+    from moeoffload.host.routing import RoutingCounter
+
+    with _open(model, settings, revision) as offloaded:
+        counter = RoutingCounter(offloaded.checkpoint)
+        offloaded.dispatcher.on_routes = counter.count
+        for text in prompts:
+            generate(offloaded, prepare_prompt(offloaded, text, chat=chat), io.StringIO())
+        try:
+            counter.write(output)
+        except OSError as error:
+            raise SettingError(f"--output: {output} cannot be written ({error.strerror})") from None
+    typer.echo(f"{counter.n_tokens} tokens of {len(prompts)} prompts counted into {output}", err=True)
+
+
+def _open(model: str, settings: HostSettings, revision: str | None) -> OffloadedModel:
+    """Opens the model, with a progress bar for each server while it loads."""
     # torch and transformers take seconds to import; --help, --version and setting errors need not wait for them.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-    from moeoffload.host.generate import generate, prepare_prompt
     from moeoffload.host.session import open_model
 
     console = Console(stderr=True)
@@ -83,8 +129,16 @@ def _answer(model: str, settings: HostSettings, prompts: list[str], chat: bool, 
                 tasks[address] = bar.add_task(address, total=total)
             bar.update(tasks[address], completed=loaded)
 
-        offloaded = open_model(model, settings=settings, revision=revision, on_progress=on_progress)
-    with offloaded:
+        return open_model(model, settings=settings, revision=revision, on_progress=on_progress)
+
+
+def _answer(model: str, settings: HostSettings, prompts: list[str], chat: bool, revision: str | None) -> None:
+    from rich.console import Console
+
+    from moeoffload.host.generate import generate, prepare_prompt
+
+    console = Console(stderr=True)
+    with _open(model, settings, revision) as offloaded:
         try:
             prepared = [prepare_prompt(offloaded, text, chat=chat) for text in prompts]
             for text, ready in zip(prompts, prepared, strict=True):
@@ -103,19 +157,34 @@ def _read_prompts(prompts: list[str], prompt_file: str | None) -> list[str]:
     """The prompts of a command line; ``-`` stands for stdin.
 
     Raises:
-        SettingError: none was given, or the file cannot be read.
+        SettingError: none was given, or the file or stdin cannot be read.
+        PromptError: one is empty or not UTF-8.
     """
-    texts = [sys.stdin.read() if text == "-" else text for text in prompts]
-    if prompt_file is not None:
+    texts = [_read_stdin() if text == "-" else text for text in prompts]
+    if prompt_file == "-":
+        texts.append(_read_stdin())
+    elif prompt_file is not None:
         try:
-            texts.append(sys.stdin.read() if prompt_file == "-" else Path(prompt_file).read_text())
-        except (OSError, UnicodeDecodeError) as error:
+            texts.append(Path(prompt_file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise SettingError(f"--prompt-file: {prompt_file!r} cannot be read ({error})") from None
     if not texts:
         raise SettingError("no prompt: give --prompt TEXT, --prompt-file FILE, or --prompt - to read stdin")
-    if any(not text.strip() for text in texts):
-        raise PromptError("the prompt is empty")
+    for text in texts:
+        if not text.strip():
+            raise PromptError("the prompt is empty")
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python passes on bytes it cannot decode
+            raise PromptError("the prompt is not valid UTF-8")
     return texts
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise SettingError("the prompt is to come from stdin, which is closed")
+    try:
+        return sys.stdin.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"the prompt cannot be read from stdin ({error})") from None
 
 
 def _shorten(text: str) -> str:

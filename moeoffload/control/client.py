@@ -137,6 +137,19 @@ class Lease:
             self.close()
             raise
 
+    def calibrate(self, model: pb.ModelReference, timeout_s: float) -> list[tuple[int, float]]:
+        """How long calls of some sizes take there with a few experts of ``model``: (rows, seconds).
+
+        Raises:
+            ServerError: the server cannot do it.
+        """
+        request = pb.CalibrateRequest(lease_id=self.lease_id, model=model)
+        try:
+            reply: pb.CalibrateReply = self._client._stub.Calibrate(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self._client._translate(error, "Calibrate") from None
+        return [(timing.rows, timing.seconds) for timing in reply.timings]
+
     def load(
         self,
         model: pb.ModelReference,

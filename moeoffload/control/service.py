@@ -30,6 +30,9 @@ class BackendLease(Protocol):
 
     lease_id: str
 
+    def calibrate(self, request: pb.CalibrateRequest) -> pb.CalibrateReply:
+        """Times a few experts of a model."""
+
     def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
         """Makes experts resident, step by step."""
 
@@ -85,6 +88,15 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainReply:
         """See the proto file."""
         return pb.DrainReply(leases=self._backend.drain())
+
+    def Calibrate(self, request: pb.CalibrateRequest, context: grpc.ServicerContext) -> pb.CalibrateReply:
+        """See the proto file."""
+        try:
+            return self._backend.find_lease(request.lease_id).calibrate(request)
+        except MoeOffloadError as error:
+            logger.error("calibration failed: %s", error)
+            context.abort(_status(error), str(error))
+            raise
 
     def LoadExperts(self, request: pb.LoadExpertsRequest, context: grpc.ServicerContext) -> Iterator[pb.LoadProgress]:
         """See the proto file."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import torch
 
-from moeoffload.errors import CapacityError, MoeOffloadError, ProtocolError
+from moeoffload.errors import CapacityError, MoeOffloadError, ProtocolError, ServerError
+from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import describe_bad_row, first_bad_row
@@ -31,6 +33,7 @@ from moeoffload.wire import (
 logger = logging.getLogger(__name__)
 
 _STOP: Final = None
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -74,13 +77,30 @@ class _RequestError(Exception):
         self.row = row
 
 
+class _Job:
+    """Something to be done on the compute thread between two requests."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.done: Future[Any] = Future()
+        self._work = work
+
+    def run(self) -> None:
+        if not self.done.set_running_or_notify_cancel():
+            return
+        try:
+            self.done.set_result(self._work())
+        except Exception as error:  # whoever asked for it is told
+            self.done.set_exception(error)
+
+
 class Engine:
     """Owns the compute thread. `submit` may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
         self.counters = EngineCounters()
         self.kernel_workspace = KernelWorkspace()
-        self._requests: queue.SimpleQueue[tuple[ServerChannel, ServerSlot] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[ServerChannel, ServerSlot] | _Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -91,6 +111,21 @@ class Engine:
         """Queues a received request; ``slot.owner`` must be its `SlotContext`."""
         self._requests.put((channel, slot))
 
+    def run(self, work: Callable[[], T], timeout_s: float) -> T:
+        """Runs ``work`` on the compute thread, after what was submitted before, and returns its result.
+
+        Raises:
+            ServerError: the thread did not come to it within ``timeout_s``; and whatever ``work`` raises.
+        """
+        job = _Job(work)
+        self._requests.put(job)
+        try:
+            result: T = job.done.result(timeout_s)
+        except TimeoutError:
+            job.done.cancel()
+            raise ServerError(f"the compute thread was busy for {timeout_s:g} s") from None
+        return result
+
     def stop(self, timeout_s: float) -> None:
         """Finishes what was submitted before and ends the thread."""
         self._requests.put(_STOP)
@@ -99,6 +134,9 @@ class Engine:
     def _run(self) -> None:
         with torch.inference_mode():
             while (request := self._requests.get()) is not None:
+                if isinstance(request, _Job):
+                    request.run()
+                    continue
                 channel, slot = request
                 context: SlotContext = slot.owner
                 if context.host.closed:
@@ -141,12 +179,14 @@ class Engine:
         n_rows = header.rows
         weights_dtype = torch.float32 if header.flags & Flag.WEIGHTS_F32 else host.compute_dtype
         call = host.workspace.arena(n_rows).fill(context.views.dispatch(n_rows), n_rows, weights_dtype)
+        started = perf_counter()
         try:
             experts(call.rows, call.slots, call.weights, call.out)
         except IndexError:
             raise _RequestError(
                 ErrorCode.BAD_SLOT, f"layer {header.layer}: slots must be -1 to {experts.n_experts - 1}"
             ) from None
+        self.pace.hold(n_rows, perf_counter() - started)
         reply = context.views.combine(n_rows)
         reply.copy_(call.out)
         bad = first_bad_row(reply)

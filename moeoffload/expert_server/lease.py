@@ -16,10 +16,11 @@ from moeoffload.control.protocol import dtype_of
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import trim_heap
 from moeoffload.errors import CapacityError, MoeOffloadError, ServerError
+from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
 from moeoffload.expert_server.workspace import Workspace
-from moeoffload.kernels import KernelChoice, LayerKernels, prepare_layer
+from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels, prepare_layer
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
 from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel, ServerSlot
@@ -28,7 +29,9 @@ from moeoffload.wire import MAX_SLOTS, FrameLayout, SlotViews
 logger = logging.getLogger(__name__)
 
 GIB: Final = 1 << 30
-MAX_LAYERS: Final = 1024
+CALIBRATION_ROWS: Final = 64
+CALIBRATION_BYTES: Final = 1 << 30
+CALIBRATION_TIMEOUT_S: Final = 60.0
 
 
 class ChannelFactory(Protocol):
@@ -77,6 +80,7 @@ class HostLease:
         self._on_close = on_close
         self._lock = threading.Lock()
         self._closed = False
+        self._opened: Checkpoint | None = None
         self._checkpoint: Checkpoint | None = None
         self._table: ExpertTable | None = None
         self._keys: list[LayerKey] = []
@@ -84,6 +88,41 @@ class HostLease:
         self._reserved = 0
         self._active: ActiveHost | None = None
         self._channels: dict[str, ServerChannel] = {}
+
+    def calibrate(self, request: pb.CalibrateRequest) -> pb.CalibrateReply:
+        """Loads a few experts for a moment and times them.
+
+        Raises:
+            ModelError: the model cannot be read here.
+            ServerError: its digest differs from the host's.
+        """
+        checkpoint = self._open_checkpoint(request.model)
+        layer = checkpoint.layers[0]
+        room = min(CALIBRATION_BYTES, self._store.free_bytes) // layer.expert_bytes
+        n_experts = max(1, min(layer.n_experts, checkpoint.top_k, room))
+
+        def work() -> list[tuple[int, float]]:
+            workspace = KernelWorkspace()
+            module = checkpoint.build_experts(layer.index, range(n_experts), self._limits.device)
+            kernels = prepare_layer(module, workspace, self._limits.kernel)
+            return self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, workspace)
+
+        timings = self._engine.run(work, CALIBRATION_TIMEOUT_S)
+        trim_heap()
+        return pb.CalibrateReply(timings=[pb.Timing(rows=rows, seconds=seconds) for rows, seconds in timings])
+
+    def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
+        """The server's copy of the host's model; opened once."""
+        if self._opened is None:
+            reference = self._limits.model or model.reference
+            dtype = _dtype("compute dtype", model.compute_dtype)
+            checkpoint = Checkpoint.open(reference, dtype=dtype, revision=model.revision or None)
+            if checkpoint.digest != model.digest:
+                raise ServerError(
+                    f"model digest is {model.digest[:12]} (host), {checkpoint.digest[:12]} for {reference} here"
+                )
+            self._opened = checkpoint
+        return self._opened
 
     def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
         """Makes the asked experts resident, one layer at a time.
@@ -95,13 +134,7 @@ class HostLease:
         """
         if self._checkpoint is not None:
             raise ServerError("this lease has loaded its experts already")
-        reference = self._limits.model or request.model.reference
-        dtype = _dtype("compute dtype", request.model.compute_dtype)
-        checkpoint = Checkpoint.open(reference, dtype=dtype, revision=request.model.revision or None)
-        if checkpoint.digest != request.model.digest:
-            raise ServerError(
-                f"model digest is {request.model.digest[:12]} (host), {checkpoint.digest[:12]} for {reference} here"
-            )
+        checkpoint = self._open_checkpoint(request.model)
         table = _check_table(request, checkpoint)
         self._checkpoint = checkpoint
         loaded, total = (
@@ -111,7 +144,7 @@ class HostLease:
                 for experts, layer in zip(table.layers, checkpoint.layers, strict=True)
             ),
         )
-        logger.info("%s: loading %d experts, %.4g GiB, of %s", self.host, table.n_experts, total / GIB, reference)
+        logger.info("%s: loading %d experts, %.4g GiB, of %s", self.host, table.n_experts, total / GIB, checkpoint.path)
         yield pb.LoadProgress(loaded_bytes=0, total_bytes=total)
         for layer, experts in zip(checkpoint.layers, table.layers, strict=True):
             if not experts:
@@ -174,7 +207,8 @@ class HostLease:
         layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
         self._activate(layout, checkpoint)
         sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes)
-        offer = pb.Offer(batch_capacity=capacity, kernel=self._kernel_name())
+        timings = [pb.Timing(rows=rows, seconds=seconds) for rows, seconds in self._time_first_layer(layout)]
+        offer = pb.Offer(batch_capacity=capacity, kernel=self._kernel_name(), timings=timings)
         for name in transports:
             offer.channels.append(self._open(name, sizes))
         return offer
@@ -224,6 +258,23 @@ class HostLease:
 
         for kernels in self._modules.values():
             kernels.reserve(layout.capacity, layout.top_k)
+
+    def _time_first_layer(self, layout: FrameLayout) -> list[tuple[int, float]]:
+        """What calls of several sizes take on one of the resident layers; it also warms everything up."""
+        if not self._modules:
+            return []
+        kernels = next(iter(self._modules.values()))
+        engine = self._engine
+        return engine.run(
+            lambda: self._time(kernels, layout.top_k, layout.capacity, engine.kernel_workspace),
+            CALIBRATION_TIMEOUT_S,
+        )
+
+    def _time(
+        self, kernels: LayerKernels, top_k: int, capacity: int, workspace: KernelWorkspace
+    ) -> list[tuple[int, float]]:
+        device, pace = self._limits.device, self._engine.pace
+        return time_layer(kernels, top_k, capacity, device=device, workspace=workspace, pace=pace)
 
     def _kernel_name(self) -> str:
         return ", ".join(sorted({kernels.kernel_for(1) for kernels in self._modules.values()}))

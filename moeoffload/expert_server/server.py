@@ -20,6 +20,7 @@ from moeoffload.control.service import ControlServer
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import device_name, memory_budget, resolve_device
 from moeoffload.errors import ServerError
+from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.lease import ChannelFactory, HostLease, ServerLimits
 from moeoffload.expert_server.store import ExpertStore
@@ -52,8 +53,8 @@ class ExpertServer:
     """Set when the server is draining and its last host has left."""
 
     @classmethod
-    def start(cls, settings: ExpertServerSettings) -> ExpertServer:
-        """Opens everything and serves.
+    def start(cls, settings: ExpertServerSettings, pace: Pace | None = None) -> ExpertServer:
+        """Opens everything and serves. ``pace`` slows it down, for benchmarks.
 
         Raises:
             SettingError: the device does not exist, or has less memory than asked for.
@@ -63,7 +64,7 @@ class ExpertServer:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         store = ExpertStore(memory_budget(device, settings.memory_gib))
-        engine = Engine()
+        engine = Engine(pace or Pace())
         factories: dict[str, ChannelFactory] = {}
         listener = None
         if settings.transport in (TransportChoice.AUTO, TransportChoice.SHARED):

@@ -13,6 +13,7 @@ from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
+from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
@@ -61,13 +62,31 @@ def connect(address: str, checkpoint: Checkpoint, timeout_s: float) -> Candidate
     return Candidate(address, client, info)
 
 
+def take_lease(candidate: Candidate, plan: AttachPlan) -> Lease:
+    """Opens a lease on a server.
+
+    Raises:
+        ServerError: it refuses, or does not answer in time.
+    """
+    return candidate.client.attach(plan.settings.connect_timeout_s)
+
+
+def calibrate(lease: Lease, plan: AttachPlan) -> list[tuple[int, float]]:
+    """How long calls of some sizes take on the server, with a few experts of the model: (rows, seconds).
+
+    Raises:
+        ServerError: the server cannot read the model, or fails.
+    """
+    return lease.calibrate(_model_reference(plan), plan.settings.load_timeout_s)
+
+
 def attach(candidate: Candidate, table: ExpertTable, plan: AttachPlan) -> ExpertLink:
     """Takes a lease, loads the experts of ``table`` and opens the channel.
 
     Raises:
         ServerError: the server refuses or fails; nothing is left open.
     """
-    lease = candidate.client.attach(plan.settings.connect_timeout_s)
+    lease = take_lease(candidate, plan)
     try:
         return _attach(candidate, lease, table, plan)
     except BaseException:
@@ -75,13 +94,20 @@ def attach(candidate: Candidate, table: ExpertTable, plan: AttachPlan) -> Expert
         raise
 
 
+def _model_reference(plan: AttachPlan) -> pb.ModelReference:
+    checkpoint = plan.checkpoint
+    return pb.ModelReference(
+        reference=plan.reference,
+        revision=plan.revision,
+        digest=checkpoint.digest,
+        compute_dtype=dtype_label(checkpoint.dtype),
+    )
+
+
 def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: AttachPlan) -> ExpertLink:
     checkpoint, settings = plan.checkpoint, plan.settings
-    dtype = dtype_label(checkpoint.dtype)
     lease.load(
-        pb.ModelReference(
-            reference=plan.reference, revision=plan.revision, digest=checkpoint.digest, compute_dtype=dtype
-        ),
+        _model_reference(plan),
         table,
         progress=lambda loaded, total: plan.on_progress(candidate.address, loaded, total),
         timeout_s=settings.load_timeout_s,
@@ -89,7 +115,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
     offer = lease.activate(
         pb.Activate(
             model_digest=checkpoint.digest,
-            compute_dtype=dtype,
+            compute_dtype=dtype_label(checkpoint.dtype),
             table_digest=table.digest,
             hidden_size=checkpoint.hidden_size,
             top_k=checkpoint.top_k,
@@ -131,6 +157,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         [layer.n_experts for layer in checkpoint.layers],
         plan.device,
         settings.dispatch_timeout_s,
+        SliceLearner([(timing.rows, timing.seconds) for timing in offer.timings], layout.capacity, settings.hot_slice),
     )
 
 

@@ -21,12 +21,12 @@ class CallCounters:
 class PhaseCounters:
     """One phase (prefill or decode) of a run, in seconds of host time.
 
-    ``seconds`` is the wall time of the phase: ``forward_s`` in forward passes, the rest in sampling and streaming. Of
-    the forward passes, ``pack_s`` went into encoding and sending rows, ``local_s`` into experts on the host, and
-    ``combine_s`` into adding up. ``wait_s`` is the waiting for replies; the server says how much of it was its own:
-    ``wait_queue_s`` and ``wait_compute_s``, the rest was the way there and back. ``turn_s`` is the waiting of one chunk
-    of a pipelined prefill for the one before it, ``thread_s`` the time that all threads of a pipelined prefill took
-    together beyond the wall time.
+    ``seconds`` is the wall time of the phase: ``forward_s`` in forward passes, ``other_s`` in sampling and streaming
+    between them. Of the forward passes, ``dense_s`` went into dense layers, ``pack_s`` into encoding and sending rows,
+    ``local_s`` into experts on the host, and ``combine_s`` into adding up. ``wait_s`` is the waiting for replies; the
+    server says how much of it was its own: ``wait_queue_s`` and ``wait_compute_s``, the rest was on the way.
+    ``turn_s`` is the waiting of one chunk of a pipelined prefill for the one before it, ``thread_s`` the time that the
+    second thread of a pipelined prefill took, beyond the wall time. Every part is measured, none is a remainder.
     """
 
     forwards: int = 0
@@ -35,6 +35,7 @@ class PhaseCounters:
     seconds: float = 0.0
     forward_s: float = 0.0
     thread_s: float = 0.0
+    dense_s: float = 0.0
     pack_s: float = 0.0
     local_s: float = 0.0
     local_rows: int = 0
@@ -43,14 +44,28 @@ class PhaseCounters:
     wait_compute_s: float = 0.0
     turn_s: float = 0.0
     combine_s: float = 0.0
+    other_s: float = 0.0
     pipelined: int = 0
     servers: list[CallCounters] = field(default_factory=list)
+    mark: float = 0.0
+    """When the running stretch of dense work began; time.perf_counter()."""
+
+    def lap_dense(self, now: float) -> None:
+        """Ends a stretch of dense work at ``now`` and begins the next one."""
+        self.dense_s += now - self.mark
+        self.mark = now
+
+    def turn(self, waited_s: float) -> None:
+        """Takes a wait for another chunk out of the running stretch of dense work."""
+        self.turn_s += waited_s
+        self.mark += waited_s
 
     @property
-    def dense_s(self) -> float:
-        """Forward time, over all threads, that was none of the other parts."""
-        spent = self.pack_s + self.local_s + self.wait_s + self.turn_s + self.combine_s
-        return max(0.0, self.forward_s + self.thread_s - spent)
+    def accounted(self) -> float:
+        """Share of the time of all threads that the parts add up to, 0 to 1."""
+        total = self.seconds + self.thread_s
+        parts = self.dense_s + self.pack_s + self.local_s + self.wait_s + self.turn_s + self.combine_s + self.other_s
+        return parts / total if total else 1.0
 
 
 def add_counters(total: PhaseCounters, part: PhaseCounters) -> None:
@@ -62,5 +77,5 @@ def add_counters(total: PhaseCounters, part: PhaseCounters) -> None:
 
 def _add_fields(total: CallCounters | PhaseCounters, part: CallCounters | PhaseCounters) -> None:
     for each in fields(total):
-        if each.name != "servers":
+        if each.name not in ("servers", "mark"):
             setattr(total, each.name, getattr(total, each.name) + getattr(part, each.name))

@@ -18,6 +18,7 @@ from moeoffload.host.link import ExpertLink, Flight
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.remote_experts import ExpertsCall
+from moeoffload.settings import Mode
 
 DECODE_ROWS: Final = 8
 
@@ -59,6 +60,8 @@ class Dispatcher:
         self._only = links[0] if len(links) == 1 and local is None else None
         self.on_layer: Callable[[int], None] | None = None
         """Called with the layer when its experts are asked for, that is, when its attention is done."""
+        self.on_routes: Callable[[int, torch.Tensor], None] | None = None
+        """Called with the layer and its ids (n, top_k) int64; for routing statistics."""
         self.n_created = 0
         """Accumulators made so far that are kept for later calls."""
 
@@ -88,9 +91,12 @@ class Dispatcher:
         """
         if self.on_layer is not None:
             self.on_layer(layer)
+        if self.on_routes is not None:
+            self.on_routes(layer, ids)
         clock = perf_counter
         started = clock()
         record = self._recorder.counters
+        record.lap_dense(started)
         state = self._state
         n_rows = hidden.shape[0]
         # One server with every expert: its sums are the result, no accumulator is needed.
@@ -123,7 +129,9 @@ class Dispatcher:
                     # Of a wait, the end is the server's compute, before it its queue; the way back is in the rest.
                     compute_s = min(waited, flight.compute_s)
                     record.wait_compute_s += compute_s
-                    record.wait_queue_s += min(waited - compute_s, flight.queue_s)
+                    queue_s = min(waited - compute_s, flight.queue_s)
+                    record.wait_queue_s += queue_s
+                    progress.link.learner.observe(flight.n_rows, flight.compute_s, waited - compute_s - queue_s)
                     if total is None:
                         result[flight.start : flight.start + flight.n_rows].copy_(part)
                     else:
@@ -142,7 +150,8 @@ class Dispatcher:
         started = clock()
         if total is not None:
             result.copy_(total)
-        combine_s += clock() - started
+        record.mark = clock()
+        combine_s += record.mark - started
         record.pack_s += pack_s
         record.local_s += local_s
         record.wait_s += wait_s
@@ -162,16 +171,18 @@ class Dispatcher:
     ) -> None:
         """Sends chunks to every server until its slots are taken or no rows are left."""
         n_rows = hidden.shape[0]
+        looks = self._granularity.mode is Mode.AUTO and n_rows > DECODE_ROWS
         # Another thread may hold slots: a call that has replies to take must not wait for them, or both would wait.
         in_flight = any(progress.flights for progress in state.progress)
         for number, progress in enumerate(state.progress):
             link = progress.link
-            step = self._granularity.slice_rows(link.layout.capacity)
+            step = self._granularity.slice_rows(n_rows, link.layout.capacity, link.learner)
             while progress.next_row < n_rows and len(progress.flights) < link.n_slots:
                 slot = link.take_slot(wait=not in_flight)
                 if slot is None:
                     break
-                start, end = progress.next_row, min(progress.next_row + step, n_rows)
+                start = progress.next_row
+                end = min(start + (link.learner.look(step) if looks else step), n_rows)
                 rows = (hidden, ids, weights) if end - start == n_rows else (
                     hidden[start:end], ids[start:end], weights[start:end]
                 )  # fmt: skip

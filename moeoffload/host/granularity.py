@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.pipeline import PipelinePlan
 from moeoffload.settings import Mode, Pipeline
 
@@ -21,9 +22,14 @@ class Granularity:
     hot_slice: int
     pipeline: Pipeline = Pipeline.OFF
 
-    def slice_rows(self, capacity: int) -> int:
-        """Most rows in one dispatch to a server whose effective batch capacity is ``capacity`` rows."""
-        return min(self.hot_slice, capacity) if self.mode is Mode.STREAM else capacity
+    def slice_rows(self, n_rows: int, capacity: int, learner: SliceLearner) -> int:
+        """Most rows in one dispatch of a layer's call of ``n_rows`` rows.
+
+        ``capacity`` is the server's effective batch capacity, ``learner`` what is known of its speed.
+        """
+        if self.mode is Mode.STREAM:
+            return min(self.hot_slice, capacity)
+        return capacity if self.mode is Mode.BATCHED else learner.slice_rows(n_rows)
 
     def pipeline_plan(self, n_rows: int, capacity: int) -> PipelinePlan | None:
         """How a prompt of ``n_rows`` tokens is cut for the pipeline, given the least capacity of all servers.

@@ -9,6 +9,7 @@ import torch
 
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ServerError
+from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
 from moeoffload.payload import encode_rows
 from moeoffload.placement import ExpertTable, slot_table
@@ -64,8 +65,10 @@ class ExpertLink:
         n_experts: list[int],
         device: torch.device,
         timeout_s: float,
+        learner: SliceLearner,
     ) -> None:
         self.info = info
+        self.learner = learner
         self.layout = layout
         self.table = table
         self.n_slots = len(channel.slots)

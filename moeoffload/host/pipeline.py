@@ -179,9 +179,12 @@ class PrefillPipeline:
                         self._chunk.number = None
 
         def run_beside(first: int) -> None:
-            started = perf_counter()
+            counters = self._recorder.counters
+            started = counters.mark = perf_counter()
             run(first)
-            self._recorder.counters.thread_s += perf_counter() - started
+            ended = perf_counter()
+            counters.lap_dense(ended)
+            counters.thread_s += ended - started
 
         assert self._pool is not None
         self._recorder.counters.pipelined += 1
@@ -196,7 +199,7 @@ class PrefillPipeline:
             raise
         waited = perf_counter()
         beside.result()
-        self._recorder.counters.turn_s += perf_counter() - waited
+        self._recorder.counters.turn(perf_counter() - waited)
         return results[-1]
 
     # -- order
@@ -230,7 +233,7 @@ class PrefillPipeline:
                 if waited > self._timeout_s:
                     raise DeadlineError(f"a chunk of the prompt waited {waited:.0f} s for the one before it")
                 self._moved.wait(POLL_S)
-        self._recorder.counters.turn_s += perf_counter() - started
+        self._recorder.counters.turn(perf_counter() - started)
 
     def _fail(self) -> None:
         with self._moved:

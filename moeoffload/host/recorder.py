@@ -91,11 +91,14 @@ class Recorder:
         counters.forwards += 1
         counters.sequences += n_sequences
         counters.tokens += n_sequences * length
-        self._started = perf_counter()
+        self._started = counters.mark = perf_counter()
+        if self._phase == DECODE and self._last_end:
+            counters.other_s += self._started - self._last_end
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         ended = perf_counter()
         counters = self.counters
+        counters.lap_dense(ended)
         counters.forward_s += ended - self._started
         # Between two forwards of decoding lies the sampling; before a prefill lies whatever the caller did.
         begun = self._last_end if self._phase == DECODE and self._last_end else self._started

@@ -11,10 +11,12 @@ from rich.table import Table
 
 from moeoffload import __version__
 from moeoffload.host.counters import CallCounters, PhaseCounters
-from moeoffload.host.link import LinkInfo
+from moeoffload.host.link import ExpertLink
 from moeoffload.host.recorder import Recorder
 
 REPORT_VERSION: Final = 1
+ACCOUNTED: Final = 0.95
+"""A phase whose parts add up to less of its time is marked incomplete."""
 _MIB: Final = 1 << 20
 
 
@@ -57,17 +59,17 @@ class Report:
     layers: dict[str, list[dict[str, Any]]] | None
 
     @classmethod
-    def collect(
-        cls, model: ModelFacts, run: RunFacts, recorder: Recorder, links: Sequence[tuple[LinkInfo, int]]
-    ) -> Report:
-        """Takes the figures of ``recorder`` as they stand; ``links`` are the servers with their effective capacity."""
+    def collect(cls, model: ModelFacts, run: RunFacts, recorder: Recorder, links: Sequence[ExpertLink]) -> Report:
+        """Takes the figures of ``recorder`` and ``links`` as they stand."""
+        totals = recorder.phases
         servers = [
-            asdict(info)
-            | {"batch_capacity": capacity}
-            | {"phases": {name: asdict(phase.servers[i]) for name, phase in recorder.phases.items()}}
-            for i, (info, capacity) in enumerate(links)
+            asdict(link.info)
+            | {"batch_capacity": link.layout.capacity}
+            | {"phases": {name: asdict(phase.servers[i]) for name, phase in totals.items()}}
+            | ({"auto": link.learner.describe()} if run.mode == "auto" else {})
+            for i, link in enumerate(links)
         ]
-        phases = {name: _phase(phase) for name, phase in recorder.phases.items()}
+        phases = {name: _phase(phase) for name, phase in totals.items()}
         layers = {name: [asdict(times) for times in layers] for name, layers in recorder.layers.items()}
         return cls(model, run, phases, servers, layers if recorder.profile else None)
 
@@ -123,6 +125,9 @@ class Report:
                 "host: combine s": f"{host['combine_s']:.3f}",
                 "host: turn s": f"{host['turn_s']:.3f}",
                 "host: other s": f"{host['other_s']:.3f}",
+                "accounted": f"{phase['accounted']:.0%}"
+                if phase["complete"]
+                else f"incomplete: {phase['accounted']:.0%}",
                 "server: queue s": f"{server['queue_s']:.3f}",
                 "server: compute s": f"{server['compute_s']:.3f}",
             }
@@ -176,6 +181,8 @@ def _phase(phase: PhaseCounters) -> dict[str, Any]:
         "tokens_per_s": phase.tokens / phase.seconds if phase.seconds else 0.0,
         "calls": total.calls,
         "rows": total.rows,
+        "accounted": phase.accounted,
+        "complete": phase.accounted >= ACCOUNTED,
         "local_rows": phase.local_rows,
         "pipelined": phase.pipelined,
         "bytes_out": total.bytes_out,
@@ -190,7 +197,7 @@ def _phase(phase: PhaseCounters) -> dict[str, Any]:
             "wait_wire_s": max(0.0, phase.wait_s - phase.wait_queue_s - phase.wait_compute_s),
             "turn_s": phase.turn_s,
             "combine_s": phase.combine_s,
-            "other_s": max(0.0, phase.seconds - phase.forward_s),
+            "other_s": phase.other_s,
         },
         "server": {"queue_s": total.queue_s, "compute_s": total.compute_s},
     }

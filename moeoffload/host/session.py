@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.devices import device_name, resolve_device
-from moeoffload.errors import ServerError
-from moeoffload.host.attach import AttachPlan, Candidate, attach, connect
 from moeoffload.host.dispatcher import Dispatcher
+from moeoffload.host.fleet import Fleet, OnProgress
 from moeoffload.host.granularity import Granularity
-from moeoffload.host.link import ExpertLink
+from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.model import bind_experts, load_dense_model, load_tokenizer
 from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.report import ModelFacts, Report, RunFacts
-from moeoffload.host.spawn import ServerSpec, SpawnedServers, default_specs
+from moeoffload.host.routing import read_routing_stats
+from moeoffload.host.spawn import ServerSpec
 from moeoffload.payload import PayloadDtype
-from moeoffload.placement import MemoryOffer, batch_row_bytes, place_experts
+from moeoffload.placement import GIB, ExpertTable, choose_local
 from moeoffload.settings import HostSettings, ModelDtypeChoice
-
-logger = logging.getLogger(__name__)
-
-LEAST_BATCH_ROWS: Final = 32
-"""Placement leaves at least the room for a batch of this many rows on every server."""
-
-OnProgress = Callable[[str, int, int], None]
-"""Called with a server's address, its loaded bytes and its total bytes; from several threads, one at a time."""
 
 
 def open_model(
@@ -94,101 +83,40 @@ class OffloadedModel:
         self.checkpoint = Checkpoint.open(reference, dtype=_model_dtype(settings), revision=revision)
         self._payload = PayloadDtype.from_label(settings.dtype.value, self.checkpoint.dtype)
         with contextlib.ExitStack() as stack:
-            candidates = self._candidates(stack, servers)
-            pool = ThreadPoolExecutor(len(candidates), thread_name_prefix="load")
-            # Runs after the connections are closed, so that no thread can hold it up.
-            stack.callback(pool.shutdown, cancel_futures=True)
-            self._connections = stack.enter_context(contextlib.ExitStack())
-            self.links = self._attach(pool, candidates, Path(reference), revision, on_progress)
+            local = self._local_table()
+            remote = [
+                [expert for expert in range(layer.n_experts) if expert not in set(held)]
+                for layer, held in zip(self.checkpoint.layers, local.layers, strict=True)
+            ]
+            # With every expert on the host there is nothing to do for a server.
+            specs = servers if any(remote) else ()
+            fleet = Fleet(self.checkpoint, settings, self._device, self._payload, specs)
+            stack.callback(fleet.close)
+            attached = fleet.attach(remote, Path(reference), revision, on_progress)
+            # The dense layers load while the servers load theirs.
+            self.model = load_dense_model(self.checkpoint, self._device)
+            self.tokenizer = load_tokenizer(self.checkpoint)
+            self._local = LocalExperts(self.checkpoint, local, self._device) if local.n_experts else None
+            self.links = attached.result()
             self._finish(stack)
             self._stack = stack.pop_all()
 
-    def _candidates(self, stack: contextlib.ExitStack, servers: Sequence[ServerSpec] | None) -> list[Candidate]:
-        """Connects to the servers of the settings; starts own ones if there are none, or if one may be replaced."""
-        settings = self.settings
-        found: list[Candidate] = []
-        missing = 0
-        for address in settings.experts:
-            try:
-                candidate = connect(address, self.checkpoint, settings.connect_timeout_s)
-            except ServerError as error:
-                if settings.required:
-                    for other in found:
-                        other.client.close()
-                    raise
-                logger.warning("%s; a server on this machine takes its place", error)
-                missing += 1
-            else:
-                found.append(candidate)
-        specs = list(servers) if servers is not None else default_specs(settings, self._device)
-        if settings.experts:
-            specs = (specs or [ServerSpec("cpu")])[:1] * min(missing, 1)
-        if specs:
-            spawned = SpawnedServers(settings, specs)
-            stack.callback(spawned.close)
-            found += [connect(address, self.checkpoint, settings.connect_timeout_s) for address in spawned.addresses]
-        return found
-
-    def _attach(
-        self,
-        pool: ThreadPoolExecutor,
-        candidates: list[Candidate],
-        reference: Path,
-        revision: str | None,
-        on_progress: OnProgress | None,
-    ) -> list[ExpertLink]:
-        """Places the experts, loads them on all servers at once, and the dense layers here meanwhile."""
-        for candidate in candidates:
-            self._connections.callback(candidate.client.close)
-        checkpoint, settings = self.checkpoint, self.settings
-        tables = place_experts(
-            [layer.n_experts for layer in checkpoint.layers],
-            [layer.expert_bytes for layer in checkpoint.layers],
-            [MemoryOffer(c.address, c.info.offered_bytes - self._batch_bytes(c)) for c in candidates],
-        )
-        told = threading.Lock()
-
-        def progress(address: str, loaded: int, total: int) -> None:
-            if on_progress is not None:
-                with told:
-                    on_progress(address, loaded, total)
-
-        plan = AttachPlan(
-            checkpoint=checkpoint,
-            reference=str(reference.absolute()) if reference.exists() else str(reference),
-            revision=revision or "",
-            payload=self._payload,
-            settings=settings,
-            device=self._device,
-            on_progress=progress,
-        )
-        # Servers that placement gave nothing are left alone.
-        used = [(c, table) for c, table in zip(candidates, tables, strict=True) if table.n_experts]
-        futures: list[Future[ExpertLink]] = [pool.submit(attach, c, table, plan) for c, table in used]
-        for future in futures:
-            future.add_done_callback(self._keep)
-        self.model = load_dense_model(checkpoint, self._device)
-        self.tokenizer = load_tokenizer(checkpoint)
-        return [future.result() for future in futures]
-
-    def _keep(self, done: Future[ExpertLink]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            self._connections.callback(done.result().close)
-
-    def _batch_bytes(self, candidate: Candidate) -> int:
-        checkpoint = self.checkpoint
-        rows = min(LEAST_BATCH_ROWS, self.settings.batch_capacity, candidate.info.batch_capacity)
-        largest = max(layer.expert_bytes for layer in checkpoint.layers)
-        slots = min(self.settings.slots, candidate.info.max_slots)
-        return rows * batch_row_bytes(
-            checkpoint.hidden_size, checkpoint.top_k, largest, checkpoint.dtype.itemsize, slots
+    def _local_table(self) -> ExpertTable:
+        """The experts that stay on the host."""
+        settings, layers = self.settings, self.checkpoint.layers
+        usage = read_routing_stats(settings.routing_stats, self.checkpoint) if settings.routing_stats else None
+        return choose_local(
+            [layer.n_experts for layer in layers],
+            [layer.expert_bytes for layer in layers],
+            int(settings.local_experts_gib * GIB),
+            usage,
         )
 
     def _finish(self, stack: contextlib.ExitStack) -> None:
         settings, checkpoint = self.settings, self.checkpoint
         self.recorder = Recorder(len(self.links), len(checkpoint.layers), profile=settings.profile)
         granularity = Granularity(settings.mode, settings.hot_slice, settings.pipeline)
-        self.dispatcher = Dispatcher(self.links, granularity, self.recorder)
+        self.dispatcher = Dispatcher(self.links, granularity, self.recorder, self._local)
         bind_experts(self.model, checkpoint, self.dispatcher.for_layer)
         least = min((link.layout.capacity for link in self.links), default=settings.batch_capacity)
         self.pipeline = PrefillPipeline(
@@ -225,7 +153,7 @@ class OffloadedModel:
             host_device=str(self._device),
             host_device_name=device_name(self._device),
         )
-        return Report.collect(facts, run, self.recorder, [(link.info, link.layout.capacity) for link in self.links])
+        return Report.collect(facts, run, self.recorder, self.links)
 
     @property
     def pool_creations(self) -> int:

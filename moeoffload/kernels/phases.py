@@ -14,6 +14,11 @@ from numba import carray, njit
 from moeoffload.kernels.tile import TILE_ROWS, WEIGHT_ROWS, dot_tile
 from moeoffload.kernels.vector_ir import bits_of, claim, float_of, fma, narrow, pointer_to, widen
 
+# Weight rows that all tiles of an expert pass through before the next ones come. With many tiles more rows pay: the
+# tile's rows are read from the second-level cache less often.
+BLOCK_ROWS: Final = 16
+BLOCK_TILES: Final = 6
+
 SUM_COLUMNS: Final = 512
 """Columns of an item of the weighted sum."""
 
@@ -115,22 +120,42 @@ def project_rows(
 
     ``weights`` and ``bias`` begin at the matrix; output column = weight row.
     """
-    count = last - first
-    n_tiles = (count + TILE_ROWS - 1) // TILE_ROWS
-    row = weight_row
-    while row < last_row:
-        # The last tile may lie over the one before: the same values once more.
-        four = max(0, min(row, last_row - WEIGHT_ROWS))
+    n_tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
+    block_rows = BLOCK_ROWS if n_tiles >= BLOCK_TILES else WEIGHT_ROWS
+    start = weight_row
+    while start < last_row:
+        end = min(start + block_rows, last_row)
         position = first
+        n_ahead = 0
         for tile in range(n_tiles):
             size = (last - position + n_tiles - tile - 1) // (n_tiles - tile)
-            # The second tile brings the first two of the next four weight rows, the third the other two.
-            ahead = (four + WEIGHT_ROWS + min(tile - 1, 2) * 2) * inner if 0 < tile < 3 else 0
-            dot_tile(
-                size, tile == 0, weights, four, inner, ahead, rows, row_index, position, bias, bias_mode, out, stride
-            )
+            row = start
+            while row < end:
+                # The last four may lie over those before: the same values once more.
+                four = max(0, min(row, last_row - WEIGHT_ROWS))
+                ahead = four
+                if tile > 0 and n_ahead < block_rows:
+                    # While this block is computed, two rows at a time, the next one comes.
+                    ahead = end + n_ahead
+                    n_ahead += 2
+                dot_tile(
+                    size,
+                    tile == 0,
+                    weights,
+                    four,
+                    inner,
+                    ahead * inner,
+                    rows,
+                    row_index,
+                    position,
+                    bias,
+                    bias_mode,
+                    out,
+                    stride,
+                )
+                row += WEIGHT_ROWS
             position += size
-        row += WEIGHT_ROWS
+        start += block_rows
 
 
 @njit(nogil=True)
@@ -180,7 +205,7 @@ def project(
         )
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def exp(x: Any) -> Any:
     """e to the x in float32, within one unit in the last place.
 
@@ -208,7 +233,7 @@ def exp(x: Any) -> Any:
     return np.float32(np.inf) if x > np.float32(100.0) else u
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def silu_times_up(plan: Any, inter: int, values: Any, out: Any, counter: int) -> None:
     """``out = silu(gate) * up`` for ``values`` (positions, [gate | up]); rounds after each step to their type."""
     one = np.float32(1.0)

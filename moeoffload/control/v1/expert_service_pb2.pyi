@@ -105,14 +105,16 @@ class Activate(_message.Message):
     def __init__(self, model_digest: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., table_digest: _Optional[str] = ..., hidden_size: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype_out: _Optional[str] = ..., dtype_back: _Optional[str] = ..., batch_capacity: _Optional[int] = ..., n_slots: _Optional[int] = ..., transport: _Optional[str] = ..., shared_bytes: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("batch_capacity", "channels", "kernel")
+    __slots__ = ("batch_capacity", "channels", "kernel", "timings")
     BATCH_CAPACITY_FIELD_NUMBER: _ClassVar[int]
     CHANNELS_FIELD_NUMBER: _ClassVar[int]
     KERNEL_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
     batch_capacity: int
     channels: _containers.RepeatedCompositeFieldContainer[ChannelOffer]
     kernel: str
-    def __init__(self, batch_capacity: _Optional[int] = ..., channels: _Optional[_Iterable[_Union[ChannelOffer, _Mapping]]] = ..., kernel: _Optional[str] = ...) -> None: ...
+    timings: _containers.RepeatedCompositeFieldContainer[Timing]
+    def __init__(self, batch_capacity: _Optional[int] = ..., channels: _Optional[_Iterable[_Union[ChannelOffer, _Mapping]]] = ..., kernel: _Optional[str] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ...) -> None: ...
 
 class ChannelOffer(_message.Message):
     __slots__ = ("transport", "n_slots", "request_bytes", "reply_bytes", "parameters")
@@ -168,6 +170,28 @@ class ModelReference(_message.Message):
     digest: str
     compute_dtype: str
     def __init__(self, reference: _Optional[str] = ..., revision: _Optional[str] = ..., digest: _Optional[str] = ..., compute_dtype: _Optional[str] = ...) -> None: ...
+
+class CalibrateRequest(_message.Message):
+    __slots__ = ("lease_id", "model")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    model: ModelReference
+    def __init__(self, lease_id: _Optional[str] = ..., model: _Optional[_Union[ModelReference, _Mapping]] = ...) -> None: ...
+
+class CalibrateReply(_message.Message):
+    __slots__ = ("timings",)
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    timings: _containers.RepeatedCompositeFieldContainer[Timing]
+    def __init__(self, timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ...) -> None: ...
+
+class Timing(_message.Message):
+    __slots__ = ("rows", "seconds")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    seconds: float
+    def __init__(self, rows: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class LayerExperts(_message.Message):
     __slots__ = ("layer", "experts")

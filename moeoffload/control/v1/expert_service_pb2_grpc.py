@@ -44,6 +44,11 @@ class ExpertServiceStub:
                 request_serializer=expert__service__pb2.AttachRequest.SerializeToString,
                 response_deserializer=expert__service__pb2.AttachReply.FromString,
                 _registered_method=True)
+        self.Calibrate = channel.unary_unary(
+                '/moeoffload.v1.ExpertService/Calibrate',
+                request_serializer=expert__service__pb2.CalibrateRequest.SerializeToString,
+                response_deserializer=expert__service__pb2.CalibrateReply.FromString,
+                _registered_method=True)
         self.LoadExperts = channel.unary_stream(
                 '/moeoffload.v1.ExpertService/LoadExperts',
                 request_serializer=expert__service__pb2.LoadExpertsRequest.SerializeToString,
@@ -74,6 +79,13 @@ class ExpertServiceServicer:
     def Attach(self, request_iterator, context):
         """The lease. The stream lives as long as the host uses the server; when it ends, for whatever reason, everything that
         belongs to it is freed. Steps: hello -> welcome, then LoadExperts, then activate -> offer, accept -> ready.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Calibrate(self, request, context):
+        """How fast this server computes experts of the model the host is about to load; loads a few of them for a moment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,6 +124,11 @@ def add_ExpertServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=expert__service__pb2.AttachRequest.FromString,
                     response_serializer=expert__service__pb2.AttachReply.SerializeToString,
+            ),
+            'Calibrate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Calibrate,
+                    request_deserializer=expert__service__pb2.CalibrateRequest.FromString,
+                    response_serializer=expert__service__pb2.CalibrateReply.SerializeToString,
             ),
             'LoadExperts': grpc.unary_stream_rpc_method_handler(
                     servicer.LoadExperts,
@@ -183,6 +200,33 @@ class ExpertService:
             '/moeoffload.v1.ExpertService/Attach',
             expert__service__pb2.AttachRequest.SerializeToString,
             expert__service__pb2.AttachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Calibrate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeoffload.v1.ExpertService/Calibrate',
+            expert__service__pb2.CalibrateRequest.SerializeToString,
+            expert__service__pb2.CalibrateReply.FromString,
             options,
             channel_credentials,
             insecure,

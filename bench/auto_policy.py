@@ -1,0 +1,112 @@
+"""Auto mode against the two fixed modes on three kinds of servers: prefill time, and what auto chose.
+
+``python bench/auto_policy.py [--checkpoint DIR]``. The servers are real processes; "slow at large batches" takes 8
+times as long for calls of more than 64 rows, "little memory" has room for few rows beside its experts. The limit is the
+better of the two fixed modes in the same run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from prefill_ipc import timed_generate
+from rich.console import Console
+from rich.table import Table
+from servers import Spread, cores, expert_server, machine, write_json
+
+from moeoffload import open_model
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.checkpoint.synthetic import geometry_config, write_checkpoint
+
+MODES = ("batched", "stream", "auto")
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One server kind and mode; seconds of prefill, and the ratio to the better fixed mode."""
+
+    server: str
+    mode: str
+    prefill_s: Spread
+    batch_capacity: int
+    slice_rows: int
+    ratio_to_best: float
+
+
+def main(
+    checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint folder; default: one layer is written")] = None,
+    prompt_tokens: int = 1024,
+    repeats: int = 5,
+    hot_slice: int = 4,
+    json: Path | None = None,
+) -> None:
+    """Measure batched, stream and auto on a fast server, one slow at large batches, and one with little memory."""
+    host_core, server_core = cores()
+    os.sched_setaffinity(0, {host_core})
+    torch.set_num_threads(1)
+    console = Console()
+    console.print(f"{machine()['cpu']}, host on core {host_core}, server on core {server_core}")
+    with contextlib.ExitStack() as stack:
+        if checkpoint is None:
+            checkpoint = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "one-layer"
+            write_checkpoint(geometry_config("qwen3-30b-a3b", layers=1, experts=32), checkpoint)
+        about = Checkpoint.open(checkpoint)
+        experts_gib = sum(layer.n_experts * layer.expert_bytes for layer in about.layers) / GIB
+        kinds = {
+            "fast": (),
+            "slow at large batches": ("--simulate", "above=64:8"),
+            "little memory": ("--memory-gib", f"{experts_gib + 0.02:.4f}"),
+        }
+        prompt = torch.randint(5, about.config.get_text_config().vocab_size, (1, prompt_tokens))
+        rows: list[Row] = []
+        for kind, options in kinds.items():
+            memory = () if "--memory-gib" in options else ("--memory-gib", f"{experts_gib + 2:.4f}")
+            with expert_server(server_core, *memory, *options) as address:
+                rows += measure(kind, str(checkpoint), address, prompt, repeats, hot_slice)
+    table = Table(title=f"prefill of {prompt_tokens} tokens, medians of {repeats} [least-greatest]")
+    for column in ("server", "mode", "prefill s", "cap", "slice", "to the better fixed mode"):
+        table.add_column(column, justify="left" if column in ("server", "mode") else "right")
+    for row in rows:
+        cells = (f"{row.prefill_s:.3f}", str(row.batch_capacity), str(row.slice_rows), f"{row.ratio_to_best:.3f}")
+        table.add_row(row.server, row.mode, *cells)
+    console.print(table)
+    if json is not None:
+        write_json(json, "auto_policy", {"prompt_tokens": prompt_tokens, "hot_slice": hot_slice}, rows)
+
+
+def measure(kind: str, checkpoint: str, address: str, prompt: torch.Tensor, repeats: int, hot_slice: int) -> list[Row]:
+    """All modes on one server; repetitions take turns, so that drift hits all of them."""
+    with contextlib.ExitStack() as stack:
+        opened = {
+            mode: stack.enter_context(
+                open_model(checkpoint, experts=[address], mode=mode, hot_slice=hot_slice, pipeline="off", device="cpu")
+            )
+            for mode in MODES
+        }
+        times: dict[str, list[float]] = {mode: [] for mode in MODES}
+        for repeat in range(repeats + 1):
+            for mode, offloaded in opened.items():
+                seconds, _ = timed_generate(offloaded.model, prompt, 2)
+                if repeat:
+                    times[mode].append(seconds)
+        spreads = {mode: Spread.of(values) for mode, values in times.items()}
+        best = min(spreads["batched"].median, spreads["stream"].median)
+        rows = []
+        for mode, offloaded in opened.items():
+            server = offloaded.report().servers[0]
+            cap = server["batch_capacity"]
+            size = {"batched": cap, "stream": min(hot_slice, cap)}.get(mode) or server["auto"]["slice_rows"]
+            rows.append(Row(kind, mode, spreads[mode], cap, size, spreads[mode].median / best))
+        return rows
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,85 @@
+"""Times what a layer's experts take on this server, for calls of a few sizes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Final
+
+import torch
+
+from moeoffload.errors import SettingError
+from moeoffload.kernels import KernelWorkspace, LayerKernels
+
+SIZES: Final = (1, 4, 16, 64, 256, 1024, 4096)
+REPEATS: Final = 3
+# Large calls are timed less often: their times spread less, and loading should stay short.
+LONG_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Slows a server down, for benchmarks of slow ones: all calls, and more those of more than ``above_rows`` rows."""
+
+    factor: float = 1.0
+    above_rows: int = 1 << 30
+    above_factor: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Pace:
+        """Reads ``factor=4`` or ``above=64:8`` or both with a comma between.
+
+        Raises:
+            SettingError: the text is neither.
+        """
+        try:
+            values = dict(part.split("=") for part in text.split(","))
+            rows, _, above = values.pop("above", "").partition(":")
+            pace = cls(float(values.pop("factor", 1)), int(rows or 1 << 30), float(above or 1))
+        except ValueError:
+            values = {"?": text}
+        if values:
+            raise SettingError(f"--simulate: {text!r} is not allowed; allowed is factor=F, above=ROWS:F or both")
+        return pace
+
+    def hold(self, n_rows: int, took_s: float) -> None:
+        """Sleeps after a call of ``n_rows`` rows that took ``took_s`` seconds."""
+        factor = self.factor * (self.above_factor if n_rows > self.above_rows else 1.0)
+        if factor > 1.0:
+            time.sleep((factor - 1.0) * took_s)
+
+
+def time_layer(
+    kernels: LayerKernels,
+    top_k: int,
+    capacity: int,
+    *,
+    device: torch.device,
+    workspace: KernelWorkspace,
+    pace: Pace,
+) -> list[tuple[int, float]]:
+    """Rows and seconds of calls of several sizes up to ``capacity`` rows, each row with ``top_k`` different experts.
+
+    Best of a few: what the call takes, not what disturbed it. Runs on the thread that owns ``workspace``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    timings = []
+    for n_rows in sorted({size for size in SIZES if size < capacity} | {capacity}):
+        rows = torch.randn(n_rows, kernels.hidden, generator=generator).to(device, kernels.dtype)
+        order = torch.rand(n_rows, kernels.n_experts, generator=generator).argsort(dim=1)
+        slots = order[:, : min(top_k, kernels.n_experts)].contiguous().to(device)
+        weights = torch.full(slots.shape, 1 / top_k, device=device)
+        out = torch.empty(n_rows, kernels.hidden, device=device)
+        best = float("inf")
+        for _ in range(REPEATS):
+            started = perf_counter()
+            kernels(rows, slots, weights, out, workspace)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            pace.hold(n_rows, perf_counter() - started)
+            best = min(best, perf_counter() - started)
+            if best > LONG_S:
+                break
+        timings.append((n_rows, best))
+    return timings

@@ -1,0 +1,101 @@
+"""Hot experts on the host: the same tokens, fewer rows sent, chosen from routing statistics."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEMO, ROOT, demo_prompt, local_model
+
+from moeoffload import open_model
+from moeoffload.errors import SettingError
+from moeoffload.host.routing import RoutingCounter
+
+PROMPTS = "add 12 30 =\nreverse hello =\nsort kitchen =\n"
+
+
+def expert_gib(n_experts: int) -> float:
+    return n_experts * 3 * 128 * 64 * 2 / (1 << 30)
+
+
+@pytest.mark.parametrize("n_local", [1, 40, 100])
+def test_experts_on_the_host_give_the_same_tokens(three_servers: list[str], n_local: int) -> None:
+    prompt = demo_prompt(200, seed=5)
+    expected = local_model(DEMO).generate(prompt, max_new_tokens=12, do_sample=False)
+    with open_model(
+        DEMO, experts=three_servers[:2], local_experts_gib=expert_gib(n_local) * 1.001, device="cpu"
+    ) as offloaded:
+        assert torch.equal(offloaded.model.generate(prompt, max_new_tokens=12, do_sample=False), expected)
+        report = offloaded.report()
+        assert sum(server["n_experts"] for server in report.servers) == 128 - n_local
+        assert report.phases["prefill"]["local_rows"] > 0
+
+
+def test_a_host_that_holds_every_expert_needs_no_server() -> None:
+    prompt = demo_prompt(60, seed=6)
+    expected = local_model(DEMO).generate(prompt, max_new_tokens=12, do_sample=False)
+    with open_model(DEMO, local_experts_gib=1, device="cpu") as offloaded:
+        assert offloaded.links == []
+        assert torch.equal(offloaded.model.generate(prompt, max_new_tokens=12, do_sample=False), expected)
+
+
+def test_rows_that_need_only_local_experts_are_not_sent(three_servers: list[str]) -> None:
+    prompt = demo_prompt(400, seed=7)
+    sent = {}
+    for n_local in (0, 64, 120):
+        with (
+            open_model(
+                DEMO, experts=three_servers[:1], local_experts_gib=expert_gib(n_local) * 1.001, device="cpu"
+            ) as offloaded,
+            torch.inference_mode(),
+        ):
+            offloaded.model(prompt, logits_to_keep=1)
+            sent[n_local] = offloaded.report().phases["prefill"]["rows"]
+            chosen = offloaded.links[0].table
+    assert sent[0] == 400 * 4 > sent[64] > sent[120]
+    assert chosen.n_experts == 8
+
+
+def test_profile_counts_routes_and_the_most_used_experts_stay(three_servers: list[str], tmp_path: Path) -> None:
+    prompts, stats = tmp_path / "prompts.txt", tmp_path / "stats.json"
+    prompts.write_text(PROMPTS)
+    command = [sys.executable, "-m", "moeoffload.cli.host_app", "profile", str(DEMO), "--prompts", str(prompts)]
+    command += ["--output", str(stats), "--experts", three_servers[0], "--max-new-tokens", "10", "--device", "cpu"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    counts = json.loads(stats.read_text())["counts"]
+    assert len({sum(layer) for layer in counts}) == 1
+    hottest = sorted(((-count, layer, e) for layer, each in enumerate(counts) for e, count in enumerate(each)))[:10]
+    with open_model(
+        DEMO,
+        experts=three_servers[:1],
+        local_experts_gib=expert_gib(10) * 1.001,
+        routing_stats=stats,
+        device="cpu",
+    ) as offloaded:
+        remote = offloaded.links[0].table
+        assert all(expert not in remote.layers[layer] for _, layer, expert in hottest)
+
+
+def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
+    stats = tmp_path / "stats.json"
+    for text, words in (("{}", "no file of"), ('{"version": 1, "model_digest": "0", "counts": []}', "another model")):
+        stats.write_text(text)
+        with pytest.raises(SettingError, match=words):
+            open_model(DEMO, local_experts_gib=1, routing_stats=stats, device="cpu")
+
+
+def test_counts_survive_their_file(tmp_path: Path) -> None:
+    from moeoffload.checkpoint import Checkpoint
+    from moeoffload.host.routing import read_routing_stats
+
+    checkpoint = Checkpoint.open(DEMO)
+    counter = RoutingCounter(checkpoint)
+    counter.count(1, torch.tensor([[3, 4], [3, 5]]))
+    counter.write(tmp_path / "stats.json")
+    counts = read_routing_stats(tmp_path / "stats.json", checkpoint)
+    assert counts[1][3:6] == [2, 1, 1]
+    assert sum(map(sum, counts)) == 4

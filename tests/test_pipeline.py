@@ -1,0 +1,101 @@
+"""The prefill pipeline: the same tokens as a whole prefill, and nothing left behind when it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEMO, demo_prompt, local_model
+
+from moeoffload import open_model
+from moeoffload.checkpoint.synthetic import write_tiny
+from moeoffload.errors import PayloadError
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+
+
+@pytest.mark.parametrize("transport", ["shared", "stream"])
+@pytest.mark.parametrize(("mode", "capacity"), [("batched", 64), ("auto", 512), ("stream", 100)])
+def test_a_pipelined_prefill_gives_the_same_tokens(
+    three_servers: list[str], transport: str, mode: str, capacity: int
+) -> None:
+    prompt = demo_prompt(700, seed=8)
+    expected = local_model(DEMO).generate(prompt, **GREEDY)
+    for n_servers in (1, 2):
+        with open_model(
+            DEMO,
+            experts=three_servers[:n_servers],
+            mode=mode,
+            transport=transport,
+            batch_capacity=capacity,
+            pipeline="on",
+            device="cpu",
+        ) as offloaded:
+            assert torch.equal(offloaded.model.generate(prompt, **GREEDY), expected)
+            assert offloaded.report().phases["prefill"]["pipelined"] == 1
+
+
+def test_a_left_padded_batch_and_a_second_turn_go_through_the_pipeline(three_servers: list[str]) -> None:
+    first, second = demo_prompt(300, seed=9), demo_prompt(420, seed=10)
+    padded = torch.full((1, 420), 257)
+    padded[:, -300:] = first
+    batch = torch.cat([padded, second])
+    mask = (torch.arange(420) >= torch.tensor([[120], [0]])).long()
+    local = local_model(DEMO)
+    expected = local.generate(batch, attention_mask=mask, **GREEDY)
+    turn = torch.cat([second, demo_prompt(200, seed=11)], dim=1)
+    with open_model(DEMO, experts=three_servers[:1], pipeline="on", device="cpu") as offloaded:
+        assert torch.equal(offloaded.model.generate(batch, attention_mask=mask, **GREEDY), expected)
+        cache = offloaded.model.generate(second, return_dict_in_generate=True, **GREEDY).past_key_values
+        cache.crop(second.shape[1] - cache.get_seq_length())
+        got = offloaded.model.generate(turn, past_key_values=cache, **GREEDY)
+        assert offloaded.report().phases["prefill"]["pipelined"] >= 2
+    assert torch.equal(got, local.generate(turn, **GREEDY))
+
+
+def test_calls_that_ask_for_more_than_the_last_logits_run_whole(three_servers: list[str]) -> None:
+    prompt = demo_prompt(600, seed=12)
+    with open_model(DEMO, experts=three_servers[:1], pipeline="on", device="cpu") as offloaded, torch.inference_mode():
+        assert offloaded.model(prompt).logits.shape[1] == 600
+        offloaded.model(prompt, output_hidden_states=True, logits_to_keep=1)
+        offloaded.model(prompt, use_cache=False, logits_to_keep=1)
+        assert offloaded.report().phases["prefill"]["pipelined"] == 0
+
+
+def test_an_error_in_one_chunk_ends_the_call_and_the_next_one_works(three_servers: list[str]) -> None:
+    prompt = demo_prompt(600, seed=13)
+    expected = local_model(DEMO).generate(prompt, **GREEDY)
+    with open_model(DEMO, experts=three_servers[:2], pipeline="on", device="cpu") as offloaded:
+        dense = offloaded.model.model.layers[2].post_attention_layernorm
+        calls = 0
+
+        def spoil(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return output * float("nan") if calls == 3 else output
+
+        hook = dense.register_forward_hook(spoil)
+        with pytest.raises(PayloadError, match="layer 2"):
+            offloaded.model.generate(prompt, **GREEDY)
+        hook.remove()
+        assert torch.equal(offloaded.model.generate(prompt, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral", "qwen3_5_moe"])
+def test_families_with_windows_dense_layers_or_linear_attention_stay_right(
+    three_servers: list[str], tmp_path: Path, family: str
+) -> None:
+    write_tiny(family, tmp_path)
+    prompt = torch.randint(3, 300, (1, 520), generator=torch.manual_seed(14))
+    local = local_model(tmp_path, dtype=torch.float32)
+    with (
+        open_model(tmp_path, experts=three_servers[:1], model_dtype="f32", pipeline="on", device="cpu") as offloaded,
+        torch.inference_mode(),
+    ):
+        got = offloaded.model(prompt, logits_to_keep=1)
+        expected = local(prompt, logits_to_keep=1)
+        assert torch.allclose(got.logits, expected.logits, rtol=0, atol=1e-4 * float(expected.logits.abs().max()))
+        pipelined = offloaded.report().phases["prefill"]["pipelined"]
+        assert pipelined == (0 if family == "qwen3_5_moe" else 1)
