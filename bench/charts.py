@@ -15,8 +15,8 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW, GREY = (
 )  # fmt: skip
 TRANSPORT_COLOURS: Final = {"shared": BLUE, "stream": ORANGE}
 PART_COLOURS: Final = {
-    "dense": GREY, "pack": ORANGE, "wait_wire": RED, "wait_queue": PURPLE, "wait_compute": BLUE, "combine": YELLOW,
-    "turn": GREEN, "other": "#333333",
+    "dense": GREY, "pack": ORANGE, "local": SKY, "wait_wire": RED, "wait_queue": PURPLE, "wait_compute": BLUE,
+    "combine": YELLOW, "turn": GREEN, "other": "#333333",
 }  # fmt: skip
 
 
@@ -62,8 +62,9 @@ def scaling(result: Result) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_xticks(values, [f"{value:,}" for value in values], fontsize=7)
         axes.minorticks_off()
-        axes.set_ylim(bottom=0)
         axes.set_xlabel({"rows": "prompt rows"}.get(sweep, sweep))
+    # The panels share the axis, so it can be set only when all are drawn.
+    panels[0].set_ylim(0, 1.1 * max(row["overhead_us"]["median"] for row in result["rows"]))
     panels[0].set_ylabel("overhead per layer and frame, µs")
     panels[-1].legend(frameon=False, fontsize=8)
     return figure
@@ -79,8 +80,7 @@ def round_trips(result: Result) -> Figure:
     for name in names:
         rows = [row for row in result["rows"] if row["contender"] == name]
         sizes, times = [row["n_bytes"] / 1024 for row in rows], [row["median_us"] for row in rows]
-        style = "o-" if name in TRANSPORT_COLOURS else "."
-        axes.plot(sizes, times, style if name in TRANSPORT_COLOURS else ".--", color=colours.get(name), label=name)
+        axes.plot(sizes, times, "o-" if name in TRANSPORT_COLOURS else ".--", color=colours.get(name), label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [f"{size:,.0f} KiB" if size < 1024 else f"{size / 1024:,.0f} MiB" for size in sizes])
@@ -116,9 +116,8 @@ def memory(result: Result) -> Figure:
     ):
         axes.barh([place + offset for place in places], [row[key] for row in rows], 0.25, color=colour, label=label)
     for place, row in zip(places, rows, strict=True):
-        axes.plot(
-            [row["limit_mib"]] * 2, [place - 0.42, place + 0.42], color=RED, label="limit" if place == 0 else None
-        )
+        name = "limit" if place == 0 else None
+        axes.plot([row["limit_mib"]] * 2, [place - 0.42, place + 0.42], color=RED, label=name)
     axes.set_yticks(list(places), [row["process"] for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("resident memory, MiB")

@@ -2,8 +2,8 @@
 
 ``python bench/overhead.py --checkpoint DIR --json out.json``: prefill of several prompt lengths, with the pipeline off
 and on, and decode, over both transports. The baseline computes with the same kernels, and both take turns in one
-process, so that a machine that becomes slower changes both. The limit of decode is the bytes of weights and cache that a
-token needs over the bandwidth of one reading core; that of prefill its operations over torch's best product on one
+process, so that a machine that becomes slower changes both. The limit of decode is the bytes of weights and cache that
+a token needs over the bandwidth of one reading core; that of prefill its operations over torch's best product on one
 core, or, with the pipeline on, on one core for the dense layers and one for the experts.
 """
 
@@ -23,7 +23,7 @@ import torch
 import typer
 from limits import Demand, matmul_flops, read_bandwidth
 from local_model import benchmark_checkpoint, load_local
-from phases import PARTS, watch
+from phases import PARTS, watch, watch_local
 from rich.console import Console
 from rich.table import Table
 from servers import Spread, cores, expert_server, machine, write_json
@@ -96,7 +96,11 @@ class Bench:
         times = take_turns(who, task, self.repeats)
         for contender, mine, limit in zip(who, times, limits, strict=True):
             against = ratio(mine, times[0]) if contender.offloaded is not None else None
-            parts, accounted = watch(contender, task, name, self.experts, n_forwards)
+            accounted: float | None = None
+            if contender.offloaded is None:
+                parts = watch_local(contender, task, self.experts, n_forwards)
+            else:
+                parts, accounted = watch(contender, task, name)
             row = Row(
                 name, tokens, contender.transport, contender.pipeline, Spread.of(mine), limit, against, parts, accounted
             )
@@ -142,7 +146,8 @@ def main(
             "quick": quick,
             "repeats": repeats,
             "decode_prompt": DECODE_PROMPT,
-            "cores": [host_core, server_core],
+            "host_core": host_core,
+            "server_core": server_core,
             "read_bytes_per_s": bench.read_bytes_per_s,
             "flop_per_s": bench.flop_per_s,
         }
@@ -151,9 +156,7 @@ def main(
 
 def show(bench: Bench) -> None:
     """Prints both tables: the ratios, and where the time of the remote runs went."""
-    rates = (
-        f"one core reads {bench.read_bytes_per_s / 1e9:.1f} GB/s and multiplies {bench.flop_per_s / 1e9:.0f} GFLOP/s"
-    )
+    rates = f"one core reads {bench.read_bytes_per_s / 1e9:.1f} GB/s, multiplies {bench.flop_per_s / 1e9:.0f} GFLOP/s"
     table = Table(title=f"medians of {bench.repeats} turns (least-greatest); {rates}")
     for column in ("task", "tokens", "transport", "pipeline", "seconds", "tok/s", "limit tok/s", "remote / local"):
         table.add_column(column, justify="left" if column in ("task", "transport", "pipeline") else "right")
@@ -165,11 +168,8 @@ def show(bench: Bench) -> None:
         what = (row.task, f"{row.tokens:,}", "local" if local else row.transport, row.pipeline)
         speeds = (f"{row.tokens / row.seconds.median:,.1f}", f"{row.tokens / row.limit_s:,.1f}")
         table.add_row(*what, f"{row.seconds:.3f}", *speeds, "-" if local else f"{row.ratio:.3f}")
-        if local:
-            experts = f"experts {row.parts['experts']:.3f}"
-            parts.add_row(*what, f"{row.parts['dense']:.3f}", "", "", "", experts, style="dim")
-        else:
-            parts.add_row(*what, *(f"{row.parts[part]:.3f}" for part in PARTS), f"{row.accounted:.1%}")
+        cells = [f"{row.parts.get(part, 0.0):.3f}" for part in PARTS]
+        parts.add_row(*what, *cells, "-" if row.accounted is None else f"{row.accounted:.1%}")
     bench.console.print(table, parts)
 
 

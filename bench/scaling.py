@@ -155,8 +155,15 @@ def main(
                 found = []
                 for value, point in points(sweep, values):
                     path = small_model(folder, experts=point.experts, layers=point.layers)
-                    options = {"batch_capacity": PROMPT_FRAME_ROWS, "transport": transport, "device": "cpu"}
-                    with open_model(path, experts=fleet.addresses(point.servers), **options) as offloaded:
+                    with open_model(
+                        path,
+                        experts=fleet.addresses(point.servers),
+                        transport=transport,
+                        batch_capacity=PROMPT_FRAME_ROWS,
+                        mode="batched",
+                        pipeline="off",
+                        device="cpu",
+                    ) as offloaded:
                         times, total = overheads(offloaded, point.rows, seconds, gap_us * 1e-6)
                     row = Row(
                         sweep=sweep,
@@ -179,7 +186,8 @@ def main(
             "top_k": TOP_K,
             "gap_us": gap_us,
             "frame_rows": PROMPT_FRAME_ROWS,
-            "cores": [host_core, fleet.n_cores],
+            "host_core": host_core,
+            "server_cores": fleet.n_cores,
             "semaphore_us": semaphore_us,
             "copy_bytes_per_s": bandwidth,
         }
@@ -187,26 +195,14 @@ def main(
 
 
 def show(rows: list[Row], semaphore_us: float, console: Console) -> None:
-    title = (
-        f"overhead per layer and frame, medians (5th-95th percentile); bare semaphore round trip {semaphore_us:.0f} us"
-    )
+    title = f"overhead per layer and frame: medians (5th-95th percentile); bare semaphore {semaphore_us:.0f} us"
     table = Table(title=title)
-    for column in (
-        "transport",
-        "against",
-        "",
-        "frames / call",
-        "overhead us",
-        "compute us",
-        "copy limit us",
-        "verdict",
-    ):
-        table.add_column(column, justify="left" if column in ("transport", "against", "verdict") else "right")
+    left = ("transport", "against", "verdict")
+    for column in (*left[:2], "", "frames / call", "overhead us", "compute us", "copy limit us", left[2]):
+        table.add_column(column, justify="left" if column in left else "right")
     for number, row in enumerate(rows):
-        last = number + 1 == len(rows) or (rows[number + 1].sweep, rows[number + 1].transport) != (
-            row.sweep,
-            row.transport,
-        )
+        following = rows[number + 1 : number + 2]
+        last = not following or following[0].sweep != row.sweep
         table.add_row(
             row.transport,
             row.sweep,

@@ -21,7 +21,7 @@ def spread(value: dict[str, float] | None, digits: int = 2, scale: float = 1.0) 
 
 
 def _share(part: str) -> Cell:
-    return lambda row: f"{100 * row['parts'][part] / sum(row['parts'].values()):.1f} %" if row["ratio"] else "–"
+    return lambda row: f"{100 * row['parts'].get(part, 0.0) / sum(row['parts'].values()):.1f} %"
 
 
 # Benchmark -> its tables; a table is its columns, by heading.
@@ -44,8 +44,18 @@ COLUMNS: dict[str, list[dict[str, Cell]]] = {
             "pipeline": lambda row: row["pipeline"],
         }
         | {
-            part: _share(part)
-            for part in ("dense", "pack", "wait_wire", "wait_queue", "wait_compute", "combine", "turn", "other")
+            part.replace("_", " "): _share(part)
+            for part in (
+                "dense",
+                "pack",
+                "local",
+                "wait_wire",
+                "wait_queue",
+                "wait_compute",
+                "combine",
+                "turn",
+                "other",
+            )
         }
         | {"accounted": lambda row: f"{100 * row['accounted']:.1f} %" if row["accounted"] else "–"},
     ],

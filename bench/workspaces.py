@@ -1,8 +1,8 @@
 """Whether steady state makes anything: steps of different shapes follow each other, and every pool must stand still.
 
 ``python bench/workspaces.py --json out.json``: rounds of one prefill, one decode step and one 4-row verify step. Both
-sides count the frames, views, arenas and workspaces they make; after some rounds of warm-up there may be no more. Beside
-it, what one workspace for all shapes would have to be made again in the same steps: once at each change of shape.
+sides count the frames, views, arenas and workspaces they make; after some rounds of warm-up there may be no more.
+Beside it, how often one workspace for all shapes would be made again in the same steps: at each change of shape.
 """
 
 from __future__ import annotations
@@ -70,6 +70,12 @@ class Run:
             self.times[shape].append((perf_counter() - started) * 1e3)
             self.n_rows.append(rows)
 
+    def forget(self) -> None:
+        """Forgets the steps so far."""
+        self.n_rows.clear()
+        for times in self.times.values():
+            times.clear()
+
     def made(self) -> tuple[int, int]:
         """What was made so far, on the host and on the server."""
         return self._offloaded.pool_creations, sum(self._client.stats(10.0).pool_creations.values())
@@ -85,8 +91,7 @@ def steady_state(run: Run, transport: str, varied: bool, prompt_rows: int, round
     for number in range(WARM_UP):
         run.round(lengths[number % len(lengths)])
     made, resident = run.made(), run.resident_mib()
-    for times in (*run.times.values(), run.n_rows):
-        times.clear()
+    run.forget()
     for number in range(rounds):
         run.round(lengths[number % len(lengths)])
     tenth = max(1, rounds // 10)
@@ -132,7 +137,7 @@ def main(
                         rows.append(steady_state(run, transport, varied, prompt_rows, rounds))
     show(rows, console)
     if json is not None:
-        settings = {"quick": quick, "warm_up": WARM_UP, "verify_rows": VERIFY_ROWS, "cores": [host_core, server_core]}
+        settings = {"quick": quick, "warm_up": WARM_UP, "verify_rows": VERIFY_ROWS, "host_core": host_core}
         write_json(json, "workspaces", settings, rows)
     if any(row.host_made or row.server_made for row in rows):
         raise typer.Exit(1)
