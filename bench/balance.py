@@ -1,7 +1,7 @@
 """Two servers, one slowed down: is each busy for the same time, and does the slow one help rather than harm?
 
-``python bench/balance.py [--checkpoint DIR] [--factor 4]``. The limit is perfect balance: every server busy for the mean,
-and never slower than without the slow one.
+``python bench/balance.py [--checkpoint DIR] [--factor 4]``. The limit is perfect balance: every server busy for the
+mean, and never slower than without the slow one.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from moeoffload.errors import SettingError
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 
 SIZES: Final = (1, 4, 16, 64, 256, 1024, 4096)
-REPEATS: Final = 3
+REPEATS: Final = 5
 # Large calls are timed less often: their times spread less, and loading should stay short.
 LONG_S: Final = 0.1
 

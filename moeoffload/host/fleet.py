@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 LEAST_BATCH_ROWS: Final = 32
 """Placement leaves at least the room for a batch of this many rows on every server."""
-CALIBRATED_ROWS: Final = 16
-"""Servers are compared by the time per row of calls of about this size: decode and prefill both count."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a server's address, its loaded bytes and its total bytes; from several threads, one at a time."""
@@ -131,14 +129,14 @@ class Fleet:
         return _gather(futures)
 
     def _speeds(self, plan: AttachPlan) -> list[float]:
-        """Rows per second of each server, measured on all of them at once."""
-        futures = [self._pool.submit(self._calibrate_one, candidate, plan) for candidate in self._candidates]
+        """Rows per second of each server; one after the other, since servers may share a device."""
         speeds = []
-        for candidate, future in zip(self._candidates, futures, strict=True):
-            timings = future.result()
-            rows, seconds = min(timings, key=lambda timing: abs(timing[0] - CALIBRATED_ROWS))
-            logger.info("expert server %s: %.3g us per row of %d", candidate.address, 1e6 * seconds / rows, rows)
-            speeds.append(rows / max(seconds, 1e-9))
+        for candidate in self._candidates:
+            timings = self._calibrate_one(candidate, plan)
+            # Every size counts the same: decode and prefill share the placement.
+            per_row = sum(seconds / rows for rows, seconds in timings) / len(timings)
+            logger.info("expert server %s: %.3g us per row", candidate.address, 1e6 * per_row)
+            speeds.append(1 / max(per_row, 1e-9))
         return speeds
 
     def _calibrate_one(self, candidate: Candidate, plan: AttachPlan) -> list[tuple[int, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -12,14 +12,15 @@ from torch import nn
 from moeoffload.kernels import words
 from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.layout import ExpertsLayout, lay_out, n_experts_of, why_not
-from moeoffload.kernels.program import experts_program, row_dtype
+from moeoffload.kernels.program import (
+    ITEM_ROWS,
+    experts_program,
+    row_dtype,
+    threads_for,
+)
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
 
 KernelChoice = Literal["auto", "tiled", "grouped"]
-
-_ITEM_ROWS: Final = 32
-# Waking another thread costs some microseconds, in which one core reads this much.
-_BYTES_PER_THREAD: Final = 1 << 18
 
 
 class LayerKernels:
@@ -93,7 +94,13 @@ class LayerKernels:
         else:
             self._tiled.run(rows, slots, weights, out, workspace or self._workspace)
 
-    def _check(self, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    def _check(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
         shape = (slots.shape[0], self.hidden)
         if rows.shape != shape or out.shape != shape or weights.shape != slots.shape:
             raise ValueError(
@@ -155,7 +162,11 @@ class TiledExperts:
         """See `LayerKernels`; everything has been checked but the slots."""
         n_rows, top_k = slots.shape
         arena = workspace.arena(self.shape, n_rows, top_k)
-        rows, slots, weights = rows.contiguous(), slots.contiguous(), weights.contiguous()
+        rows, slots, weights = (
+            rows.contiguous(),
+            slots.contiguous(),
+            weights.contiguous(),
+        )
         call, buffers = arena.call, arena.buffers
         call[words.LAYER] = self._block_address
         call[words.ROWS] = rows.data_ptr()
@@ -169,7 +180,7 @@ class TiledExperts:
         call[words.UP] = call[words.DOWN] = buffers[words.UP].data_ptr()
         call[words.ACTIVATED] = buffers[words.ACTIVATED].data_ptr()
         call[words.OPERANDS] = buffers[words.OPERANDS].data_ptr() if self.shape.converts_rows else call[words.ROWS]
-        n_threads = self._threads(n_rows * top_k)
+        n_threads = threads_for(min(n_rows * top_k, self.shape.n_experts) * self._expert_bytes)
         if self._is_fused:
             if n_threads == 1:
                 self._phases(arena, words.PLAN_PHASE | words.COMPUTE_PHASES, 1)
@@ -178,13 +189,6 @@ class TiledExperts:
                 self._phases(arena, words.COMPUTE_PHASES, n_threads)
         else:
             self._run_with_torch(arena, n_threads)
-
-    def _threads(self, n_routes: int) -> int:
-        n_threads = torch.get_num_threads()
-        if n_threads == 1:
-            return 1
-        n_bytes = min(n_routes, self.shape.n_experts) * self._expert_bytes
-        return max(1, min(n_threads, n_bytes // _BYTES_PER_THREAD))
 
     def _phases(self, arena: Arena, phases: int, n_threads: int) -> None:
         call = arena.call
@@ -195,7 +199,7 @@ class TiledExperts:
             self._program.run(arena.address)
         else:
             call[words.BARRIER] = self._program.barrier
-            call[words.ITEM_ROWS] = _ITEM_ROWS
+            call[words.ITEM_ROWS] = ITEM_ROWS
             self._program.run_threaded(arena.address, n_threads)
         if call[words.BAD_ROUTE] >= 0:
             raise IndexError(f"route {call[words.BAD_ROUTE]}: its slot is not in -1..{self.shape.n_experts - 1}")
@@ -223,7 +227,9 @@ class TiledExperts:
 
 
 def prepare_layer(
-    experts: nn.Module, workspace: KernelWorkspace | None = None, kernel: KernelChoice = "auto"
+    experts: nn.Module,
+    workspace: KernelWorkspace | None = None,
+    kernel: KernelChoice = "auto",
 ) -> LayerKernels:
     """Does once what a layer's calls share: reads the module's layout, compiles or loads the program.
 

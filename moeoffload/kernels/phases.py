@@ -12,7 +12,15 @@ import numpy as np
 from numba import carray, njit
 
 from moeoffload.kernels.tile import TILE_ROWS, WEIGHT_ROWS, dot_tile
-from moeoffload.kernels.vector_ir import bits_of, claim, float_of, fma, narrow, pointer_to, widen
+from moeoffload.kernels.vector_ir import (
+    bits_of,
+    claim,
+    float_of,
+    fma,
+    narrow,
+    pointer_to,
+    widen,
+)
 
 # Weight rows that all tiles of an expert pass through before the next ones come. With many tiles more rows pay: the
 # tile's rows are read from the second-level cache less often.
@@ -28,6 +36,7 @@ N_HIT: Final = 1
 _PLAN_HEAD: Final = 16
 
 
+@njit(nogil=True)
 def plan_words(n_experts: int, n_routes: int) -> int:
     """int32 words of a plan."""
     return _PLAN_HEAD + 3 * n_experts + 1 + 3 * n_routes
@@ -92,6 +101,19 @@ def make_plan(slots: Any, top_k: int, n_experts: int, plan: Any) -> int:
         row_of[position] = route // top_k
         position_of[route] = position
     return -1
+
+
+@njit(nogil=True)
+def plan_one(plan: Any, n_rows: int) -> None:
+    """The plan of a single matrix that all rows meet."""
+    hit, first, _, _, identity, _ = plan_parts(plan, 1, n_rows)
+    plan[N_PRESENT] = n_rows
+    plan[N_HIT] = 1
+    hit[0] = 0
+    first[0] = 0
+    first[1] = n_rows
+    for row in range(n_rows):
+        identity[row] = row
 
 
 @njit(nogil=True)

@@ -24,6 +24,8 @@ from moeoffload.kernels import words
 from moeoffload.kernels.phases import (
     convert,
     make_plan,
+    plan_one,
+    plan_words,
     project,
     silu_times_up,
     view,
@@ -40,14 +42,22 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
         _ = stamp
         call = view(address, np.int64, words.CALL_WORDS)
         layer = view(call[words.LAYER], np.int64, words.LAYER_WORDS)
-        n_experts, hidden, inter = layer[words.N_EXPERTS], layer[words.HIDDEN], layer[words.INTER]
+        n_experts, hidden, inter = (
+            layer[words.N_EXPERTS],
+            layer[words.HIDDEN],
+            layer[words.INTER],
+        )
         up_columns = layer[words.UP_COLUMNS]
-        n_rows, top_k, phases = call[words.N_ROWS], call[words.TOP_K], call[words.PHASES]
+        n_rows, top_k, phases = (
+            call[words.N_ROWS],
+            call[words.TOP_K],
+            call[words.PHASES],
+        )
         n_routes = n_rows * top_k
         counters = address + np.int64(words.COUNTERS * 8)
         item_rows = call[words.ITEM_ROWS]
         barrier = call[words.BARRIER]
-        plan = view(call[words.PLAN], np.int32, n_routes * 3 + n_experts * 3 + 17)
+        plan = view(call[words.PLAN], np.int32, plan_words(n_experts, n_routes))
         operands = view(call[words.OPERANDS], row_type, n_rows * hidden)
         up = view(call[words.UP], weight_type, n_routes * up_columns)
         activated = view(call[words.ACTIVATED], row_type, n_routes * inter)
@@ -111,22 +121,98 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
             out = view(call[words.OUT], np.float32, n_rows * hidden)
             if call[words.WEIGHTS_ARE_F32]:
                 route_weights = view(call[words.WEIGHTS], np.float32, n_routes)
-                weighted_sum(plan, n_experts, n_rows, top_k, hidden, down, route_weights, False, out, counters + 192)
+                weighted_sum(
+                    plan,
+                    n_experts,
+                    n_rows,
+                    top_k,
+                    hidden,
+                    down,
+                    route_weights,
+                    False,
+                    out,
+                    counters + 192,
+                )
             else:
                 rounded = view(call[words.WEIGHTS], weight_type, n_routes)
-                weighted_sum(plan, n_experts, n_rows, top_k, hidden, down, rounded, True, out, counters + 192)
+                weighted_sum(
+                    plan,
+                    n_experts,
+                    n_rows,
+                    top_k,
+                    hidden,
+                    down,
+                    rounded,
+                    True,
+                    out,
+                    counters + 192,
+                )
 
     return experts_entry
 
 
+def _make_linear_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable[[int], None]:
+    def linear_entry(address: int) -> None:
+        _ = stamp
+        call = view(address, np.int64, words.CALL_WORDS)
+        n_rows, n_in, n_out = call[words.N_ROWS], call[words.N_IN], call[words.N_OUT]
+        plan = view(call[words.PLAN], np.int32, plan_words(1, n_rows))
+        operands = view(call[words.OPERANDS], row_type, n_rows * n_in)
+        if call[words.PHASES] & words.PLAN_PHASE:
+            call[words.COUNTERS] = 0
+            plan_one(plan, n_rows)
+            if call[words.OPERANDS] != call[words.ROWS]:
+                convert(view(call[words.ROWS], weight_type, n_rows * n_in), operands)
+        if call[words.PHASES] & words.UP_PHASE:
+            weights = view(call[words.WEIGHT], weight_type, n_out * n_in)
+            bias = view(call[words.BIAS], weight_type, n_out)
+            mode = 1 if call[words.BIAS] != 0 else 0
+            out = view(call[words.OUT], weight_type, n_rows * n_out)
+            counter = address + np.int64(words.COUNTERS * 8)
+            project(
+                plan,
+                1,
+                n_rows,
+                weights,
+                n_out,
+                n_in,
+                operands,
+                True,
+                bias,
+                mode,
+                out,
+                call[words.ITEM_ROWS],
+                counter,
+            )
+
+    return linear_entry
+
+
 # compute dtype -> numba element type of weights (see vector_ir)
-_WEIGHT_TYPES: Final = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
+_WEIGHT_TYPES: Final = {
+    torch.bfloat16: np.uint16,
+    torch.float16: np.int16,
+    torch.float32: np.float32,
+}
 COMPUTE_DTYPES: Final = frozenset(_WEIGHT_TYPES)
 
 
 def row_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which the products read rows: bfloat16 where the CPU multiplies it, else float32."""
     return dtype if dtype == torch.bfloat16 and has_bf16_dot() else torch.float32
+
+
+ITEM_ROWS: Final = 32
+"""Weight rows that a thread claims at a time."""
+
+# Waking another thread costs some microseconds, in which one core reads this much.
+_BYTES_PER_THREAD: Final = 1 << 18
+
+
+def threads_for(n_bytes: int) -> int:
+    """Threads for reading this many bytes of weights: up to torch's number of threads."""
+    n_threads = torch.get_num_threads()
+    return 1 if n_threads == 1 else max(1, min(n_threads, n_bytes // _BYTES_PER_THREAD))
 
 
 class Program:
@@ -161,7 +247,12 @@ class _Team:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.parallel: Any = library.GOMP_parallel
-        self.parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        self.parallel.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_uint,
+            ctypes.c_uint,
+        ]
         self.parallel.restype = None
         self.barrier = ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value or 0
 
@@ -182,6 +273,12 @@ def _team() -> _Team | None:
 def experts_program(dtype: torch.dtype) -> Program:
     """The experts program for a compute dtype; compiled, or loaded from the on-disk cache, when first asked for."""
     return Program(_make_experts_entry, dtype)
+
+
+@functools.cache
+def linear_program(dtype: torch.dtype) -> Program:
+    """The program of a linear layer for a dtype."""
+    return Program(_make_linear_entry, dtype)
 
 
 def _compile(entry: Callable[[int], None]) -> Any:

@@ -132,7 +132,11 @@ def _splat(kind: ir.Type, value: int) -> ir.Constant:
 
 
 def call_llvm(
-    builder: ir.IRBuilder, name: str, result: ir.Type, kinds: list[ir.Type], values: list[ir.Value]
+    builder: ir.IRBuilder,
+    name: str,
+    result: ir.Type,
+    kinds: list[ir.Type],
+    values: list[ir.Value],
 ) -> ir.Value:
     """Calls an LLVM intrinsic."""
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, kinds), name)
@@ -147,7 +151,11 @@ def widen(typing_context: Any, value: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         kind = signature.args[0]
         (number,) = values
-        return widened(builder, builder.bitcast(number, element(kind)) if kind == types.int16 else number, kind)
+        return widened(
+            builder,
+            builder.bitcast(number, element(kind)) if kind == types.int16 else number,
+            kind,
+        )
 
     return types.float32(value), generate
 

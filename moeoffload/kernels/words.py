@@ -43,6 +43,14 @@ COUNTERS: Final = 24
 COUNTER_WORDS: Final = 8
 CALL_WORDS: Final = 56
 
+# The call block of a linear layer has ROWS, OUT (n_rows, n_out), N_ROWS, PHASES, ITEM_ROWS, PLAN, OPERANDS and:
+WEIGHT: Final = LAYER
+"""(n_out, n_in)."""
+BIAS: Final = SLOTS
+"""(n_out), or 0."""
+N_IN: Final = UP
+N_OUT: Final = DOWN
+
 # A layer block.
 N_EXPERTS: Final = 0
 HIDDEN: Final = 1

@@ -41,7 +41,7 @@ class Arena:
     def reserve(self, shape: LayerShape, n_rows: int, n_routes: int) -> None:
         """Makes the buffers large enough for a call of ``n_routes`` routes of ``n_rows`` rows."""
         n_bytes = {
-            words.PLAN: plan_words(shape.n_experts, n_routes) * 4,
+            words.PLAN: plan_words.py_func(shape.n_experts, n_routes) * 4,
             words.UP: n_routes * max(shape.up_columns, shape.hidden) * shape.item_bytes,
             words.ACTIVATED: n_routes * shape.inter * shape.row_item_bytes,
             words.OPERANDS: n_rows * shape.hidden * shape.row_item_bytes if shape.converts_rows else 0,
