@@ -22,7 +22,7 @@ from typing import Annotated
 import torch
 import typer
 from limits import Demand, matmul_flops, read_bandwidth
-from local_model import benchmark_checkpoint, load_local
+from local_model import SAME_KERNELS, benchmark_checkpoint, load_local, local_experts
 from phases import PARTS, watch, watch_local
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +30,7 @@ from servers import Spread, cores, expert_server, machine, write_json
 from turns import Contender, Task, cache_bytes_per_token, decode, prefill, ratio, take_turns
 
 from moeoffload import open_model
+from moeoffload.kernels.dense import accelerate_linears
 
 DECODE_PROMPT = 64
 
@@ -134,16 +135,27 @@ def main(
             offloaded = stack.enter_context(
                 open_model(checkpoint, experts=[address], transport=transport, pipeline=pipeline, device="cpu")
             )
+            # Both sides get the same dense layers; where they have them already this does nothing.
+            accelerate_linears(offloaded.model)
             contenders.append(Contender(offloaded.model, offloaded, transport, pipeline))
         bench = Bench(contenders, repeats, console)
+        kernel = offloaded.links[0].info.kernel
         for length in lengths.split(","):
             bench.prefill(int(length))
         bench.decode(decode_tokens)
+    console.print(f"experts: {local_experts()} locally, {kernel} on the server")
+    if local_experts() != SAME_KERNELS:
+        console.print(
+            "[bold]The two sides compute with different kernels: the ratios are not those of the transport.[/]"
+        )
     show(bench)
     if json is not None:
         settings = {
             "checkpoint": checkpoint.name,
             "quick": quick,
+            "local_experts": local_experts(),
+            "same_kernels": local_experts() == SAME_KERNELS,
+            "server_kernel": kernel,
             "repeats": repeats,
             "decode_prompt": DECODE_PROMPT,
             "host_core": host_core,

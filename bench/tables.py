@@ -123,10 +123,14 @@ def markdown(result: Result) -> str:
     """What it was measured on, and the tables; a benchmark that is not known here gets its plain fields."""
     machine, settings = result["machine"], result["settings"]
     where = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, Python {machine['python']}"
-    how = ", ".join(f"{name.replace('_', ' ')} {_value(value)}" for name, value in settings.items() if name != "quick")
+    how = ", ".join(
+        f"{name.replace('_', ' ')} {_value(value)}" for name, value in settings.items() if not isinstance(value, bool)
+    )
     caption = f"*Measured on {where}; {how}.*"
     if settings.get("quick"):
         caption += " **A quick run: too few repetitions to be quoted.**"
+    if settings.get("same_kernels") is False:
+        caption += " **The two sides computed with different kernels: these ratios are not those of the transport.**"
     rows = result["rows"]
     tables = COLUMNS.get(result["benchmark"]) or [_plain_columns(rows[0])]
     return "\n\n".join([caption, *(_table(columns, rows) for columns in tables)])
