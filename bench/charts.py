@@ -36,6 +36,8 @@ def overhead(result: Result) -> Figure:
     left.set_xlim(0, 1.1 * max(row["ratio"]["high"] for row in rows))
     left.set_xlabel("time, remote / local (line: as fast as local)")
     left.invert_yaxis()
+    if not result["settings"]["same_kernels"]:
+        left.set_title("the two sides compute with different kernels", fontsize=9, color=RED)
     start = [0.0] * len(rows)
     for part, colour in PART_COLOURS.items():
         shares = [100 * row["parts"][part] / sum(row["parts"].values()) for row in rows]
@@ -43,7 +45,7 @@ def overhead(result: Result) -> Figure:
         start = [before + share for before, share in zip(start, shares, strict=True)]
     right.set_xlim(0, 100)
     right.set_xlabel("share of the host's time, %")
-    right.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
+    right.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
     return figure
 
 
@@ -66,7 +68,9 @@ def scaling(result: Result) -> Figure:
     # The panels share the axis, so it can be set only when all are drawn.
     panels[0].set_ylim(0, 1.1 * max(row["overhead_us"]["median"] for row in result["rows"]))
     panels[0].set_ylabel("overhead per layer and frame, µs")
-    panels[-1].legend(frameon=False, fontsize=8)
+    figure.legend(
+        *panels[-1].get_legend_handles_labels(), ncols=4, loc="outside upper center", frameon=False, fontsize=8
+    )
     return figure
 
 

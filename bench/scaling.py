@@ -123,11 +123,15 @@ def overheads(offloaded: OffloadedModel, rows: int, budget_s: float, gap_s: floa
 
 
 def verdict(medians: list[float]) -> str:
-    """Flat if no point is more than 20 % above the least one; else by how much the last differs from the first."""
-    if max(medians) <= FLAT * min(medians):
-        return f"flat (greatest / least {max(medians) / min(medians):.2f})"
-    change = medians[-1] / medians[0]
-    return f"grows, x {change:.2f}" if change > FLAT else f"falls, x {change:.2f}" if change < 1 else "uneven"
+    """Flat if no point is more than 20 % above the least one; falls if none is more than 20 % above an earlier one."""
+    spread = max(medians) / min(medians)
+    if spread <= FLAT:
+        return f"flat (greatest / least {spread:.2f})"
+    if all(later <= FLAT * min(medians[:at]) for at, later in enumerate(medians) if at):
+        return f"falls, x {medians[-1] / medians[0]:.2f}"
+    if medians[-1] > FLAT * medians[0]:
+        return f"grows, x {medians[-1] / medians[0]:.2f}"
+    return f"uneven (greatest / least {spread:.2f})"
 
 
 def main(
