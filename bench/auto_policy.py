@@ -71,7 +71,7 @@ def main(
             memory = () if "--memory-gib" in options else ("--memory-gib", f"{experts_gib + 2:.4f}")
             with expert_server(server_core, *memory, *options) as address:
                 rows += measure(kind, str(checkpoint), address, prompt, repeats, hot_slice)
-    table = Table(title=f"prefill of {prompt_tokens} tokens, medians of {repeats} [least-greatest]")
+    table = Table(title=f"prefill of {prompt_tokens} tokens, medians of {repeats} (least-greatest)")
     for column in ("server", "mode", "prefill s", "cap", "slice", "to the better fixed mode"):
         table.add_column(column, justify="left" if column in ("server", "mode") else "right")
     for row in rows:

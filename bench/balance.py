@@ -75,7 +75,7 @@ def main(
                 if repeat:
                     times[name].append(timing)
         rows = [row(name, times[name], opened[name].report().servers) for name in sets]
-    table = Table(title=f"prompt {prompt_tokens}, completion {completion}, medians of {repeats} [least-greatest]")
+    table = Table(title=f"prompt {prompt_tokens}, completion {completion}, medians of {repeats} (least-greatest)")
     for column in ("servers", "experts", "prefill s", "decode tok/s", "busy s", "busiest / mean"):
         table.add_column(column, justify="left" if column == "servers" else "right")
     for each in rows:

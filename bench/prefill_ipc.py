@@ -120,7 +120,7 @@ def main(
             rows.append(Row(mode, transport, dtype, calls, out, back, prefill, decode, limit, change))
             console.print(f"  {transport} {dtype} {mode}: prefill {prefill:.2f} s, decode {decode:.1f} tok/s")
 
-    table = Table(title=f"prompt {prompt_tokens}, completion {completion}, medians of {repeats} [least-greatest]")
+    table = Table(title=f"prompt {prompt_tokens}, completion {completion}, medians of {repeats} (least-greatest)")
     for column in ("mode", "transport", "dtype"):
         table.add_column(column)
     for column in ("calls", "MiB out", "MiB back", "prefill s", "copy limit s", "decode tok/s", "prefill vs stream"):

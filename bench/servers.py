@@ -22,7 +22,7 @@ from moeoffload.devices import device_name
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, least and greatest of several measurements."""
+    """Median of several measurements, and the range they are in."""
 
     median: float
     low: float
@@ -30,7 +30,14 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
+        """The range is from the least to the greatest."""
         return cls(statistics.median(values), min(values), max(values))
+
+    @classmethod
+    def of_many(cls, values: Sequence[float]) -> Spread:
+        """The range is from the 5th to the 95th percentile, since among many there are always some strange ones."""
+        ordered = sorted(values)
+        return cls(statistics.median(ordered), ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20])
 
     def __format__(self, spec: str) -> str:
         return f"{self.median:{spec}} [{self.low:{spec}}-{self.high:{spec}}]"
@@ -72,7 +79,7 @@ def machine() -> dict[str, Any]:
     """What a figure was measured on."""
     return {
         "cpu": device_name(torch.device("cpu")),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "python": platform.python_version(),
         "torch": torch.__version__,

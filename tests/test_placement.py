@@ -20,8 +20,8 @@ def place(
     return place_experts([range(count) for count in counts], sizes, offers, speeds)
 
 
-def bytes_of(table: object, sizes: list[int]) -> int:
-    return sum(len(held) * size for held, size in zip(table.layers, sizes, strict=True))  # type: ignore[attr-defined]
+def bytes_of(table: ExpertTable, sizes: list[int]) -> int:
+    return sum(len(held) * size for held, size in zip(table.layers, sizes, strict=True))
 
 
 @given(

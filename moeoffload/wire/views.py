@@ -2,46 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
 
 import torch
 
 from moeoffload.wire.layout import DispatchViews, FrameLayout
 
-# Decode and verify steps repeat a few small row counts for ever; prefill brings a few large ones.
-MAX_KEPT: Final = 64
+# Decode and verify steps repeat a few small row counts for ever; prefill brings large ones of any number.
+SMALL_ROWS: Final = 16
+MAX_LARGE: Final = 32
+_T = TypeVar("_T")
+
+
+class _Views(Generic[_T]):
+    """One kind of view by row count: small counts are kept for good, of the large ones the latest."""
+
+    def __init__(self, make: Callable[[int], _T]) -> None:
+        self._make = make
+        self._small: dict[int, _T] = {}
+        self._large: dict[int, _T] = {}
+        self.n_created = 0
+
+    def get(self, rows: int) -> _T:
+        kept = self._small if rows <= SMALL_ROWS else self._large
+        view = kept.get(rows)
+        if view is None:
+            if kept is self._large and len(kept) >= MAX_LARGE:
+                del kept[next(iter(kept))]
+            view = kept[rows] = self._make(rows)
+            self.n_created += 1
+        return view
+
+    def clear(self) -> None:
+        self._small.clear()
+        self._large.clear()
 
 
 class SlotViews:
-    """Views on one slot's request and reply buffers. ``n_created`` counts how often one had to be made."""
+    """Views on one slot's request and reply buffers."""
 
     def __init__(self, layout: FrameLayout, request: memoryview, reply: memoryview) -> None:
-        self._layout = layout
         self._request = request
         self._reply = reply
-        self._dispatch: dict[int, DispatchViews] = {}
-        self._combine: dict[int, torch.Tensor] = {}
-        self.n_created = 0
+        self._dispatch = _Views(lambda rows: layout.dispatch_views(self._request, rows))
+        self._combine = _Views(lambda rows: layout.combine_view(self._reply, rows))
+
+    @property
+    def n_created(self) -> int:
+        """How often a view had to be made."""
+        return self._dispatch.n_created + self._combine.n_created
 
     def dispatch(self, rows: int) -> DispatchViews:
         """Views on a dispatch body of ``rows`` rows in the request buffer."""
-        views = self._dispatch.get(rows)
-        if views is None:
-            if len(self._dispatch) >= MAX_KEPT:
-                self._dispatch.clear()
-            views = self._dispatch[rows] = self._layout.dispatch_views(self._request, rows)
-            self.n_created += 1
-        return views
+        return self._dispatch.get(rows)
 
     def combine(self, rows: int) -> torch.Tensor:
         """View (rows, hidden) on a combine body in the reply buffer."""
-        view = self._combine.get(rows)
-        if view is None:
-            if len(self._combine) >= MAX_KEPT:
-                self._combine.clear()
-            view = self._combine[rows] = self._layout.combine_view(self._reply, rows)
-            self.n_created += 1
-        return view
+        return self._combine.get(rows)
 
     def drop(self) -> None:
         """Lets go of the buffers, so that their memory can be unmapped."""
