@@ -21,7 +21,8 @@ WAIT_S = 100
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with expert_server(tmp_path_factory.mktemp("server")) as running:
+    """Its kernel gives the bits of a local run: the prompts here are noise, whose tokens a rounding can change."""
+    with expert_server(tmp_path_factory.mktemp("server"), "--kernel", "grouped") as running:
         yield running
 
 
@@ -123,10 +124,10 @@ def test_the_same_model_in_another_dtype_has_experts_of_its_own(server: RunningS
 
 
 def test_two_host_processes_at_once_get_the_text_that_each_gets_alone(
-    server: RunningServer, stats: ControlClient, commands: Commands
+    three_servers: list[str], commands: Commands
 ) -> None:
     prompts = ["add 17 25 =", "reverse planet =", "sort kitchen ="]
-    options = ["--device", "cpu", "--threads", "1", "--max-new-tokens", "32", "--experts", server.address]
+    options = ["--device", "cpu", "--threads", "1", "--max-new-tokens", "32", "--experts", three_servers[0]]
     for text in prompts:
         options += ["--prompt", text]
     alone = commands.run("moeoffload", "run", DEMO, *options)
@@ -134,4 +135,4 @@ def test_two_host_processes_at_once_get_the_text_that_each_gets_alone(
     together = [commands.start("moeoffload", "run", DEMO, *options) for _ in range(2)]
     for result in [command.wait() for command in together]:
         assert (result.code, result.out) == (0, alone.out), result.err
-    commands.check_clean(server.process.pid)
+    commands.check_clean()

@@ -64,13 +64,14 @@ def time_layer(
     Best of a few: what the call takes, not what disturbed it. Runs on the thread that owns ``workspace``.
     """
     generator = torch.Generator().manual_seed(0)
+    f32 = torch.float32  # always named: while another host's model is opened, torch's default dtype is that model's
     timings = []
     for n_rows in sorted({size for size in SIZES if size < capacity} | {capacity}):
-        rows = torch.randn(n_rows, kernels.hidden, generator=generator).to(device, kernels.dtype)
-        order = torch.rand(n_rows, kernels.n_experts, generator=generator).argsort(dim=1)
+        rows = torch.randn(n_rows, kernels.hidden, generator=generator, dtype=f32).to(device, kernels.dtype)
+        order = torch.rand(n_rows, kernels.n_experts, generator=generator, dtype=f32).argsort(dim=1)
         slots = order[:, : min(top_k, kernels.n_experts)].contiguous().to(device)
-        weights = torch.full(slots.shape, 1 / top_k, device=device)
-        out = torch.empty(n_rows, kernels.hidden, device=device)
+        weights = torch.full(slots.shape, 1 / top_k, device=device, dtype=f32)
+        out = torch.empty(n_rows, kernels.hidden, device=device, dtype=f32)
         best = float("inf")
         for _ in range(REPEATS):
             started = perf_counter()

@@ -36,7 +36,7 @@ class _Thread(threading.local):
         self.call = (ctypes.c_int64 * words.CALL_WORDS)()
         self.address = ctypes.addressof(self.call)
         self.plan = torch.empty(plan_words.py_func(1, MAX_ROWS), dtype=torch.int32)
-        self.operands = torch.empty(0)
+        self.operands = torch.empty(0, dtype=torch.float32)
         self.call[words.PLAN] = self.plan.data_ptr()
 
 
@@ -73,7 +73,7 @@ def few_row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     call[words.OUT] = out.data_ptr()
     if row_dtype(dtype) != dtype:
         if _thread.operands.numel() < n_rows * n_in:
-            _thread.operands = torch.empty(MAX_ROWS * n_in)
+            _thread.operands = torch.empty(MAX_ROWS * n_in, dtype=torch.float32)
         call[words.OPERANDS] = _thread.operands.data_ptr()
     program = linear_program(dtype)
     n_threads = threads_for(n_out * n_in * dtype.itemsize)

@@ -98,9 +98,15 @@ class LayerKernels:
         elif self._few_rows is not None and slots.shape[0] <= MAX_ROWS:
             self._few_rows(rows, slots, weights, out)
         elif self.falls_back:
+            self._check_slots(slots)
             out.copy_(self._grouped(self._experts, rows, slots, weights))
         else:
             self._tiled.run(rows, slots, weights, out, workspace or self._workspace)
+
+    def _check_slots(self, slots: torch.Tensor) -> None:
+        lowest, highest = torch.aminmax(slots)
+        if int(lowest) < -1 or int(highest) >= self.n_experts:
+            raise IndexError(f"slots from {int(lowest)} to {int(highest)}, allowed are -1 to {self.n_experts - 1}")
 
     def _check(
         self,

@@ -10,6 +10,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
+from moeoffload.kernels.huge_pages import prefer_huge_pages
 from moeoffload.kernels.program import COMPUTE_DTYPES
 from moeoffload.kernels.tile import WEIGHT_ROWS
 
@@ -55,13 +56,16 @@ def lay_out(experts: nn.Module) -> ExpertsLayout:
     module: Any = experts
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
     bias = module.has_bias
-    return ExpertsLayout(
+    layout = ExpertsLayout(
         up=_contiguous_rows(module, up_name),
         up_bias=getattr(module, f"{up_name}_bias").detach().contiguous() if bias else None,
         down=_contiguous_rows(module, "down_proj"),
         down_bias=module.down_proj_bias.detach().contiguous() if bias else None,
         fuses_activation=_is_gated_silu(module),
     )
+    prefer_huge_pages(layout.up)
+    prefer_huge_pages(layout.down)
+    return layout
 
 
 def _up(module: Any) -> torch.Tensor:
@@ -89,10 +93,8 @@ def _contiguous_rows(module: Any, name: str) -> torch.Tensor:
 
 
 def _is_gated_silu(module: Any) -> bool:
-    default_gate = getattr(type(module)._apply_gate, "__func__", type(module)._apply_gate) is moe._default_apply_gate
     return bool(
         module.has_gate
-        and default_gate
-        and "_apply_gate" not in vars(module)
+        and getattr(module._apply_gate, "__func__", None) is moe._default_apply_gate
         and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))
     )

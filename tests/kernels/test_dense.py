@@ -1,0 +1,137 @@
+"""Linear layers at few rows: torch's results but for the order of summation, and models that stay what they are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from moeoffload.kernels import accelerate_linears, few_row_linear
+from moeoffload.kernels.dense import MAX_ROWS, FewRowLinear
+
+from .experts import DTYPES
+
+EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
+
+
+def _linear(n_in: int, n_out: int, dtype: torch.dtype, *, bias: bool) -> nn.Linear:
+    torch.manual_seed(n_in + n_out)
+    return nn.Linear(n_in, n_out, bias=bias).to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (2048, 96), (130, 77), (7, 5), (4096, 4)], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_result_is_exact_but_for_one_rounding(dtype: torch.dtype, bias: bool, shape: tuple[int, int]) -> None:
+    linear = _linear(*shape, dtype, bias=bias)
+    for n_rows in (1, 2, 3, 6, 7, MAX_ROWS):
+        x = torch.randn(n_rows, shape[0]).to(dtype)
+        truth = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
+        ours = few_row_linear(x, linear.weight, linear.bias)
+        assert ours.dtype == dtype
+        assert ((ours - truth).abs() <= EPSILON[dtype] * truth.abs() + 2**-19).all()
+        for row in range(n_rows):
+            assert torch.equal(few_row_linear(x[row], linear.weight, linear.bias), ours[row])
+
+
+def test_shapes_of_the_input_are_kept() -> None:
+    linear = _linear(64, 32, torch.bfloat16, bias=True)
+    for shape in ((64,), (1, 64), (1, 1, 64), (2, 3, 64), (0, 64), (2, 0, 64)):
+        assert few_row_linear(torch.zeros(shape).bfloat16(), linear.weight, linear.bias).shape == (*shape[:-1], 32)
+    x = torch.randn(4, 3, 64).bfloat16().transpose(0, 1)
+    assert torch.equal(few_row_linear(x, linear.weight), few_row_linear(x.contiguous(), linear.weight))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight = torch.zeros(32, 64).bfloat16()
+    for x in (torch.zeros(MAX_ROWS + 1, 64).bfloat16(), torch.zeros(1, 32).bfloat16(), torch.zeros(1, 64)):
+        with pytest.raises(ValueError, match="weight"):
+            few_row_linear(x, weight)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_values_are_not_hidden(bad: float) -> None:
+    linear = _linear(64, 32, torch.bfloat16, bias=False)
+    x = torch.ones(2, 64).bfloat16()
+    x[1, 3] = bad
+    out = few_row_linear(x, linear.weight)
+    assert out[0].isfinite().all()
+    assert not out[1].isfinite().any()
+
+
+def test_two_threads_give_the_same_bits() -> None:
+    linear = _linear(1024, 1030, torch.bfloat16, bias=True)
+    x = torch.randn(3, 1024).bfloat16()
+    alone = few_row_linear(x, linear.weight, linear.bias)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert all(torch.equal(few_row_linear(x, linear.weight, linear.bias), alone) for _ in range(50))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["qwen3_moe"](
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def test_a_model_generates_as_before_and_is_restored(model: nn.Module) -> None:
+    ids = torch.arange(1, 9).view(1, 8)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(ids, **options)  # type: ignore[operator]
+    classes = [type(module) for module in model.modules()]
+    keys = list(model.state_dict())
+    restore = accelerate_linears(model)
+    fast = [module for module in model.modules() if type(module) is FewRowLinear]
+    assert len(fast) == 2 * 4 + 1
+    assert all(isinstance(module, nn.Linear) for module in fast)
+    assert list(model.state_dict()) == keys
+    got = model.generate(ids, **options)  # type: ignore[operator]
+    assert (got == expected).float().mean() > 0.8
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+        assert not twin(ids[:, :1]).logits.any()
+    restore()
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_gradients_many_rows_and_other_dtypes_go_to_torch() -> None:
+    linear = nn.Linear(64, 32, dtype=torch.bfloat16)
+    accelerate_linears(linear)
+    x = torch.randn(MAX_ROWS + 1, 64).bfloat16()
+    out = linear(x[:1])
+    assert out.requires_grad
+    out.sum().backward()
+    assert linear.weight.grad is not None
+    with torch.no_grad():
+        assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+        with pytest.raises(RuntimeError):
+            linear(x[:1].float())
+
+
+def test_hooks_are_called() -> None:
+    linear = nn.Linear(64, 32, dtype=torch.bfloat16).requires_grad_(False)
+    accelerate_linears(linear)
+    seen = []
+    linear.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    linear(torch.zeros(1, 1, 64).bfloat16())
+    assert seen == [(1, 1, 32)]

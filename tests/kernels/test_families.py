@@ -1,0 +1,86 @@
+"""Every family's experts, as their checkpoint builds them: the tiled kernel serves all, whatever their layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers.activations import ReLUSquaredActivation
+
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.checkpoint.synthetic import TINY_FAMILIES, write_tiny
+from moeoffload.kernels import GroupedKernel, prepare_layer
+
+from .experts import DTYPES, call, gated_experts, random_rows, routes
+
+TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-18}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("families")
+    return {family: write_tiny(family, folder / family) for family in TINY_FAMILIES}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_family(checkpoints: dict[str, Path], family: str, dtype: torch.dtype) -> None:
+    checkpoint = Checkpoint.open(checkpoints[family], dtype=dtype)
+    experts = checkpoint.build_experts(len(checkpoint.layers) - 1, [5, 0, 3, 6, 1], torch.device("cpu"))
+    for parameter in experts.parameters():
+        if parameter.dim() == 2:
+            # Biases are written as zeros.
+            parameter.copy_(torch.randn(parameter.shape))
+    inputs = []
+    for n_rows in (1, 3, 20):
+        rows = random_rows(n_rows, checkpoint.hidden_size, dtype, seed=n_rows)
+        slots, weights = routes(n_rows, 3, 5, seed=n_rows, absent=0.3)
+        inputs += [(rows, slots, weights), (rows, slots, weights.to(dtype))]
+    before = [GroupedKernel()(experts, *some) for some in inputs]
+    values = {name: parameter.clone() for name, parameter in experts.named_parameters()}
+
+    layer = prepare_layer(experts, kernel="tiled")
+    for some, expected in zip(inputs, before, strict=True):
+        torch.testing.assert_close(call(layer, *some), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for name, parameter in experts.named_parameters():
+        assert torch.equal(parameter, values[name])
+    after = GroupedKernel()(experts, *inputs[-1])
+    torch.testing.assert_close(after, before[-1], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_transposed_weights_are_turned_in_their_own_memory(checkpoints: dict[str, Path]) -> None:
+    experts = Checkpoint.open(checkpoints["gpt_oss"]).build_experts(0, [0, 1, 2], torch.device("cpu"))
+    places = [parameter.data_ptr() for parameter in experts.parameters()]
+    prepare_layer(experts)
+    prepare_layer(experts)
+    assert [parameter.data_ptr() for parameter in experts.parameters()] == places
+
+
+def test_norm_after_each_expert_and_no_gate() -> None:
+    experts = gated_experts(4, 64, 32, torch.bfloat16)
+    experts.has_post_expert_norm = True
+    experts.post_expert_norm = nn.RMSNorm(64, dtype=torch.bfloat16).requires_grad_(False)
+    experts.has_gate = False
+    experts.up_proj = nn.Parameter(experts.gate_up_proj[:, :32].clone(), requires_grad=False)
+    experts.act_fn = ReLUSquaredActivation()
+    del experts.gate_up_proj
+    rows = random_rows(6, 64, torch.bfloat16)
+    slots, weights = routes(6, 2, 4, absent=0.2)
+    expected = GroupedKernel()(experts, rows, slots, weights)
+    ours = call(prepare_layer(experts, kernel="tiled"), rows, slots, weights)
+    torch.testing.assert_close(ours, expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "reason"),
+    [(torch.float64, 64, "dtype torch.float64"), (torch.bfloat16, 2, "a matrix with fewer than 4 rows or columns")],
+)
+def test_what_falls_back_says_why(dtype: torch.dtype, hidden: int, reason: str) -> None:
+    experts = gated_experts(4, hidden, 32, dtype)
+    layer = prepare_layer(experts)
+    assert layer.falls_back == reason
+    assert layer.kernel_for(1) == "grouped"
+    with pytest.raises(ValueError, match=reason):
+        prepare_layer(experts, kernel="tiled")

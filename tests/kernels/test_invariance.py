@@ -1,0 +1,76 @@
+"""A row's result depends on the row and its experts only: not on the batch, the placement, the threads, or the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moeoffload.kernels import KernelWorkspace, prepare_layer
+
+from .experts import DTYPES, call, gated_experts, random_rows, routes
+
+SHAPE = (16, 320, 160)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_alone_and_together_have_the_same_bits(dtype: torch.dtype) -> None:
+    n_experts, hidden, inter = SHAPE
+    layer = prepare_layer(gated_experts(n_experts, hidden, inter, dtype), kernel="tiled")
+    rows = random_rows(150, hidden, dtype)
+    slots, weights = routes(150, 8, n_experts)
+    together = call(layer, rows, slots, weights)
+    for size in (1, 2, 3, 4, 6, 7, 13, 64):
+        for start in range(0, 150, size):
+            part = slice(start, start + size)
+            assert torch.equal(call(layer, rows[part], slots[part], weights[part]), together[part]), (size, start)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_partial_sums_of_two_servers_add_up(dtype: torch.dtype) -> None:
+    n_experts, hidden, inter = SHAPE
+    layer = prepare_layer(gated_experts(n_experts, hidden, inter, dtype), kernel="tiled")
+    rows = random_rows(9, hidden, dtype)
+    slots, weights = routes(9, 2, n_experts)
+    first, second = slots.clone(), slots.clone()
+    first[:, 1], second[:, 0] = -1, -1
+    parts = [call(layer, rows, part, weights) for part in (first, second)]
+    assert torch.equal(parts[0] + parts[1], call(layer, rows, slots, weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_do_not_change_bits(dtype: torch.dtype, two_threads: None) -> None:
+    layer = prepare_layer(gated_experts(8, 512, 384, dtype), kernel="tiled")
+    for n_rows in (1, 5, 40):
+        rows = random_rows(n_rows, 512, dtype)
+        slots, weights = routes(n_rows, 4, 8, absent=0.1)
+        threaded = [call(layer, rows, slots, weights) for _ in range(20)]
+        torch.set_num_threads(1)
+        alone = call(layer, rows, slots, weights)
+        torch.set_num_threads(2)
+        assert all(torch.equal(some, alone) for some in threaded)
+
+
+def test_layers_share_a_workspace_and_do_not_disturb_each_other() -> None:
+    workspace = KernelWorkspace()
+    layers = [
+        prepare_layer(gated_experts(4 + n, 64 * (n + 1), 32 * (n + 1), torch.bfloat16, seed=n), workspace)
+        for n in range(3)
+    ]
+    inputs = [(random_rows(5, layer.hidden, torch.bfloat16), *routes(5, 2, layer.n_experts)) for layer in layers]
+    alone = [
+        call(prepare_layer(gated_experts(4 + n, 64 * (n + 1), 32 * (n + 1), torch.bfloat16, seed=n)), *inputs[n])
+        for n in range(3)
+    ]
+    for _ in range(3):
+        for layer, some, result in zip(layers, inputs, alone, strict=True):
+            assert torch.equal(call(layer, *some), result)

@@ -1,0 +1,88 @@
+"""The tiled kernel against float64 and against transformers, for every dtype, shape and number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moeoffload.kernels import GroupedKernel, prepare_layer
+from moeoffload.kernels.phases import exp
+
+from .experts import DTYPES, call, exact, gated_experts, random_rows, routes, transformers_result
+
+# (experts, hidden, inter, top_k); inner dimensions that are no multiple of any vector among them.
+SHAPES = [(8, 64, 32, 2), (5, 72, 36, 3), (6, 2048, 96, 4), (16, 130, 770, 8), (3, 33, 7, 1), (4, 4, 4, 2)]
+EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_are_as_near_to_exact_as_the_dtype_allows(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    n_experts, hidden, inter, top_k = shape
+    experts = gated_experts(n_experts, hidden, inter, dtype)
+    layer = prepare_layer(experts, kernel="tiled")
+    for n_rows in (1, 2, 3, 5, 7, 16, 17, 40):
+        rows = random_rows(n_rows, hidden, dtype, seed=n_rows)
+        slots, weights = routes(n_rows, top_k, n_experts, seed=n_rows, absent=0.2)
+        truth = exact(experts, rows, slots, weights)
+        for route_weights in (weights, weights.to(dtype)):
+            error = (call(layer, rows, slots, route_weights) - truth).abs().max()
+            assert error <= 8 * EPSILON[dtype] * truth.abs().max().clamp(min=1.0), (n_rows, route_weights.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_rounding_is_where_transformers_has_it(dtype: torch.dtype) -> None:
+    # Dot products of small integers, or with a single factor, are exact in any order: only rounding is left to differ.
+    experts = gated_experts(8, 64, 32, dtype, integers=True)
+    experts.down_proj.copy_(torch.eye(32).repeat(2, 1)[torch.randperm(64)])
+    layer = prepare_layer(experts, kernel="tiled")
+    for n_rows in (1, 3, 16, 40):
+        rows = random_rows(n_rows, 64, torch.float32, seed=n_rows).mul(1.5).round().to(dtype)
+        slots, weights = routes(n_rows, 4, 8, seed=n_rows)
+        for route_weights in (weights, weights.to(dtype)):
+            ours = call(layer, rows, slots, route_weights).to(dtype)
+            assert torch.equal(ours, transformers_result(experts, rows, slots, route_weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grouped_choice_has_transformers_bits(dtype: torch.dtype) -> None:
+    experts = gated_experts(8, 64, 32, dtype)
+    layer = prepare_layer(experts, kernel="grouped")
+    rows = random_rows(20, 64, dtype)
+    slots, weights = routes(20, 4, 8)
+    assert layer.kernel_for(20) == "grouped"
+    for route_weights in (weights, weights.to(dtype)):
+        ours = call(layer, rows, slots, route_weights)
+        assert torch.equal(ours.to(dtype), transformers_result(experts, rows, slots, route_weights))
+        assert torch.equal(ours, GroupedKernel()(experts, rows, slots, route_weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activation_has_torchs_bits(dtype: torch.dtype) -> None:
+    # With unit matrices the experts are silu(x) * x, so all values of a 16-bit dtype can be looked at.
+    experts = gated_experts(1, 128, 128, dtype)
+    experts.gate_up_proj.copy_(torch.eye(128).repeat(2, 1))
+    experts.down_proj.copy_(torch.eye(128))
+    if dtype.itemsize == 2:
+        values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+        # The unit matrix turns an infinity into 0 * inf, and bfloat16 hardware takes subnormal factors for zero.
+        fits = (values.abs() < torch.finfo(dtype).max ** 0.5) & (values.abs() >= torch.finfo(dtype).tiny)
+        values = values.masked_fill(~fits, 0.0)
+    else:
+        values = torch.randn(2**15, generator=torch.Generator().manual_seed(0)) * 20
+    rows = values.view(-1, 128)
+    ours = call(
+        prepare_layer(experts, kernel="tiled"), rows, torch.zeros(len(rows), 1).long(), torch.ones(len(rows), 1)
+    )
+    theirs = (torch.nn.functional.silu(rows) * rows).float()
+    tiny = theirs.abs() < torch.finfo(dtype).tiny
+    assert torch.equal(ours.masked_fill(tiny, 0.0), theirs.masked_fill(tiny, 0.0))
+
+
+def test_exp_is_within_one_unit_of_the_last_place() -> None:
+    values = torch.linspace(-87, 88, 20001)
+    ours = torch.tensor([float(exp(value)) for value in values.numpy()])
+    truth = values.double().exp()
+    assert ((ours - truth).abs() / truth).max() < 2**-23
+    assert float(exp(torch.tensor(-200.0).numpy()[()])) == 0.0
+    assert float(exp(torch.tensor(200.0).numpy()[()])) == float("inf")
