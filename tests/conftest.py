@@ -131,4 +131,5 @@ def local_model(folder: Path, **options: Any) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="grouped_mm", **options).eval()
+    options = {"experts_implementation": "grouped_mm", **options}
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()

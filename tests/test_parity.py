@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import tasks
 import torch
-from conftest import DEMO, local_model
+from conftest import DEMO, demo_prompt, local_model
 
 from moeoffload import open_model
+from moeoffload.kernels.dense import accelerate_linears
+from moeoffload.kernels.local import register_local_experts
 
 N_PROMPTS = 64
 MAX_NEW_TOKENS = 12
@@ -72,6 +74,32 @@ def test_the_grouped_kernel_gives_the_bits_of_a_local_run(
     ):
         for tokens in (prompt, prompt[:, :1], prompt[:, :9]):
             assert torch.equal(offloaded.model(tokens).logits, local(tokens).logits)
+
+
+@pytest.mark.parametrize("model_dtype", ["f32", "bf16"])
+def test_the_default_kernel_gives_the_bits_of_a_local_run_with_it_in_every_mode(
+    three_servers: list[str], model_dtype: str
+) -> None:
+    register_local_experts()
+    local = local_model(DEMO, dtype=TORCH[model_dtype], experts_implementation="moeoffload_local")
+    restore = accelerate_linears(local)
+    prompt = demo_prompt(700, seed=2)
+    parts = (prompt, prompt[:, :1], prompt[:, :9])
+    with torch.inference_mode():
+        expected = [local(tokens).logits for tokens in parts]
+        for mode, transport in (("batched", "shared"), ("stream", "shared"), ("auto", "stream")):
+            with open_model(
+                DEMO,
+                experts=three_servers[:1],
+                mode=mode,
+                transport=transport,
+                model_dtype=model_dtype,
+                batch_capacity=300,
+                device="cpu",
+            ) as offloaded:
+                for tokens, logits in zip(parts, expected, strict=True):
+                    assert torch.equal(offloaded.model(tokens).logits, logits), (mode, tokens.shape)
+    restore()
 
 
 @pytest.mark.parametrize("n_servers", [1, 2, 3])
