@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from moeoffload.checkpoint.synthetic import geometry_config, write_checkpoint
 from moeoffload.kernels.dense import accelerate_linears
+from moeoffload.kernels.local import NAME, register_local_experts
 
-SAME_KERNELS: Final = "moeoffload_local"
-TRANSFORMERS_OWN: Final = "grouped_mm"
+SAME_KERNELS: Final = NAME
 
 
 def local_experts() -> str:
-    """The experts implementation of the baseline: the servers' kernels, or transformers' own where there are none."""
-    if importlib.util.find_spec("moeoffload.kernels.local") is not None:
-        importlib.import_module("moeoffload.kernels.local")
-    return SAME_KERNELS if SAME_KERNELS in ALL_EXPERTS_FUNCTIONS else TRANSFORMERS_OWN
+    """The experts implementation of the baseline: the servers' kernels, registered with transformers."""
+    register_local_experts()
+    return SAME_KERNELS
 
 
 def load_local(checkpoint: Path) -> Any:
