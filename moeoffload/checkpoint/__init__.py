@@ -1,6 +1,6 @@
 """Finds and reads the routed experts of any transformers checkpoint, a subset at a time."""
 
 from moeoffload.checkpoint.checkpoint import Checkpoint
-from moeoffload.checkpoint.layout import ExpertLayer
+from moeoffload.checkpoint.layout import BUILDING, ExpertLayer
 
-__all__ = ["Checkpoint", "ExpertLayer"]
+__all__ = ["BUILDING", "Checkpoint", "ExpertLayer"]

@@ -7,6 +7,7 @@ experts it has, how wide its rows are and how many experts a row visits is read 
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from moeoffload.checkpoint.model_config import first_line
 from moeoffload.errors import ModelError
+
+BUILDING = threading.Lock()
+"""Held while transformers builds a model: it sets torch's default dtype, for all threads, meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def build_meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
     """
     auto = _auto_class(config)
     try:
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             # A copy, because building a model writes to its config.
             return auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     except Exception as error:  # a model class may raise anything over a config that it does not expect

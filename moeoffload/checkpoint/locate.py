@@ -23,7 +23,10 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
     ``revision`` is a branch, tag or commit of the hub id. Raises ModelError with what was tried when there is no such
     model.
     """
-    folder = Path(model).expanduser()
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError:  # ~ of nobody
+        raise ModelError(f"{model}: no such folder") from None
     if folder.is_dir():
         return folder.resolve()
     if isinstance(model, Path) or folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:

@@ -33,9 +33,6 @@ CALIBRATION_ROWS: Final = 64
 CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
 
-# transformers sets torch's default dtype, for all threads, while it builds a model; two at once would swap theirs.
-_opening = threading.Lock()
-
 
 class ChannelFactory(Protocol):
     """Opens the server's end of a transport; the server has one per transport it is willing to use."""
@@ -119,8 +116,7 @@ class HostLease:
         if self._opened is None:
             reference = self._limits.model or model.reference
             dtype = _dtype("compute dtype", model.compute_dtype)
-            with _opening:
-                checkpoint = Checkpoint.open(reference, dtype=dtype, revision=model.revision or None)
+            checkpoint = Checkpoint.open(reference, dtype=dtype, revision=model.revision or None)
             if checkpoint.digest != model.digest:
                 raise ServerError(
                     f"model digest is {model.digest[:12]} (host), {checkpoint.digest[:12]} for {reference} here"

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from moeoffload.checkpoint import Checkpoint
+from moeoffload.checkpoint import BUILDING, Checkpoint
 from moeoffload.errors import ModelError
 from moeoffload.host.remote_experts import IMPLEMENTATION, ExpertsCall
 
@@ -28,7 +28,7 @@ def load_dense_model(checkpoint: Checkpoint, device: torch.device) -> Any:
     Raises:
         ModelError: dense tensors are missing or damaged, or transformers cannot load the model.
     """
-    with _without_expert_parameters(checkpoint.experts_classes), _quiet_transformers():
+    with BUILDING, _without_expert_parameters(checkpoint.experts_classes), _quiet_transformers():
         try:
             model, info = checkpoint.model_class.from_pretrained(  # type: ignore[attr-defined]
                 checkpoint.path,

@@ -128,7 +128,7 @@ import torch
 from moeoffload.kernels import prepare_layer
 from moeoffload.kernels.program import row_dtype
 from moeoffload.kernels.tile import TILE_ROWS
-from kernels.experts import call, exact, gated_experts, random_rows, routes
+from cpu_kernels.experts import call, exact, gated_experts, random_rows, routes
 assert row_dtype(torch.bfloat16) == torch.float32 and TILE_ROWS == 2
 for hidden, inter in ((64, 32), (130, 77)):
     experts = gated_experts(6, hidden, inter, torch.bfloat16)
