@@ -164,7 +164,7 @@ def test_the_programs_compile_for_a_gpu(capability: int, tmp_path: Path) -> None
     tests = Path(__file__).parents[1]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(tests.parent)}
-    command = [sys.executable, "-m", "kernels.compile_triton", str(capability), "bf16"]
+    command = [sys.executable, "-m", "gpu_kernels.compile_triton", str(capability), "bf16"]
     lines = subprocess.run(
         command, check=True, cwd=tests, env=environment, stdout=subprocess.PIPE, text=True
     ).stdout.splitlines()
