@@ -153,7 +153,8 @@ def make_experts(dtype: torch.dtype, huge_pages: bool) -> Any:
 
 def run_ours(inputs: Sequence[Any], out: torch.Tensor, layer: LayerKernels, number: int) -> None:
     """A call of round ``number``."""
-    layer(*inputs[number % N_ROUTINGS], out)
+    rows, slots, weights = inputs[number % N_ROUTINGS]
+    layer(rows, slots, weights, out)
 
 
 def run_theirs(inputs: Sequence[Any], experts: Any, function: Callable[..., object], number: int) -> object:
