@@ -16,13 +16,7 @@ from torch import nn
 
 from moeoffload.kernels import words
 from moeoffload.kernels.phases import plan_words
-from moeoffload.kernels.program import (
-    COMPUTE_DTYPES,
-    ITEM_ROWS,
-    linear_program,
-    row_dtype,
-    threads_for,
-)
+from moeoffload.kernels.program import COMPUTE_DTYPES, ITEM_GROUPS, linear_program, row_dtype, threads_for
 from moeoffload.kernels.tile import WEIGHT_ROWS
 
 MAX_ROWS: Final = 16
@@ -79,10 +73,10 @@ def few_row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     n_threads = threads_for(n_out * n_in * dtype.itemsize)
     call[words.PHASES] = words.PLAN_PHASE | words.UP_PHASE
     if n_threads == 1:
-        call[words.ITEM_ROWS] = n_out
+        call[words.ITEM_GROUPS] = n_out
         program.run(_thread.address)
     else:
-        call[words.ITEM_ROWS] = ITEM_ROWS
+        call[words.ITEM_GROUPS] = ITEM_GROUPS
         call[words.PHASES] = words.PLAN_PHASE
         program.run(_thread.address)
         call[words.PHASES] = words.UP_PHASE

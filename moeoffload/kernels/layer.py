@@ -13,7 +13,7 @@ from moeoffload.kernels import words
 from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.layout import ExpertsLayout, lay_out, n_experts_of, why_not
 from moeoffload.kernels.program import (
-    ITEM_ROWS,
+    ITEM_GROUPS,
     experts_program,
     row_dtype,
     threads_for,
@@ -211,11 +211,11 @@ class TiledExperts:
         call[words.PHASES] = phases
         if n_threads == 1:
             call[words.BARRIER] = 0
-            call[words.ITEM_ROWS] = 1 << 30
+            call[words.ITEM_GROUPS] = 1 << 30
             self._program.run(arena.address)
         else:
             call[words.BARRIER] = self._program.barrier
-            call[words.ITEM_ROWS] = ITEM_ROWS
+            call[words.ITEM_GROUPS] = ITEM_GROUPS
             self._program.run_threaded(arena.address, n_threads)
         if call[words.BAD_ROUTE] >= 0:
             raise IndexError(f"route {call[words.BAD_ROUTE]}: its slot is not in -1..{self.shape.n_experts - 1}")

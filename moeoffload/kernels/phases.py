@@ -12,19 +12,11 @@ import numpy as np
 from numba import carray, njit
 
 from moeoffload.kernels.tile import TILE_ROWS, WEIGHT_ROWS, dot_tile
-from moeoffload.kernels.vector_ir import (
-    bits_of,
-    claim,
-    float_of,
-    fma,
-    narrow,
-    pointer_to,
-    widen,
-)
+from moeoffload.kernels.vector_ir import bits_of, claim, float_of, fma, narrow, pointer_to, widen
 
-# Weight rows that all tiles of an expert pass through before the next ones come. With many tiles more rows pay: the
-# tile's rows are read from the second-level cache less often.
-BLOCK_ROWS: Final = 16
+# Groups of four weight rows that all tiles of an expert pass through before the next ones come. With many tiles more
+# groups pay: the tile's rows are read from the second-level cache less often.
+BLOCK_GROUPS: Final = 4
 BLOCK_TILES: Final = 6
 
 SUM_COLUMNS: Final = 512
@@ -124,10 +116,11 @@ def convert(values: Any, out: Any) -> None:
 
 
 @njit(nogil=True)
-def project_rows(
+def project_groups(
     weights: Any,
     weight_row: int,
     last_row: int,
+    row_step: int,
     inner: int,
     rows: Any,
     row_index: Any,
@@ -138,35 +131,33 @@ def project_rows(
     out: Any,
     stride: int,
 ) -> None:
-    """Positions ``first..last`` times weight rows ``weight_row..last_row`` of one matrix of at least four rows.
+    """Positions ``first..last`` times weight rows r, r + row_step, .. (four) for r in ``weight_row..last_row``.
 
-    ``weights`` and ``bias`` begin at the matrix; output column = weight row.
+    ``weights`` and ``bias`` begin at the expert's; output column = weight row.
     """
     n_tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
-    block_rows = BLOCK_ROWS if n_tiles >= BLOCK_TILES else WEIGHT_ROWS
+    block = BLOCK_GROUPS if n_tiles >= BLOCK_TILES else 1
     start = weight_row
     while start < last_row:
-        end = min(start + block_rows, last_row)
+        end = min(start + block, last_row)
         position = first
         n_ahead = 0
         for tile in range(n_tiles):
             size = (last - position + n_tiles - tile - 1) // (n_tiles - tile)
-            row = start
-            while row < end:
-                # The last four may lie over those before: the same values once more.
-                four = max(0, min(row, last_row - WEIGHT_ROWS))
-                ahead = four
-                if tile > 0 and n_ahead < block_rows:
+            for row in range(start, end):
+                ahead = row
+                if tile > 0 and n_ahead < 2 * block:
                     # While this block is computed, two rows at a time, the next one comes.
-                    ahead = end + n_ahead
-                    n_ahead += 2
+                    ahead = end + n_ahead // 2 + (n_ahead % 2) * 2 * row_step
+                    n_ahead += 1
                 dot_tile(
                     size,
                     tile == 0,
                     weights,
-                    four,
+                    row,
+                    row_step,
                     inner,
-                    ahead * inner,
+                    ahead,
                     rows,
                     row_index,
                     position,
@@ -175,9 +166,8 @@ def project_rows(
                     out,
                     stride,
                 )
-                row += WEIGHT_ROWS
             position += size
-        start += block_rows
+        start = end
 
 
 @njit(nogil=True)
@@ -193,38 +183,35 @@ def project(
     bias: Any,
     bias_mode: int,
     out: Any,
-    item_rows: int,
+    item_groups: int,
     counter: int,
 ) -> None:
     """Every present route times its expert's matrix (n_out, inner): ``out`` (positions, n_out)."""
     hit, first, row_of, _, identity, _ = plan_parts(plan, n_experts, n_routes)
     row_index = identity if rows_are_sorted else row_of
-    per_expert = (n_out + item_rows - 1) // item_rows
+    quarter = n_out // WEIGHT_ROWS
+    per_expert = (quarter + item_groups - 1) // item_groups
     n_items = plan[N_HIT] * per_expert
     while True:
         item = claim(counter)
         if item >= n_items:
             return
         group = item // per_expert
-        start = (item - group * per_expert) * item_rows
+        start = (item - group * per_expert) * item_groups
+        end = min(start + item_groups, quarter)
         expert = hit[group]
         matrix = weights[expert * n_out * inner :]
         expert_bias = bias[expert * n_out :] if bias_mode else bias
-        end = min(start + item_rows, n_out)
-        project_rows(
-            matrix,
-            start,
-            end,
-            inner,
-            rows,
-            row_index,
-            first[group],
-            first[group + 1],
-            expert_bias,
-            bias_mode,
-            out,
-            n_out,
+        top, bottom = first[group], first[group + 1]
+        project_groups(
+            matrix, start, end, quarter, inner, rows, row_index, top, bottom, expert_bias, bias_mode, out, n_out
         )
+        if end == quarter and quarter * WEIGHT_ROWS < n_out:
+            # Rows that make no four: the last four, some of them once more with the same result.
+            row = n_out - WEIGHT_ROWS
+            project_groups(
+                matrix, row, row + 1, 1, inner, rows, row_index, top, bottom, expert_bias, bias_mode, out, n_out
+            )
 
 
 @njit(nogil=True, error_model="numpy")

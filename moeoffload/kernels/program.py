@@ -42,20 +42,12 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
         _ = stamp
         call = view(address, np.int64, words.CALL_WORDS)
         layer = view(call[words.LAYER], np.int64, words.LAYER_WORDS)
-        n_experts, hidden, inter = (
-            layer[words.N_EXPERTS],
-            layer[words.HIDDEN],
-            layer[words.INTER],
-        )
+        n_experts, hidden, inter = (layer[words.N_EXPERTS], layer[words.HIDDEN], layer[words.INTER])
         up_columns = layer[words.UP_COLUMNS]
-        n_rows, top_k, phases = (
-            call[words.N_ROWS],
-            call[words.TOP_K],
-            call[words.PHASES],
-        )
+        n_rows, top_k, phases = (call[words.N_ROWS], call[words.TOP_K], call[words.PHASES])
         n_routes = n_rows * top_k
         counters = address + np.int64(words.COUNTERS * 8)
-        item_rows = call[words.ITEM_ROWS]
+        item_groups = call[words.ITEM_GROUPS]
         barrier = call[words.BARRIER]
         plan = view(call[words.PLAN], np.int32, plan_words(n_experts, n_routes))
         operands = view(call[words.OPERANDS], row_type, n_rows * hidden)
@@ -87,7 +79,7 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
                 bias,
                 mode,
                 up,
-                item_rows,
+                item_groups,
                 counters,
             )
         if phases & words.ACTIVATE_PHASE:
@@ -112,7 +104,7 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
                 bias,
                 mode,
                 down,
-                item_rows,
+                item_groups,
                 counters + 128,
             )
         if phases & words.SUM_PHASE:
@@ -121,32 +113,10 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
             out = view(call[words.OUT], np.float32, n_rows * hidden)
             if call[words.WEIGHTS_ARE_F32]:
                 route_weights = view(call[words.WEIGHTS], np.float32, n_routes)
-                weighted_sum(
-                    plan,
-                    n_experts,
-                    n_rows,
-                    top_k,
-                    hidden,
-                    down,
-                    route_weights,
-                    False,
-                    out,
-                    counters + 192,
-                )
+                weighted_sum(plan, n_experts, n_rows, top_k, hidden, down, route_weights, False, out, counters + 192)
             else:
                 rounded = view(call[words.WEIGHTS], weight_type, n_routes)
-                weighted_sum(
-                    plan,
-                    n_experts,
-                    n_rows,
-                    top_k,
-                    hidden,
-                    down,
-                    rounded,
-                    True,
-                    out,
-                    counters + 192,
-                )
+                weighted_sum(plan, n_experts, n_rows, top_k, hidden, down, rounded, True, out, counters + 192)
 
     return experts_entry
 
@@ -170,30 +140,14 @@ def _make_linear_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable[
             out = view(call[words.OUT], weight_type, n_rows * n_out)
             counter = address + np.int64(words.COUNTERS * 8)
             project(
-                plan,
-                1,
-                n_rows,
-                weights,
-                n_out,
-                n_in,
-                operands,
-                True,
-                bias,
-                mode,
-                out,
-                call[words.ITEM_ROWS],
-                counter,
+                plan, 1, n_rows, weights, n_out, n_in, operands, True, bias, mode, out, call[words.ITEM_GROUPS], counter
             )
 
     return linear_entry
 
 
 # compute dtype -> numba element type of weights (see vector_ir)
-_WEIGHT_TYPES: Final = {
-    torch.bfloat16: np.uint16,
-    torch.float16: np.int16,
-    torch.float32: np.float32,
-}
+_WEIGHT_TYPES: Final = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
 COMPUTE_DTYPES: Final = frozenset(_WEIGHT_TYPES)
 
 
@@ -202,8 +156,8 @@ def row_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.bfloat16 and has_bf16_dot() else torch.float32
 
 
-ITEM_ROWS: Final = 32
-"""Weight rows that a thread claims at a time."""
+ITEM_GROUPS: Final = 16
+"""Groups of four weight rows that a thread claims at a time."""
 
 # Waking another thread costs some microseconds, in which one core reads this much.
 _BYTES_PER_THREAD: Final = 1 << 18
@@ -247,12 +201,7 @@ class _Team:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.parallel: Any = library.GOMP_parallel
-        self.parallel.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_uint,
-            ctypes.c_uint,
-        ]
+        self.parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         self.parallel.restype = None
         self.barrier = ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value or 0
 

@@ -16,7 +16,6 @@ from numba.extending import intrinsic
 from moeoffload.kernels.vector_ir import (
     F32,
     I8,
-    I16,
     I32,
     I64,
     BFloat,
@@ -36,8 +35,8 @@ WEIGHT_ROWS: Final = 4
 TILE_ROWS: Final = 6 if has_vector_512() else 2
 """Most rows of a tile, so that its accumulators stay in registers."""
 
-# Measured: with this distance one stream of weights is read as fast as memory delivers, for all row lengths.
-_AHEAD_BYTES: Final = 8192
+# Measured: how far ahead of the four streams of weights to prefetch.
+_AHEAD_BYTES: Final = 1536
 
 Sums = list[list[ir.Value]]
 
@@ -52,7 +51,7 @@ class _Tile:
         row_type: Any,
         weights: list[ir.Value],
         rows: list[ir.Value],
-        ahead: list[ir.Value] | None,
+        ahead: list[ir.Value],
     ) -> None:
         self.builder = builder
         self.weight_type, self.row_type = weight_type, row_type
@@ -64,26 +63,11 @@ class _Tile:
 
     def sums(self, inner: ir.Value) -> Sums:
         """The accumulators over ``inner`` elements."""
-        whole = self.builder.and_(inner, ir.Constant(I64, -self.step))
-        values = self._stream(whole, inner) if self.ahead is None else self._loop(whole, self.weights, self.ahead)
-        return self._tail(values, whole, inner)
+        builder = self.builder
+        whole = builder.and_(inner, ir.Constant(I64, -self.step))
+        return self._tail(self._loop(whole), whole, builder.sub(inner, whole))
 
-    def _stream(self, whole: ir.Value, inner: ir.Value) -> Sums:
-        """Weight rows one after the other: a single stream of memory, which is read fastest.
-
-        From five rows on there is too little to do between two steps of one sum; then two weight rows run together.
-        """
-        together = 1 if len(self.rows) < 5 else 2
-        row_bytes = self.builder.mul(inner, ir.Constant(I64, self.weight_type.bitwidth // 8))
-        distance = ir.Constant(I64, _AHEAD_BYTES) if together == 1 else self.builder.add(row_bytes, row_bytes)
-        values: Sums = [[] for _ in self.rows]
-        for start in range(0, WEIGHT_ROWS, together):
-            some = self.weights[start : start + together]
-            sums = self._loop(whole, some, [self.builder.add(weight, distance) for weight in some])
-            values = [row + more for row, more in zip(values, sums, strict=True)]
-        return values
-
-    def _loop(self, whole: ir.Value, weights: list[ir.Value], ahead: list[ir.Value]) -> Sums:
+    def _loop(self, whole: ir.Value) -> Sums:
         builder, zero = self.builder, self.zero
         before = builder.block
         loop = builder.append_basic_block("tile.loop")
@@ -94,10 +78,10 @@ class _Tile:
         builder.position_at_end(loop)
         index = builder.phi(I64)
         index.add_incoming(ir.Constant(I64, 0), before)
-        old = [[builder.phi(zero.type) for _ in weights] for _ in self.rows]
-        for address in ahead:
+        old = [[builder.phi(zero.type) for _ in self.weights] for _ in self.rows]
+        for address in self.ahead:
             self._prefetch(address, index)
-        new = self._step(old, weights, index, None)
+        new = self._step(old, index, None)
         following = builder.add(index, ir.Constant(I64, self.step))
         index.add_incoming(following, loop)
         for was, now in zip(_flat(old), _flat(new), strict=True):
@@ -106,16 +90,16 @@ class _Tile:
         builder.cbranch(builder.icmp_signed("<", following, whole), loop, after)
 
         builder.position_at_end(after)
-        return self._join(new, loop, [[zero] * len(weights)] * len(self.rows), before)
+        return self._join(new, loop, [[zero] * len(self.weights)] * len(self.rows), before)
 
-    def _tail(self, values: Sums, whole: ir.Value, inner: ir.Value) -> Sums:
+    def _tail(self, values: Sums, whole: ir.Value, left: ir.Value) -> Sums:
         builder = self.builder
         before = builder.block
         tail = builder.append_basic_block("tile.tail")
         done = builder.append_basic_block("tile.done")
-        builder.cbranch(builder.icmp_signed("<", whole, inner), tail, done)
+        builder.cbranch(builder.icmp_signed(">", left, ir.Constant(I64, 0)), tail, done)
         builder.position_at_end(tail)
-        more = self._step(values, self.weights, whole, builder.sub(inner, whole))
+        more = self._step(values, whole, left)
         builder.branch(done)
         builder.position_at_end(done)
         return self._join(more, tail, values, before)
@@ -127,9 +111,9 @@ class _Tile:
             phi.add_incoming(other, before)
         return joined
 
-    def _step(self, old: Sums, weights: list[ir.Value], index: ir.Value, left: ir.Value | None) -> Sums:
+    def _step(self, old: Sums, index: ir.Value, left: ir.Value | None) -> Sums:
         """One vector of every operand; with ``left`` only so many elements of it, the rest zero."""
-        values = [self._load(address, self.weight_type, index, left) for address in weights]
+        values = [self._load(address, self.weight_type, index, left) for address in self.weights]
         new = []
         for sums, address in zip(old, self.rows, strict=True):
             row = self._load(address, self.row_type, index, left)
@@ -158,13 +142,7 @@ class _Tile:
             pairs = weights.type
             name = "llvm.x86.avx512bf16.dpbf16ps.512"
             return call_llvm(self.builder, name, kind, [kind, pairs, pairs], [total, weights, row])
-        return call_llvm(
-            self.builder,
-            f"llvm.fma.v{kind.count}f32",
-            kind,
-            [kind] * 3,
-            [weights, row, total],
-        )
+        return call_llvm(self.builder, f"llvm.fma.v{kind.count}f32", kind, [kind] * 3, [weights, row, total])
 
     def _prefetch(self, address: ir.Value, index: ir.Value) -> None:
         builder = self.builder
@@ -172,13 +150,7 @@ class _Tile:
         pointer = builder.inttoptr(builder.add(address, offset), I8.as_pointer())
         read, into_l1, data = (ir.Constant(I32, value) for value in (0, 3, 1))
         kinds = [pointer.type, I32, I32, I32]
-        call_llvm(
-            builder,
-            "llvm.prefetch.p0",
-            ir.VoidType(),
-            kinds,
-            [pointer, read, into_l1, data],
-        )
+        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), kinds, [pointer, read, into_l1, data])
 
 
 def _flat(values: Sums) -> list[ir.Value]:
@@ -188,6 +160,7 @@ def _flat(values: Sums) -> list[ir.Value]:
 _NAMES: Final = (
     "weights",
     "weight_row",
+    "row_step",
     "inner",
     "ahead",
     "rows",
@@ -208,6 +181,7 @@ def dot_tile(
     is_first: Any,
     weights: Any,
     weight_row: Any,
+    row_step: Any,
     inner: Any,
     ahead: Any,
     rows: Any,
@@ -218,37 +192,29 @@ def dot_tile(
     out: Any,
     out_stride: Any,
 ) -> Any:
-    """``out[first + m, weight_row + n] = dot(rows[row_index[first + m]], weights[weight_row + n])`` for n < 4.
+    """``out[first + m, w] = dot(rows[row_index[first + m]], weights[w])`` for w = weight_row + n * row_step, n < 4.
+
+    Tiles whose ``weight_row`` follow each other read four streams of memory when ``row_step`` is large: that is faster
+    than one stream, and than four rows that lie together.
 
     Args:
         n_rows: how many m there are, 1 to TILE_ROWS.
-        is_first: the weights come from memory: read as one stream, prefetched. If not, an earlier tile has brought them
-            into the cache.
+        is_first: the weights come from memory and are prefetched. If not, an earlier tile has brought them into the
+            cache.
         weights: flat, rows of ``inner`` elements.
         weight_row: the first of the four weight rows.
-        ahead: if not ``is_first``, where in ``weights`` two weight rows begin that are prefetched meanwhile.
+        row_step: from one of them to the next.
+        ahead: if not ``is_first``, a weight row that is prefetched meanwhile, with the one ``row_step`` after it.
         rows: flat, rows of ``inner`` elements, uint16 (bfloat16 weights, has_bf16_dot) or float32.
         row_index: int32, the row for each output row.
         first: first output row.
-        bias: flat, elements like ``out``, begins at the first weight row's.
+        bias: flat, one element like ``out``'s per weight row.
         bias_mode: 0 no bias, 1 added in float32, 2 added to the rounded product and rounded again.
         out: flat, rounded to its element type.
         out_stride: elements from one output row to the next.
     """
     del typing_context
-    arguments = (
-        weights,
-        weight_row,
-        inner,
-        ahead,
-        rows,
-        row_index,
-        first,
-        bias,
-        bias_mode,
-        out,
-        out_stride,
-    )
+    arguments = (weights, weight_row, row_step, inner, ahead, rows, row_index, first, bias, bias_mode, out, out_stride)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, all_values: Any) -> ir.Value:
         n_rows, is_first = all_values[:2]
@@ -288,40 +254,39 @@ class _Call:
     def emit(self, n_rows: int, streams: bool) -> None:
         """The code for ``n_rows`` rows."""
         builder, values, kinds = self.builder, self.values, self.kinds
-        inner, weight_row, first = (
-            values["inner"],
-            values["weight_row"],
-            values["first"],
-        )
-        weights = [self._place("weights", builder.mul(self._plus(weight_row, n), inner)) for n in range(WEIGHT_ROWS)]
+        inner, first, step = values["inner"], values["first"], values["row_step"]
+        columns = self._four(values["weight_row"], step)
+        weights = [self._place("weights", builder.mul(column, inner)) for column in columns]
         rows = []
         for m in range(n_rows):
             index = builder.load(builder.inttoptr(self._place("row_index", self._plus(first, m)), I32.as_pointer()))
             rows.append(self._place("rows", builder.mul(builder.zext(index, I64), inner)))
-        ahead = [self._place("weights", at) for at in (values["ahead"], builder.add(values["ahead"], inner))]
-        tile = _Tile(
-            builder,
-            kinds["weights"],
-            kinds["rows"],
-            weights,
-            rows,
-            None if streams else ahead,
-        )
+        if streams:
+            ahead = [self._plus(weight, _AHEAD_BYTES) for weight in weights]
+        else:
+            ahead = [self._place("weights", builder.mul(row, inner)) for row in self._four(values["ahead"], step)[:2]]
 
+        tile = _Tile(builder, kinds["weights"], kinds["rows"], weights, rows, ahead)
         folded = [fold_four(builder, sums) for sums in tile.sums(inner)]
-        folded = _add_bias(
-            builder,
-            folded,
-            values["bias_mode"],
-            self._place("bias", weight_row),
-            kinds["out"],
-        )
-        four = vector(F32 if kinds["out"] == types.float32 else I16, WEIGHT_ROWS)
+        biases = [builder.inttoptr(self._place("bias", column), self._kind.as_pointer()) for column in columns]
+        folded = _add_bias(builder, folded, values["bias_mode"], biases, kinds["out"])
         for m, sums in enumerate(folded):
             start = builder.mul(self._plus(first, m), values["out_stride"])
-            pointer = builder.inttoptr(self._place("out", builder.add(start, weight_row)), four.as_pointer())
-            rounded = builder.bitcast(narrowed(builder, sums, kinds["out"]), four)
-            builder.store(rounded, pointer).align = kinds["out"].bitwidth // 8
+            rounded = narrowed(builder, sums, kinds["out"])
+            for n, column in enumerate(columns):
+                pointer = builder.inttoptr(self._place("out", builder.add(start, column)), self._kind.as_pointer())
+                value = builder.extract_element(rounded, ir.Constant(I32, n))
+                builder.store(value, pointer).align = kinds["out"].bitwidth // 8
+
+    @property
+    def _kind(self) -> ir.Type:
+        return element(self.kinds["out"])
+
+    def _four(self, start: ir.Value, step: ir.Value) -> list[ir.Value]:
+        result = [start]
+        for _ in range(WEIGHT_ROWS - 1):
+            result.append(self.builder.add(result[-1], step))
+        return result
 
     def _place(self, name: str, offset: ir.Value) -> ir.Value:
         n_bytes = ir.Constant(I64, self.kinds[name].bitwidth // 8)
@@ -332,20 +297,16 @@ class _Call:
 
 
 def _add_bias(
-    builder: ir.IRBuilder,
-    sums: list[ir.Value],
-    mode: ir.Value,
-    address: ir.Value,
-    dtype: Any,
+    builder: ir.IRBuilder, sums: list[ir.Value], mode: ir.Value, addresses: list[ir.Value], dtype: Any
 ) -> list[ir.Value]:
     before = builder.block
     adds = builder.append_basic_block("tile.bias")
     done = builder.append_basic_block("tile.biased")
     builder.cbranch(builder.icmp_signed("==", mode, ir.Constant(mode.type, 0)), done, adds)
     builder.position_at_end(adds)
-    four = vector(element(dtype), WEIGHT_ROWS)
-    stored = builder.load(builder.inttoptr(address, four.as_pointer()))
-    stored.align = dtype.bitwidth // 8
+    stored = ir.Constant(vector(element(dtype), WEIGHT_ROWS), ir.Undefined)
+    for n, address in enumerate(addresses):
+        stored = builder.insert_element(stored, builder.load(address), ir.Constant(I32, n))
     bias = widened(builder, stored, dtype)
     is_rounded = builder.icmp_signed("==", mode, ir.Constant(mode.type, 2))
     biased = []

@@ -25,8 +25,8 @@ PHASES: Final = 8
 """Sum of the phases to run, see below."""
 BARRIER: Final = 9
 """Address of a function at which all threads of the team wait for each other; 0 with one thread."""
-ITEM_ROWS: Final = 10
-"""Weight rows of one item of the projections."""
+ITEM_GROUPS: Final = 10
+"""Groups of four weight rows of one item of the projections."""
 PLAN: Final = 11
 UP: Final = 12
 """(positions, up_columns) compute dtype."""
@@ -43,7 +43,7 @@ COUNTERS: Final = 24
 COUNTER_WORDS: Final = 8
 CALL_WORDS: Final = 56
 
-# The call block of a linear layer has ROWS, OUT (n_rows, n_out), N_ROWS, PHASES, ITEM_ROWS, PLAN, OPERANDS and:
+# The call block of a linear layer has ROWS, OUT (n_rows, n_out), N_ROWS, PHASES, ITEM_GROUPS, PLAN, OPERANDS and:
 WEIGHT: Final = LAYER
 """(n_out, n_in)."""
 BIAS: Final = SLOTS
