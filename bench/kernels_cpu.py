@@ -1,6 +1,6 @@
 """Speed of the CPU kernels on one core, beside its memory's and torch's limits, and beside transformers.
 
-``python bench/cpu_kernels.py``: one layer of routed experts (Qwen3-30B-A3B: hidden 2048, width 768, 128 experts, top-8)
+``python bench/kernels_cpu.py``: one layer of routed experts (Qwen3-30B-A3B: hidden 2048, width 768, 128 experts, top-8)
 and two linear layers. Times are this thread's processor time, so that other work on the machine is not counted; kernels
 take turns in every round; each call has other routes, so weights come from memory. Limits are measured in the same
 rounds: reading is a compiled sum over the same weights, multiplying is torch's product of 1024 x 2048 and 2048 x 1536.
