@@ -1,7 +1,7 @@
 """Compiles what `TritonExperts` launches for a GPU that need not be here, and says what the programs take of it.
 
 In the folder of the tests, ``python -m gpu_kernels.compile_triton 90 bf16`` prints a line per program: registers, bytes
-of registers spilt to memory, shared memory, bytes of each asynchronous copy, whether tensor cores are used. Capability 90
+of registers spilt, shared memory, bytes of each asynchronous copy, whether tensor cores are used. Capability 90
 is sm_90.
 """
 
