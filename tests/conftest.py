@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,10 @@ if not Path("/dev/nvidiactl").exists():  # Triton asks when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 for name in [name for name in os.environ if name.startswith(("MOEOFFLOAD_", "DFLASH_MOE_"))]:
     del os.environ[name]
+
+# A shell starts background jobs with SIGINT ignored, which processes hand on; tests of Ctrl-C need it as in a terminal.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
