@@ -36,7 +36,8 @@ TILE_ROWS: Final = 6 if has_vector_512() else 2
 """Most rows of a tile, so that its accumulators stay in registers."""
 
 # Measured: how far ahead of the four streams of weights to prefetch.
-_AHEAD_BYTES: Final = 1536
+_AHEAD_BYTES: Final = 1280
+
 
 Sums = list[list[ir.Value]]
 
@@ -59,50 +60,59 @@ class _Tile:
         self.ahead = ahead
         self.paired = row_type == types.uint16
         self.step = 32 if self.paired else lanes()
+        # A single row has so little to do per vector of weights that the loop itself counts.
+        self.unrolled = 2 if len(rows) == 1 else 1
         self.zero = ir.Constant(vector(F32, lanes()), None)
 
     def sums(self, inner: ir.Value) -> Sums:
         """The accumulators over ``inner`` elements."""
         builder = self.builder
+        looped = builder.and_(inner, ir.Constant(I64, -self.step * self.unrolled))
         whole = builder.and_(inner, ir.Constant(I64, -self.step))
-        return self._tail(self._loop(whole), whole, builder.sub(inner, whole))
+        values = self._loop(looped)
+        if self.unrolled > 1:
+            values = self._maybe(values, builder.icmp_signed("<", looped, whole), looped, None)
+        return self._maybe(values, builder.icmp_signed("<", whole, inner), whole, builder.sub(inner, whole))
 
-    def _loop(self, whole: ir.Value) -> Sums:
+    def _loop(self, end: ir.Value) -> Sums:
         builder, zero = self.builder, self.zero
         before = builder.block
         loop = builder.append_basic_block("tile.loop")
         after = builder.append_basic_block("tile.after")
-        is_short = builder.icmp_signed("==", whole, ir.Constant(I64, 0))
+        is_short = builder.icmp_signed("==", end, ir.Constant(I64, 0))
         builder.cbranch(is_short, after, loop)
 
         builder.position_at_end(loop)
         index = builder.phi(I64)
         index.add_incoming(ir.Constant(I64, 0), before)
         old = [[builder.phi(zero.type) for _ in self.weights] for _ in self.rows]
-        for address in self.ahead:
-            self._prefetch(address, index)
-        new = self._step(old, index, None)
-        following = builder.add(index, ir.Constant(I64, self.step))
+        new, following = old, index
+        for _ in range(self.unrolled):
+            for address in self.ahead:
+                self._prefetch(address, following)
+            new = self._step(new, following, None)
+            following = builder.add(following, ir.Constant(I64, self.step))
         index.add_incoming(following, loop)
         for was, now in zip(_flat(old), _flat(new), strict=True):
             was.add_incoming(zero, before)
             was.add_incoming(now, loop)
-        builder.cbranch(builder.icmp_signed("<", following, whole), loop, after)
+        builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
 
         builder.position_at_end(after)
         return self._join(new, loop, [[zero] * len(self.weights)] * len(self.rows), before)
 
-    def _tail(self, values: Sums, whole: ir.Value, left: ir.Value) -> Sums:
+    def _maybe(self, values: Sums, condition: ir.Value, index: ir.Value, left: ir.Value | None) -> Sums:
+        """One more step if a condition holds."""
         builder = self.builder
         before = builder.block
-        tail = builder.append_basic_block("tile.tail")
+        more = builder.append_basic_block("tile.more")
         done = builder.append_basic_block("tile.done")
-        builder.cbranch(builder.icmp_signed(">", left, ir.Constant(I64, 0)), tail, done)
-        builder.position_at_end(tail)
-        more = self._step(values, whole, left)
+        builder.cbranch(condition, more, done)
+        builder.position_at_end(more)
+        new = self._step(values, index, left)
         builder.branch(done)
         builder.position_at_end(done)
-        return self._join(more, tail, values, before)
+        return self._join(new, more, values, before)
 
     def _join(self, some: Sums, end: ir.Block, others: Sums, before: ir.Block) -> Sums:
         joined = [[self.builder.phi(value.type) for value in row] for row in some]
