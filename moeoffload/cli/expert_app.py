@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import tracemalloc
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
@@ -46,13 +47,18 @@ def serve(
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    stop = threading.Event()
+    # A pipe and not an Event: a handler runs in the very thread that waits, where the Event's lock may be held.
+    stopped, stop = os.pipe()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
+        os.write(stop, b"s")
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+
+    if not Path("/dev/nvidiactl").exists() and "TRITON_INTERPRET" not in os.environ:
+        # transformers imports Triton where it finds it; without a GPU that is 130 MiB for nothing.
+        sys.modules["triton"] = None  # type: ignore[assignment]
 
     # torch takes seconds to import; --help, --version and setting errors need not wait for it.
     from moeoffload.expert_server.calibrate import Pace
@@ -73,22 +79,22 @@ def serve(
         threading.Thread(target=_watch_stdin, args=(stop,), name="stdin", daemon=True).start()
     try:
         print(f"moeoffload-expert ready on {server.address} ({server.device})", flush=True)
-        stop.wait()
+        os.read(stopped, 1)
     finally:
         server.stop()
     log.info("stopped")
 
 
-def _forward(event: threading.Event, target: threading.Event) -> None:
+def _forward(event: threading.Event, stop: int) -> None:
     event.wait()
-    target.set()
+    os.write(stop, b"d")
 
 
-def _watch_stdin(stop: threading.Event) -> None:
+def _watch_stdin(stop: int) -> None:
     """Stops the server when the process that started it ends, however it ends: its end of the pipe closes."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    stop.set()
+    os.write(stop, b"i")
 
 
 def main() -> None:
