@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -74,3 +75,28 @@ def trim_heap() -> None:
     """Gives freed memory back to the system, where the C library can (glibc); converting weights leaves a lot of it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+_M_MMAP_THRESHOLD: Final = -3
+_LOADING_THRESHOLD: Final = 1 << 20
+_RUNNING_THRESHOLD: Final = 32 << 20
+
+
+@contextlib.contextmanager
+def lean_heap() -> Iterator[None]:
+    """While open, buffers above a megabyte go straight back to the system when they are freed (glibc).
+
+    For loading, whose buffers are large and short-lived; calls that run all the time are better off with a heap that
+    keeps what it has.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, _LOADING_THRESHOLD)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, _RUNNING_THRESHOLD)
+        trim_heap()

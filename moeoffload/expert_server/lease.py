@@ -14,7 +14,7 @@ import torch
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.protocol import dtype_of
 from moeoffload.control.v1 import expert_service_pb2 as pb
-from moeoffload.devices import trim_heap
+from moeoffload.devices import lean_heap
 from moeoffload.errors import CapacityError, MoeOffloadError, ServerError
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
@@ -107,8 +107,8 @@ class HostLease:
             kernels = prepare_layer(module, workspace, self._limits.kernel)
             return self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, workspace)
 
-        timings = self._engine.run(work, CALIBRATION_TIMEOUT_S)
-        trim_heap()
+        with lean_heap():
+            timings = self._engine.run(work, CALIBRATION_TIMEOUT_S)
         return pb.CalibrateReply(timings=[pb.Timing(rows=rows, seconds=seconds) for rows, seconds in timings])
 
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
@@ -149,8 +149,8 @@ class HostLease:
         for layer, experts in zip(checkpoint.layers, table.layers, strict=True):
             if not experts:
                 continue
-            self._load_layer(checkpoint, request.model, layer.index, experts)
-            trim_heap()
+            with lean_heap():
+                self._load_layer(checkpoint, request.model, layer.index, experts)
             loaded += len(experts) * layer.expert_bytes
             yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
         self._table = table
