@@ -17,6 +17,7 @@ from moeoffload.kernels.program import (
     experts_program,
     row_dtype,
     threads_for,
+    yield_address,
 )
 from moeoffload.kernels.triton_experts import MAX_ROWS, few_rows_kernel
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
@@ -210,11 +211,10 @@ class TiledExperts:
         call = arena.call
         call[words.PHASES] = phases
         if n_threads == 1:
-            call[words.BARRIER] = 0
             call[words.ITEM_GROUPS] = 1 << 30
             self._program.run(arena.address)
         else:
-            call[words.BARRIER] = self._program.barrier
+            call[words.YIELD] = yield_address()
             call[words.ITEM_GROUPS] = ITEM_GROUPS
             self._program.run_threaded(arena.address, n_threads)
         if call[words.BAD_ROUTE] >= 0:

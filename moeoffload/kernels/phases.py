@@ -1,7 +1,9 @@
 """What the compiled experts program does, phase by phase, in numba.
 
 plan -> up projections -> activation -> down projections -> weighted sum. Each phase's work is cut into items that
-threads claim one after the other; the results do not depend on who did what. "Positions" are routes sorted by expert.
+threads claim one after the other, and a phase begins when all items of the one before are finished: a thread that gets
+no core holds nobody up. The results do not depend on who did what. "Positions" are routes sorted by expert. A phase
+returns its number of items; ``counter`` is the address of how many are claimed, followed by how many are finished.
 """
 
 from __future__ import annotations
@@ -12,7 +14,18 @@ import numpy as np
 from numba import carray, njit
 
 from moeoffload.kernels.tile import TILE_ROWS, WEIGHT_ROWS, dot_tile
-from moeoffload.kernels.vector_ir import bits_of, claim, float_of, fma, narrow, pointer_to, widen
+from moeoffload.kernels.vector_ir import (
+    bits_of,
+    call_address,
+    claim,
+    finish,
+    finished,
+    float_of,
+    fma,
+    narrow,
+    pointer_to,
+    widen,
+)
 
 # Groups of four weight rows that all tiles of an expert pass through before the next ones come. With many tiles more
 # groups pay: the tile's rows are read from the second-level cache less often.
@@ -115,6 +128,20 @@ def convert(values: Any, out: Any) -> None:
         out[i] = narrow(widen(values[i]), out[0])
 
 
+# Then a waiting thread lets others run: one of them may hold the item that it waits for.
+_SPINS: Final = 200
+
+
+@njit(nogil=True)
+def wait_for_items(counter: int, n_items: int, yield_address: int) -> None:
+    """Returns when ``n_items`` items of the phase are finished."""
+    spins = 0
+    while finished(counter + 8) < n_items:
+        spins += 1
+        if spins > _SPINS:
+            call_address(yield_address)
+
+
 @njit(nogil=True)
 def project_groups(
     weights: Any,
@@ -185,7 +212,7 @@ def project(
     out: Any,
     item_groups: int,
     counter: int,
-) -> None:
+) -> int:
     """Every present route times its expert's matrix (n_out, inner): ``out`` (positions, n_out)."""
     hit, first, row_of, _, identity, _ = plan_parts(plan, n_experts, n_routes)
     row_index = identity if rows_are_sorted else row_of
@@ -195,7 +222,7 @@ def project(
     while True:
         item = claim(counter)
         if item >= n_items:
-            return
+            return n_items
         group = item // per_expert
         start = (item - group * per_expert) * item_groups
         end = min(start + item_groups, quarter)
@@ -212,6 +239,7 @@ def project(
             project_groups(
                 matrix, row, row + 1, 1, inner, rows, row_index, top, bottom, expert_bias, bias_mode, out, n_out
             )
+        finish(counter + 8)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -243,13 +271,13 @@ def exp(x: Any) -> Any:
 
 
 @njit(nogil=True, error_model="numpy")
-def silu_times_up(plan: Any, inter: int, values: Any, out: Any, counter: int) -> None:
+def silu_times_up(plan: Any, inter: int, values: Any, out: Any, counter: int) -> int:
     """``out = silu(gate) * up`` for ``values`` (positions, [gate | up]); rounds after each step to their type."""
     one = np.float32(1.0)
     while True:
         position = claim(counter)
         if position >= plan[N_PRESENT]:
-            return
+            return plan[N_PRESENT]
         gate = values[position * 2 * inter : position * 2 * inter + inter]
         up = values[position * 2 * inter + inter : (position + 1) * 2 * inter]
         target = out[position * inter : (position + 1) * inter]
@@ -258,6 +286,7 @@ def silu_times_up(plan: Any, inter: int, values: Any, out: Any, counter: int) ->
             activated = widen(narrow(np.float32(x / np.float32(one + exp(-x))), gate[i]))
             product = widen(narrow(np.float32(activated * widen(up[i])), gate[i]))
             target[i] = narrow(product, target[i])
+        finish(counter + 8)
 
 
 @njit(nogil=True)

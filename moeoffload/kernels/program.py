@@ -29,9 +29,10 @@ from moeoffload.kernels.phases import (
     project,
     silu_times_up,
     view,
+    wait_for_items,
     weighted_sum,
 )
-from moeoffload.kernels.vector_ir import call_address, has_bf16_dot
+from moeoffload.kernels.vector_ir import has_bf16_dot
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
         n_routes = n_rows * top_k
         counters = address + np.int64(words.COUNTERS * 8)
         item_groups = call[words.ITEM_GROUPS]
-        barrier = call[words.BARRIER]
+        yield_address = call[words.YIELD]
         plan = view(call[words.PLAN], np.int32, plan_words(n_experts, n_routes))
         operands = view(call[words.OPERANDS], row_type, n_rows * hidden)
         up = view(call[words.UP], weight_type, n_routes * up_columns)
@@ -58,16 +59,18 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
         if phases & words.PLAN_PHASE:
             for counter in range(4):
                 call[words.COUNTERS + counter * words.COUNTER_WORDS] = 0
+                call[words.COUNTERS + counter * words.COUNTER_WORDS + 1] = 0
             call[words.BAD_ROUTE] = make_plan(view(call[words.SLOTS], np.int64, n_routes), top_k, n_experts, plan)
             if call[words.BAD_ROUTE] >= 0:
                 return
             if call[words.OPERANDS] != call[words.ROWS]:
                 convert(view(call[words.ROWS], weight_type, n_rows * hidden), operands)
+        n_items = 0
         if phases & words.UP_PHASE:
             weights = view(layer[words.UP_WEIGHT], weight_type, n_experts * up_columns * hidden)
             bias = view(layer[words.UP_BIAS], weight_type, n_experts * up_columns)
             mode = 2 if layer[words.UP_BIAS] != 0 else 0
-            project(
+            n_items = project(
                 plan,
                 n_experts,
                 n_routes,
@@ -83,16 +86,14 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
                 counters,
             )
         if phases & words.ACTIVATE_PHASE:
-            if barrier:
-                call_address(barrier)
-            silu_times_up(plan, inter, up, activated, counters + 64)
+            wait_for_items(counters, n_items, yield_address)
+            n_items = silu_times_up(plan, inter, up, activated, counters + 64)
         if phases & words.DOWN_PHASE:
-            if barrier:
-                call_address(barrier)
+            wait_for_items(counters + 64, n_items, yield_address)
             weights = view(layer[words.DOWN_WEIGHT], weight_type, n_experts * hidden * inter)
             bias = view(layer[words.DOWN_BIAS], weight_type, n_experts * hidden)
             mode = 2 if layer[words.DOWN_BIAS] != 0 else 0
-            project(
+            n_items = project(
                 plan,
                 n_experts,
                 n_routes,
@@ -108,8 +109,7 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
                 counters + 128,
             )
         if phases & words.SUM_PHASE:
-            if barrier:
-                call_address(barrier)
+            wait_for_items(counters + 128, n_items, yield_address)
             out = view(call[words.OUT], np.float32, n_rows * hidden)
             if call[words.WEIGHTS_ARE_F32]:
                 route_weights = view(call[words.WEIGHTS], np.float32, n_routes)
@@ -130,6 +130,7 @@ def _make_linear_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable[
         operands = view(call[words.OPERANDS], row_type, n_rows * n_in)
         if call[words.PHASES] & words.PLAN_PHASE:
             call[words.COUNTERS] = 0
+            call[words.COUNTERS + 1] = 0
             plan_one(plan, n_rows)
             if call[words.OPERANDS] != call[words.ROWS]:
                 convert(view(call[words.ROWS], weight_type, n_rows * n_in), operands)
@@ -190,11 +191,6 @@ class Program:
         else:
             self._team.parallel(self.address, block, n_threads, 0)
 
-    @property
-    def barrier(self) -> int:
-        """Address of the function at which the threads of a team wait for each other; 0 if there are no teams."""
-        return self._team.barrier if self._team is not None else 0
-
 
 class _Team:
     """The OpenMP runtime that torch has loaded."""
@@ -203,7 +199,6 @@ class _Team:
         self.parallel: Any = library.GOMP_parallel
         self.parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         self.parallel.restype = None
-        self.barrier = ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value or 0
 
 
 @functools.cache
@@ -216,6 +211,12 @@ def _team() -> _Team | None:
     except (OSError, AttributeError) as error:
         logger.info("kernels use one thread: %s", error)
     return None
+
+
+@functools.cache
+def yield_address() -> int:
+    """Address of the C library's function that lets other threads run."""
+    return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
 
 
 @functools.cache

@@ -225,6 +225,30 @@ def claim(typing_context: Any, counter: Any) -> Any:
 
 
 @intrinsic
+def finish(typing_context: Any, counter: Any) -> Any:
+    """Adds one to the int64 at an address, after everything that this thread has written."""
+    del typing_context
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        pointer = builder.inttoptr(values[0], I64.as_pointer())
+        builder.atomic_rmw("add", pointer, ir.Constant(I64, 1), "release")
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def finished(typing_context: Any, counter: Any) -> Any:
+    """The int64 at an address; what was written before it was set can be read afterwards."""
+    del typing_context
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        return builder.load_atomic(builder.inttoptr(values[0], I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
 def call_address(typing_context: Any, address: Any) -> Any:
     """Calls the C function ``void f(void)`` at an address."""
     del typing_context

@@ -23,8 +23,8 @@ TOP_K: Final = 6
 WEIGHTS_ARE_F32: Final = 7
 PHASES: Final = 8
 """Sum of the phases to run, see below."""
-BARRIER: Final = 9
-"""Address of a function at which all threads of the team wait for each other; 0 with one thread."""
+YIELD: Final = 9
+"""Address of a function that lets other threads run."""
 ITEM_GROUPS: Final = 10
 """Groups of four weight rows of one item of the projections."""
 PLAN: Final = 11
@@ -39,7 +39,7 @@ OPERANDS: Final = 15
 BAD_ROUTE: Final = 16
 """Written by the plan: -1, or a route whose slot does not exist."""
 COUNTERS: Final = 24
-"""Counters of claimed items, one cache line per phase."""
+"""One cache line per phase: how many of its items are claimed, and how many finished."""
 COUNTER_WORDS: Final = 8
 CALL_WORDS: Final = 56
 
