@@ -95,7 +95,7 @@ class Kernel(StrEnum):
 
 
 class Pipeline(StrEnum):
-    """Whether the chunks of a long prompt follow each other through the layers; AUTO measures what wins."""
+    """Whether the chunks of a long prompt follow each other through the layers; AUTO is on."""
 
     AUTO = "auto"
     ON = "on"
@@ -232,7 +232,7 @@ class HostSettings(CommonSettings):
     pipeline: Annotated[
         Pipeline,
         Field(description="Attention of one chunk of a long prompt while servers compute experts of the one before."),
-        Setting(default_means="on where it wins", panel=Panel.CHANNEL),
+        Setting(default_means="on, for models and calls whose prompts can be cut", panel=Panel.CHANNEL),
     ] = Pipeline.AUTO
     local_experts_gib: Annotated[
         float,
