@@ -127,6 +127,11 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             shared_bytes=settings.shared_bytes,
         )
     )
+    if offer.batch_capacity > settings.batch_capacity:
+        raise ServerError(
+            f"expert server {candidate.address}: batch capacity is {offer.batch_capacity} there, "
+            f"this host asked for at most {settings.batch_capacity}"
+        )
     layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, plan.payload, plan.payload, offer.batch_capacity)
     channel, reason = _open_channel(candidate, offer, layout, settings)
     try:
