@@ -1,10 +1,16 @@
-"""The one compute thread: takes requests of all hosts in order of arrival, runs the kernel, writes the replies."""
+"""Takes the requests of all hosts, runs the kernel, writes the replies. One computes at a time.
+
+Large requests go through a compute thread, in order of arrival. A small one, a decode step, is computed by the thread
+that received it if nobody else computes, and before what else waits: a hop to another thread would cost it more than
+the rest of the way.
+"""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,7 +24,7 @@ from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import describe_bad_row, first_bad_row
-from moeoffload.transport.base import ServerChannel, ServerSlot
+from moeoffload.transport.base import ServerChannel, ServerSlot, Work
 from moeoffload.wire import (
     HEADER_BYTES,
     ErrorCode,
@@ -32,6 +38,8 @@ from moeoffload.wire import (
 
 logger = logging.getLogger(__name__)
 
+SMALL_BYTES: Final = 1 << 17
+"""Frames of up to so many bytes are small."""
 _STOP: Final = None
 T = TypeVar("T")
 
@@ -94,22 +102,39 @@ class _Job:
 
 
 class Engine:
-    """Owns the compute thread. `submit` may be called from any thread."""
+    """Owns the compute thread and the right to compute. `submit` may be called from any thread."""
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
         self.counters = EngineCounters()
         self.kernel_workspace = KernelWorkspace()
         self._requests: queue.SimpleQueue[tuple[ServerChannel, ServerSlot] | _Job | None] = queue.SimpleQueue()
+        self._small: deque[tuple[ServerChannel, ServerSlot]] = deque()
+        self._computing = threading.Lock()
+        self._n_large = 0
+        """Large requests and jobs that are not finished; each is followed by a look at the small ones."""
+        self._counting = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Starts the compute thread."""
         self._thread.start()
 
-    def submit(self, channel: ServerChannel, slot: ServerSlot) -> None:
-        """Queues a received request; ``slot.owner`` must be its `SlotContext`."""
-        self._requests.put((channel, slot))
+    def submit(self, channel: ServerChannel, slot: ServerSlot) -> Work | None:
+        """Queues a received request; ``slot.owner`` must be its `SlotContext`. Returns what the caller has to do."""
+        if slot.n_bytes <= SMALL_BYTES:
+            self._small.append((channel, slot))
+            return self.compute_small
+        self._put((channel, slot))
+        return None
+
+    def compute_small(self) -> None:
+        """Computes the small requests that wait, unless another thread computes: that one will, when it is done."""
+        while self._small and not self._n_large and self._computing.acquire(blocking=False):
+            try:
+                self._drain_small()
+            finally:
+                self._computing.release()
 
     def run(self, work: Callable[[], T], timeout_s: float) -> T:
         """Runs ``work`` on the compute thread, after what was submitted before, and returns its result.
@@ -118,7 +143,7 @@ class Engine:
             ServerError: the thread did not come to it within ``timeout_s``; and whatever ``work`` raises.
         """
         job = _Job(work)
-        self._requests.put(job)
+        self._put(job)
         try:
             result: T = job.done.result(timeout_s)
         except TimeoutError:
@@ -131,20 +156,38 @@ class Engine:
         self._requests.put(_STOP)
         self._thread.join(timeout_s)
 
+    def _put(self, request: tuple[ServerChannel, ServerSlot] | _Job) -> None:
+        with self._counting:
+            self._n_large += 1
+        self._requests.put(request)
+
     def _run(self) -> None:
-        with torch.inference_mode():
-            while (request := self._requests.get()) is not None:
+        while (request := self._requests.get()) is not None:
+            with self._computing:
                 if isinstance(request, _Job):
-                    request.run()
-                    continue
-                channel, slot = request
-                context: SlotContext = slot.owner
-                if context.host.closed:
-                    continue
-                try:
-                    channel.reply(slot, self._answer(slot, context))
-                except MoeOffloadError as error:
-                    logger.warning("epoch %d: reply not sent: %s", context.host.epoch, error)
+                    with torch.inference_mode():
+                        request.run()
+                else:
+                    self._serve(*request)
+                self._drain_small()
+            with self._counting:
+                self._n_large -= 1
+            self.compute_small()
+
+    def _drain_small(self) -> None:
+        """Computes the small requests that wait at the moment, no later ones: large ones have their turn, too."""
+        for _ in range(len(self._small)):
+            self._serve(*self._small.popleft())
+
+    @torch.inference_mode()
+    def _serve(self, channel: ServerChannel, slot: ServerSlot) -> None:
+        context: SlotContext = slot.owner
+        if context.host.closed:
+            return
+        try:
+            channel.reply(slot, self._answer(slot, context))
+        except MoeOffloadError as error:
+            logger.warning("epoch %d: reply not sent: %s", context.host.epoch, error)
 
     def _answer(self, slot: ServerSlot, context: SlotContext) -> int:
         """Computes one request into the slot's reply buffer; returns the reply frame's length in bytes."""

@@ -23,7 +23,7 @@ from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels, prepare_layer
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
-from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel, ServerSlot
+from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel, ServerSlot, Work
 from moeoffload.wire import MAX_SLOTS, FrameLayout, SlotViews
 
 logger = logging.getLogger(__name__)
@@ -299,12 +299,12 @@ class HostLease:
             parameters=offer.parameters,
         )
 
-    def _deliver(self, channel: ServerChannel, slot: ServerSlot) -> None:
+    def _deliver(self, channel: ServerChannel, slot: ServerSlot) -> Work | None:
         if slot.owner is None:
             active = self._active
             assert active is not None, "channels are opened after the lease became active"
             slot.owner = SlotContext(active, SlotViews(active.layout, slot.request, slot.reply))
-        self._engine.submit(channel, slot)
+        return self._engine.submit(channel, slot)
 
     def accept(self, request: pb.Accept) -> pb.Ready:
         """Keeps the channel the host has opened and closes the others.

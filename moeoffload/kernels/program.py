@@ -174,8 +174,8 @@ class Program:
     """A compiled entry. ``run`` releases the interpreter lock."""
 
     def __init__(self, make_entry: Callable[..., Callable[[int], None]], dtype: torch.dtype) -> None:
-        entry = make_entry(_WEIGHT_TYPES[dtype], _WEIGHT_TYPES[row_dtype(dtype)], _stamp())
-        self._compiled = _compile(entry)
+        entry = make_entry(_WEIGHT_TYPES[dtype], _WEIGHT_TYPES[row_dtype(dtype)], source_stamp())
+        self._compiled = compile_entry(entry)
         self.address = self._compiled.address
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
         self._team = _team()
@@ -231,8 +231,9 @@ def linear_program(dtype: torch.dtype) -> Program:
     return Program(_make_linear_entry, dtype)
 
 
-def _compile(entry: Callable[[int], None]) -> Any:
-    signature = types.void(types.int64)
+def compile_entry(entry: Callable[..., Any], returns: Any = types.void, n_arguments: int = 1) -> Any:
+    """Compiles a function of int64 arguments to a C function, or loads it from the on-disk cache."""
+    signature = returns(*[types.int64] * n_arguments)
     try:
         return numba.cfunc(signature, nopython=True, cache=True)(entry)
     except RuntimeError as error:
@@ -242,10 +243,10 @@ def _compile(entry: Callable[[int], None]) -> Any:
 
 
 @functools.cache
-def _stamp() -> int:
+def source_stamp() -> int:
     """Changes with any file the compiled code is made from; numba itself looks at one only."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in ("vector_ir.py", "tile.py", "phases.py", "program.py", "words.py"):
+    for name in ("vector_ir.py", "tile.py", "phases.py", "program.py", "words.py", "watch.py"):
         digest.update((folder / name).read_bytes())
     return int.from_bytes(digest.digest()[:7], "little")

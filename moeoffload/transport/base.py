@@ -148,8 +148,15 @@ class HostChannel(ABC):
         """Frees everything; wakes waiting threads with a ServerError. Idempotent, from any thread."""
 
 
-Deliver = Callable[["ServerChannel", ServerSlot], None]
-"""Called from a thread of the transport, once per received request. Must return quickly (it enqueues) and not raise."""
+Work = Callable[[], None]
+"""What a thread that has handed over all that has arrived does before it waits again. Must not raise."""
+
+Deliver = Callable[["ServerChannel", ServerSlot], Work | None]
+"""Called from a thread of the transport, once per received request. Must return quickly (it enqueues) and not raise.
+
+If it returns work, the same thread does it soon, without any lock: a small request is then computed with no hop to
+another thread.
+"""
 
 
 class ServerChannel(ABC):

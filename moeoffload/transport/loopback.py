@@ -82,6 +82,7 @@ class LoopbackServer(PooledServerChannel):
         while (request := self._wire.requests.get()) is not None:
             index, n_bytes = request
             self._deliver(self.slots[index], n_bytes)
+            self.do_work()
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
         with self._wire.arrived:

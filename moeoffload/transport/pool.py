@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Final
 
 from moeoffload.errors import CapacityError, DeadlineError, ProtocolError, ServerError
-from moeoffload.transport.base import ChannelSizes, Deliver, HostChannel, HostSlot, ServerChannel, ServerSlot
+from moeoffload.transport.base import ChannelSizes, Deliver, HostChannel, HostSlot, ServerChannel, ServerSlot, Work
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, peek_request_id, write_error_text
 
 LATE_POLL_S: Final = 0.005
@@ -262,6 +262,7 @@ class PooledServerChannel(ServerChannel):
         self._delivering = threading.RLock()
         """Held while `Deliver` runs; reentrant, since it may close the channel."""
         self._closed = False
+        self._work: Work | None = None
         self._header = FrameHeader()
 
     @abstractmethod
@@ -302,12 +303,18 @@ class PooledServerChannel(ServerChannel):
             slot.received_at = perf_counter()
             self._busy[slot.index] = True
             try:
-                self._deliver_to(self, slot)
+                self._work = self._deliver_to(self, slot) or self._work
             except Exception:
                 log.exception("%s: a request could not be delivered", self.name)
                 if self._busy[slot.index]:
                     text = "the server could not take the request"
                     self._refuse(slot, peek_request_id(slot.request), ErrorCode.INTERNAL, text)
+
+    def do_work(self) -> None:
+        """Does what the deliveries so far have asked for; called by the thread that delivered, without any lock."""
+        work, self._work = self._work, None
+        if work is not None:
+            work()
 
     def _refuse(self, slot: ServerSlot, request_id: int, code: ErrorCode, text: str) -> None:
         """Answers the request in ``slot`` with an error frame."""

@@ -4,16 +4,18 @@ Layout: a control page, then one 4096-aligned request area and one reply area pe
 
     0    magic, version, slots, bytes of a request, of a reply and of everything, nonce
     128  the server closed the channel        192  the host closed the channel
-    256  one 64-byte line per request on its way: slot, bytes, request id (a ring; one semaphore counts its entries)
-    ...  one 64-byte line per slot: bytes, request id of its reply (one semaphore per slot)
+    256  one 64-byte line per request on its way: slot, bytes, request id, bell (a ring; a semaphore counts its entries)
+    ...  one 64-byte line per slot: bytes, request id, bell of its reply (one semaphore per slot)
 
 The ring entry is written before the semaphore is posted, under a lock of the host, and read after a token was taken:
-the n-th token belongs to the n-th entry, and the semaphore orders memory on every architecture. No two lines share a
-cache line.
+the n-th token belongs to the n-th entry, and the semaphore orders memory on every architecture. The bell is written
+after the post, for a reader that looks instead of sleeping: the number of the entry from 1 on, the id of the reply. No
+two lines share a cache line.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import re
@@ -74,6 +76,7 @@ class Segment:
             raise ProtocolError(f"shared memory {name} starts with {found[:-1]}, expected {head}")
         self.nonce: bytes = found[-1]
         self.words = memory[:control].cast("Q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         request_step, reply_step = _aligned(sizes.request_bytes), _aligned(sizes.reply_bytes)
         replies_at = control + n * request_step
         self.requests = [memory[at : at + sizes.request_bytes] for at in range(control, replies_at, request_step)]
@@ -147,12 +150,16 @@ class Segment:
         return segment
 
     def ring_at(self, n: int) -> int:
-        """Word at which the n-th request announces itself: slot, bytes, request id."""
+        """Word at which the n-th request announces itself: slot, bytes, request id, bell."""
         return _RING + n % self._sizes.n_slots * _LINE_WORDS
 
     def reply_at(self, slot: int) -> int:
-        """Word at which the reply of a slot announces itself: bytes, request id."""
+        """Word at which the reply of a slot announces itself: bytes, request id, bell."""
         return _RING + (self._sizes.n_slots + slot) * _LINE_WORDS
+
+    def address_of(self, word: int) -> int:
+        """Where a word lies in this process; mapped as long as there is a view on the memory."""
+        return self._address + word * _WORD
 
     def unlink(self) -> None:
         """Takes the names away; what is open stays usable. Idempotent, also across the two sides."""

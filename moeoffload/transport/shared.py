@@ -47,18 +47,21 @@ class SharedHostEnd(PooledHostChannel):
             self._n_sent += 1
             words[at], words[at + 1], words[at + 2] = slot.index, n_bytes, request_id
             self._segment.request_semaphore.release()
+            words[at + 3] = self._n_sent
 
     def _await_reply(self, slot: HostSlot, deadline: float) -> int:
         index = slot.index
         semaphore = self._segment.reply_semaphores[index]
         at = self._segment.reply_at(index)
+        bell, awaited = self._segment.address_of(at + 2), self._awaited[index]
         while True:
             self._check_open()
             left_s = deadline - perf_counter()
             if left_s <= 0:
                 raise DeadlineError
             # A token without its reply is the wake-up of a close(), or of nobody: look again.
-            if self._spin.acquire(semaphore, min(left_s, READ_POLL_S)) and self._words[at + 1] == self._awaited[index]:
+            took = self._spin.acquire(semaphore, bell, awaited, min(left_s, READ_POLL_S))
+            if took and self._words[at + 1] == awaited:
                 return self._words[at]
 
     def _take_late(self, slot: HostSlot) -> bool:
@@ -117,13 +120,16 @@ class SharedServerEnd(PooledServerChannel):
     def _read(self) -> None:
         segment, n_read = self._segment, 0
         while not self._closed:
-            if not self._spin.acquire(segment.request_semaphore, READ_POLL_S):
+            at = segment.ring_at(n_read)
+            if not self._spin.acquire(segment.request_semaphore, segment.address_of(at + 3), n_read + 1, READ_POLL_S):
                 continue
             if self._words[HOST_CLOSED]:
                 self.close()
             elif not self._closed:
-                self._take(segment.ring_at(n_read))
+                self._take(at)
                 n_read += 1
+                if not segment.request_semaphore.value:
+                    self.do_work()
         segment.close()
 
     def _take(self, at: int) -> None:
@@ -141,8 +147,10 @@ class SharedServerEnd(PooledServerChannel):
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
         at = self._segment.reply_at(slot.index)
-        self._words[at], self._words[at + 1] = n_bytes, self._taken[slot.index]
+        request_id = self._taken[slot.index]
+        self._words[at], self._words[at + 1] = n_bytes, request_id
         self._segment.reply_semaphores[slot.index].release()
+        self._words[at + 2] = request_id
 
     def _close(self) -> None:
         self._words[SERVER_CLOSED] = 1

@@ -214,6 +214,7 @@ class StreamListener:
 
     def _read(self) -> None:
         likely = False
+        worker: StreamServerEnd | None = None
         while True:
             with self._using:
                 if self._closing:
@@ -223,11 +224,17 @@ class StreamListener:
                     received = self._receive() if readable else None
                 except zmq.Again:
                     readable, received = False, None
-                self._reader_waits = not readable
+                self._reader_waits = not readable and worker is None
             likely = False
             if received is not None:
                 channel, slot, n_bytes = received
                 channel.received(slot, n_bytes)
+                if worker not in (None, channel):
+                    worker.do_work()
+                worker = channel
+            elif not readable and worker is not None:
+                worker.do_work()
+                worker = None
             elif not readable:
                 likely = self._wire.wait(READ_POLL_S)
 

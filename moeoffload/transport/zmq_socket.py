@@ -12,16 +12,19 @@ socket looks at ``readable`` before waiting, and wakes the thread that waits if 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import select
 import struct
 import weakref
+from time import perf_counter
 from typing import Final
 
 import zmq
 
 from moeoffload.transport.base import ChannelSizes
+from moeoffload.transport.waiting import AdaptiveSpin
 
 TAG: Final = struct.Struct("<QII")
 CLOSED_ID: Final = 0
@@ -68,8 +71,12 @@ class FrameSocket:
             self.socket.setsockopt(option, value)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
-        self._poll.register(self.socket.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
-        self._poll.register(self._wake_fd, select.POLLIN)
+        fds = (int(self.socket.getsockopt(zmq.FD)), self._wake_fd)  # type: ignore[arg-type]
+        for fd in fds:
+            self._poll.register(fd, select.POLLIN)
+        # As C's poll() takes them: descriptor, then the 16 bits to ask for and those of the answer.
+        self._pollfds = (ctypes.c_int32 * 4)(fds[0], select.POLLIN, fds[1], select.POLLIN)
+        self._spin = AdaptiveSpin()
         # Should the owner forget to close: a context that is collected before its socket waits for it, forever.
         self._close = weakref.finalize(self, _close, self.socket, context, self._wake_fd)
         self._close.atexit = False
@@ -132,8 +139,12 @@ class FrameSocket:
 
         Returns whether something happened on the socket: then it is cheaper to try to receive than to ask ``readable``.
         """
+        started = perf_counter()
+        seen = self._spin.descriptors(ctypes.addressof(self._pollfds), 2, timeout_s)
+        events = self._poll.poll(0 if seen else timeout_s * 1000)
+        self._spin.learn(perf_counter() - started)
         happened = False
-        for fd, _ in self._poll.poll(timeout_s * 1000):
+        for fd, _ in events:
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
             else:

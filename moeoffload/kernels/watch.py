@@ -1,0 +1,175 @@
+"""Compiled loops that look for news again and again, without the interpreter lock.
+
+A thread that is woken by another one answers 20 to 50 microseconds late, more on a virtual machine, whose idle cores
+the hypervisor has to wake. One that looks all the time answers within one, and in compiled code it keeps neither the
+interpreter lock from other threads nor, thanks to ``sched_yield``, the core from other processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, Final
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import types
+from numba.extending import intrinsic
+
+from moeoffload.kernels.program import compile_entry, source_stamp
+from moeoffload.kernels.vector_ir import I32, I64, call_llvm, finished
+
+_LOOKS: Final = 16
+"""Looks between two readings of the clock."""
+_CLOCK_MONOTONIC: Final = 1
+_PAUSE: Final = "llvm.x86.sse2.pause" if platform.machine() in ("x86_64", "AMD64") else None
+
+
+class Seen(IntEnum):
+    """Why a watch ended."""
+
+    NOTHING = 0
+    """Its time was over."""
+    NEWS = 1
+    CROWDED = 2
+    """Somebody else wants this core: looking on would keep them, perhaps the very peer, from working."""
+
+
+@intrinsic
+def _pause(typing_context: Any) -> Any:
+    """Tells the core that this is a loop that waits."""
+    del typing_context
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        if _PAUSE is not None:
+            call_llvm(builder, _PAUSE, ir.VoidType(), [], [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def _clock_ns(typing_context: Any, clock_gettime: Any) -> Any:
+    """CLOCK_MONOTONIC in nanoseconds, from the C function at an address."""
+    del typing_context, clock_gettime
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        time = builder.alloca(ir.ArrayType(I64, 2))
+        function = ir.FunctionType(I32, [I32, time.type])
+        builder.call(builder.inttoptr(values[0], function.as_pointer()), [ir.Constant(I32, _CLOCK_MONOTONIC), time])
+        seconds, rest = (builder.extract_value(builder.load(time), part) for part in (0, 1))
+        return builder.add(builder.mul(seconds, ir.Constant(I64, 1_000_000_000)), rest)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _sched_yield(typing_context: Any, sched_yield: Any) -> Any:
+    """The C function at an address, without arguments."""
+    del typing_context, sched_yield
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        function = ir.FunctionType(I32, [])
+        return builder.call(builder.inttoptr(values[0], function.as_pointer()), [])
+
+    return types.int32(types.int64), generate
+
+
+@intrinsic
+def _poll(typing_context: Any, poll: Any, descriptors: Any, count: Any) -> Any:
+    """``poll(descriptors, count, 0)`` with the C function at an address."""
+    del typing_context, poll, descriptors, count
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        function = ir.FunctionType(I32, [I64, I64, I32])
+        pointer = builder.inttoptr(values[0], function.as_pointer())
+        return builder.call(pointer, [values[1], values[2], ir.Constant(I32, 0)])
+
+    return types.int32(types.int64, types.int64, types.int64), generate
+
+
+def _make_watch_word(stamp: int) -> Callable[[int, int, int, int, int, int], int]:
+    def watch_word(address: int, value: int, limit_ns: int, crowded_ns: int, clock: int, yield_: int) -> int:
+        _ = stamp
+        started = before = _clock_ns(clock)
+        while True:
+            for _look in range(_LOOKS):
+                if finished(address) == value:
+                    return 1
+                _pause()
+            _sched_yield(yield_)
+            now = _clock_ns(clock)
+            if now - before > crowded_ns:
+                # Perhaps it was the peer who had the core, and was quick.
+                return 1 if finished(address) == value else 2
+            if now - started > limit_ns:
+                return 0
+            before = now
+
+    return watch_word
+
+
+def _make_watch_descriptors(stamp: int) -> Callable[[int, int, int, int, int, int, int], int]:
+    def watch_descriptors(
+        pollfds: int, count: int, limit_ns: int, crowded_ns: int, clock: int, yield_: int, poll: int
+    ) -> int:
+        _ = stamp
+        started = before = _clock_ns(clock)
+        while True:
+            if _poll(poll, pollfds, count) != 0:
+                return 1
+            _sched_yield(yield_)
+            now = _clock_ns(clock)
+            if now - before > crowded_ns:
+                return 2
+            if now - started > limit_ns:
+                return 0
+            before = now
+
+    return watch_descriptors
+
+
+class Watch:
+    """The compiled loops; one for the whole process, see `watch`."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None)
+        self._clock, self._yield, self._poll = (
+            ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0
+            for name in ("clock_gettime", "sched_yield", "poll")
+        )
+        stamp = source_stamp()
+        self._kept = (
+            compile_entry(_make_watch_word(stamp), types.int64, 6),
+            compile_entry(_make_watch_descriptors(stamp), types.int64, 7),
+        )
+        word, descriptors = (entry.address for entry in self._kept)
+        self._watch_word = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)(word)
+        self._watch_descriptors = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 7)(descriptors)
+
+    def word(self, address: int, value: int, limit_s: float, crowded_s: float) -> int:
+        """Looks until the int64 at ``address`` is ``value``; what was written before it can be read then.
+
+        Args:
+            address: multiple of 8, of memory that stays mapped meanwhile.
+            value: what to look for.
+            limit_s: at most so long, in seconds.
+            crowded_s: ends when the thread did not get the core for so long between two looks.
+
+        Returns:
+            a `Seen`.
+        """
+        return self._watch_word(address, value, int(limit_s * 1e9), int(crowded_s * 1e9), self._clock, self._yield)
+
+    def descriptors(self, pollfds: int, count: int, limit_s: float, crowded_s: float) -> int:
+        """As `word`, until something happens on one of ``count`` C ``struct pollfd`` at the address ``pollfds``."""
+        limit_ns, crowded_ns = int(limit_s * 1e9), int(crowded_s * 1e9)
+        return self._watch_descriptors(pollfds, count, limit_ns, crowded_ns, self._clock, self._yield, self._poll)
+
+
+@functools.cache
+def watch() -> Watch:
+    """The compiled loops of this process; the first call compiles them or loads them from the on-disk cache."""
+    return Watch()
