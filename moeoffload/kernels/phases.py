@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numba import carray, njit
 
-from moeoffload.kernels.tile import TILE_ROWS, WEIGHT_ROWS, dot_tile
+from moeoffload.kernels.tile import IN_CACHE, IN_MEMORY, ONCE, TILE_ROWS, WEIGHT_ROWS, dot_tile
 from moeoffload.kernels.vector_ir import (
     bits_of,
     call_address,
@@ -164,6 +164,7 @@ def project_groups(
     """
     n_tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
     block = BLOCK_GROUPS if n_tiles >= BLOCK_TILES else 1
+    source = ONCE if n_tiles == 1 else IN_MEMORY
     start = weight_row
     while start < last_row:
         end = min(start + block, last_row)
@@ -179,7 +180,7 @@ def project_groups(
                     n_ahead += 1
                 dot_tile(
                     size,
-                    tile == 0,
+                    source if tile == 0 else IN_CACHE,
                     weights,
                     row,
                     row_step,
