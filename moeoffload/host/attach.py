@@ -161,6 +161,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         table,
         [layer.n_experts for layer in checkpoint.layers],
         plan.device,
+        checkpoint.dtype,
         settings.dispatch_timeout_s,
         SliceLearner([(timing.rows, timing.seconds) for timing in offer.timings], layout.capacity, settings.hot_slice),
     )

@@ -11,7 +11,8 @@ from moeoffload.control.client import ControlClient, Lease
 from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ServerError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
-from moeoffload.payload import encode_rows
+from moeoffload.kernels.pack import RowPacker
+from moeoffload.payload import describe_bad_row, encode_rows
 from moeoffload.placement import ExpertTable, slot_table
 from moeoffload.transport import HostChannel, HostSlot
 from moeoffload.wire import HEADER_BYTES, ErrorCode, Flag, FrameHeader, FrameLayout, Kind, SlotViews, read_error_text
@@ -39,6 +40,7 @@ class Flight:
 
     slot: HostSlot
     views: SlotViews
+    packer: RowPacker
     header: FrameHeader = field(default_factory=FrameHeader)
     request_id: int = 0
     layer: int = 0
@@ -64,6 +66,7 @@ class ExpertLink:
         table: ExpertTable,
         n_experts: list[int],
         device: torch.device,
+        dtype: torch.dtype,
         timeout_s: float,
         learner: SliceLearner,
     ) -> None:
@@ -82,7 +85,10 @@ class ExpertLink:
         self.holds_none = [not held for held in table.layers]
         self._slot_of = [slot_table(held, n).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
         for slot in channel.slots:
-            slot.owner = Flight(slot, SlotViews(layout, slot.request, slot.reply))
+            body = torch.frombuffer(slot.request, dtype=torch.uint8, offset=HEADER_BYTES).data_ptr()
+            payload = layout.dtype_out.torch_dtype
+            packer = RowPacker(body, dtype, payload, hidden=layout.hidden, top_k=layout.top_k)
+            slot.owner = Flight(slot, SlotViews(layout, slot.request, slot.reply), packer)
         lease.on_end(lambda reason: channel.close())
 
     @property
@@ -133,23 +139,14 @@ class ExpertLink:
         """
         channel, layout = self._channel, self.layout
         try:
-            slots = self._slot_of[layer][ids]
-            index = None
-            if not self.holds_all[layer]:
-                hit = (slots >= 0).any(dim=1)
-                n_hit = int(hit.sum())
-                if n_hit == 0:
-                    channel.release(slot)
-                    return None
-                if n_hit < hidden.shape[0]:
-                    index = hit.nonzero().squeeze(1)
-                    hidden, slots, weights = hidden[index], slots[index], weights[index]
             flight: Flight = slot.owner
-            n_rows = hidden.shape[0]
-            views = flight.views.dispatch(n_rows)
-            encode_rows(hidden, views.rows, layout.dtype_out, where=lambda row: _where(layer, start, index, row))
-            views.weights.copy_(weights)
-            views.slots.copy_(slots)
+            if flight.packer.takes(hidden, ids, weights):
+                n_rows, index = self._pack_few(flight, layer, start, hidden, ids, weights)
+            else:
+                n_rows, index = self._pack(flight, layer, start, hidden, ids, weights)
+            if n_rows == 0:
+                channel.release(slot)
+                return None
             header = flight.header
             header.kind = Kind.DISPATCH
             header.dtype_out, header.dtype_back = layout.dtype_out, layout.dtype_back
@@ -170,6 +167,52 @@ class ExpertLink:
         to.rows += n_rows
         to.bytes_out += n_bytes
         return flight
+
+    def _pack(
+        self,
+        flight: Flight,
+        layer: int,
+        start: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> tuple[int, torch.Tensor | None]:
+        """Writes the body of a frame; how many rows have an expert here, and which, None if all of the chunk."""
+        slots = self._slot_of[layer][ids]
+        index = None
+        if not self.holds_all[layer]:
+            hit = (slots >= 0).any(dim=1)
+            n_hit = int(hit.sum())
+            if n_hit == 0:
+                return 0, None
+            if n_hit < hidden.shape[0]:
+                index = hit.nonzero().squeeze(1)
+                hidden, slots, weights = hidden[index], slots[index], weights[index]
+        views = flight.views.dispatch(hidden.shape[0])
+        dtype = self.layout.dtype_out
+        encode_rows(hidden, views.rows, dtype, where=lambda row: _where(layer, start, index, row))
+        views.weights.copy_(weights)
+        views.slots.copy_(slots)
+        return hidden.shape[0], index
+
+    def _pack_few(
+        self,
+        flight: Flight,
+        layer: int,
+        start: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> tuple[int, torch.Tensor | None]:
+        """As `_pack`, for what the slot's packer takes."""
+        packer = flight.packer
+        index = packer.pack(hidden, ids, weights, self._slot_of[layer], holds_all=self.holds_all[layer])
+        bad = packer.bad_row
+        if bad is not None:
+            row = hidden[bad if index is None else int(index[bad])]
+            what = describe_bad_row(row, self.layout.dtype_out)
+            raise PayloadError(f"{_where(layer, start, index, bad)}: hidden states {what}")
+        return packer.n_rows, index
 
     def receive(self, flight: Flight, to: CallCounters) -> torch.Tensor:
         """Waits for the sum that answers ``flight``: (n_rows, hidden) in the payload dtype, valid until `release`.

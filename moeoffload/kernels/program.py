@@ -148,8 +148,8 @@ def _make_linear_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable[
 
 
 # compute dtype -> numba element type of weights (see vector_ir)
-_WEIGHT_TYPES: Final = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
-COMPUTE_DTYPES: Final = frozenset(_WEIGHT_TYPES)
+WEIGHT_TYPES: Final = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
+COMPUTE_DTYPES: Final = frozenset(WEIGHT_TYPES)
 
 
 def row_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -174,7 +174,7 @@ class Program:
     """A compiled entry. ``run`` releases the interpreter lock."""
 
     def __init__(self, make_entry: Callable[..., Callable[[int], None]], dtype: torch.dtype) -> None:
-        entry = make_entry(_WEIGHT_TYPES[dtype], _WEIGHT_TYPES[row_dtype(dtype)], source_stamp())
+        entry = make_entry(WEIGHT_TYPES[dtype], WEIGHT_TYPES[row_dtype(dtype)], source_stamp())
         self._compiled = compile_entry(entry)
         self.address = self._compiled.address
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
@@ -247,6 +247,6 @@ def source_stamp() -> int:
     """Changes with any file the compiled code is made from; numba itself looks at one only."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in ("vector_ir.py", "tile.py", "phases.py", "program.py", "words.py", "watch.py"):
+    for name in ("vector_ir.py", "tile.py", "phases.py", "program.py", "words.py", "watch.py", "pack.py"):
         digest.update((folder / name).read_bytes())
     return int.from_bytes(digest.digest()[:7], "little")

@@ -1,0 +1,183 @@
+"""Writes a few rows of a layer's call into a dispatch frame, in one compiled pass.
+
+What takes a dozen torch calls otherwise: which rows have an expert on this server, their values in the payload dtype
+and whether all of them are finite there, their weights, and the slots of their experts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numba import njit
+
+from moeoffload.kernels.phases import view
+from moeoffload.kernels.program import WEIGHT_TYPES, compile_entry, source_stamp
+from moeoffload.kernels.vector_ir import bits_of, narrow, widen
+
+MAX_ROWS: Final = 16
+"""Calls of more rows are left to torch, which shares them out among threads."""
+
+_HIDDEN: Final = 0
+_IDS: Final = 1
+_WEIGHTS: Final = 2
+_TABLE: Final = 3
+_BODY: Final = 4
+_INDEX: Final = 5
+_N_ROWS: Final = 6
+_TOP_K: Final = 7
+_WIDTH: Final = 8
+_N_EXPERTS: Final = 9
+_HOLDS_ALL: Final = 10
+_WEIGHTS_ARE_F32: Final = 11
+_N_HIT: Final = 12
+_BAD_ROW: Final = 13
+_WORDS: Final = 14
+
+_FINE: Final = -1
+_BAD_ID: Final = -2
+
+# Of each payload type: bits without the sign, and the first value of them that is not finite.
+_MAGNITUDE: Final = {np.uint16: (0x7FFF, 0x7F80), np.int16: (0x7FFF, 0x7C00), np.float32: (0x7FFFFFFF, 0x7F800000)}
+
+
+@njit(nogil=True)
+def _raw(value: Any) -> Any:
+    """The bits of an element of any of the three types."""
+    if isinstance(value, np.float32):
+        return bits_of(value)
+    return np.int32(value)
+
+
+@njit(nogil=True)
+def _find_rows(ids: Any, top_k: int, table: Any, n_rows: int, holds_all: int, index: Any) -> int:
+    """Writes the rows with an expert in ``table`` to ``index``; returns how many, or _BAD_ID."""
+    n_hit = 0
+    for row in range(n_rows):
+        hit = holds_all
+        for k in range(top_k):
+            expert = ids[row * top_k + k]
+            if expert < 0 or expert >= table.size:
+                return -2
+            if table[expert] >= 0:
+                hit = 1
+        if hit:
+            index[n_hit] = row
+            n_hit += 1
+    return n_hit
+
+
+def _make_pack(source: Any, payload: Any, stamp: int) -> Callable[[int], None]:
+    magnitude, infinite = _MAGNITUDE[payload]
+    item_bytes = np.dtype(payload).itemsize
+
+    def pack(address: int) -> None:
+        _ = stamp
+        call = view(address, np.int64, _WORDS)
+        n_rows, top_k, width = call[_N_ROWS], call[_TOP_K], call[_WIDTH]
+        hidden = view(call[_HIDDEN], source, n_rows * width)
+        ids = view(call[_IDS], np.int64, n_rows * top_k)
+        table = view(call[_TABLE], np.int16, call[_N_EXPERTS])
+        index = view(call[_INDEX], np.int64, n_rows)
+        n_hit = _find_rows(ids, top_k, table, n_rows, call[_HOLDS_ALL], index)
+        call[_N_HIT] = n_hit
+        call[_BAD_ROW] = -1
+        if n_hit <= 0:
+            return
+        rows = view(call[_BODY], payload, n_hit * width)
+        weights = view(call[_BODY] + n_hit * width * item_bytes, np.float32, n_hit * top_k)
+        slots = view(call[_BODY] + n_hit * (width * item_bytes + top_k * 4), np.int16, n_hit * top_k)
+        exact = view(call[_WEIGHTS], np.float32, n_rows * top_k)
+        rounded = view(call[_WEIGHTS], source, n_rows * top_k)
+        for i in range(n_hit):
+            row = index[i]
+            largest = np.int32(0)
+            for j in range(width):
+                value = narrow(widen(hidden[row * width + j]), rows[0])
+                rows[i * width + j] = value
+                largest = max(largest, _raw(value) & np.int32(magnitude))
+            if largest >= infinite:
+                call[_BAD_ROW] = i
+                return
+            for k in range(top_k):
+                at = row * top_k + k
+                weights[i * top_k + k] = exact[at] if call[_WEIGHTS_ARE_F32] else widen(rounded[at])
+                slots[i * top_k + k] = table[ids[at]]
+
+    return pack
+
+
+@functools.cache
+def _program(source: torch.dtype, payload: torch.dtype) -> tuple[Any, Callable[[int], None]]:
+    compiled = compile_entry(_make_pack(WEIGHT_TYPES[source], WEIGHT_TYPES[payload], source_stamp()))
+    return compiled, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
+
+
+class RowPacker:
+    """Packs into one buffer, which must outlive it. Not thread-safe: every slot of a channel has its own.
+
+    Attributes:
+        n_rows: rows that the last call wrote.
+        bad_row: the first of them that is not finite in the payload dtype, or None; then the frame is not complete.
+    """
+
+    def __init__(self, body: int, source: torch.dtype, payload: torch.dtype, *, hidden: int, top_k: int) -> None:
+        """For rows of ``source`` that travel as ``payload``; ``body`` is the address where a dispatch body begins."""
+        self.n_rows = 0
+        self.bad_row: int | None = None
+        self._source = source
+        self._kept, self._run = _program(source, payload)
+        self._index = torch.empty(MAX_ROWS, dtype=torch.int64)
+        self._call = (ctypes.c_int64 * _WORDS)()
+        self._address = ctypes.addressof(self._call)
+        self._call[_BODY] = body
+        self._call[_INDEX] = self._index.data_ptr()
+        self._call[_TOP_K], self._call[_WIDTH] = top_k, hidden
+
+    def takes(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:
+        """Whether `pack` is made for this call."""
+        return (
+            ids.shape[0] <= MAX_ROWS
+            and hidden.dtype == self._source
+            and weights.dtype in (torch.float32, self._source)
+            and hidden.device.type == "cpu"
+            and hidden.is_contiguous()
+            and ids.is_contiguous()
+            and weights.is_contiguous()
+        )
+
+    def pack(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, table: torch.Tensor, *, holds_all: bool
+    ) -> torch.Tensor | None:
+        """Writes the rows that have an expert in ``table``, their weights as float32 and their slots as int16.
+
+        Args:
+            hidden: (n, hidden) of the source dtype.
+            ids: (n, top_k) int64 expert numbers.
+            weights: (n, top_k) float32 or of the source dtype.
+            table: (n_experts,) int16, the slot of each expert, -1 for those that are elsewhere.
+            holds_all: no expert is elsewhere: every row is written.
+
+        Returns:
+            (n_rows,) int64, the rows that were written, valid until the next call; None if all were.
+
+        Raises:
+            IndexError: an id is no expert's.
+        """
+        call = self._call
+        n_rows = ids.shape[0]
+        call[_HIDDEN], call[_IDS] = hidden.data_ptr(), ids.data_ptr()
+        call[_WEIGHTS], call[_TABLE] = weights.data_ptr(), table.data_ptr()
+        call[_N_ROWS], call[_N_EXPERTS] = n_rows, table.shape[0]
+        call[_HOLDS_ALL], call[_WEIGHTS_ARE_F32] = holds_all, weights.dtype == torch.float32
+        self._run(self._address)
+        n_hit = call[_N_HIT]
+        if n_hit < 0:
+            raise IndexError(f"expert ids from {int(ids.min())} to {int(ids.max())}: there are {table.shape[0]}")
+        bad = call[_BAD_ROW]
+        self.n_rows, self.bad_row = n_hit, bad if bad >= 0 else None
+        return None if n_hit == n_rows else self._index[:n_hit]
