@@ -8,11 +8,12 @@ exactly what it would see if the chunks ran one after the other.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
@@ -69,6 +70,7 @@ class PrefillPipeline:
         self._plan_for = plan_for
         self._timeout_s = timeout_s
         self._forward = model.forward
+        self._signature = inspect.signature(model.forward)
         self._chunk = _Chunk()
         self._passed: list[int] = []
         self._moved = threading.Condition()
@@ -76,20 +78,13 @@ class PrefillPipeline:
         self._layers = _decoder_layers(model, expert_modules)
         self._first_layers = _first_of_each_type(model, len(self._layers))
         self._layer_of = _decoder_layer_numbers(expert_modules)
-        self._handles: list[Any] = []
         self._pool: ThreadPoolExecutor | None = None
-        self.is_possible = (
-            self._first_layers is not None and "logits_to_keep" in inspect.signature(model.forward).parameters
-        )
+        self.is_possible = self._first_layers is not None and "logits_to_keep" in self._signature.parameters
         """Whether this model's prompts can be cut into chunks at all."""
         if self.is_possible:
             self._install()
 
     def _install(self) -> None:
-        for number, layer in enumerate(self._layers):
-            self._handles.append(layer.register_forward_pre_hook(functools.partial(self._enter, number)))
-            self._handles.append(layer.register_forward_hook(functools.partial(self._leave, number)))
-
         # generate() reads the signature of forward to know what it may pass.
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -99,10 +94,7 @@ class PrefillPipeline:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefill")
 
     def close(self) -> None:
-        """Takes the hooks away. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Gives the model its own forward back. Idempotent."""
         if self._pool is not None:
             del self._model.forward
             self._pool.shutdown()
@@ -117,17 +109,30 @@ class PrefillPipeline:
     # -- one forward pass
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(self._forward).bind_partial(*args, **kwargs).arguments
+        ids = args[0] if args else kwargs.get("input_ids")
+        if ids is None or ids.shape[-1] == 1:  # a decode step: nothing more than this for it
+            return self._forward(*args, **kwargs)
+        bound = self._signature.bind_partial(*args, **kwargs).arguments
         arguments = {**bound.pop("kwargs", {}), **bound}
         chunks = self._cut(arguments)
         if chunks is None:
             return self._forward(*args, **kwargs)
-        return self._run(arguments, chunks)
+        with self._hooked():
+            return self._run(arguments, chunks)
+
+    @contextlib.contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """Hooks on the decoder layers while a prompt runs through in chunks; a decode step pays for none."""
+        with contextlib.ExitStack() as stack:
+            for number, layer in enumerate(self._layers):
+                stack.callback(layer.register_forward_pre_hook(functools.partial(self._enter, number)).remove)
+                stack.callback(layer.register_forward_hook(functools.partial(self._leave, number)).remove)
+            yield
 
     def _cut(self, arguments: dict[str, Any]) -> list[tuple[int, int]] | None:
         """The chunks (first token, token after the last) of a call, or None if it is to run whole."""
         ids = arguments.get("input_ids")
-        if ids is None or ids.shape[1] == 1 or torch.is_grad_enabled() or self._chunk.number is not None:
+        if ids is None or torch.is_grad_enabled() or self._chunk.number is not None:
             return None
         given = {name for name, value in arguments.items() if value is not None and value is not False}
         if not given <= _PLAIN_ARGUMENTS or arguments.get("use_cache") is False:

@@ -38,7 +38,6 @@ _N_HIT: Final = 12
 _BAD_ROW: Final = 13
 _WORDS: Final = 14
 
-_FINE: Final = -1
 _BAD_ID: Final = -2
 
 # Of each payload type: bits without the sign, and the first value of them that is not finite.
@@ -62,7 +61,7 @@ def _find_rows(ids: Any, top_k: int, table: Any, n_rows: int, holds_all: int, in
         for k in range(top_k):
             expert = ids[row * top_k + k]
             if expert < 0 or expert >= table.size:
-                return -2
+                return _BAD_ID
             if table[expert] >= 0:
                 hit = 1
         if hit:
@@ -143,6 +142,7 @@ class RowPacker:
         return (
             ids.shape[0] <= MAX_ROWS
             and hidden.dtype == self._source
+            and ids.dtype == torch.int64
             and weights.dtype in (torch.float32, self._source)
             and hidden.device.type == "cpu"
             and hidden.is_contiguous()

@@ -51,8 +51,8 @@ class AdaptiveSpin:
         if self._rest:
             self._rest -= 1
 
-    def _meet(self, seen: int) -> None:
-        """Draws the conclusion of one look."""
+    def met(self, seen: int) -> None:
+        """Draws the conclusion from the `Seen` of one look."""
         if seen != Seen.CROWDED:
             self._crowds = 0
             return
@@ -72,7 +72,7 @@ class AdaptiveSpin:
         budget_s = min(self.budget_s, timeout_s)
         try:
             if budget_s > 0:
-                self._meet(self._watch.word(bell, value, budget_s, CROWDED_S))
+                self.met(self._watch.word(bell, value, budget_s, CROWDED_S))
             semaphore.acquire(0 if semaphore.value or timeout_s <= 0 else timeout_s)
         except (posix_ipc.BusyError, posix_ipc.SignalError):
             return False

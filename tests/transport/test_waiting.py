@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
+import threading
 from collections.abc import Iterator
 
 import posix_ipc
 import pytest
 
+from moeoffload.kernels.watch import Seen, watch
 from moeoffload.transport.waiting import AdaptiveSpin
 
 
@@ -54,15 +58,78 @@ def test_a_single_core_and_a_limit_of_zero_never_spin(monkeypatch: pytest.Monkey
     assert AdaptiveSpin(200e-6).budget_s == 0
 
 
+class Bell:
+    """An int64 that can be watched."""
+
+    def __init__(self) -> None:
+        self._word = ctypes.c_int64(0)
+        self.address = ctypes.addressof(self._word)
+
+    def ring(self, value: int) -> None:
+        self._word.value = value
+
+
 def test_exactly_one_token_is_taken(semaphore: posix_ipc.Semaphore) -> None:
-    spin = AdaptiveSpin()
+    spin, bell = AdaptiveSpin(), Bell()
     semaphore.release()
     semaphore.release()
-    assert spin.acquire(semaphore, 1)
+    bell.ring(1)
+    assert spin.acquire(semaphore, bell.address, 1, 1)
     assert semaphore.value == 1
-    assert spin.acquire(semaphore, 0)
+    assert spin.acquire(semaphore, bell.address, 1, 0)
     assert semaphore.value == 0
-    assert not spin.acquire(semaphore, 0)
-    assert not spin.acquire(semaphore, -1)
-    assert not spin.acquire(semaphore, 0.001)
+    assert not spin.acquire(semaphore, bell.address, 1, 0)
+    assert not spin.acquire(semaphore, bell.address, 1, -1)
+    assert not spin.acquire(semaphore, bell.address, 2, 0.001)
     assert semaphore.value == 0
+
+
+def test_a_bell_without_its_token_and_a_token_without_its_bell_are_waited_for(semaphore: posix_ipc.Semaphore) -> None:
+    spin, bell = AdaptiveSpin(), Bell()
+    bell.ring(7)
+    assert not spin.acquire(semaphore, bell.address, 7, 0.01)
+    late = threading.Timer(0.05, semaphore.release)
+    late.start()
+    assert spin.acquire(semaphore, bell.address, 7, 10)
+    late = threading.Timer(0.05, semaphore.release)
+    late.start()
+    assert spin.acquire(semaphore, bell.address, 8, 10), "the token is what counts"
+
+
+def test_looking_lets_other_threads_have_the_interpreter() -> None:
+    """The bell is rung by a Python thread, which could not run if looking kept the interpreter lock."""
+    bell = Bell()
+    threading.Timer(0.02, bell.ring, (3,)).start()
+    assert watch().word(bell.address, 3, 30.0, 30.0) == Seen.NEWS
+
+
+def test_a_watch_ends_when_its_time_is_over() -> None:
+    bell = Bell()
+    assert watch().word(bell.address, 1, 0.001, 30.0) == Seen.NOTHING
+    reader, writer = os.pipe()
+    pollfds = (ctypes.c_int32 * 2)(reader, select.POLLIN)
+    try:
+        assert watch().descriptors(ctypes.addressof(pollfds), 1, 0.001, 30.0) == Seen.NOTHING
+        os.write(writer, b"x")
+        assert watch().descriptors(ctypes.addressof(pollfds), 1, 30.0, 30.0) == Seen.NEWS
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_who_does_not_get_the_core_back_stops_looking_and_rests_longer_each_time() -> None:
+    assert watch().word(Bell().address, 1, 30.0, 0.0) == Seen.CROWDED
+    spin = AdaptiveSpin(200e-6)
+    rests = []
+    for _ in range(4):
+        spin.met(Seen.CROWDED)
+        rest = 0
+        while spin.budget_s == 0:
+            spin.learn(50e-6)
+            rest += 1
+        rests.append(rest)
+    assert rests == [1, 2, 4, 8]
+    spin.met(Seen.NEWS)
+    spin.met(Seen.CROWDED)
+    spin.learn(50e-6)
+    assert spin.budget_s > 0
