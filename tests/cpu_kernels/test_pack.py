@@ -49,7 +49,8 @@ def test_rows_weights_and_slots_are_those_of_torch(
         assert packer.bad_row is None
         if not len(hit):
             continue
-        assert index is None if len(hit) == n_rows else torch.equal(index, hit)
+        assert (index is None) == (len(hit) == n_rows)
+        assert torch.equal(hit if index is None else index, hit)
         views = layout.dispatch_views(memoryview(frame), len(hit))
         assert torch.equal(views.rows, hidden[hit].to(payload))
         assert torch.equal(views.weights, weights[hit].float())
