@@ -1,6 +1,6 @@
 """What both ends of the stream transport do with a ZeroMQ socket: options, pieces of frames, waiting, waking.
 
-A frame travels in pieces of 256 KiB, each a message of its own: after the routing id of the host a tag (request id,
+A frame travels in pieces of 1 MiB, each a message of its own: after the routing id of the host a tag (request id,
 offset and bytes of the whole frame) and the piece. Since the tag comes first, the piece is received straight into the
 buffer of its slot. A 16 MiB frame as one message takes five times as long, since nothing overlaps and every buffer on
 the way is new memory; and no peer can make ZeroMQ allocate more than a piece. Request id 0: the channel is closed.
@@ -29,10 +29,10 @@ from moeoffload.transport.waiting import AdaptiveSpin
 TAG: Final = struct.Struct("<QII")
 CLOSED_ID: Final = 0
 ROUTING_ID_BYTES: Final = 32
-PIECE_BYTES: Final = 256 * 1024
+PIECE_BYTES: Final = 1024 * 1024
 """Whole pieces are sent from where they lie; copying the last, shorter one costs less than that would."""
 
-_QUEUED_IN: Final = 64
+_QUEUED_IN: Final = 16
 """Pieces from one peer that wait to be read; then TCP holds the peer back."""
 _HEARTBEAT_MS: Final = 5_000
 _DEAD_AFTER_MS: Final = 20_000
