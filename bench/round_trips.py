@@ -1,14 +1,17 @@
 """The transport benchmark: round trips of both transports between two pinned processes, beside what bounds them.
 
 ``python bench/round_trips.py --json out.json``: a frame goes from one process to the other, is copied there from
-request to reply, and comes back, at 4 KiB to 16 MiB. Baselines of the same run: a bare semaphore (which sleeps), bare
-ZeroMQ (one message per frame, no copy in Python), gRPC unary. The limit of shared is that one copy, that of stream is
-bare ZeroMQ (which it may beat from 4 MiB on, since it sends pieces).
+request to reply, and comes back, at 4 KiB to 16 MiB. Baselines of the same run: bare semaphores, once asleep and once
+with the waiting strategy of shared memory (look first) and that one copy; bare ZeroMQ, once as messages that nobody
+copies and once into and out of buffers that stay, as tensors need it; gRPC unary. The limit of shared is the semaphores
+that look first, that of stream is bare ZeroMQ without copies.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import multiprocessing
 import os
 import statistics
@@ -36,10 +39,11 @@ from moeoffload.transport import (
     StreamListener,
     open_channel,
 )
+from moeoffload.transport.waiting import AdaptiveSpin
 from moeoffload.wire import FrameHeader
 
 KIB, MIB = 1 << 10, 1 << 20
-BYTES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB)
+BYTES = (4 * KIB, 64 * KIB, MIB, 2 * MIB, 4 * MIB, 16 * MIB)
 SIZES = ChannelSizes(n_slots=2, request_bytes=BYTES[-1], reply_bytes=BYTES[-1])
 TIMEOUT_S = 30.0
 GRPC_METHOD = "/bench.Echo/Call"
@@ -47,6 +51,21 @@ GRPC_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message
 
 Call = Callable[[int], None]
 """One round trip of so many bytes."""
+
+LOOKING_BYTES = 4 * KIB + 2 * BYTES[-1]
+
+
+class Looking:
+    """One side's view of memory with two bells, and its way to wait for a semaphore."""
+
+    def __init__(self, memory: posix_ipc.SharedMemory) -> None:
+        view = memoryview(mmap.mmap(memory.fd, LOOKING_BYTES))
+        memory.close_fd()
+        self.words = view[: 4 * KIB].cast("Q")
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        self.bells = (address, address + 64)
+        self.there, self.back = view[4 * KIB : 4 * KIB + BYTES[-1]], view[4 * KIB + BYTES[-1] :]
+        self.spin = AdaptiveSpin()
 
 
 @dataclass(frozen=True)
@@ -92,6 +111,25 @@ def serve_semaphore(pipe: Connection) -> None:
                 back.release()
 
 
+def serve_looking(pipe: Connection) -> None:
+    """As `serve_semaphore`, but looks before it sleeps, and copies the frame as an echo over shared memory has to."""
+    pair = [posix_ipc.Semaphore(f"/moeoffload-bench-{os.getpid()}-{i}", posix_ipc.O_CREX, mode=0o600) for i in "ab"]
+    memory = posix_ipc.SharedMemory(
+        f"/moeoffload-bench-{os.getpid()}", posix_ipc.O_CREX, size=LOOKING_BYTES, mode=0o600
+    )
+    looking = Looking(memory)
+    pipe.send((*(semaphore.name for semaphore in pair), memory.name))
+    there, back = pair
+    number = 0
+    while not pipe.poll():
+        while looking.spin.acquire(there, looking.bells[0], number + 1, 0.2):
+            number += 1
+            n_bytes = looking.words[2]
+            looking.back[:n_bytes] = looking.there[:n_bytes]
+            back.release()
+            looking.words[8] = number
+
+
 def serve_zeromq(pipe: Connection) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         pipe.send(router.bind_to_random_port("tcp://127.0.0.1"))
@@ -100,6 +138,21 @@ def serve_zeromq(pipe: Connection) -> None:
             if len(frame) == 0:
                 return
             router.send_multipart([identity, frame], copy=False)
+
+
+def serve_zeromq_buffers(pipe: Connection) -> None:
+    """As `serve_zeromq`, but what arrives is received into a buffer, copied as an echo is, and sent from another."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        pipe.send(router.bind_to_random_port("tcp://127.0.0.1"))
+        request, reply = memoryview(bytearray(BYTES[-1])), memoryview(bytearray(BYTES[-1]))
+        while True:
+            identity = router.recv()
+            n_bytes = router.recv_into(request)
+            if n_bytes == 0:
+                return
+            reply[:n_bytes] = request[:n_bytes]
+            router.send(identity, zmq.SNDMORE)
+            router.send(reply[:n_bytes], copy=n_bytes < 256 * KIB)
 
 
 def serve_grpc(pipe: Connection) -> None:
@@ -157,6 +210,41 @@ def call_semaphore(names: Any) -> Iterator[Call]:
 
 
 @contextlib.contextmanager
+def call_looking(names: Any) -> Iterator[Call]:
+    there, back = (posix_ipc.Semaphore(name) for name in names[:2])
+    memory = posix_ipc.SharedMemory(names[2])
+    looking = Looking(memory)
+    for named in (there, back, memory):
+        named.unlink()
+    number = 0
+
+    def call(n_bytes: int) -> None:
+        nonlocal number
+        number += 1
+        looking.words[2] = n_bytes
+        there.release()
+        looking.words[0] = number
+        looking.spin.acquire(back, looking.bells[1], number, TIMEOUT_S)
+
+    yield call
+
+
+@contextlib.contextmanager
+def call_zeromq_buffers(port: Any) -> Iterator[Call]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        request, reply = memoryview(bytearray(BYTES[-1])), memoryview(bytearray(BYTES[-1]))
+
+        def call(n_bytes: int) -> None:
+            dealer.send(request[:n_bytes], copy=n_bytes < 256 * KIB)
+            dealer.recv_into(reply)
+
+        yield call
+        dealer.send(b"")
+        dealer.close(1000)
+
+
+@contextlib.contextmanager
 def call_zeromq(port: Any) -> Iterator[Call]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(f"tcp://127.0.0.1:{port}")
@@ -195,8 +283,10 @@ def call_memcpy(_: Any) -> Iterator[Call]:
 CONTENDERS: dict[str, tuple[Callable[[Connection], None] | None, Callable[[Any], Any]]] = {
     "memcpy": (None, call_memcpy),
     "semaphore": (serve_semaphore, call_semaphore),
+    "semaphore, looking": (serve_looking, call_looking),
     "shared": (serve_shared, call_channel),
     "ZeroMQ tcp": (serve_zeromq, call_zeromq),
+    "ZeroMQ tcp, buffers": (serve_zeromq_buffers, call_zeromq_buffers),
     "stream": (serve_stream, call_channel),
     "gRPC unary": (serve_grpc, call_grpc),
 }
@@ -243,7 +333,7 @@ def measure(call: Call, n_bytes: int, budget_s: float) -> tuple[float, float]:
 def limit_of(contender: str, n_bytes: int, medians: dict[tuple[str, int], float]) -> tuple[str, float | None]:
     """What bounds this figure, and its time in this run."""
     if contender == "shared":
-        return "memcpy", medians["memcpy", n_bytes]
+        return "semaphore, looking", medians["semaphore, looking", n_bytes]
     if contender == "stream":
         return "ZeroMQ tcp", medians["ZeroMQ tcp", n_bytes]
     return "", None
