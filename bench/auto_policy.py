@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from one_layer import OneLayer
 from prefill_ipc import timed_generate
 from rich.console import Console
 from rich.table import Table
 from servers import Spread, cores, expert_server, machine, write_json
 
 from moeoffload import open_model
-from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.synthetic import geometry_config, write_checkpoint
 
 MODES = ("batched", "stream", "auto")
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -55,22 +52,17 @@ def main(
     console = Console()
     console.print(f"{machine()['cpu']}, host on core {host_core}, server on core {server_core}")
     with contextlib.ExitStack() as stack:
-        if checkpoint is None:
-            checkpoint = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "one-layer"
-            write_checkpoint(geometry_config("qwen3-30b-a3b", layers=1, experts=32), checkpoint)
-        about = Checkpoint.open(checkpoint)
-        experts_gib = sum(layer.n_experts * layer.expert_bytes for layer in about.layers) / GIB
+        model = OneLayer.open(stack, checkpoint, experts=32, prompt_tokens=prompt_tokens)
         kinds = {
             "fast": (),
             "slow at large batches": ("--simulate", "above=64:8"),
-            "little memory": ("--memory-gib", f"{experts_gib + 0.02:.4f}"),
+            "little memory": ("--memory-gib", f"{model.experts_gib + 0.02:.4f}"),
         }
-        prompt = torch.randint(5, about.config.get_text_config().vocab_size, (1, prompt_tokens))
         rows: list[Row] = []
         for kind, options in kinds.items():
-            memory = () if "--memory-gib" in options else ("--memory-gib", f"{experts_gib + 2:.4f}")
+            memory = () if "--memory-gib" in options else ("--memory-gib", f"{model.experts_gib + 2:.4f}")
             with expert_server(server_core, *memory, *options) as address:
-                rows += measure(kind, str(checkpoint), address, prompt, repeats, hot_slice)
+                rows += measure(kind, model, address, repeats, hot_slice)
     table = Table(title=f"prefill of {prompt_tokens} tokens, medians of {repeats} (least-greatest)")
     for column in ("server", "mode", "prefill s", "cap", "slice", "to the better fixed mode"):
         table.add_column(column, justify="left" if column in ("server", "mode") else "right")
@@ -82,16 +74,16 @@ def main(
         write_json(json, "auto_policy", {"prompt_tokens": prompt_tokens, "hot_slice": hot_slice}, rows)
 
 
-def measure(kind: str, checkpoint: str, address: str, prompt: torch.Tensor, repeats: int, hot_slice: int) -> list[Row]:
+def measure(kind: str, model: OneLayer, address: str, repeats: int, hot_slice: int) -> list[Row]:
     """All modes on one server, one host after the other: a second one would halve the memory for batches."""
     spreads: dict[str, Spread] = {}
     caps: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for mode in MODES:
         with open_model(
-            checkpoint, experts=[address], mode=mode, hot_slice=hot_slice, pipeline="off", device="cpu"
+            model.path, experts=[address], mode=mode, hot_slice=hot_slice, pipeline="off", device="cpu"
         ) as offloaded:
-            seconds = [timed_generate(offloaded.model, prompt, 2)[0] for _ in range(repeats + 1)]
+            seconds = [timed_generate(offloaded.model, model.prompt, 2)[0] for _ in range(repeats + 1)]
             server = offloaded.report().servers[0]
         spreads[mode] = Spread.of(seconds[1:])
         cap = caps[mode] = server["batch_capacity"]

@@ -1,7 +1,9 @@
 """Two servers, one slowed down: is each busy for the same time, and does the slow one help rather than harm?
 
 ``python bench/balance.py [--checkpoint DIR] [--factor 4]``. The limit is perfect balance: every server busy for the
-mean, and never slower than without the slow one.
+mean, and never slower than without the slow one. So that two cores are enough, the slow server has the host's core,
+which idles while the host waits; most of its own time the slow one sleeps. Routing of a random model is far from even;
+with the statistics of `moeoffload profile` placement knows that.
 """
 
 from __future__ import annotations
@@ -11,18 +13,19 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any
 
 import torch
 import typer
-from prefill_ipc import timed_generate
+from one_layer import OneLayer
 from rich.console import Console
 from rich.table import Table
 from servers import Spread, cores, expert_server, machine, write_json
+from transformers import DynamicCache
 
 from moeoffload import open_model
-from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.synthetic import geometry_config, write_checkpoint
+from moeoffload.host.routing import RoutingCounter
 
 
 @dataclass(frozen=True)
@@ -50,28 +53,28 @@ def main(
     os.sched_setaffinity(0, {host_core})
     torch.set_num_threads(1)
     console = Console()
-    console.print(f"{machine()['cpu']}, host on core {host_core}, servers on core {server_core}")
+    console.print(f"{machine()['cpu']}, host and slow server on core {host_core}, fast server on core {server_core}")
     with contextlib.ExitStack() as stack:
-        if checkpoint is None:
-            checkpoint = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "one-layer"
-            write_checkpoint(geometry_config("qwen3-30b-a3b", layers=1, experts=64), checkpoint)
-        about = Checkpoint.open(checkpoint)
-        gib = sum(layer.n_experts * layer.expert_bytes for layer in about.layers) / (1 << 30)
-        memory = ("--memory-gib", f"{gib + 1:.3f}")
+        model = OneLayer.open(stack, checkpoint, experts=64, prompt_tokens=prompt_tokens)
+        memory = ("--memory-gib", f"{3 * model.experts_gib + 1:.3f}")
         fast = stack.enter_context(expert_server(server_core, *memory))
-        slow = stack.enter_context(expert_server(server_core, *memory, "--simulate", f"factor={factor}"))
-        prompt = torch.randint(5, about.config.get_text_config().vocab_size, (1, prompt_tokens))
-        sets = {"fast alone": [fast], f"fast + {factor:g} x slower": [fast, slow]}
+        slow = stack.enter_context(expert_server(host_core, *memory, "--simulate", f"factor={factor}"))
+        stats = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "routing.json"
+        write_routing_stats(model, fast, stats)
+        both, sets = f"fast + {factor:g} x slower", {"fast alone": ([fast], None)}
+        sets |= {both: ([fast, slow], None), f"{both}, routing known": ([fast, slow], stats)}
         opened = {
-            name: stack.enter_context(open_model(str(checkpoint), experts=addresses, pipeline="off", device="cpu"))
-            for name, addresses in sets.items()
+            name: stack.enter_context(
+                open_model(model.path, experts=addresses, routing_stats=routing, pipeline="off", device="cpu")
+            )
+            for name, (addresses, routing) in sets.items()
         }
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in sets}
         for repeat in range(repeats + 1):
             for name, offloaded in opened.items():
                 if repeat == 1:
                     offloaded.recorder.reset()
-                timing = timed_generate(offloaded.model, prompt, completion)
+                timing = timed_run(offloaded.model, model.prompt, completion)
                 if repeat:
                     times[name].append(timing)
         rows = [row(name, times[name], opened[name].report().servers) for name in sets]
@@ -90,6 +93,33 @@ def main(
     console.print(table)
     if json is not None:
         write_json(json, "balance", {"factor": factor, "prompt": prompt_tokens, "completion": completion}, rows)
+
+
+def timed_run(model: Any, prompt: torch.Tensor, completion: int) -> tuple[float, float]:
+    """Prefill seconds, and tokens per second of decoding random tokens.
+
+    Greedy tokens of a random model soon repeat themselves, and with them a few routes.
+    """
+    tokens = torch.randint(5, model.config.vocab_size, (completion,), generator=torch.manual_seed(completion))
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        started = perf_counter()
+        model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        prefilled = perf_counter()
+        for token in tokens:
+            model(token.view(1, 1), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return prefilled - started, completion / (perf_counter() - prefilled)
+
+
+def write_routing_stats(model: OneLayer, address: str, path: Path) -> None:
+    """What `moeoffload profile` writes, of other prompts than the measured one."""
+    with open_model(model.path, experts=[address], pipeline="off", device="cpu") as offloaded:
+        counter = RoutingCounter(offloaded.checkpoint)
+        offloaded.dispatcher.on_routes = counter.count
+        vocab = offloaded.checkpoint.config.get_text_config().vocab_size
+        for seed in range(8):
+            timed_run(offloaded.model, torch.randint(5, vocab, (1, 64), generator=torch.manual_seed(seed)), 64)
+        counter.write(path)
 
 
 def row(name: str, times: list[tuple[float, float]], servers: list[dict[str, Any]]) -> Row:

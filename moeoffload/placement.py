@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,18 +87,21 @@ def place_experts(
     expert_bytes: Sequence[int],
     offers: Sequence[MemoryOffer],
     speeds: Sequence[float] | None = None,
+    usage: Sequence[Sequence[int]] | None = None,
 ) -> list[ExpertTable]:
     """Gives every expert of every layer to exactly one server.
 
     Each layer is split the same way, so that the rows of every layer spread evenly: in proportion to the speeds of the
-    servers (equal parts if they are not known), less where the memory does not allow it. A server holds a contiguous
-    range of a layer's experts.
+    servers (equal parts if they are not known), less where the memory does not allow it. Without ``usage`` a server
+    holds a contiguous range of a layer's experts; with it, those whose rows it is expected to finish when the others
+    finish theirs.
 
     Args:
         experts: the routed experts of each MoE layer that are to be placed.
         expert_bytes: bytes of one expert of each MoE layer.
         offers: one for each server, in the order of the result.
         speeds: rows per second of each server, in any common unit.
+        usage: how often each expert of each MoE layer was chosen, all experts of the layer.
 
     Raises:
         PlacementError: the experts do not fit; the message holds a table of needed, offered and missing memory.
@@ -111,20 +115,51 @@ def place_experts(
     assigned = [0.0] * len(offers)
     tables: list[list[tuple[int, ...]]] = [[] for _ in offers]
     done = 0
-    for held, size in zip(experts, expert_bytes, strict=True):
+    for layer, (held, size) in enumerate(zip(experts, expert_bytes, strict=True)):
         done += len(held) * size
         # Error feedback: what rounding took from a server in one layer it gets back in the next.
         wanted = [share * done / need - got if need else 0.0 for share, got in zip(shares, assigned, strict=True)]
         counts = _round_to_sum([w / size for w in wanted], len(held), [room // size for room in free])
         if counts is None:
             raise PlacementError(_does_not_fit(need, offers))
-        start = 0
+        parts = _ranges(held, counts)
+        if usage is not None:
+            # Room for one more than the even part of its memory: a server of rarely used experts holds more of them.
+            room = [
+                max(count, min(each // size, int(limit * len(held) * size / need / size)))
+                for count, each, limit in zip(counts, free, limits, strict=True)
+            ]
+            parts = _by_usage(held, usage[layer], speeds or [1.0] * len(offers), room)
+            counts = [len(part) for part in parts]
         for i, count in enumerate(counts):
-            tables[i].append(tuple(held[start : start + count]))
-            start += count
+            tables[i].append(parts[i])
             assigned[i] += count * size
             free[i] -= count * size
     return [ExpertTable(tuple(layers)) for layers in tables]
+
+
+def _ranges(held: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
+    """Contiguous parts of ``held`` with so many experts each."""
+    ends = list(itertools.accumulate(counts))
+    return [tuple(held[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+
+
+def _by_usage(
+    held: Sequence[int], usage: Sequence[int], speeds: Sequence[float], room: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Each expert, the most used first, goes where it is finished soonest (longest processing time first).
+
+    ``room`` is how many experts each server has memory for; at least as many as there are.
+    """
+    loads = [0.0] * len(room)
+    parts: list[list[int]] = [[] for _ in room]
+    for expert in sorted(held, key=lambda expert: (-usage[expert], expert)):
+        load = usage[expert] + 1  # an expert that was never chosen so far will be
+        open_ones = [i for i in range(len(room)) if len(parts[i]) < room[i]]
+        best = min(open_ones, key=lambda i: ((loads[i] + load) / speeds[i], i))
+        loads[best] += load
+        parts[best].append(expert)
+    return [tuple(sorted(part)) for part in parts]
 
 
 def choose_local(

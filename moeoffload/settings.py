@@ -242,10 +242,13 @@ class HostSettings(CommonSettings):
     routing_stats: Annotated[
         Path | None,
         AfterValidator(check_file_to_read),
-        Field(description="Which experts are used most, as `moeoffload profile` writes it; those stay on the host."),
+        Field(
+            description="Which experts are used most, as `moeoffload profile` writes it: those stay on the host, and "
+            "the others are placed so that all servers finish together."
+        ),
         Setting(
             allowed="a file that can be read",
-            default_means="experts are kept evenly",
+            default_means="all experts count the same",
             metavar="FILE",
             panel=Panel.COMPUTE,
         ),

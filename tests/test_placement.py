@@ -57,6 +57,38 @@ def test_a_small_server_gets_what_it_holds_and_the_others_share_the_rest() -> No
     assert [table.n_experts for table in tables] == [40, 80, 80]
 
 
+@given(
+    usage=st.lists(st.lists(st.integers(0, 500), min_size=24, max_size=24), min_size=1, max_size=4),
+    offered=st.lists(st.integers(0, 4000), min_size=1, max_size=4),
+    speeds=st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
+)
+def test_with_statistics_every_expert_still_has_one_owner_within_memory(
+    usage: list[list[int]], offered: list[int], speeds: list[float]
+) -> None:
+    sizes = [37] * len(usage)
+    experts = [range(24)] * len(usage)
+    try:
+        tables = place_experts(experts, sizes, offers_of(*offered), speeds[: len(offered)], usage)
+    except PlacementError:
+        assert sum(n // 37 for n in offered) < 24 * len(usage)
+        return
+    for layer in range(len(usage)):
+        assert sorted(expert for table in tables for expert in table.layers[layer]) == list(range(24))
+    for table, limit in zip(tables, offered, strict=True):
+        assert bytes_of(table, sizes) <= limit
+
+
+def test_statistics_make_servers_finish_at_the_same_time() -> None:
+    usage = [[1000 // (rank + 1) for rank in range(64)], [1000 // (64 - rank) for rank in range(64)]]
+    speeds = [4.0, 1.0, 2.0]
+    tables = place_experts([range(64)] * 2, [10] * 2, offers_of(10**6, 10**6, 10**6), speeds, usage)
+    for layer, counts in enumerate(usage):
+        times = [
+            sum(counts[e] for e in table.layers[layer]) / speed for table, speed in zip(tables, speeds, strict=True)
+        ]
+        assert max(times) <= 1.1 * sum(times) / 3
+
+
 def test_a_server_holds_a_contiguous_range() -> None:
     for table in place([60], [1], offers_of(100, 100, 100)):
         assert list(table.layers[0]) == list(range(table.layers[0][0], table.layers[0][-1] + 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
 
@@ -26,6 +26,8 @@ class Pace:
     factor: float = 1.0
     above_rows: int = 1 << 30
     above_factor: float = 1.0
+    nominal_s: dict[int, float] = field(default_factory=dict)
+    """Least seconds per route seen so far, by the number of bits of the number of rows."""
 
     @classmethod
     def parse(cls, text: str) -> Pace:
@@ -44,11 +46,24 @@ class Pace:
             raise SettingError(f"--simulate: {text!r} is not allowed; allowed is factor=F, above=ROWS:F or both")
         return pace
 
-    def hold(self, n_rows: int, took_s: float) -> None:
-        """Sleeps after a call of ``n_rows`` rows that took ``took_s`` seconds."""
+    @property
+    def slows(self) -> bool:
+        """Whether there is anything to `hold`."""
+        return max(self.factor, self.above_factor) > 1.0
+
+    def hold(self, slots: torch.Tensor, started: float) -> None:
+        """Sleeps at the end of a call with these ``slots`` (n, top_k) that began at ``started`` (perf_counter).
+
+        The call takes a multiple of what its routes took at best so far. What it took itself does not matter: when
+        another process read memory at the same time that is not to be multiplied.
+        """
+        took_s, n_rows = perf_counter() - started, slots.shape[0]
         factor = self.factor * (self.above_factor if n_rows > self.above_rows else 1.0)
-        if factor > 1.0:
-            time.sleep((factor - 1.0) * took_s)
+        n_routes = int((slots >= 0).sum())
+        if factor > 1.0 and n_routes:
+            size = n_rows.bit_length()
+            best = self.nominal_s[size] = min(self.nominal_s.get(size, took_s), took_s / n_routes)
+            time.sleep(max(0.0, factor * best * n_routes - took_s))
 
 
 def time_layer(
@@ -56,30 +71,35 @@ def time_layer(
     top_k: int,
     capacity: int,
     *,
+    n_experts: int,
     device: torch.device,
     workspace: KernelWorkspace,
     pace: Pace,
 ) -> list[tuple[int, float]]:
-    """Rows and seconds of calls of several sizes up to ``capacity`` rows, each row with ``top_k`` different experts.
+    """Rows and seconds of calls of several sizes up to ``capacity`` rows.
 
-    Best of a few: what the call takes, not what disturbed it. Runs on the thread that owns ``workspace``.
+    Each row has ``top_k`` different ones of the layer's ``n_experts``; as in a run, only those held here are computed,
+    and rows without any are left out. Best of a few: what the call takes, not what disturbed it. Runs on the thread that owns ``workspace``.
     """
     generator = torch.Generator().manual_seed(0)
     f32 = torch.float32  # always named: while another host's model is opened, torch's default dtype is that model's
     timings = []
     for n_rows in sorted({min(size, capacity) for size in SIZES}):
-        rows = torch.randn(n_rows, kernels.hidden, generator=generator, dtype=f32).to(device, kernels.dtype)
-        order = torch.rand(n_rows, kernels.n_experts, generator=generator, dtype=f32).argsort(dim=1)
-        slots = order[:, : min(top_k, kernels.n_experts)].contiguous().to(device)
+        order = torch.rand(n_rows, n_experts, generator=generator, dtype=f32).argsort(dim=1)[:, :top_k]
+        order[order >= kernels.n_experts] = -1
+        order[0, 0] = order[0, 0].clamp(min=0)
+        slots = order[(order >= 0).any(dim=1)].contiguous().to(device)
+        shape = slots.shape[0], kernels.hidden
+        rows = torch.randn(shape, generator=generator, dtype=f32).to(device, kernels.dtype)
         weights = torch.full(slots.shape, 1 / top_k, device=device, dtype=f32)
-        out = torch.empty(n_rows, kernels.hidden, device=device, dtype=f32)
+        out = torch.empty(shape, device=device, dtype=f32)
         best = float("inf")
         for _ in range(REPEATS):
             started = perf_counter()
             kernels(rows, slots, weights, out, workspace)
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-            pace.hold(n_rows, perf_counter() - started)
+            pace.hold(slots, started)
             best = min(best, perf_counter() - started)
             if best > LONG_S:
                 break

@@ -105,7 +105,7 @@ class HostLease:
             workspace = KernelWorkspace()
             module = checkpoint.build_experts(layer.index, range(n_experts), self._limits.device)
             kernels = prepare_layer(module, workspace, self._limits.kernel)
-            return self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, workspace)
+            return self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, n_experts, workspace)
 
         with lean_heap():
             timings = self._engine.run(work, CALIBRATION_TIMEOUT_S)
@@ -207,7 +207,9 @@ class HostLease:
         layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
         self._activate(layout, checkpoint)
         sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes)
-        timings = [pb.Timing(rows=rows, seconds=seconds) for rows, seconds in self._time_first_layer(layout)]
+        timings = [
+            pb.Timing(rows=rows, seconds=seconds) for rows, seconds in self._time_first_layer(layout, checkpoint)
+        ]
         offer = pb.Offer(batch_capacity=capacity, kernel=self._kernel_name(capacity), timings=timings)
         for name in transports:
             offer.channels.append(self._open(name, sizes))
@@ -259,22 +261,23 @@ class HostLease:
         for kernels in self._modules.values():
             kernels.reserve(layout.capacity, layout.top_k)
 
-    def _time_first_layer(self, layout: FrameLayout) -> list[tuple[int, float]]:
+    def _time_first_layer(self, layout: FrameLayout, checkpoint: Checkpoint) -> list[tuple[int, float]]:
         """What calls of several sizes take on one of the resident layers; it also warms everything up."""
         if not self._modules:
             return []
-        kernels = next(iter(self._modules.values()))
+        index, kernels = next(iter(self._modules.items()))
+        n_experts = checkpoint.layers[index].n_experts
         engine = self._engine
         return engine.run(
-            lambda: self._time(kernels, layout.top_k, layout.capacity, engine.kernel_workspace),
+            lambda: self._time(kernels, layout.top_k, layout.capacity, n_experts, engine.kernel_workspace),
             CALIBRATION_TIMEOUT_S,
         )
 
     def _time(
-        self, kernels: LayerKernels, top_k: int, capacity: int, workspace: KernelWorkspace
+        self, kernels: LayerKernels, top_k: int, capacity: int, n_experts: int, workspace: KernelWorkspace
     ) -> list[tuple[int, float]]:
         device, pace = self._limits.device, self._engine.pace
-        return time_layer(kernels, top_k, capacity, device=device, workspace=workspace, pace=pace)
+        return time_layer(kernels, top_k, capacity, n_experts=n_experts, device=device, workspace=workspace, pace=pace)
 
     def _kernel_name(self, capacity: int) -> str:
         """The kernels that serve the smallest and the largest calls."""

@@ -131,7 +131,7 @@ class Dispatcher:
                     record.wait_compute_s += compute_s
                     queue_s = min(waited - compute_s, flight.queue_s)
                     record.wait_queue_s += queue_s
-                    progress.link.learner.observe(flight.n_rows, flight.compute_s, waited - compute_s - queue_s)
+                    progress.link.learner.observe(flight.chunk_rows, flight.compute_s, waited - compute_s - queue_s)
                     if total is None:
                         result[flight.start : flight.start + flight.n_rows].copy_(part)
                     else:

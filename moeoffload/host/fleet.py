@@ -93,8 +93,11 @@ class Fleet:
         reference: Path,
         revision: str | None,
         on_progress: OnProgress | None,
+        usage: Sequence[Sequence[int]] | None = None,
     ) -> Future[list[ExpertLink]]:
         """Places ``experts`` (those of each MoE layer that are not on the host) and starts to load them everywhere.
+
+        ``usage`` is how often each expert was chosen, see `place_experts`.
 
         Raises:
             PlacementError: they do not fit.
@@ -122,7 +125,7 @@ class Fleet:
         # Placement is tried first without speeds: what does not fit is told before anything is loaded.
         tables = place_experts(experts, sizes, offers)
         if len(offers) > 1:
-            tables = place_experts(experts, sizes, offers, self._speeds(plan))
+            tables = place_experts(experts, sizes, offers, self._speeds(plan), usage)
         # Servers that placement gave nothing are left alone.
         used = [(c, table) for c, table in zip(self._candidates, tables, strict=True) if table.n_experts]
         futures = [self._pool.submit(self._attach_one, candidate, table, plan) for candidate, table in used]

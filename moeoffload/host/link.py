@@ -45,6 +45,7 @@ class Flight:
     request_id: int = 0
     layer: int = 0
     start: int = 0
+    chunk_rows: int = 0
     n_rows: int = 0
     index: torch.Tensor | None = None
     queue_s: float = 0.0
@@ -163,6 +164,7 @@ class ExpertLink:
             channel.release(slot)
             raise self._explain(error) if isinstance(error, ServerError) else error from None
         flight.layer, flight.start, flight.n_rows, flight.index = layer, start, n_rows, index
+        flight.chunk_rows = ids.shape[0]
         to.calls += 1
         to.rows += n_rows
         to.bytes_out += n_bytes

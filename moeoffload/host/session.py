@@ -84,7 +84,9 @@ class OffloadedModel:
         self.checkpoint = Checkpoint.open(reference, dtype=_model_dtype(settings), revision=revision)
         self._payload = PayloadDtype.from_label(settings.dtype.value, self.checkpoint.dtype)
         with contextlib.ExitStack() as stack:
-            local = self._local_table()
+            stats = settings.routing_stats
+            usage = read_routing_stats(stats, self.checkpoint) if stats else None
+            local = self._local_table(usage)
             remote = [
                 [expert for expert in range(layer.n_experts) if expert not in set(held)]
                 for layer, held in zip(self.checkpoint.layers, local.layers, strict=True)
@@ -93,7 +95,7 @@ class OffloadedModel:
             specs = servers if any(remote) else ()
             fleet = Fleet(self.checkpoint, settings, self._device, self._payload, specs)
             stack.callback(fleet.close)
-            attached = fleet.attach(remote, Path(reference), revision, on_progress)
+            attached = fleet.attach(remote, Path(reference), revision, on_progress, usage)
             # The dense layers load while the servers load theirs.
             self.model = load_dense_model(self.checkpoint, self._device)
             self.tokenizer = load_tokenizer(self.checkpoint)
@@ -102,10 +104,9 @@ class OffloadedModel:
             self._finish(stack)
             self._stack = stack.pop_all()
 
-    def _local_table(self) -> ExpertTable:
+    def _local_table(self, usage: Sequence[Sequence[int]] | None) -> ExpertTable:
         """The experts that stay on the host."""
         settings, layers = self.settings, self.checkpoint.layers
-        usage = read_routing_stats(settings.routing_stats, self.checkpoint) if settings.routing_stats else None
         return choose_local(
             [layer.n_experts for layer in layers],
             [layer.expert_bytes for layer in layers],
