@@ -181,6 +181,7 @@ def project_groups(
                     size,
                     tile == 0,
                     weights,
+                    inner,
                     row,
                     row_step,
                     inner,

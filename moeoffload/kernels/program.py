@@ -241,11 +241,26 @@ def _compile(entry: Callable[[int], None]) -> Any:
         return numba.cfunc(signature, nopython=True)(entry)
 
 
+_SOURCES: Final = (
+    "attention_program.py",
+    "attention_rows.py",
+    "attention_steps.py",
+    "attention_words.py",
+    "norm_program.py",
+    "phases.py",
+    "program.py",
+    "tile.py",
+    "value_tile.py",
+    "vector_ir.py",
+    "words.py",
+)
+
+
 @functools.cache
 def _stamp() -> int:
     """Changes with any file the compiled code is made from; numba itself looks at one only."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in ("vector_ir.py", "tile.py", "phases.py", "program.py", "words.py"):
+    for name in _SOURCES:
         digest.update((folder / name).read_bytes())
     return int.from_bytes(digest.digest()[:7], "little")

@@ -169,6 +169,7 @@ def _flat(values: Sums) -> list[ir.Value]:
 
 _NAMES: Final = (
     "weights",
+    "weight_stride",
     "weight_row",
     "row_step",
     "inner",
@@ -190,6 +191,7 @@ def dot_tile(
     n_rows: Any,
     is_first: Any,
     weights: Any,
+    weight_stride: Any,
     weight_row: Any,
     row_step: Any,
     inner: Any,
@@ -212,6 +214,7 @@ def dot_tile(
         is_first: the weights come from memory and are prefetched. If not, an earlier tile has brought them into the
             cache.
         weights: flat, rows of ``inner`` elements.
+        weight_stride: elements from one of those rows to the next.
         weight_row: the first of the four weight rows.
         row_step: from one of them to the next.
         ahead: if not ``is_first``, a weight row that is prefetched meanwhile, with the one ``row_step`` after it.
@@ -224,7 +227,21 @@ def dot_tile(
         out_stride: elements from one output row to the next.
     """
     del typing_context
-    arguments = (weights, weight_row, row_step, inner, ahead, rows, row_index, first, bias, bias_mode, out, out_stride)
+    arguments = (
+        weights,
+        weight_stride,
+        weight_row,
+        row_step,
+        inner,
+        ahead,
+        rows,
+        row_index,
+        first,
+        bias,
+        bias_mode,
+        out,
+        out_stride,
+    )
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, all_values: Any) -> ir.Value:
         n_rows, is_first = all_values[:2]
@@ -265,8 +282,9 @@ class _Call:
         """The code for ``n_rows`` rows."""
         builder, values, kinds = self.builder, self.values, self.kinds
         inner, first, step = values["inner"], values["first"], values["row_step"]
+        stride = values["weight_stride"]
         columns = self._four(values["weight_row"], step)
-        weights = [self._place("weights", builder.mul(column, inner)) for column in columns]
+        weights = [self._place("weights", builder.mul(column, stride)) for column in columns]
         rows = []
         for m in range(n_rows):
             index = builder.load(builder.inttoptr(self._place("row_index", self._plus(first, m)), I32.as_pointer()))
@@ -274,7 +292,7 @@ class _Call:
         if streams:
             ahead = [self._plus(weight, _AHEAD_BYTES) for weight in weights]
         else:
-            ahead = [self._place("weights", builder.mul(row, inner)) for row in self._four(values["ahead"], step)[:2]]
+            ahead = [self._place("weights", builder.mul(row, stride)) for row in self._four(values["ahead"], step)[:2]]
 
         tile = _Tile(builder, kinds["weights"], kinds["rows"], weights, rows, ahead)
         folded = [fold_four(builder, sums) for sums in tile.sums(inner)]
