@@ -95,7 +95,7 @@ def few_query_attention(
     call[words.IS_CAUSAL] = is_causal
     _thread.scale.value = dim**-0.5 if scale is None else scale
     n_threads = min(batch * key_heads, threads_for(batch * key_heads * n_keys * (dim + value_dim) * dtype.itemsize))
-    each = scratch_bytes.py_func(heads // key_heads * n_queries, dim, value_dim)
+    each = scratch_bytes(heads // key_heads * n_queries, dim, value_dim)
     if _thread.scratch.numel() < n_threads * each:
         _thread.scratch = torch.empty(n_threads * each, dtype=torch.uint8)
     call[words.SCRATCH] = _thread.scratch.data_ptr()

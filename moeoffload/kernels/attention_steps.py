@@ -25,10 +25,9 @@ KEY_BLOCK: Final = 256
 _VALUE_BLOCK: Final = 64
 
 
-@njit(nogil=True)
 def scratch_bytes(n_rows: int, dim: int, value_dim: int) -> int:
-    """Bytes for ``n_rows`` queries."""
-    return n_rows * (4 * (KEY_BLOCK + dim + padded_dim(value_dim) + 3) + 64) + 64
+    """Bytes for ``n_rows`` queries. Plain Python: what is compiled when it is first called would be so in a request."""
+    return n_rows * (4 * (KEY_BLOCK + dim + value_dim + VALUE_LANES + 3) + 64) + 64
 
 
 @njit(nogil=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -107,6 +110,28 @@ def test_only_this_model_and_only_few_queries_are_concerned(monkeypatch: pytest.
     ours(ids[:, :1])
     assert len(calls) == 6
     assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+
+
+_FIRST_CALLS = """
+import torch
+from numba.core import event
+from moeoffload.kernels import accelerate_dense
+from cpu_kernels.test_fast_dense import small_model
+model = small_model("qwen3_moe")
+accelerate_dense(model)
+compiled = event.RecordingListener()
+with event.install_listener("numba:compile", compiled), torch.inference_mode():
+    for n_tokens in (1, 3):
+        model(torch.ones(1, n_tokens, dtype=torch.long))
+print(len(compiled.buffer))
+"""
+
+
+def test_nothing_is_compiled_after_the_installation() -> None:
+    command = [sys.executable, "-c", _FIRST_CALLS]
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240, env=environment)
+    assert found.stdout.strip() == "0"
 
 
 def test_calls_that_mean_more_are_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
