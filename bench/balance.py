@@ -61,7 +61,8 @@ def main(
         slow = stack.enter_context(expert_server(host_core, *memory, "--simulate", f"factor={factor}"))
         stats = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "routing.json"
         write_routing_stats(model, fast, stats)
-        both, sets = f"fast + {factor:g} x slower", {"fast alone": ([fast], None)}
+        both = f"fast + {factor:g} x slower"
+        sets: dict[str, tuple[list[str], Path | None]] = {"fast alone": ([fast], None)}
         sets |= {both: ([fast, slow], None), f"{both}, routing known": ([fast, slow], stats)}
         opened = {
             name: stack.enter_context(

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from moeoffload.checkpoint.synthetic import geometry_config, write_checkpoint
-from moeoffload.kernels.dense import accelerate_linears
+from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.kernels.local import NAME, register_local_experts
 
 SAME_KERNELS: Final = NAME
@@ -26,7 +26,7 @@ def load_local(checkpoint: Path) -> Any:
     """The transformers model of ``checkpoint``, all of it in this process, with fast dense layers."""
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, experts_implementation=local_experts(), dtype="auto")
-    accelerate_linears(model)
+    accelerate_dense(model)
     return model.eval()
 
 

@@ -30,7 +30,7 @@ from servers import Spread, cores, expert_server, machine, write_json
 from turns import Contender, Task, cache_bytes_per_token, decode, prefill, ratio, take_turns
 
 from moeoffload import open_model
-from moeoffload.kernels.dense import accelerate_linears
+from moeoffload.kernels.fast_dense import accelerate_dense
 
 DECODE_PROMPT = 64
 
@@ -136,7 +136,7 @@ def main(
                 open_model(checkpoint, experts=[address], transport=transport, pipeline=pipeline, device="cpu")
             )
             # Both sides get the same dense layers; where they have them already this does nothing.
-            accelerate_linears(offloaded.model)
+            accelerate_dense(offloaded.model)
             contenders.append(Contender(offloaded.model, offloaded, transport, pipeline))
         bench = Bench(contenders, repeats, console)
         kernel = offloaded.links[0].info.kernel

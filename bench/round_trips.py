@@ -140,6 +140,14 @@ def serve_zeromq(pipe: Connection) -> None:
             router.send_multipart([identity, frame], copy=False)
 
 
+def send_part(socket: zmq.Socket[bytes], part: memoryview) -> None:
+    """Sends from where it lies what is too much to copy."""
+    if len(part) < 256 * KIB:
+        socket.send(part)
+    else:
+        socket.send(part, copy=False)
+
+
 def serve_zeromq_buffers(pipe: Connection) -> None:
     """As `serve_zeromq`, but what arrives is received into a buffer, copied as an echo is, and sent from another."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
@@ -152,7 +160,7 @@ def serve_zeromq_buffers(pipe: Connection) -> None:
                 return
             reply[:n_bytes] = request[:n_bytes]
             router.send(identity, zmq.SNDMORE)
-            router.send(reply[:n_bytes], copy=n_bytes < 256 * KIB)
+            send_part(router, reply[:n_bytes])
 
 
 def serve_grpc(pipe: Connection) -> None:
@@ -236,7 +244,7 @@ def call_zeromq_buffers(port: Any) -> Iterator[Call]:
         request, reply = memoryview(bytearray(BYTES[-1])), memoryview(bytearray(BYTES[-1]))
 
         def call(n_bytes: int) -> None:
-            dealer.send(request[:n_bytes], copy=n_bytes < 256 * KIB)
+            send_part(dealer, request[:n_bytes])
             dealer.recv_into(reply)
 
         yield call

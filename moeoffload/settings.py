@@ -255,7 +255,7 @@ class HostSettings(CommonSettings):
     ] = None
     fast_dense: Annotated[
         bool,
-        Field(description="On a CPU, one-row products of dense layers at memory speed (another order of summation)."),
+        Field(description="On a CPU, dense layers and attention at memory speed for few tokens (other order of sums)."),
         Setting(panel=Panel.COMPUTE),
     ] = True
     device: Annotated[

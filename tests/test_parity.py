@@ -12,7 +12,7 @@ import torch
 from conftest import DEMO, demo_prompt, local_model
 
 from moeoffload import open_model
-from moeoffload.kernels.dense import accelerate_linears
+from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.kernels.local import register_local_experts
 
 N_PROMPTS = 64
@@ -82,7 +82,7 @@ def test_the_default_kernel_gives_the_bits_of_a_local_run_with_it_in_every_mode(
 ) -> None:
     register_local_experts()
     local = local_model(DEMO, dtype=TORCH[model_dtype], experts_implementation="moeoffload_local")
-    restore = accelerate_linears(local)
+    restore = accelerate_dense(local)
     prompt = demo_prompt(700, seed=2)
     parts = (prompt, prompt[:, :1], prompt[:, :9])
     with torch.inference_mode():

@@ -79,7 +79,8 @@ def time_layer(
     """Rows and seconds of calls of several sizes up to ``capacity`` rows.
 
     Each row has ``top_k`` different ones of the layer's ``n_experts``; as in a run, only those held here are computed,
-    and rows without any are left out. Best of a few: what the call takes, not what disturbed it. Runs on the thread that owns ``workspace``.
+    and rows without any are left out. Best of a few: what the call takes, not what disturbed it. Runs on the thread
+    that owns ``workspace``.
     """
     generator = torch.Generator().manual_seed(0)
     f32 = torch.float32  # always named: while another host's model is opened, torch's default dtype is that model's

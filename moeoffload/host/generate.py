@@ -10,6 +10,7 @@ import torch
 from transformers import TextStreamer
 
 from moeoffload.errors import PromptError
+from moeoffload.host.kv_cache import generation_cache
 from moeoffload.host.session import OffloadedModel
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ def generate(offloaded: OffloadedModel, prompt: PreparedPrompt, stream: TextIO) 
             torch.manual_seed(settings.seed)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         options["pad_token_id"] = tokenizer.eos_token_id
+    options.update(generation_cache(offloaded.model))
     tokens = offloaded.model.generate(**prompt.inputs, **options, streamer=_Streamer(tokenizer, stream))
     completion: torch.Tensor = tokens[0, prompt.inputs["input_ids"].shape[1] :]
     return completion

@@ -22,7 +22,7 @@ from moeoffload.host.recorder import Recorder
 from moeoffload.host.report import ModelFacts, Report, RunFacts
 from moeoffload.host.routing import read_routing_stats
 from moeoffload.host.spawn import ServerSpec
-from moeoffload.kernels.dense import accelerate_linears
+from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import GIB, ExpertTable, choose_local
 from moeoffload.settings import HostSettings, ModelDtypeChoice
@@ -121,7 +121,7 @@ class OffloadedModel:
         self.dispatcher = Dispatcher(self.links, granularity, self.recorder, self._local)
         bind_experts(self.model, checkpoint, self.dispatcher.for_layer)
         if settings.fast_dense and self._device.type == "cpu":
-            stack.callback(accelerate_linears(self.model))
+            stack.callback(accelerate_dense(self.model))
         least = min((link.layout.capacity for link in self.links), default=settings.batch_capacity)
         self.pipeline = PrefillPipeline(
             self.model,

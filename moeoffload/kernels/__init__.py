@@ -1,7 +1,9 @@
-"""Kernels: a layer's experts are prepared once and called with rows, slots and weights; few-row linear layers."""
+"""Kernels: a layer's experts are prepared once and called with rows, slots and weights; dense layers at few rows."""
 
+from moeoffload.kernels.attention import few_query_attention
 from moeoffload.kernels.base import ExpertKernel
-from moeoffload.kernels.dense import accelerate_linears, few_row_linear
+from moeoffload.kernels.dense import few_row_linear
+from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.huge_pages import prefer_huge_pages
 from moeoffload.kernels.layer import KernelChoice, LayerKernels, prepare_layer, warm_up
@@ -14,7 +16,8 @@ __all__ = [
     "KernelChoice",
     "KernelWorkspace",
     "LayerKernels",
-    "accelerate_linears",
+    "accelerate_dense",
+    "few_query_attention",
     "few_row_linear",
     "local_experts",
     "prefer_huge_pages",

@@ -182,6 +182,7 @@ def project_groups(
                     size,
                     source if tile == 0 else IN_CACHE,
                     weights,
+                    inner,
                     row,
                     row_step,
                     inner,

@@ -242,11 +242,28 @@ def compile_entry(entry: Callable[..., Any], returns: Any = types.void, n_argume
         return numba.cfunc(signature, nopython=True)(entry)
 
 
+_SOURCES: Final = (
+    "attention_program.py",
+    "attention_rows.py",
+    "attention_steps.py",
+    "attention_words.py",
+    "norm_program.py",
+    "pack.py",
+    "phases.py",
+    "program.py",
+    "tile.py",
+    "value_tile.py",
+    "vector_ir.py",
+    "watch.py",
+    "words.py",
+)
+
+
 @functools.cache
 def source_stamp() -> int:
     """Changes with any file the compiled code is made from; numba itself looks at one only."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in ("vector_ir.py", "tile.py", "phases.py", "program.py", "words.py", "watch.py", "pack.py"):
+    for name in _SOURCES:
         digest.update((folder / name).read_bytes())
     return int.from_bytes(digest.digest()[:7], "little")

@@ -180,6 +180,7 @@ def _flat(values: Sums) -> list[ir.Value]:
 
 _NAMES: Final = (
     "weights",
+    "weight_stride",
     "weight_row",
     "row_step",
     "inner",
@@ -201,6 +202,7 @@ def dot_tile(
     n_rows: Any,
     source: Any,
     weights: Any,
+    weight_stride: Any,
     weight_row: Any,
     row_step: Any,
     inner: Any,
@@ -222,6 +224,7 @@ def dot_tile(
         n_rows: how many m there are, 1 to TILE_ROWS.
         source: IN_CACHE, IN_MEMORY or ONCE.
         weights: flat, rows of ``inner`` elements.
+        weight_stride: elements from one of those rows to the next.
         weight_row: the first of the four weight rows.
         row_step: from one of them to the next.
         ahead: if IN_CACHE, a weight row that is prefetched meanwhile, with the one ``row_step`` after it.
@@ -234,7 +237,21 @@ def dot_tile(
         out_stride: elements from one output row to the next.
     """
     del typing_context
-    arguments = (weights, weight_row, row_step, inner, ahead, rows, row_index, first, bias, bias_mode, out, out_stride)
+    arguments = (
+        weights,
+        weight_stride,
+        weight_row,
+        row_step,
+        inner,
+        ahead,
+        rows,
+        row_index,
+        first,
+        bias,
+        bias_mode,
+        out,
+        out_stride,
+    )
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, all_values: Any) -> ir.Value:
         n_rows, source = all_values[:2]
@@ -276,8 +293,9 @@ class _Call:
         """The code for ``n_rows`` rows."""
         builder, values, kinds = self.builder, self.values, self.kinds
         inner, first, step = values["inner"], values["first"], values["row_step"]
+        stride = values["weight_stride"]
         columns = self._four(values["weight_row"], step)
-        weights = [self._place("weights", builder.mul(column, inner)) for column in columns]
+        weights = [self._place("weights", builder.mul(column, stride)) for column in columns]
         rows = []
         for m in range(n_rows):
             index = builder.load(builder.inttoptr(self._place("row_index", self._plus(first, m)), I32.as_pointer()))
@@ -285,7 +303,7 @@ class _Call:
         if source != IN_CACHE:
             ahead = [self._plus(weight, _AHEAD_BYTES) for weight in weights]
         else:
-            ahead = [self._place("weights", builder.mul(row, inner)) for row in self._four(values["ahead"], step)[:2]]
+            ahead = [self._place("weights", builder.mul(row, stride)) for row in self._four(values["ahead"], step)[:2]]
 
         tile = _Tile(builder, kinds["weights"], kinds["rows"], weights, rows, ahead, source)
         folded = [fold_four(builder, sums) for sums in tile.sums(inner)]

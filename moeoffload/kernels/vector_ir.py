@@ -213,6 +213,21 @@ def pointer_to(typing_context: Any, address: Any, like: Any) -> Any:
 
 
 @intrinsic
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Begins to read the cache line at an address, which need not be valid, into the second-level cache."""
+    del typing_context
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        pointer = builder.inttoptr(values[0], I8.as_pointer())
+        read, into_l2, data = (ir.Constant(I32, value) for value in (0, 2, 1))
+        kinds = [pointer.type, I32, I32, I32]
+        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), kinds, [pointer, read, into_l2, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
 def claim(typing_context: Any, counter: Any) -> Any:
     """Adds one to the int64 at an address, atomically; returns what it was."""
     del typing_context

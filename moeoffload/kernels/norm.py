@@ -1,0 +1,171 @@
+"""Root-mean-square norms of few rows in one pass, in modules of any family that turn out to compute one of `NormKind`.
+
+A result differs from the module's own in the order in which the squares are summed, nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from moeoffload.kernels import norm_program as words
+from moeoffload.kernels.norm_program import NormKind, norm_program
+
+MAX_ELEMENTS: Final = 1 << 17
+"""Larger inputs go to torch, which uses its threads."""
+
+_DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
+_SAME_SIZE: Final = torch.int16
+_PROBE_ROWS: Final = 32
+# A first rounding that goes the other way can be two units after the product with the weight.
+_ULPS: Final = 2
+
+
+class _Thread(threading.local):
+    """A thread's call block."""
+
+    def __init__(self) -> None:
+        self.call = (ctypes.c_int64 * words.CALL_WORDS)()
+        self.address = ctypes.addressof(self.call)
+        self.epsilon = ctypes.c_double.from_address(self.address + 8 * words.EPSILON)
+
+
+_thread = _Thread()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: NormKind) -> torch.Tensor:
+    """Rows over their root mean square, times a weight, on the CPU and without gradient.
+
+    Args:
+        x: (..., dim) bfloat16, float16 or float32.
+        weight: (dim) of the same dtype, contiguous.
+        epsilon: added to the mean of the squares.
+        kind: where the weight comes in, and what is rounded.
+
+    Returns:
+        (..., dim) contiguous, of the same dtype.
+
+    Raises:
+        ValueError: dtypes or sizes do not match.
+    """
+    dim = weight.numel()
+    if x.shape[-1] != dim or x.dtype != weight.dtype:
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}")
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    thread = _thread
+    call = thread.call
+    call[words.ROWS] = x.data_ptr()
+    call[words.WEIGHT] = weight.data_ptr()
+    call[words.OUT] = out.data_ptr()
+    call[words.N_ROWS] = x.numel() // dim
+    call[words.DIM] = dim
+    call[words.KIND] = kind
+    thread.epsilon.value = epsilon
+    norm_program(x.dtype).run(thread.address)
+    return out
+
+
+class FusedNorm(nn.Module):
+    """Mixed into a norm's own class, whose ``forward`` it calls where it does not apply."""
+
+    fused_epsilon: float
+    fused_kind: NormKind
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """(..., dim) -> (..., dim) of the same dtype."""
+        weight: Any = self._parameters["weight"]
+        if (
+            args
+            or kwargs
+            or x.numel() > MAX_ELEMENTS
+            or x.dtype != weight.dtype
+            or x.dtype not in _DTYPES
+            or not x.is_cpu
+            or not weight.is_cpu
+            or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+            or torch.compiler.is_compiling()
+            or x.shape[-1] != weight.numel()
+            or not weight.is_contiguous()
+        ):
+            result: torch.Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            return result
+        return rms_norm(x, weight, self.fused_epsilon, self.fused_kind)
+
+
+def accelerate_norms(model: nn.Module) -> Callable[[], None]:
+    """Fuses the root-mean-square norms of a model on the CPU in bfloat16 or float16, in calls of few rows.
+
+    A norm is a module whose class is called ..RMSNorm, with a ``weight`` and an epsilon, and whose results on random
+    rows are those of one `NormKind`: then its class becomes a subclass of it. Parameters, hooks and names stay.
+
+    Returns:
+        a function that changes them back.
+    """
+    chosen: list[tuple[nn.Module, type[nn.Module]]] = []
+    kinds: dict[Any, NormKind | None] = {}
+    for module in model.modules():
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        weight = module._parameters.get("weight")
+        if (
+            not type(module).__name__.endswith("RMSNorm")
+            or isinstance(module, FusedNorm)
+            or not isinstance(epsilon, float)
+            or type(weight) is not nn.Parameter
+            or weight.ndim != 1
+            or weight.device.type != "cpu"
+            or weight.dtype not in _DTYPES
+        ):
+            continue
+        case = (type(module), weight.dtype, weight.numel(), epsilon)
+        if case not in kinds:
+            kinds[case] = _find_kind(module, weight, epsilon)
+        kind = kinds[case]
+        if kind is not None:
+            cls: Any = type(module)
+            chosen.append((module, cls))
+            module.__class__ = _fused(cls, epsilon, kind)
+
+    def restore() -> None:
+        for module, cls in chosen:
+            module.__class__ = cls
+
+    return restore
+
+
+@functools.cache
+def _fused(cls: Any, epsilon: float, kind: NormKind) -> type[nn.Module]:
+    return type(f"Fused{cls.__name__}", (FusedNorm, cls), {"fused_epsilon": epsilon, "fused_kind": kind})
+
+
+def _find_kind(module: nn.Module, weight: nn.Parameter, epsilon: float) -> NormKind | None:
+    """The kind whose results on random rows, with a random weight, are the module's."""
+    random = torch.Generator().manual_seed(0)
+    dim, dtype = weight.numel(), weight.dtype
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    twin_weight = nn.Parameter((1 + 0.3 * torch.randn(dim, generator=random)).to(dtype), requires_grad=False)
+    twin.__dict__["_parameters"] = {**module._parameters, "weight": twin_weight}
+    # Small rows show the epsilon.
+    scale = torch.logspace(-3, 1, _PROBE_ROWS).unsqueeze(-1)
+    x = (torch.randn(_PROBE_ROWS, dim, generator=random) * scale).to(dtype)
+    try:
+        with torch.no_grad():
+            theirs = type(module).forward(twin, x)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        return None
+    if not isinstance(theirs, torch.Tensor) or theirs.shape != x.shape or theirs.dtype != dtype:
+        return None
+    for kind in NormKind:
+        ours = rms_norm(x, twin_weight, epsilon, kind)
+        apart = (ours.view(_SAME_SIZE).int() - theirs.contiguous().view(_SAME_SIZE).int()).abs()
+        # Another order of summation changes few results, another rounding changes many.
+        if int(apart.max()) <= _ULPS and float((apart != 0).float().mean()) < 0.01:
+            return kind
+    return None

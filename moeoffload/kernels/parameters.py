@@ -1,0 +1,83 @@
+"""Weights outside of linear layers, such as routers: ``functional.linear`` with them becomes `few_row_linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from moeoffload.kernels.dense import MAX_ROWS, few_row_linear
+from moeoffload.kernels.program import COMPUTE_DTYPES, linear_program
+from moeoffload.kernels.tile import WEIGHT_ROWS
+
+
+class FewRowParameter(nn.Parameter):
+    """A parameter that differs from others only where ``torch.nn.functional.linear`` is asked for few rows."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Called by torch for every function of such a parameter; results are ordinary tensors."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.nn.functional.linear and not kwargs and _takes(*args):
+                return few_row_linear(*args)
+            return func(*args, **(kwargs or {}))
+
+
+def _takes(x: Any, weight: Any, bias: torch.Tensor | None = None) -> bool:
+    return (
+        type(weight) is FewRowParameter
+        and type(x) is torch.Tensor
+        and x.dtype == weight.dtype
+        and x.is_cpu
+        and weight.is_cpu
+        and x.numel() <= MAX_ROWS * x.shape[-1]
+        and weight.ndim == 2
+        and x.shape[-1] == weight.shape[1]
+        and weight.shape[0] >= WEIGHT_ROWS
+        and weight.is_contiguous()
+        and weight.dtype in COMPUTE_DTYPES
+        and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))
+        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        and not torch.compiler.is_compiling()
+    )
+
+
+def accelerate_parameters(model: nn.Module) -> Callable[[], None]:
+    """Lets ``torch.nn.functional.linear`` read a model's other matrices at memory speed in calls of few rows.
+
+    Changes the class of parameters (out, in) on the CPU in bfloat16 or float16 that belong to modules other than linear
+    layers and embeddings, above all routers. They stay the same objects, in the same places.
+
+    Returns:
+        a function that changes them back.
+    """
+    others = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    chosen = [
+        parameter
+        for parameter in model.parameters()
+        if type(parameter) is nn.Parameter
+        and id(parameter) not in others
+        and parameter.ndim == 2
+        and parameter.shape[0] >= WEIGHT_ROWS
+        and parameter.dtype in (torch.bfloat16, torch.float16)
+        and parameter.device.type == "cpu"
+    ]
+    for dtype in {parameter.dtype for parameter in chosen}:
+        linear_program(dtype)
+    for parameter in chosen:
+        parameter.__class__ = FewRowParameter
+
+    def restore() -> None:
+        for parameter in chosen:
+            parameter.__class__ = nn.Parameter
+
+    return restore

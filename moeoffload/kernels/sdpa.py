@@ -1,0 +1,106 @@
+"""Lets transformers' "sdpa" attention call `few_query_attention` in the models that asked for it.
+
+The function registered under "sdpa" is replaced, and passes everything on but calls of those models with few queries.
+A name of our own would be simpler, but some families choose their mask by asking whether the name is "sdpa".
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from moeoffload.kernels.attention import MAX_QUERIES, few_query_attention, fits
+from moeoffload.kernels.attention_program import attention_program
+from moeoffload.kernels.program import COMPUTE_DTYPES
+
+_NAME: Final = "sdpa"
+_KNOWN: Final = {
+    "module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs",
+}  # fmt: skip
+# Arguments that mean another computation; what transformers' function does not name, it ignores, and so does ours.
+_OTHER: Final = tuple(
+    sorted(inspect.signature(sdpa_attention_forward).parameters.keys() - _KNOWN | {"softcap", "s_aux"})
+)
+
+_lock = threading.Lock()
+_modules: WeakSet[nn.Module] = WeakSet()
+_replaced: list[Callable[..., Any]] = []
+_users = 0
+
+
+def _few_queries(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls; see its ``sdpa_attention_forward``."""
+    if (
+        query.shape[2] <= MAX_QUERIES
+        and not torch.compiler.is_compiling()
+        and module in _modules
+        and dropout == 0.0
+        and not any(kwargs.get(name) is not None for name in _OTHER)
+        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        and query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
+    ):
+        n_queries = query.shape[2]
+        causal = n_queries > 1 and attention_mask is None
+        if causal:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            if causal and key.shape[2] > n_queries:
+                # As transformers: queries at the beginning of a cache that is longer.
+                key, value = key[:, :, :n_queries], value[:, :, :n_queries]
+        if fits(query, key, value, attention_mask):
+            return few_query_attention(query, key, value, attention_mask, scale=scaling, is_causal=causal), None
+    result: tuple[torch.Tensor, None] = _replaced[0](
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+    return result
+
+
+def accelerate_attention(model: nn.Module) -> Callable[[], None]:
+    """Lets the "sdpa" attention of a transformers model on the CPU read keys and values at memory speed.
+
+    Calls of more than MAX_QUERIES queries, with gradient, dropout or arguments that mean more, and calls under
+    ``torch.compile`` are computed as before. The process's other models are left alone.
+
+    Returns:
+        a function that changes it back.
+    """
+    global _users  # noqa: PLW0603 (transformers' registry is one per process)
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    if not any(getattr(config, "_attn_implementation", None) == _NAME for config in configs):
+        return lambda: None
+    for dtype in {parameter.dtype for parameter in model.parameters()} & COMPUTE_DTYPES:
+        attention_program(dtype)
+    mine = [module for module in model.modules() if module not in _modules]
+    with _lock:
+        _modules.update(mine)
+        if not _users:
+            _replaced[:] = [AttentionInterface()[_NAME]]
+            AttentionInterface.register(_NAME, _few_queries)
+        _users += 1
+
+    def restore() -> None:
+        global _users  # noqa: PLW0603
+        with _lock:
+            _modules.difference_update(mine)
+            _users -= 1
+            if not _users and AttentionInterface()[_NAME] is _few_queries:
+                AttentionInterface.register(_NAME, _replaced[0])
+
+    return restore

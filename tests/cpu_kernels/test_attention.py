@@ -1,0 +1,169 @@
+"""Attention of few queries: exact but for one rounding, whatever the layout, and the same bits in any company."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from moeoffload.kernels import few_query_attention
+from moeoffload.kernels.attention import MAX_QUERIES
+
+from .experts import DTYPES
+
+EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
+# (heads, key heads, dim, value dim)
+LAYOUTS = [(32, 4, 128, 128), (4, 4, 16, 16), (6, 2, 80, 80), (8, 1, 192, 128), (16, 1, 7, 5), (2, 2, 24, 40)]
+
+
+def truth(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """The same in float64."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (each.double().repeat_interleave(group, 1) for each in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1).nan_to_num() @ value).transpose(1, 2)
+
+
+def operands(
+    layout: tuple[int, int, int, int], n_queries: int, n_keys: int, dtype: torch.dtype, batch: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random query, key, value."""
+    heads, key_heads, dim, value_dim = layout
+    random = torch.Generator().manual_seed(n_keys + n_queries)
+    shapes = ((heads, n_queries, dim), (key_heads, n_keys, dim), (key_heads, n_keys, value_dim))
+    query, key, value = (torch.randn(batch, *shape, generator=random).to(dtype) for shape in shapes)
+    return query, key, value
+
+
+def check(operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], *mask: Any, **options: Any) -> torch.Tensor:
+    ours = few_query_attention(*operands, *mask, **options)
+    expected = truth(*operands, *mask, **options)
+    query, _, value = operands
+    assert ours.dtype == query.dtype
+    assert ours.shape == (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    assert ours.is_contiguous()
+    assert ((ours - expected).abs() <= EPSILON[query.dtype] * expected.abs() + 2**-17).all()
+    return ours
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_result_is_exact_but_for_one_rounding(dtype: torch.dtype, layout: tuple[int, int, int, int]) -> None:
+    for n_queries, n_keys in product((1, 2, MAX_QUERIES), (1, 2, 3, 5, 16, 90, 257, 600)):
+        check(operands(layout, n_queries, n_keys, dtype))
+    check(operands(layout, 3, 40, dtype, batch=2), scale=0.3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masks_of_every_kind(dtype: torch.dtype) -> None:
+    batch, n_queries, n_keys = 2, 5, 300
+    for layout in ((8, 2, 64, 64), (4, 4, 24, 16)):
+        some = operands(layout, n_queries, n_keys, dtype, batch)
+        for shape in ((1, 1, n_queries, n_keys), (batch, 1, 1, n_keys), (batch, layout[0], n_queries, n_keys)):
+            seen = torch.rand(shape) < 0.5
+            check(some, seen)
+            check(some, seen.transpose(2, 3).contiguous().transpose(2, 3))
+            for kind in (dtype, torch.float32):
+                check(some, torch.randn(shape).to(kind))
+                check(some, torch.zeros(shape, dtype=kind).masked_fill(~seen, torch.finfo(kind).min))
+        check(some, torch.rand(n_queries, n_keys) < 0.5)
+        check(operands(layout, n_queries, n_queries, dtype, batch), is_causal=True)
+        check(operands(layout, n_queries, 3, dtype), is_causal=True)
+
+
+def test_a_query_that_sees_no_key_gives_zeros_as_in_torch() -> None:
+    some = operands((4, 2, 16, 16), 3, 300, torch.bfloat16)
+    seen = torch.ones(3, 300, dtype=torch.bool)
+    seen[1] = False
+    # Nothing in the first block of keys, something in the second.
+    seen[2, :290] = False
+    ours = check(some, seen)
+    assert not ours[:, 1].any()
+    theirs = torch.nn.functional.scaled_dot_product_attention(*some, attn_mask=seen, enable_gqa=True)
+    assert not theirs[:, :, 1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_and_values_may_be_views(dtype: torch.dtype) -> None:
+    heads, key_heads, dim = 8, 2, 32
+    query = torch.randn(2, 3, heads, dim).to(dtype).transpose(1, 2)
+    whole = torch.randn(2, key_heads, 500, 2 * dim).to(dtype)
+    for keys, values in (
+        (whole[:, :, 100:400, :dim], whole[:, :, 100:400, dim:]),
+        (whole[..., :dim].transpose(1, 2).contiguous().transpose(1, 2), whole[..., dim:]),
+        (whole[:1, :1, :, :dim].expand(2, key_heads, 500, dim), whole[:, :, :, dim:]),
+        (whole[:, :, ::3, :dim], whole[:, :, ::3, 1 : dim + 1]),
+    ):
+        ours = check((query, keys, values))
+        assert torch.equal(ours, few_query_attention(query.contiguous(), keys.contiguous(), values.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_other_queries_heads_or_threads(dtype: torch.dtype) -> None:
+    query, key, value = operands((12, 4, 40, 48), 7, 700, dtype, batch=2)
+    mask = torch.rand(2, 1, 7, 700) < 0.7
+    together = few_query_attention(query, key, value, mask)
+    for number in range(7):
+        alone = few_query_attention(query[:, :, number : number + 1], key, value, mask[:, :, number : number + 1])
+        assert torch.equal(alone[:, 0], together[:, number])
+    for head in range(4):
+        one = few_query_attention(
+            query[:1, 3 * head : 3 * head + 1], key[:1, head : head + 1], value[:1, head : head + 1], mask[:1]
+        )
+        assert torch.equal(one[0, :, 0], together[0, :, 3 * head])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert all(torch.equal(few_query_attention(query, key, value, mask), together) for _ in range(30))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_non_finite_values_are_not_hidden(where: int, bad: float) -> None:
+    some = operands((2, 2, 16, 16), 2, 300, torch.bfloat16)
+    some[where][0, 1, 1, 3] = bad
+    out = few_query_attention(*some)
+    assert out[:, :, 0].isfinite().all()
+    assert not out[:, 1, 1].isfinite().all()
+
+
+def test_large_products_do_not_overflow() -> None:
+    query, key, value = operands((2, 1, 64, 64), 1, 400, torch.float32)
+    check((query * 30, key * 30, value))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    query, key, value = operands((4, 2, 16, 16), 2, 9, torch.bfloat16)
+    many = operands((4, 2, 16, 16), MAX_QUERIES + 1, 9, torch.bfloat16)
+    mask = torch.ones(1, 1, 2, 8, dtype=torch.bool)
+    turned = key.transpose(2, 3).contiguous().transpose(2, 3)
+    for bad in (
+        many,
+        (query.float(), key, value),
+        (query[:, :3], key, value),
+        (query, key[..., :8], value),
+        (query, key, value[:, :, :8]),
+        (query, key[:, :, :0], value[:, :, :0]),
+        (query, turned, value),
+        (query.double(), key.double(), value.double()),
+        (query, key, value, mask),
+        (query, key, value, mask.long()),
+    ):
+        with pytest.raises(ValueError, match="mask"):
+            few_query_attention(*bad)

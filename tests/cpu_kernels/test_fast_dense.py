@@ -1,0 +1,176 @@
+"""All dense layers of whole models: results stay close, the model stays what it is, and other models are left alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import tasks
+import torch
+from conftest import DEMO, local_model
+from torch import nn
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from moeoffload.kernels import accelerate_dense, sdpa
+from moeoffload.kernels.attention import MAX_QUERIES
+
+SMALL = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "head_dim": 16},
+    "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 6},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
+    "deepseek_v3": {
+        "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "q_lora_rank": 32,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "first_k_dense_replace": 1,
+    },
+    "olmoe": {"num_experts": 8},
+    "qwen3_next": {"num_experts": 8, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+                   "linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 32,
+                   "layer_types": ["linear_attention", "full_attention"]},
+}  # fmt: skip
+
+
+def small_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A random model of a family, without gradients."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**{**SMALL, **FAMILIES[family]})
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+
+
+def state(model: nn.Module) -> list[Any]:
+    """What restoring must bring back."""
+    return [
+        [(name, type(module), dict(module.__dict__)) for name, module in model.named_modules()],
+        [(name, type(parameter), id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()],
+        AttentionInterface()["sdpa"],
+        model.config.to_dict(),  # type: ignore[operator, union-attr]
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_stay_close_and_the_model_is_restored(family: str, dtype: torch.dtype) -> None:
+    model = small_model(family, dtype)
+    ids = torch.randint(1, 320, (2, 40), generator=torch.manual_seed(3))
+    seen = torch.ones_like(ids)
+    seen[0, :5] = 0
+
+    def logits() -> list[torch.Tensor]:
+        cache = DynamicCache(config=model.config)
+        parts = []
+        for start, end in ((0, 20), (20, 21), (21, 25), (25, 40)):
+            out = model(ids[:, start:end], attention_mask=seen[:, :end], past_key_values=cache, use_cache=True)
+            parts.append(out.logits[seen[:, start:end] > 0].float())
+        parts.append(model(ids[1:, :1]).logits)
+        return parts
+
+    before = state(model)
+    expected = logits()
+    restore = accelerate_dense(model)
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()] or family == "deepseek_v3"
+    close = {torch.bfloat16: 0.05, torch.float32: 1e-4}[dtype]
+    for ours, theirs in zip(logits(), expected, strict=True):
+        # A router may choose another expert where two are alike.
+        assert ((ours - theirs).abs().amax(-1) < close).float().mean() >= 0.9
+    restore()
+    assert state(model) == before
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(logits(), expected, strict=True))
+
+
+def test_only_this_model_and_only_few_queries_are_concerned(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, other = small_model("qwen3_moe"), small_model("qwen3_moe")
+    calls: list[int] = []
+    real = sdpa.few_query_attention
+
+    def counting(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(query.shape[2])
+        return real(query, *args, **kwargs)
+
+    monkeypatch.setattr(sdpa, "few_query_attention", counting)
+    restore, restore_again = accelerate_dense(ours), accelerate_dense(ours)
+    ids = torch.ones(1, MAX_QUERIES + 1, dtype=torch.long)
+    other(ids[:, :1])
+    ours(ids)
+    assert calls == []
+    ours(ids[:, :1])
+    ours(ids[:, 1:])
+    assert calls == [1, 1, MAX_QUERIES, MAX_QUERIES]
+    restore_again()
+    ours(ids[:, :1])
+    assert len(calls) == 6
+    restore()
+    ours(ids[:, :1])
+    assert len(calls) == 6
+    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+
+
+_FIRST_CALLS = """
+import torch
+from numba.core import event
+from moeoffload.kernels import accelerate_dense
+from cpu_kernels.test_fast_dense import small_model
+model = small_model("qwen3_moe")
+accelerate_dense(model)
+compiled = event.RecordingListener()
+with event.install_listener("numba:compile", compiled), torch.inference_mode():
+    for n_tokens in (1, 3):
+        model(torch.ones(1, n_tokens, dtype=torch.long))
+print(len(compiled.buffer))
+"""
+
+
+def test_nothing_is_compiled_after_the_installation() -> None:
+    command = [sys.executable, "-c", _FIRST_CALLS]
+    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240, env=environment)
+    assert found.stdout.strip() == "0"
+
+
+def test_calls_that_mean_more_are_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = small_model("qwen3_moe").model.layers[0].self_attn
+    monkeypatch.setattr(sdpa, "_modules", {module})
+    monkeypatch.setattr(sdpa, "_replaced", [lambda *args, **kwargs: "theirs"])
+    query, key = torch.randn(1, 4, 2, 16).bfloat16(), torch.randn(1, 2, 9, 16).bfloat16()
+    arguments = (module, query, key, key, None)
+    assert sdpa._few_queries(*arguments, sliding_window=3, position_ids=query)[0].shape == (1, 2, 4, 16)
+    for more in (
+        {"dropout": 0.1}, {"s_aux": query}, {"softcap": 3.0}, {"position_bias": query},
+        {"cache": object()},
+    ):  # fmt: skip
+        assert sdpa._few_queries(*arguments, **more) == "theirs"
+    assert sdpa._few_queries(module, query.clone().requires_grad_(), key, key, None) == "theirs"
+    assert sdpa._few_queries(module, query[:, :2], key, key, None) == "theirs"
+
+
+def test_queries_at_the_beginning_of_a_longer_cache_are_causal() -> None:
+    module = small_model("qwen3_moe").model.layers[0].self_attn
+    query, key = torch.randn(1, 4, 3, 16).bfloat16(), torch.randn(1, 2, 9, 16).bfloat16()
+    arguments = (module, query, key, key, None)
+    theirs = sdpa_attention_forward(*arguments)[0]
+    sdpa._modules.add(module)
+    ours = sdpa._few_queries(*arguments)[0]
+    assert torch.allclose(ours, theirs, atol=0.02)
+    theirs = sdpa_attention_forward(*arguments, is_causal=False)[0]
+    assert torch.allclose(sdpa._few_queries(*arguments, is_causal=False)[0], theirs, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_demo_model_answers_the_same(dtype: torch.dtype) -> None:
+    model, tokenizer = local_model(DEMO, dtype=dtype), AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.padding_side = "left"
+    prompts = tokenizer(tasks.prompts(24, seed=3), return_tensors="pt", padding=True)
+    options = {"max_new_tokens": 10, "do_sample": False}
+    for batch in (prompts, {name: value[:1] for name, value in prompts.items()}):
+        expected = model.generate(**batch, **options)
+        restore = accelerate_dense(model)
+        got = model.generate(**batch, **options)
+        restore()
+        assert torch.equal(got, expected)
