@@ -6,6 +6,8 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
+from moeoffload.kernels.pack import MAX_ROWS, SumEncoder
+from moeoffload.payload import first_bad_row
 from moeoffload.wire import DispatchViews, FrameLayout
 
 DECODE_ROWS: Final = 8
@@ -37,8 +39,11 @@ class Arena(Protocol):
             IndexError: a slot is not one of -1 to n_experts - 1, and the kernels on this device would not say so.
         """
 
-    def finish(self, call: KernelInput, reply: torch.Tensor) -> None:
-        """Writes the result of a call into ``reply`` (n, hidden) of the payload dtype, in the frame."""
+    def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
+        """Writes the result of a call into ``reply`` (n, hidden) of the payload dtype, in the frame.
+
+        Returns the first row that is not finite there, or None.
+        """
 
 
 class HostArena:
@@ -54,6 +59,7 @@ class HostArena:
             dtype: torch.empty(max_rows, layout.top_k, dtype=dtype) for dtype in {torch.float32, compute_dtype}
         }
         self._kept: dict[tuple[int, torch.dtype], KernelInput] = {}
+        self._encoder = SumEncoder(layout.dtype_back.torch_dtype)
         self.n_created = 1
 
     def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
@@ -67,6 +73,7 @@ class HostArena:
             if n_rows <= DECODE_ROWS:
                 self._kept[key] = buffers
                 self.n_created += 1
+        # Slots are checked, so they must not change afterwards, as what a host shares with us could.
         buffers.slots.copy_(views.slots)
         buffers.weights.copy_(views.weights)
         if not self._copies_rows:
@@ -74,6 +81,9 @@ class HostArena:
         buffers.rows.copy_(views.rows)
         return buffers
 
-    def finish(self, call: KernelInput, reply: torch.Tensor) -> None:
+    def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
         """See `Arena`."""
+        if reply.shape[0] <= MAX_ROWS:
+            return self._encoder.encode(call.out, reply)
         reply.copy_(call.out)
+        return first_bad_row(reply)

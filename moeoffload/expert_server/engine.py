@@ -23,7 +23,7 @@ from moeoffload.errors import CapacityError, MoeOffloadError, ProtocolError, Ser
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelWorkspace, LayerKernels
-from moeoffload.payload import describe_bad_row, first_bad_row
+from moeoffload.payload import describe_bad_row
 from moeoffload.transport.base import ServerChannel, ServerSlot, Work
 from moeoffload.wire import (
     HEADER_BYTES,
@@ -233,8 +233,7 @@ class Engine:
         if self.pace.slows:
             self.pace.hold(call.slots, started)
         reply = views.combine(n_rows)
-        arena.finish(call, reply)
-        bad = first_bad_row(reply)
+        bad = arena.finish(call, reply)
         if bad is not None:
             what = describe_bad_row(call.out[bad], host.layout.dtype_back)
             raise _RequestError(ErrorCode.PAYLOAD, what, bad)

@@ -8,6 +8,7 @@ import torch
 
 from moeoffload.expert_server.arena import DECODE_ROWS, KernelInput
 from moeoffload.expert_server.fence import Fence
+from moeoffload.payload import first_bad_row
 from moeoffload.wire import DispatchViews, FrameLayout
 
 _ALIGNMENT: Final = 16
@@ -74,7 +75,7 @@ class DeviceArena:
             call.rows.copy_(arrived.rows)
         return call
 
-    def finish(self, call: KernelInput, reply: torch.Tensor) -> None:
+    def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
         """See `Arena`; waits for the device."""
         staged = self._staged
         assert staged is not None
@@ -85,6 +86,7 @@ class DeviceArena:
         self._received.record()
         self._received.wait()
         reply.copy_(staged.host_reply)
+        return first_bad_row(reply)
 
     def _sections(self, n_rows: int) -> tuple[int, int, int]:
         """Where weights and slots begin in a dispatch body of ``n_rows`` rows, and its length, in bytes."""

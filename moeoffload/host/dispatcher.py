@@ -101,7 +101,7 @@ class Dispatcher:
         n_rows = hidden.shape[0]
         # One server with every expert: its sums are the result, no accumulator is needed.
         alone = self._only is not None and self._only.holds_all[layer]
-        result = torch.empty_like(hidden)
+        result: torch.Tensor | None = None
         total = None if alone else self._accumulator(state, hidden)
         for progress in state.progress:
             progress.next_row = n_rows if progress.link.holds_none[layer] else 0
@@ -132,10 +132,13 @@ class Dispatcher:
                     queue_s = min(waited - compute_s, flight.queue_s)
                     record.wait_queue_s += queue_s
                     progress.link.learner.observe(flight.chunk_rows, flight.compute_s, waited - compute_s - queue_s)
-                    if total is None:
-                        result[flight.start : flight.start + flight.n_rows].copy_(part)
-                    else:
+                    if total is not None:
                         _add(total, part, flight)
+                    elif flight.n_rows == n_rows:
+                        result = part.to(hidden.device, hidden.dtype, copy=True)
+                    else:
+                        result = torch.empty_like(hidden) if result is None else result
+                        result[flight.start : flight.start + flight.n_rows].copy_(part)
                     progress.flights.popleft()
                     progress.link.release(flight)
                     combine_s += clock() - received
@@ -149,7 +152,9 @@ class Dispatcher:
                     progress.link.release(progress.flights.popleft())
         started = clock()
         if total is not None:
-            result.copy_(total)
+            result = total.to(hidden.dtype, copy=True)
+        elif result is None:
+            result = torch.empty_like(hidden)  # a call without rows
         record.mark = clock()
         combine_s += record.mark - started
         record.pack_s += pack_s

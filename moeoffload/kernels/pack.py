@@ -1,4 +1,4 @@
-"""Writes a few rows of a layer's call into a dispatch frame, in one compiled pass.
+"""Writes a few rows into a frame in one compiled pass: those of a layer's call on the host, their sums on the server.
 
 What takes a dozen torch calls otherwise: which rows have an expert on this server, their values in the payload dtype
 and whether all of them are finite there, their weights, and the slots of their experts.
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numba import njit
+from numba import njit, types
 
 from moeoffload.kernels.phases import view
 from moeoffload.kernels.program import WEIGHT_TYPES, compile_entry, source_stamp
@@ -108,6 +108,44 @@ def _make_pack(source: Any, payload: Any, stamp: int) -> Callable[[int], None]:
                 slots[i * top_k + k] = table[ids[at]]
 
     return pack
+
+
+def _make_encode(payload: Any, stamp: int) -> Callable[[int, int, int, int], int]:
+    magnitude, infinite = _MAGNITUDE[payload]
+
+    def encode(sums_address: int, out_address: int, n_rows: int, width: int) -> int:
+        _ = stamp
+        sums = view(sums_address, np.float32, n_rows * width)
+        out = view(out_address, payload, n_rows * width)
+        bad = -1
+        for row in range(n_rows):
+            largest = np.int32(0)
+            for at in range(row * width, (row + 1) * width):
+                value = narrow(sums[at], out[0])
+                out[at] = value
+                largest = max(largest, _raw(value) & np.int32(magnitude))
+            if largest >= infinite and bad < 0:
+                bad = row
+        return bad
+
+    return encode
+
+
+class SumEncoder:
+    """Writes float32 sums into a reply of the payload dtype. Thread-safe."""
+
+    def __init__(self, payload: torch.dtype) -> None:
+        self._kept = compile_entry(_make_encode(WEIGHT_TYPES[payload], source_stamp()), types.int64, 4)
+        self._run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(self._kept.address)
+
+    def encode(self, sums: torch.Tensor, out: torch.Tensor) -> int | None:
+        """Writes ``sums`` (n, hidden) float32 into ``out`` (n, hidden) of the payload dtype, both contiguous on the CPU.
+
+        Returns:
+            the first row that is not finite in the payload dtype, or None.
+        """
+        bad = self._run(sums.data_ptr(), out.data_ptr(), sums.shape[0], sums.shape[1])
+        return bad if bad >= 0 else None
 
 
 @functools.cache

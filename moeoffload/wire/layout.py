@@ -90,6 +90,15 @@ class FrameLayout:
         """
         if header.rows > self.capacity:
             raise CapacityError(f"frame has {header.rows} rows, this server takes at most {self.capacity}")
+        if (
+            header.rows > 0
+            and header.dtype_out == self.dtype_out
+            and header.dtype_back == self.dtype_back
+            and header.top_k == self.top_k
+            and header.body_bytes == self.dispatch_body_bytes(header.rows)
+            and frame_bytes == HEADER_BYTES + header.body_bytes
+        ):
+            return
         for name, value, expected in (
             ("dtype_out", header.dtype_out, int(self.dtype_out)),
             ("dtype_back", header.dtype_back, int(self.dtype_back)),
@@ -108,6 +117,13 @@ class FrameLayout:
         Raises:
             ProtocolError: naming the field that differs.
         """
+        if (
+            header.rows == rows
+            and header.dtype_back == self.dtype_back
+            and header.body_bytes == self.combine_body_bytes(rows)
+            and frame_bytes == HEADER_BYTES + header.body_bytes
+        ):
+            return
         for name, value, expected in (
             ("rows", header.rows, rows),
             ("dtype_back", header.dtype_back, int(self.dtype_back)),

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from moeoffload.kernels.pack import MAX_ROWS, RowPacker
+from moeoffload.kernels.pack import MAX_ROWS, RowPacker, SumEncoder
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import slot_table
 from moeoffload.wire import HEADER_BYTES, FrameLayout
@@ -104,3 +104,27 @@ def test_what_it_is_not_made_for_is_left_to_torch() -> None:
     assert not packer.takes(hidden.t().contiguous().t(), ids, weights)
     assert not packer.takes(hidden, ids.t().contiguous().t(), weights)
     assert not packer.takes(*a_call(MAX_ROWS + 1, torch.bfloat16))
+
+
+@pytest.mark.parametrize("payload", FLOATS)
+@pytest.mark.parametrize("width", [1, 31, 64, 2048])
+def test_sums_are_rounded_as_torch_rounds_them(payload: torch.dtype, width: int) -> None:
+    sums = torch.randn(MAX_ROWS, width, generator=torch.manual_seed(width)) * 100
+    out = torch.empty(MAX_ROWS, width, dtype=payload)
+    assert SumEncoder(payload).encode(sums, out) is None
+    assert torch.equal(out, sums.to(payload))
+
+
+@pytest.mark.parametrize(
+    ("payload", "value"),
+    [
+        *((payload, bad) for payload in FLOATS for bad in (float("nan"), float("inf"), -float("inf"))),
+        (torch.float16, 65520.0),
+    ],
+)
+def test_the_first_sum_that_does_not_fit_is_named_and_the_rest_written(payload: torch.dtype, value: float) -> None:
+    sums = torch.ones(4, 40)
+    sums[1, 39] = sums[3, 0] = value
+    out = torch.zeros(4, 40, dtype=payload)
+    assert SumEncoder(payload).encode(sums, out) == 1
+    assert torch.equal(out[2], sums[2].to(payload))
