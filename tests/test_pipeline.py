@@ -12,6 +12,7 @@ from conftest import DEMO, demo_prompt, local_model
 from moeoffload import open_model
 from moeoffload.checkpoint.synthetic import write_tiny
 from moeoffload.errors import PayloadError
+from moeoffload.host.kv_cache import generation_cache
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 
@@ -35,6 +36,9 @@ def test_a_pipelined_prefill_gives_the_same_tokens(
         ) as offloaded:
             assert torch.equal(offloaded.model.generate(prompt, **GREEDY), expected)
             assert offloaded.report().phases["prefill"]["pipelined"] == 1
+            growing = generation_cache(offloaded.model)
+            assert torch.equal(offloaded.model.generate(prompt, **growing, **GREEDY), expected)
+            assert offloaded.report().phases["prefill"]["pipelined"] == 2
 
 
 def test_a_left_padded_batch_and_a_second_turn_go_through_the_pipeline(three_servers: list[str]) -> None:

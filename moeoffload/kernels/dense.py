@@ -49,15 +49,21 @@ def few_row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         (..., out) of the weight's dtype.
     """
     n_out, n_in = weight.shape
+    if x.numel() > MAX_ROWS * n_in or n_out < WEIGHT_ROWS or x.shape[-1] != n_in or x.dtype != weight.dtype:
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}")
+    return _product(x, weight, bias)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    n_out, n_in = weight.shape
     n_rows = x.numel() // n_in
     dtype = weight.dtype
-    if n_rows > MAX_ROWS or n_out < WEIGHT_ROWS or x.shape[-1] != n_in or x.dtype != dtype:
-        raise ValueError(f"x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {dtype}")
     x = x.contiguous()
     out = torch.empty((*x.shape[:-1], n_out), dtype=dtype)
     if not n_rows:
         return out
-    call = _thread.call
+    thread = _thread
+    call = thread.call
     call[words.WEIGHT] = weight.data_ptr()
     call[words.BIAS] = bias.data_ptr() if bias is not None else 0
     call[words.N_IN] = n_in
@@ -66,22 +72,42 @@ def few_row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     call[words.ROWS] = call[words.OPERANDS] = x.data_ptr()
     call[words.OUT] = out.data_ptr()
     if row_dtype(dtype) != dtype:
-        if _thread.operands.numel() < n_rows * n_in:
-            _thread.operands = torch.empty(MAX_ROWS * n_in, dtype=torch.float32)
-        call[words.OPERANDS] = _thread.operands.data_ptr()
+        if thread.operands.numel() < n_rows * n_in:
+            thread.operands = torch.empty(MAX_ROWS * n_in, dtype=torch.float32)
+        call[words.OPERANDS] = thread.operands.data_ptr()
     program = linear_program(dtype)
     n_threads = threads_for(n_out * n_in * dtype.itemsize)
     call[words.PHASES] = words.PLAN_PHASE | words.UP_PHASE
     if n_threads == 1:
         call[words.ITEM_GROUPS] = n_out
-        program.run(_thread.address)
+        program.run(thread.address)
     else:
         call[words.ITEM_GROUPS] = ITEM_GROUPS
         call[words.PHASES] = words.PLAN_PHASE
-        program.run(_thread.address)
+        program.run(thread.address)
         call[words.PHASES] = words.UP_PHASE
-        program.run_threaded(_thread.address, n_threads)
+        program.run_threaded(thread.address, n_threads)
     return out
+
+
+def product_if_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """`few_row_linear` where it applies; None where torch is to compute. ``weight`` is (out, in), as a parameter."""
+    dtype = weight.dtype
+    if (
+        x.dtype != dtype
+        or x.numel() > MAX_ROWS * weight.shape[1]
+        or x.shape[-1] != weight.shape[1]
+        or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        or dtype not in COMPUTE_DTYPES
+        or not weight.is_cpu
+        or not x.is_cpu
+        or not weight.is_contiguous()
+        or weight.shape[0] < WEIGHT_ROWS
+        or (bias is not None and (bias.dtype != dtype or not bias.is_contiguous()))
+        or torch.compiler.is_compiling()
+    ):
+        return None
+    return _product(x, weight, bias)
 
 
 class FewRowLinear(nn.Linear):
@@ -89,16 +115,10 @@ class FewRowLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `torch.nn.Linear`."""
-        weight = self.weight
-        if (
-            x.numel() > MAX_ROWS * x.shape[-1]
-            or x.dtype != weight.dtype
-            or torch.compiler.is_compiling()
-            or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
-            or not _fits(self)
-        ):
-            return super().forward(x)
-        return few_row_linear(x, weight, self.bias)
+        # Attributes of modules are looked up in three places; this is the one.
+        weight = self._parameters.get("weight")
+        out = product_if_few(x, weight, self._parameters["bias"]) if type(weight) is nn.Parameter else None
+        return super().forward(x) if out is None else out
 
 
 def _fits(module: nn.Linear) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from moeoffload.kernels.dense import MAX_ROWS, few_row_linear
-from moeoffload.kernels.program import COMPUTE_DTYPES, linear_program
+from moeoffload.kernels.dense import product_if_few
+from moeoffload.kernels.program import linear_program
 from moeoffload.kernels.tile import WEIGHT_ROWS
+
+_BIAS_TYPES: Final = (type(None), torch.Tensor, nn.Parameter)
 
 
 class FewRowParameter(nn.Parameter):
@@ -22,27 +24,17 @@ class FewRowParameter(nn.Parameter):
     ) -> Any:
         """Called by torch for every function of such a parameter; results are ordinary tensors."""
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.nn.functional.linear and not kwargs and _takes(*args):
-                return few_row_linear(*args)
+            if func is torch.nn.functional.linear and not kwargs and _is_plain(*args):
+                out = product_if_few(*args)
+                if out is not None:
+                    return out
             return func(*args, **(kwargs or {}))
 
 
-def _takes(x: Any, weight: Any, bias: torch.Tensor | None = None) -> bool:
+def _is_plain(x: Any, weight: Any, bias: Any = None) -> bool:
+    """Whether the parameter is the weight, and no other subclass of tensors is concerned."""
     return (
-        type(weight) is FewRowParameter
-        and type(x) is torch.Tensor
-        and x.dtype == weight.dtype
-        and x.is_cpu
-        and weight.is_cpu
-        and x.numel() <= MAX_ROWS * x.shape[-1]
-        and weight.ndim == 2
-        and x.shape[-1] == weight.shape[1]
-        and weight.shape[0] >= WEIGHT_ROWS
-        and weight.is_contiguous()
-        and weight.dtype in COMPUTE_DTYPES
-        and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))
-        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
-        and not torch.compiler.is_compiling()
+        type(weight) is FewRowParameter and type(x) is torch.Tensor and type(bias) in _BIAS_TYPES and weight.ndim == 2
     )
 
 

@@ -152,6 +152,7 @@ WEIGHT_TYPES: Final = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch
 COMPUTE_DTYPES: Final = frozenset(WEIGHT_TYPES)
 
 
+@functools.cache
 def row_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which the products read rows: bfloat16 where the CPU multiplies it, else float32."""
     return dtype if dtype == torch.bfloat16 and has_bf16_dot() else torch.float32
