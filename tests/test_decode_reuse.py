@@ -12,7 +12,8 @@ from conftest import DEMO, StartServer
 from moeoffload import open_model
 from moeoffload.control.client import ControlClient
 
-WARM_UP, STEPS = 200, 1000
+# Interpreter and allocator settle within the first thousand steps.
+WARM_UP, STEPS = 1000, 1000
 
 
 def traced_bytes() -> int:

@@ -139,7 +139,7 @@ class SumEncoder:
         self._run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(self._kept.address)
 
     def encode(self, sums: torch.Tensor, out: torch.Tensor) -> int | None:
-        """Writes ``sums`` (n, hidden) float32 into ``out`` (n, hidden) of the payload dtype, both contiguous on the CPU.
+        """Writes ``sums`` (n, hidden) float32 into ``out`` (n, hidden) of the payload dtype, contiguous on the CPU.
 
         Returns:
             the first row that is not finite in the payload dtype, or None.
