@@ -65,7 +65,7 @@ def test_nothing_is_compiled_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> N
     def compiles(*_: object, **__: object) -> None:
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(programs, "_compile", compiles)
+    monkeypatch.setattr(programs, "compile_entry", compiles)
     for dtype in DTYPES:
         slots, weights = routes(3, 2, 4)
         for route_weights in (weights, weights.to(dtype)):
