@@ -45,7 +45,7 @@ def overhead(result: Result) -> Figure:
         start = [before + share for before, share in zip(start, shares, strict=True)]
     right.set_xlim(0, 100)
     right.set_xlabel("share of the host's time, %")
-    right.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
+    right.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
     return figure
 
 
