@@ -9,6 +9,7 @@ for more and more waits as long as that goes on.
 from __future__ import annotations
 
 import os
+import signal
 from time import perf_counter
 from typing import Final
 
@@ -22,6 +23,8 @@ CROWDED_S: Final = 60e-6
 """Who does not get the core back from ``sched_yield`` for so long shares it."""
 _WEIGHT: Final = 0.125
 """Of the newest wait in the mean of recent waits."""
+_HELD_BACK: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1})
+"""Signals that wait until a sleep is over: posix_ipc drops what a signal's handler raises, so Ctrl-C would be lost."""
 _MAX_REST: Final = 64
 """Most waits without a look after one that met a crowd: one after the first, twice as many after every further one."""
 
@@ -73,7 +76,10 @@ class AdaptiveSpin:
         try:
             if budget_s > 0:
                 self.met(self._watch.word(bell, value, budget_s, CROWDED_S))
-            semaphore.acquire(0 if semaphore.value or timeout_s <= 0 else timeout_s)
+            if semaphore.value or timeout_s <= 0:
+                semaphore.acquire(0)
+            else:
+                _sleep(semaphore, timeout_s)
         except (posix_ipc.BusyError, posix_ipc.SignalError):
             return False
         finally:
@@ -87,3 +93,11 @@ class AdaptiveSpin:
         """
         budget_s = min(self.budget_s, timeout_s)
         return budget_s > 0 and self._watch.descriptors(pollfds, count, budget_s, 10 * CROWDED_S) == Seen.NEWS
+
+
+def _sleep(semaphore: posix_ipc.Semaphore, timeout_s: float) -> None:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    try:
+        semaphore.acquire(timeout_s)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

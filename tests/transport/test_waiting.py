@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -94,6 +95,21 @@ def test_a_bell_without_its_token_and_a_token_without_its_bell_are_waited_for(se
     late = threading.Timer(0.05, semaphore.release)
     late.start()
     assert spin.acquire(semaphore, bell.address, 8, 10), "the token is what counts"
+
+
+def test_what_a_signal_handler_raises_is_not_lost_in_a_sleep(semaphore: posix_ipc.Semaphore) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(10):
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            with pytest.raises(KeyboardInterrupt):
+                AdaptiveSpin(0).acquire(semaphore, Bell().address, 1, 0.2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_looking_lets_other_threads_have_the_interpreter() -> None:
