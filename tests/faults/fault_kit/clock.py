@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from time import perf_counter
 
@@ -19,6 +20,8 @@ class LayerClock:
         self._lock = threading.Lock()
         self._at = -1
         self._action: Callable[[], None] | None = None
+        self.layer_s = 0.0
+        """Seconds that every layer takes longer, as a larger model would."""
         self.ticks: list[float] = []
         self.struck_at: float | None = None
         """perf_counter seconds after the action; None while it has not been called."""
@@ -46,5 +49,7 @@ class LayerClock:
             if strikes and self._action is not None:
                 self._action()
                 self.struck_at = perf_counter()
+        if self.layer_s:
+            time.sleep(self.layer_s)
         if self._before is not None:
             self._before(layer)

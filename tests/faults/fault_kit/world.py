@@ -47,23 +47,45 @@ class _Warnings(logging.Handler):
 
 
 class World:
-    """Use it in a ``with`` block; `run` as many faults as wanted.
+    """Use it in a ``with`` block: `open` the model in some setup, `run` faults, `shut` it, and again.
 
     Attributes:
+        host: the open model, None while there is none.
         expected: the tokens of an undisturbed generation, per prompt.
         n_layer_calls: of such a generation.
-        closing_leaks: set by `close`: what was left when everything was closed.
     """
 
-    def __init__(self, folder: Path, setup: Setup, other_model: Path, **options: Any) -> None:
-        self.setup = setup
+    def __init__(self, folder: Path, other_model: Path) -> None:
         self.other_model = other_model
-        self.closing_leaks: list[str] = []
+        self.host: Any = None
+        self.expected: list[list[int]] = []
+        self.n_layer_calls = 0
+        self.prompts = fixed_prompts()
         self._folder = folder
+        self._setup: Setup | None = None
         self._second: SecondHost | None = None
         self._shm_before = shm_names()
         self._warnings = _Warnings()
-        self._options: dict[str, Any] = {
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end_second)
+            self.stations = [Station(folder) for _ in range(2)]
+            for station in self.stations:
+                stack.callback(station.close)
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="generation")
+            stack.callback(self._pool.shutdown)
+            logging.getLogger("moeoffload.host").addHandler(self._warnings)
+            stack.callback(logging.getLogger("moeoffload.host").removeHandler, self._warnings)
+            stack.callback(self._close_host)
+            self._stack = stack.pop_all()
+
+    @property
+    def addresses(self) -> list[str]:
+        return [station.address for station in self.stations]
+
+    def open(self, setup: Setup, **options: Any) -> None:
+        """Opens the model and generates undisturbed; ``options`` are settings beside those of ``setup``."""
+        assert self.host is None
+        keywords: dict[str, Any] = {
             "threads": 1,
             "device": "cpu",
             "transport": setup.transport,
@@ -73,45 +95,44 @@ class World:
             "dispatch_floor_s": FLOOR_S,
             "connect_timeout_s": 5.0,
         } | options
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._end_second)
-            self.stations = [Station(folder, "--transport", setup.transport) for _ in range(2)]
-            for station in self.stations:
-                stack.callback(station.close)
-            self.prompts = fixed_prompts()
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="generation")
-            stack.callback(self._pool.shutdown)
-            logging.getLogger("moeoffload.host").addHandler(self._warnings)
-            stack.callback(logging.getLogger("moeoffload.host").removeHandler, self._warnings)
-            # What libraries make once and keep is there after a first opening.
-            self._open().close()
-            self._alone = [Holding.of(pid) for pid in self._pids()]
-            self.host: Any = self._open()
-            stack.callback(self._close_host)
-            self.clock = LayerClock(self.host.dispatcher)
-            self.expected = self._generate().result(HANG_S)
-            self.clock.start()
-            if self._generate().result(HANG_S) != self.expected:
-                raise RuntimeError("two undisturbed generations differ")
-            self.n_layer_calls = len(self.clock.ticks)
-            self._processes = descendants()
-            self._whole = [Holding.of(pid) for pid in self._pids()]
-            self._stack = stack.pop_all()
+        # What libraries make once and keep is there after a first opening.
+        open_model(DEMO, experts=self.addresses, **keywords).close()
+        self._alone = [Holding.of(pid) for pid in self._pids()]
+        self._setup = setup
+        self.host = open_model(DEMO, experts=self.addresses, **keywords)
+        self.clock = LayerClock(self.host.dispatcher)
+        self.expected = self.generate()
+        self.clock.start()
+        if self.generate() != self.expected:
+            raise RuntimeError("two undisturbed generations differ")
+        self.n_layer_calls = len(self.clock.ticks)
+        self._processes = descendants() - {station.server.pid for station in self.stations}
+        self._whole = [Holding.of(pid) for pid in self._pids()]
 
-    @property
-    def addresses(self) -> list[str]:
-        return [station.address for station in self.stations]
+    def shut(self) -> list[str]:
+        """Closes the model; returns what is left on both sides that was not there before it was opened."""
+        self._close_host()
+        return settled(lambda: self._left(self._alone), SETTLE_S)
+
+    def generate(self) -> list[list[int]]:
+        """The tokens of one generation, per prompt.
+
+        Raises:
+            TimeoutError: it hangs.
+        """
+        return self._pool.submit(generate_all, self.host, self.prompts).result(HANG_S)
 
     def run(self, fault: Fault) -> Outcome:
         """One generation under ``fault``, the way back, and a look at what is left."""
+        assert fault.setup == self._setup
         station = self.stations[fault.victim]
         at = max(1, int(fault.at * self.n_layer_calls))
         outcome = Outcome(
-            fault.number, fault.kind.name, str(self.setup), fault.victim, at, fault.lasts_s, limit_s=DEADLINE_S * SPARE
+            fault.number, fault.kind.name, str(fault.setup), fault.victim, at, fault.lasts_s, limit_s=DEADLINE_S * SPARE
         )
         before, n_warnings = self.recovery(), len(self._warnings.lines)
         if fault.kind.second_host:
-            self._second = SecondHost(self._folder, DEMO, self.addresses, **{"transport": self.setup.transport})
+            self._second = SecondHost(self._folder, DEMO, self.addresses, transport=fault.setup.transport)
         acts = ThreadPoolExecutor(1, thread_name_prefix="fault")
         struck: list[Future[None]] = []
 
@@ -123,13 +144,13 @@ class World:
 
         try:
             self.clock.start(at, strike)
-            outcome.same_tokens = self._generate().result(HANG_S) == self.expected
+            outcome.same_tokens = self.generate() == self.expected
             outcome.pause_s = self.clock.longest_pause()
             for act in struck:
                 act.result(HANG_S)
             outcome.whole_s = self._wait_whole()
             self.clock.start()
-            outcome.same_tokens &= self._generate().result(HANG_S) == self.expected
+            outcome.same_tokens &= self.generate() == self.expected
         except TimeoutError as error:
             outcome.error = f"hang: {error}"
         except Exception as error:
@@ -170,10 +191,7 @@ class World:
         return all(_leases(station) == 1 for station in self.stations)
 
     def close(self) -> None:
-        """Closes the model, looks for what is left, then ends the servers. Idempotent."""
-        if self.host is not None:
-            self._close_host()
-            self.closing_leaks = settled(lambda: self._left(self._alone), SETTLE_S)
+        """Ends everything. Idempotent."""
         self._stack.close()
 
     def _close_host(self) -> None:
@@ -189,12 +207,6 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _open(self) -> Any:
-        return open_model(DEMO, experts=self.addresses, **self._options)
-
-    def _generate(self) -> Future[list[list[int]]]:
-        return self._pool.submit(generate_all, self.host, self.prompts)
 
     def _repair(self, fault: Fault, station: Station) -> None:
         time.sleep(fault.lasts_s)
@@ -213,7 +225,7 @@ class World:
     def _leaks(self) -> list[str]:
         left = self._left(self._whole)
         more = descendants() - {station.server.pid for station in self.stations} - self._processes
-        return [*left, *(f"process {pid}" for pid in more)]
+        return [*left, *(f"process {pid}" for pid in sorted(more))]
 
     def _left(self, before: list[Holding]) -> list[str]:
         names = ("host", "server 0", "server 1")
