@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -40,7 +41,8 @@ def serve(
 ) -> None:
     """Keep routed experts in this machine's memory and compute them for hosts.
 
-    Prints one line with its address on stdout when it is ready; logs go to stderr. SIGTERM and Ctrl-C stop it cleanly.
+    Prints one line with its address on stdout when it is ready; logs go to stderr. SIGTERM lets hosts finish and move
+    on first, for up to --drain-timeout-s; Ctrl-C, or a second SIGTERM, stops it at once.
     """
     logging.basicConfig(
         level=settings.log_level.value.upper(),
@@ -51,7 +53,7 @@ def serve(
     stopped, stop = os.pipe()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        os.write(stop, b"s")
+        os.write(stop, b"t" if number == signal.SIGTERM else b"s")
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
@@ -79,7 +81,10 @@ def serve(
         threading.Thread(target=_watch_stdin, args=(stop,), name="stdin", daemon=True).start()
     try:
         print(f"moeoffload-expert ready on {server.address} ({server.device})", flush=True)
-        os.read(stopped, 1)
+        if os.read(stopped, 1) == b"t":
+            log.info("draining: %d leases", server.drain())
+            # Another signal, the last host's leave, or the end of patience.
+            select.select([stopped], [], [], settings.drain_timeout_s)
     finally:
         server.stop()
     log.info("stopped")

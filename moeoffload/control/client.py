@@ -121,6 +121,8 @@ class Lease:
         self._replies: queue.SimpleQueue[pb.AttachReply | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._on_end: list[Callable[[str], None]] = []
+        self._on_drain: list[Callable[[], None]] = []
+        self._draining = False
         self._closed = False
         self._ended = threading.Event()
         self.end_reason: str | None = None
@@ -206,14 +208,22 @@ class Lease:
         self._ended.wait(timeout_s)
         return self.end_reason
 
-    def close(self) -> None:
-        """Ends the lease and waits briefly for the server to confirm. Idempotent."""
+    def on_drain(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` when the server wants its hosts to move on; at once if it does already."""
+        with self._lock:
+            if not self._draining:
+                self._on_drain.append(callback)
+                return
+        callback()
+
+    def close(self, grace_s: float = 2.0) -> None:
+        """Ends the lease and waits up to ``grace_s`` seconds for the server to confirm. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         self._outgoing.put(_END)
-        self._reader.join(timeout=2.0)
+        self._reader.join(grace_s)
         self._call.cancel()
         self._reader.join(timeout=2.0)
 
@@ -236,7 +246,10 @@ class Lease:
         reason = f"expert server {self._client.address}: it ended the lease"
         try:
             for reply in self._stream():
-                if reply.WhichOneof("step") == "closing":
+                step = reply.WhichOneof("step")
+                if step == "draining":
+                    self._drain()
+                elif step == "closing":
                     reason = f"expert server {self._client.address}: {reply.closing.reason}"
                 else:
                     self._replies.put(reply)
@@ -249,6 +262,13 @@ class Lease:
         self._replies.put(None)
         for callback in callbacks:
             callback(self.end_reason)
+
+    def _drain(self) -> None:
+        with self._lock:
+            self._draining = True
+            callbacks, self._on_drain = self._on_drain, []
+        for callback in callbacks:
+            callback()
 
     def _stream(self) -> Iterator[pb.AttachReply]:
         return iter(self._call)

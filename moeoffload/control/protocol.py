@@ -22,7 +22,12 @@ _LIMITS: Final = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-CLIENT_OPTIONS: Final = [*_LIMITS, ("grpc.enable_http_proxy", 0)]
+CLIENT_OPTIONS: Final = [
+    *_LIMITS,
+    ("grpc.enable_http_proxy", 0),
+    # Each client has a connection of its own: one that hangs must not hold up the next attempt to reach the server.
+    ("grpc.use_local_subchannel_pool", 1),
+]
 SERVER_OPTIONS: Final = [
     *_LIMITS,
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),

@@ -52,8 +52,8 @@ class ExpertBackend(Protocol):
     def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
         """What the server is and offers."""
 
-    def open_lease(self, hello: pb.Hello, end: Callable[[str], None]) -> BackendLease:
-        """A new lease; the server calls ``end(reason)``, from any thread, when it wants it to end."""
+    def open_lease(self, hello: pb.Hello, say: Callable[[pb.AttachReply], None]) -> BackendLease:
+        """A new lease; ``say``, from any thread, sends a message to the host. The lease ends after a ``closing``."""
 
     def find_lease(self, lease_id: str) -> BackendLease:
         """The open lease with this id."""
@@ -110,17 +110,19 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.AttachReply]:
         """See the proto file."""
-        # Requests of the host, a wish of the server to close, or why there will be no more requests: one place to wait.
-        events: queue.SimpleQueue[pb.AttachRequest | pb.Closing | str] = queue.SimpleQueue()
+        # Requests of the host, messages of the server, or why there will be no more requests: one place to wait.
+        events: queue.SimpleQueue[pb.AttachRequest | pb.AttachReply | str] = queue.SimpleQueue()
         threading.Thread(target=_collect, args=(request_iterator, events), name="lease-requests", daemon=True).start()
         lease: BackendLease | None = None
         reason = "the host is gone"
         try:
             while not isinstance(event := events.get(), str):
-                if isinstance(event, pb.Closing):
-                    reason = event.reason
-                    yield pb.AttachReply(closing=event)
-                    return
+                if isinstance(event, pb.AttachReply):
+                    yield event
+                    if event.WhichOneof("step") == "closing":
+                        reason = event.closing.reason
+                        return
+                    continue
                 step = event.WhichOneof("step")
                 if lease is None:
                     if step != "hello":
@@ -130,7 +132,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
                             f"protocol version is {event.hello.protocol_version} (host), "
                             f"this server speaks {PROTOCOL_VERSION}"
                         )
-                    lease = self._backend.open_lease(event.hello, lambda why: events.put(pb.Closing(reason=why)))
+                    lease = self._backend.open_lease(event.hello, events.put)
                     yield pb.AttachReply(welcome=pb.Welcome(lease_id=lease.lease_id))
                 elif step == "activate":
                     yield pb.AttachReply(offer=lease.activate(event.activate))
@@ -148,7 +150,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
 
 
 def _collect(
-    requests: Iterator[pb.AttachRequest], events: queue.SimpleQueue[pb.AttachRequest | pb.Closing | str]
+    requests: Iterator[pb.AttachRequest], events: queue.SimpleQueue[pb.AttachRequest | pb.AttachReply | str]
 ) -> None:
     """Puts the requests of one stream into ``events``, and at last why there are no more."""
     try:

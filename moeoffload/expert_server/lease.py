@@ -60,7 +60,7 @@ class HostLease:
         self,
         host: str,
         epoch: int,
-        end: Callable[[str], None],
+        say: Callable[[pb.AttachReply], None],
         *,
         limits: ServerLimits,
         store: ExpertStore,
@@ -71,8 +71,7 @@ class HostLease:
         self.lease_id = secrets.token_hex(16)
         self.host = host
         self.epoch = epoch
-        self.end = end
-        """Asks the host's stream to end, with the reason that the host is told."""
+        self._say = say
         self._limits = limits
         self._store = store
         self._engine = engine
@@ -88,6 +87,14 @@ class HostLease:
         self._reserved = 0
         self._active: ActiveHost | None = None
         self._channels: dict[str, ServerChannel] = {}
+
+    def end(self, reason: str) -> None:
+        """Asks the host's stream to end, with the reason that the host is told."""
+        self._say(pb.AttachReply(closing=pb.Closing(reason=reason)))
+
+    def drain(self) -> None:
+        """Asks the host to move on and to end the lease."""
+        self._say(pb.AttachReply(draining=pb.Draining()))
 
     def calibrate(self, request: pb.CalibrateRequest) -> pb.CalibrateReply:
         """Loads a few experts for a moment and times them.

@@ -120,7 +120,7 @@ class ExpertServer:
             model=self.settings.model or "",
         )
 
-    def open_lease(self, hello: pb.Hello, end: Callable[[str], None]) -> HostLease:
+    def open_lease(self, hello: pb.Hello, say: Callable[[pb.AttachReply], None]) -> HostLease:
         """See `ExpertBackend`."""
         limits = ServerLimits(
             batch_capacity=self.settings.batch_capacity,
@@ -138,7 +138,7 @@ class ExpertServer:
             lease = HostLease(
                 hello.host,
                 next(self._epochs),
-                end,
+                say,
                 limits=limits,
                 store=self.store,
                 engine=self.engine,
@@ -189,12 +189,14 @@ class ExpertServer:
         """See `ExpertBackend`."""
         with self._lock:
             self._draining = True
-            leases = len(self._leases)
+            leases = list(self._leases.values())
             if not leases:
                 self.drained.set()
         if self._control is not None:
             self._control.set_serving(False)
-        return leases
+        for lease in leases:
+            lease.drain()
+        return len(leases)
 
 
 def _traced_bytes() -> int:

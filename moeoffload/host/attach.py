@@ -14,7 +14,7 @@ from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
 from moeoffload.host.auto_slice import SliceLearner
-from moeoffload.host.link import ExpertLink, LinkInfo
+from moeoffload.host.link import Deadlines, ExpertLink, LinkInfo
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
 from moeoffload.settings import Address, HostSettings, TransportChoice
@@ -22,6 +22,9 @@ from moeoffload.transport import ChannelOffer, ChannelSizes, HostChannel, open_c
 from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)
+
+
+OnOpened = Callable[[ControlClient], None]
 
 
 @dataclass(frozen=True)
@@ -80,17 +83,26 @@ def calibrate(lease: Lease, plan: AttachPlan) -> list[tuple[int, float]]:
     return lease.calibrate(_model_reference(plan), plan.settings.load_timeout_s)
 
 
-def attach(candidate: Candidate, table: ExpertTable, plan: AttachPlan) -> ExpertLink:
-    """Takes a lease, loads the experts of ``table`` and opens the channel.
+def attach(address: str, table: ExpertTable, plan: AttachPlan, timeout_s: float, opened: OnOpened) -> ExpertLink:
+    """Reaches a server, takes a lease, loads the experts of ``table`` and opens the channel.
+
+    ``timeout_s`` is how long the server may take to answer; ``opened`` is given the connection as soon as there is one,
+    and closing that ends all of this with an error.
 
     Raises:
-        ServerError: the server refuses or fails; nothing is left open.
+        ServerError: the server cannot be reached, refuses or fails; nothing is left open.
     """
-    lease = take_lease(candidate, plan)
+    candidate = connect(address, plan.checkpoint, timeout_s)
     try:
-        return _attach(candidate, lease, table, plan)
+        opened(candidate.client)
+        lease = candidate.client.attach(timeout_s)
+        try:
+            return _attach(candidate, lease, table, plan)
+        except BaseException:
+            lease.close()
+            raise
     except BaseException:
-        lease.close()
+        candidate.client.close()
         raise
 
 
@@ -162,7 +174,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         [layer.n_experts for layer in checkpoint.layers],
         plan.device,
         checkpoint.dtype,
-        settings.dispatch_timeout_s,
+        Deadlines(settings.dispatch_floor_s, settings.dispatch_timeout_s),
         SliceLearner([(timing.rows, timing.seconds) for timing in offer.timings], layout.capacity, settings.hot_slice),
     )
 
