@@ -107,6 +107,7 @@ class World:
             raise RuntimeError("two undisturbed generations differ")
         self.n_layer_calls = len(self.clock.ticks)
         self._processes = descendants() - {station.server.pid for station in self.stations}
+        self._n_leases = [_leases(station) for station in self.stations]
         self._whole = [Holding.of(pid) for pid in self._pids()]
 
     def shut(self) -> list[str]:
@@ -162,7 +163,7 @@ class World:
         after = self.recovery()
         for name in ("lost", "returned", "replica_calls", "fallback_calls", "stale"):
             setattr(outcome, name, after[name] - before[name])
-        outcome.lost += after.get("drained", 0) - before.get("drained", 0)
+        outcome.lost += after["drained"] - before["drained"]
         outcome.warnings = len(self._warnings.lines) - n_warnings
         return outcome
 
@@ -184,11 +185,11 @@ class World:
         return dict(zip(("host", "server 0", "server 1"), map(Holding.of, self._pids()), strict=True))
 
     def in_use(self) -> bool:
-        """Whether the host is attached to every server, by what both sides say."""
-        last = {event["server"]: event["what"] for event in self.recovery()["events"]}
-        if any(what != "returned" for what in last.values()):
+        """Whether the host is attached to every server as it was at first, by what both sides say."""
+        recovery = self.recovery()
+        if recovery["lost"] + recovery["drained"] != recovery["returned"]:
             return False
-        return all(_leases(station) == 1 for station in self.stations)
+        return [_leases(station) for station in self.stations] == self._n_leases
 
     def close(self) -> None:
         """Ends everything. Idempotent."""
