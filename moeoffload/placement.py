@@ -150,7 +150,7 @@ def place_replicas(
         PlacementError: there are too few servers, or they have too little memory.
     """
     n = len(offers)
-    if n_copies > n:
+    if n_copies > max(1, n):
         raise PlacementError(f"replicas is {n_copies}, but there are {n} expert servers (a server holds one copy)")
     sizes = [sum(len(held) * size for held, size in zip(table.layers, expert_bytes, strict=True)) for table in tables]
     free = [offer.n_bytes - size for offer, size in zip(offers, sizes, strict=True)]

@@ -96,6 +96,7 @@ class ExpertLink:
         self._recent_s = 0.0
         """The longest wait of the last dispatches, forgotten slowly."""
         self.n_calls = 0
+        self._leaving = False
         self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
         self.holds_none = [not held for held in table.layers]
         self._slot_of = [slot_table(held, n).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
@@ -280,6 +281,7 @@ class ExpertLink:
 
     def close(self, *, grace_s: float = LEAVE_S) -> None:
         """Frees the channel and ends the lease, waiting up to ``grace_s`` for the server to confirm. Idempotent."""
+        self._leaving = True
         for slot in self._channel.slots:
             slot.owner.views.drop()
         self._channel.close()
@@ -292,7 +294,8 @@ class ExpertLink:
         if isinstance(error, DeadlineError):
             return DeadlineError(f"{self.name}: {error}")
         # A closed channel shows first; why it was closed comes over the lease a moment later.
-        reason = self._lease.why_ended(END_REASON_TIMEOUT_S if type(error) is ServerError else 0)
+        is_puzzling = type(error) is ServerError and not self._leaving
+        reason = self._lease.why_ended(END_REASON_TIMEOUT_S if is_puzzling else 0)
         if reason is not None:
             return ServerError(reason)
         text = str(error)

@@ -114,8 +114,9 @@ class Shard:
                 holder.link = leaving  # it has until its own limit to finish the run
                 logger.warning("%s is draining, and nobody else can compute its experts", leaving.name)
                 return
+            if self.current is leaving:
+                self._log.drained(holder.address, chosen.name)
             self.current = chosen
-            self._log.drained(holder.address, chosen.name)
             self._start_mending(holder, leaving, leaving.deadline_s(leaving.layout.capacity))
 
     def close(self) -> None:
@@ -144,7 +145,10 @@ class Shard:
             return  # another thread was first, or the run is over
         gone, holder.link = holder.link, None
         chosen = self._choose()
-        self._log.lost(holder.address, why, chosen.name if chosen is not None else "nobody until it is back")
+        if self.current is gone:
+            self._log.lost(holder.address, why, chosen.name if chosen is not None else "nobody until it is back")
+        else:
+            logger.info("%s; it held a replica", why)
         if chosen is not None:
             self.current = chosen
         self._start_mending(holder, gone, 0.0)
@@ -200,8 +204,9 @@ class Shard:
                 holder.link = holder.known = link
                 chosen = self._choose()
                 assert chosen is not None
+                if chosen is link:
+                    self._log.returned(holder.address, away_s)
                 self.current = chosen
-                self._log.returned(holder.address, away_s)
                 self._returned.notify_all()
         if is_late:
             link.close()
