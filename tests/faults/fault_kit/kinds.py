@@ -109,7 +109,6 @@ KINDS: Final = (
     Kind(
         "frame corrupted on the link",
         lambda scene, station: station.proxy.corrupt(1),
-        lambda scene, station: station.proxy.mend(),
         transports=("stream",),
     ),
     Kind("died writing a reply", _die_writing, _died, (0.1, 0.5)),
@@ -117,10 +116,10 @@ KINDS: Final = (
     Kind("reply not written", _spoil("unwritten")),
     Kind("reply damaged", _spoil("damaged")),
     Kind("reply to an older request", _spoil("older")),
-    Kind("reply of another epoch", _spoil("other epoch"), loses=False),
+    Kind("reply of another epoch", _spoil("other epoch")),
     Kind("reply twice", _spoil("twice"), loses=False),
     Kind("reply late", _spoil("late")),
     Kind("reply lost", _spoil("never")),
-    Kind("server error", _spoil("failed"), loses=False),
+    Kind("server error", _spoil("failed")),
     Kind("server slow", _spoil("slowly", N_SLOW_REPLIES), loses=False),
 )
