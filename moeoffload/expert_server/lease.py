@@ -217,7 +217,10 @@ class HostLease:
         timings = [
             pb.Timing(rows=rows, seconds=seconds) for rows, seconds in self._time_first_layer(layout, checkpoint)
         ]
-        offer = pb.Offer(batch_capacity=capacity, kernel=self._kernel_name(capacity), timings=timings)
+        kernel = self._kernel_name(capacity)
+        if request.kernel:
+            _compare("kernel", request.kernel, kernel)
+        offer = pb.Offer(batch_capacity=capacity, kernel=kernel, timings=timings)
         for name in transports:
             offer.channels.append(self._open(name, sizes))
         return offer
@@ -384,7 +387,7 @@ def _payload(field: str, label: str) -> PayloadDtype:
 
 def _compare(field: str, host: str | int, here: str | int) -> None:
     if host != here:
-        raise ServerError(f"{field} is {str(host)[:16]} (host), {str(here)[:16]} here")
+        raise ServerError(f"{field} is {str(host)[:24]} (host), {str(here)[:24]} here")
 
 
 def _check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> ExpertTable:

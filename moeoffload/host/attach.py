@@ -83,11 +83,18 @@ def calibrate(lease: Lease, plan: AttachPlan) -> list[tuple[int, float]]:
     return lease.calibrate(_model_reference(plan), plan.settings.load_timeout_s)
 
 
-def attach(address: str, table: ExpertTable, plan: AttachPlan, timeout_s: float, opened: OnOpened) -> ExpertLink:
+def attach(
+    address: str, table: ExpertTable, plan: AttachPlan, *, kernel: str, timeout_s: float, opened: OnOpened
+) -> ExpertLink:
     """Reaches a server, takes a lease, loads the experts of ``table`` and opens the channel.
 
-    ``timeout_s`` is how long the server may take to answer; ``opened`` is given the connection as soon as there is one,
-    and closing that ends all of this with an error.
+    Args:
+        address: HOST:PORT.
+        table: the experts it is to hold.
+        plan: what is the same for all servers.
+        kernel: the one that computes ``table`` elsewhere, or did before, and must here; empty if any will do.
+        timeout_s: how long the server may take to answer.
+        opened: is given the connection as soon as there is one; closing that ends all of this with an error.
 
     Raises:
         ServerError: the server cannot be reached, refuses or fails; nothing is left open.
@@ -97,7 +104,7 @@ def attach(address: str, table: ExpertTable, plan: AttachPlan, timeout_s: float,
         opened(candidate.client)
         lease = candidate.client.attach(timeout_s)
         try:
-            return _attach(candidate, lease, table, plan)
+            return _attach(candidate, lease, table, plan, kernel)
         except BaseException:
             lease.close()
             raise
@@ -116,7 +123,7 @@ def _model_reference(plan: AttachPlan) -> pb.ModelReference:
     )
 
 
-def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: AttachPlan) -> ExpertLink:
+def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: AttachPlan, kernel: str) -> ExpertLink:
     checkpoint, settings = plan.checkpoint, plan.settings
     lease.load(
         _model_reference(plan),
@@ -137,6 +144,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             n_slots=settings.slots,
             transport=settings.transport.value,
             shared_bytes=settings.shared_bytes,
+            kernel=kernel,
         )
     )
     if offer.batch_capacity > settings.batch_capacity:

@@ -184,12 +184,16 @@ class Fleet:
         """Attaches to every server that holds ``table``; the first is to compute it."""
         settings = self._settings
         n_experts = [layer.n_experts for layer in self._checkpoint.layers]
-        holders = []
+        holders: list[Holder] = []
+        kernel = ""
         with contextlib.ExitStack() as links:
             for address in addresses:
-                link = self._attach(address, table, plan, settings.connect_timeout_s)
+                link = self._attach(address, table, plan, kernel, settings.connect_timeout_s)
                 links.callback(link.close)
-                again = functools.partial(self._attach, address, table, plan, min(AGAIN_S, settings.connect_timeout_s))
+                # A copy with another kernel rounds differently, so it is none.
+                kernel = link.info.kernel
+                again_s = min(AGAIN_S, settings.connect_timeout_s)
+                again = functools.partial(self._attach, address, table, plan, kernel, again_s)
                 holders.append(Holder(address, again, link))
             fallback = None
             if cache is not None:
@@ -200,7 +204,7 @@ class Fleet:
                 links.pop_all()
         return shard
 
-    def _attach(self, address: str, table: ExpertTable, plan: AttachPlan, timeout_s: float) -> ExpertLink:
+    def _attach(self, address: str, table: ExpertTable, plan: AttachPlan, kernel: str, timeout_s: float) -> ExpertLink:
         """Opens a link; the end of the fleet ends it."""
         clients: list[ControlClient] = []
 
@@ -212,7 +216,7 @@ class Fleet:
                 client.close()
 
         try:
-            return attach(address, table, plan, timeout_s, opened)
+            return attach(address, table, plan, kernel=kernel, timeout_s=timeout_s, opened=opened)
         finally:
             with self._open_lock:
                 self._opening.difference_update(clients)

@@ -81,7 +81,7 @@ class Welcome(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
 
 class Activate(_message.Message):
-    __slots__ = ("model_digest", "compute_dtype", "table_digest", "hidden_size", "top_k", "dtype_out", "dtype_back", "batch_capacity", "n_slots", "transport", "shared_bytes")
+    __slots__ = ("model_digest", "compute_dtype", "table_digest", "hidden_size", "top_k", "dtype_out", "dtype_back", "batch_capacity", "n_slots", "transport", "shared_bytes", "kernel")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     TABLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class Activate(_message.Message):
     N_SLOTS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     compute_dtype: str
     table_digest: str
@@ -104,7 +105,8 @@ class Activate(_message.Message):
     n_slots: int
     transport: str
     shared_bytes: int
-    def __init__(self, model_digest: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., table_digest: _Optional[str] = ..., hidden_size: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype_out: _Optional[str] = ..., dtype_back: _Optional[str] = ..., batch_capacity: _Optional[int] = ..., n_slots: _Optional[int] = ..., transport: _Optional[str] = ..., shared_bytes: _Optional[int] = ...) -> None: ...
+    kernel: str
+    def __init__(self, model_digest: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., table_digest: _Optional[str] = ..., hidden_size: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype_out: _Optional[str] = ..., dtype_back: _Optional[str] = ..., batch_capacity: _Optional[int] = ..., n_slots: _Optional[int] = ..., transport: _Optional[str] = ..., shared_bytes: _Optional[int] = ..., kernel: _Optional[str] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("batch_capacity", "channels", "kernel", "timings")
