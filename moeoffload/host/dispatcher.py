@@ -6,7 +6,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
 
@@ -31,9 +31,10 @@ class _Progress:
     """How far the rows of the running call are with one shard."""
 
     shard: Shard
-    link: ShardLink
     flights: deque[Flight]
     next_row: int = 0
+    link: ShardLink = field(init=False)
+    """Only while a call runs: a thread that rests would keep the memory of a link that is closed meanwhile."""
 
     def give_back(self) -> None:
         """Releases what is in flight."""
@@ -57,7 +58,7 @@ class _CallState(threading.local):
     """What one thread needs for its calls; made once per thread."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        self.progress = [_Progress(shard, shard.current, deque()) for shard in shards]
+        self.progress = [_Progress(shard, deque()) for shard in shards]
         self.sums: dict[int, torch.Tensor] = {}
 
 
@@ -175,6 +176,7 @@ class Dispatcher:
         finally:
             for progress in state.progress:
                 progress.give_back()
+                del progress.link
         started = clock()
         if total is not None:
             result = total.to(hidden.dtype, copy=True)

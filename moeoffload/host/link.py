@@ -257,15 +257,18 @@ class ExpertLink:
         except ServerError as error:
             raise self._explain(error) from None
         header = flight.header
-        header.unpack_from(slot.reply)
-        if header.request_id != flight.request_id:
-            raise ProtocolError(f"{self.name}: reply to another request")
-        if header.kind == Kind.ERROR:
-            raise self._error(flight, header)
         try:
-            self.layout.check_combine(header, n_bytes, flight.n_rows)
+            header.unpack_from(slot.reply)
+            if header.request_id != flight.request_id:
+                raise ProtocolError("reply to another request")
+            if header.kind != Kind.ERROR:
+                if header.epoch != self._epoch:
+                    raise ProtocolError(f"reply of epoch {header.epoch}, this lease has {self._epoch}")
+                self.layout.check_combine(header, n_bytes, flight.n_rows)
         except ServerError as error:
             raise self._explain(error) from None
+        if header.kind == Kind.ERROR:
+            raise self._error(flight, header)
         self._recent_s = max(perf_counter() - flight.sent_at, RECENT * self._recent_s)
         to.bytes_back += n_bytes
         flight.queue_s, flight.compute_s = header.queue_us * 1e-6, header.compute_us * 1e-6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any, Final
@@ -36,6 +36,8 @@ class RecoveryLog:
             ("lost", "returned", "drained", "hedged", "hedge_wins", "verified", "replica_calls", "stale"), 0
         )
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self._away: Counter[str] = Counter()
+        """By server how many parts of the experts it is not used for: one line in the log is enough for all of them."""
 
     def count(self, what: str, n: int = 1) -> None:
         """``n`` more of ``what``; ``stale`` are replies that came late, twice or unasked."""
@@ -44,18 +46,29 @@ class RecoveryLog:
 
     def lost(self, server: str, why: str, instead: str) -> None:
         """A server is not used from now on."""
-        logger.warning("%s; its experts are computed by %s", why, instead)
+        level = self._left(server)
+        logger.log(level, "%s; its experts are computed by %s", why, instead)
         self._note("lost", server, why)
 
     def drained(self, server: str, instead: str) -> None:
         """A server asked to be left."""
-        logger.warning("expert server %s is draining; its experts are computed by %s", server, instead)
+        level = self._left(server)
+        logger.log(level, "expert server %s is draining; its experts are computed by %s", server, instead)
         self._note("drained", server, "it is draining")
 
     def returned(self, server: str, away_s: float) -> None:
         """A server is used again."""
-        logger.warning("expert server %s is back after %.1f s", server, away_s)
+        with self._lock:
+            self._away[server] -= 1
+            level = logging.INFO if self._away[server] else logging.WARNING
+        logger.log(level, "expert server %s is back after %.1f s", server, away_s)
         self._note("returned", server, "it answers again", away_s)
+
+    def _left(self, server: str) -> int:
+        """The log level of its line."""
+        with self._lock:
+            self._away[server] += 1
+            return logging.INFO if self._away[server] > 1 else logging.WARNING
 
     def _note(self, what: str, server: str, why: str, seconds: float = 0.0) -> None:
         with self._lock:

@@ -40,6 +40,9 @@ class SharedHostEnd(PooledHostChannel):
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
         words = self._words
+        while self._segment.reply_semaphores[slot.index].value:
+            self._segment.reply_semaphores[slot.index].acquire(0)
+            self.n_stale += 1  # the reply before, once more: nobody has asked for anything since
         self._awaited[slot.index] = request_id
         self._mark_sent(slot)
         with self._ring:  # the n-th post must come after the n-th entry
