@@ -188,6 +188,8 @@ class Engine:
             channel.reply(slot, self._answer(slot, context))
         except MoeOffloadError as error:
             logger.warning("epoch %d: reply not sent: %s", context.host.epoch, error)
+        except Exception:  # a host can spoil the memory and the semaphores it shares; other hosts are served on
+            logger.exception("epoch %d: reply not sent", context.host.epoch)
 
     def _answer(self, slot: ServerSlot, context: SlotContext) -> int:
         """Computes one request into the slot's reply buffer; returns the reply frame's length in bytes."""

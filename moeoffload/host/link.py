@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from moeoffload.control.client import ControlClient, Lease
-from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ServerError
+from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ProtocolError, ServerError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
 from moeoffload.kernels.pack import RowPacker
@@ -230,15 +230,16 @@ class ExpertLink:
         except ServerError as error:
             raise self._explain(error) from None
         header = flight.header
-        header.unpack_from(slot.reply)
-        if header.request_id != flight.request_id:
-            raise ServerError(f"expert server {self.info.address}: reply to another request")
-        if header.kind == Kind.ERROR:
-            raise self._error(flight, header)
         try:
-            self.layout.check_combine(header, n_bytes, flight.n_rows)
+            header.unpack_from(slot.reply)
+            if header.request_id != flight.request_id:
+                raise ProtocolError("reply to another request")
+            if header.kind != Kind.ERROR:
+                self.layout.check_combine(header, n_bytes, flight.n_rows)
         except ServerError as error:
             raise self._explain(error) from None
+        if header.kind == Kind.ERROR:
+            raise self._error(flight, header)
         to.bytes_back += n_bytes
         flight.queue_s, flight.compute_s = header.queue_us * 1e-6, header.compute_us * 1e-6
         to.queue_s += flight.queue_s
@@ -273,7 +274,7 @@ class ExpertLink:
     def _error(self, flight: Flight, header: FrameHeader) -> Exception:
         text = read_error_text(flight.slot.reply, header.body_bytes)
         address = self.info.address
-        if header.code == ErrorCode.PAYLOAD:
+        if header.code == ErrorCode.PAYLOAD and header.rows < flight.n_rows:
             where = _where(flight.layer, flight.start, flight.index, header.rows)
             return PayloadError(f"{where}: expert output {text} (expert server {address})")
         kind = CapacityError if header.code == ErrorCode.CAPACITY else ServerError
