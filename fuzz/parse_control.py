@@ -23,7 +23,7 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import DeadlineError, MoeOffloadError
 from moeoffload.expert_server.server import ExpertServer
 from moeoffload.placement import ExpertTable
-from moeoffload.settings import ExpertServerSettings
+from moeoffload.settings import Address, ExpertServerSettings
 from moeoffload.transport import ChannelOffer, ChannelSizes, open_channel, stream
 
 LEASE = "L" * 32
@@ -67,7 +67,8 @@ class _Unreachable:
 
 def _split(data: bytes) -> list[bytes]:
     """Any bytes as messages with a length of two bytes before each."""
-    parts, at = [], 0
+    parts: list[bytes] = []
+    at = 0
     while at < len(data) and len(parts) < 8:
         length = int.from_bytes(data[at : at + 2], "little")
         parts.append(data[at + 2 : at + 2 + length])
@@ -82,7 +83,12 @@ class _Plane:
         os.environ["HF_HUB_OFFLINE"] = "1"
         model = write_tiny(_FAMILY, folder / "model", dtype=torch.bfloat16)
         settings = ExpertServerSettings(
-            listen="127.0.0.1:0", device="cpu", memory_gib=0.05, model=str(model), batch_capacity=8, threads=1
+            listen=Address.parse("127.0.0.1:0", lowest_port=0),
+            device="cpu",
+            memory_gib=0.05,
+            model=str(model),
+            batch_capacity=8,
+            threads=1,
         )
         self._server = ExpertServer.start(settings)
         self._servicer = ExpertServicer(self._server, step_s=5)
@@ -121,7 +127,7 @@ class _Plane:
     def _attach(self, steps: list[Any]) -> None:
         """A stream of steps; experts are loaded after the welcome, as the model and the table of the server are."""
         context: Any = _Context()
-        replies = self._servicer.Attach(iter(steps), context)
+        replies: Any = self._servicer.Attach(iter(steps), context)
         try:
             for reply in replies:
                 if reply.WhichOneof("step") == "welcome":

@@ -43,8 +43,8 @@ class _Host:
         self._server = SharedServerEnd(SIZES, lambda channel, slot: None)
         self.shared = open_shared(self._server.offer, spin_limit_s=0)
         self.stream = StreamHostEnd(SIZES, "tcp://127.0.0.1:9", b"m" + secrets.token_bytes(ROUTING_ID_BYTES - 1))
-        self.socket: Any = ScriptedSocket()
-        self.stream._wire.socket = self.socket
+        self.socket = ScriptedSocket()
+        self.stream._wire.socket = self.socket  # type: ignore[assignment]
         self.links = {
             channel.name: self._link(channel, timeout_s)
             for channel, timeout_s in ((self.shared, 0.002), (self.stream, 0.0))

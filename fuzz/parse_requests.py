@@ -41,8 +41,8 @@ class _Server:
         self.listener._wire.wake()
         self.listener._reader.join()
         self.listener._closing = False
-        self.socket: Any = ScriptedSocket()
-        self.listener._wire.socket = self.socket
+        self.socket = ScriptedSocket()
+        self.listener._wire.socket = self.socket  # type: ignore[assignment]
         self.stream = self.listener.open_channel(SIZES, self._deliver)
 
     def _deliver(self, channel: ServerChannel, slot: ServerSlot) -> Work | None:

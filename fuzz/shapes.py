@@ -1,4 +1,4 @@
-"""What several targets share: a small model's experts, the frames that belong to it, and a socket that plays a script."""
+"""What several targets share: a small model's experts, frames that belong to it, a socket that plays a script."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def pack_messages(messages: Sequence[Sequence[bytes]]) -> bytes:
 
 def unpack_messages(data: bytes) -> list[list[bytes]]:
     """Any bytes as messages of one to four parts."""
-    messages, at = [], 0
+    messages: list[list[bytes]] = []
+    at = 0
     while at < len(data) and len(messages) < 32:
         n_parts, at = 1 + (data[at] - 1) % 4, at + 1
         parts = []

@@ -31,7 +31,7 @@ class OneLineFormatter(logging.Formatter):
 
 
 class FloodFilter(logging.Filter):
-    """Lets `BURST` records of one kind (logger, level, text before its values are put in) through in `WINDOW_S` seconds.
+    """Lets `BURST` records of one kind (logger, level, text without its values) through in `WINDOW_S` seconds.
 
     The first one of a later window says how many were left out.
     """

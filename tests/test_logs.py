@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +11,7 @@ from moeoffload.logs import FloodFilter, OneLineFormatter
 
 
 @pytest.fixture
-def log() -> Iterator[tuple[logging.Logger, io.StringIO, FloodFilter]]:
+def log() -> tuple[logging.Logger, io.StringIO, FloodFilter]:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(OneLineFormatter("%(levelname)s %(name)s: %(message)s"))
@@ -20,7 +19,7 @@ def log() -> Iterator[tuple[logging.Logger, io.StringIO, FloodFilter]]:
     handler.addFilter(flood)
     logger = logging.Logger("test")
     logger.addHandler(handler)
-    yield logger, stream, flood
+    return logger, stream, flood
 
 
 Log = tuple[logging.Logger, io.StringIO, FloodFilter]
