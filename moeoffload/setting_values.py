@@ -126,8 +126,9 @@ def check_folder(path: Path | None) -> Path | None:
 
 def check_file_to_read(path: Path | None) -> Path | None:
     """The path if it is a file that can be read, else a ValueError."""
-    if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
-        raise ValueError("it is no file that can be read")
+    with _path_errors_as_value_errors():
+        if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
+            raise ValueError("it is no file that can be read")
     return path
 
 

@@ -7,17 +7,22 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import grpc
 
 from moeoffload import __version__
+from moeoffload.control.outside import MAX_NAME, checked_items, checked_timings, tidy
 from moeoffload.control.protocol import CLIENT_OPTIONS, PROTOCOL_VERSION
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
-from moeoffload.errors import DeadlineError, ServerError
+from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.placement import ExpertTable
+from moeoffload.text import one_line
 
 _END = None
+MAX_UNREAD: Final = 4
+"""Answers to steps of an attach that may wait; the host sends one step at a time."""
 
 
 class ControlClient:
@@ -53,6 +58,8 @@ class ControlClient:
             reply: pb.DescribeReply = self._stub.Describe(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._translate(error, "Describe") from None
+        tidy(reply)
+        checked_items("transports", len(reply.transports))
         if reply.protocol_version != PROTOCOL_VERSION:
             raise ServerError(
                 f"expert server {self.address}: protocol version is {reply.protocol_version} (moeoffload "
@@ -100,7 +107,7 @@ class ControlClient:
     def _translate(self, error: grpc.RpcError, step: str) -> ServerError:
         """One readable line for what gRPC reports."""
         code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-        details = (error.details() if isinstance(error, grpc.Call) else None) or code.name
+        details = one_line((error.details() if isinstance(error, grpc.Call) else None) or code.name)
         where = f"expert server {self.address}"
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineError(f"{where}: no answer to {step} in time")
@@ -134,7 +141,8 @@ class Lease:
             protocol_version=PROTOCOL_VERSION, host_version=__version__, host=f"{socket.gethostname()}:{os.getpid()}"
         )
         try:
-            self.lease_id = self._exchange(pb.AttachRequest(hello=hello), "welcome").welcome.lease_id
+            welcome = self._exchange(pb.AttachRequest(hello=hello), "welcome").welcome
+            self.lease_id = one_line(welcome.lease_id, MAX_NAME)
         except BaseException:
             self.close()
             raise
@@ -150,7 +158,10 @@ class Lease:
             reply: pb.CalibrateReply = self._client._stub.Calibrate(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._client._translate(error, "Calibrate") from None
-        return [(timing.rows, timing.seconds) for timing in reply.timings]
+        timings = checked_timings(reply.timings)
+        if not timings:
+            raise ProtocolError(f"expert server {self._client.address}: answered Calibrate without timings")
+        return timings
 
     def load(
         self,
@@ -250,9 +261,13 @@ class Lease:
                 if step == "draining":
                     self._drain()
                 elif step == "closing":
-                    reason = f"expert server {self._client.address}: {reply.closing.reason}"
-                else:
+                    reason = f"expert server {self._client.address}: {one_line(reply.closing.reason)}"
+                elif self._replies.qsize() < MAX_UNREAD:
                     self._replies.put(reply)
+                else:
+                    self._call.cancel()
+                    reason = f"expert server {self._client.address}: it sent answers that nobody asked for"
+                    break
         except grpc.RpcError as error:
             reason = str(self._client._translate(error, "Attach"))
         with self._lock:

@@ -188,11 +188,13 @@ class Engine:
             channel.reply(slot, self._answer(slot, context))
         except MoeOffloadError as error:
             logger.warning("epoch %d: reply not sent: %s", context.host.epoch, error)
+        except Exception:  # a host can spoil the memory and the semaphores it shares; other hosts are served on
+            logger.exception("epoch %d: reply not sent", context.host.epoch)
 
     def _answer(self, slot: ServerSlot, context: SlotContext) -> int:
         """Computes one request into the slot's reply buffer; returns the reply frame's length in bytes."""
         started = perf_counter()
-        header = context.header
+        host, header = context.host, context.header
         counters = self.counters
         try:
             n_rows = self._compute(slot, context)
@@ -202,6 +204,8 @@ class Engine:
             return _write_error(slot, header, error.code, str(error), error.row)
         except Exception as error:
             counters.errors += 1
+            if host.closed:  # its buffers went while it was computed; nobody waits for this
+                return _write_error(slot, header, ErrorCode.DRAINING, "the lease has ended")
             logger.exception("epoch %d: request failed", context.host.epoch)
             return _write_error(slot, header, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
         finished = perf_counter()

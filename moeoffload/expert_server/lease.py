@@ -79,6 +79,7 @@ class HostLease:
         self._on_close = on_close
         self._lock = threading.Lock()
         self._closed = False
+        self._loads = False
         self._opened: Checkpoint | None = None
         self._checkpoint: Checkpoint | None = None
         self._table: ExpertTable | None = None
@@ -120,16 +121,15 @@ class HostLease:
 
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
         """The server's copy of the host's model; opened once."""
-        if self._opened is None:
-            reference = self._limits.model or model.reference
+        checkpoint = self._opened
+        if checkpoint is None:
             dtype = _dtype("compute dtype", model.compute_dtype)
+            reference = self._limits.model or model.reference
             checkpoint = Checkpoint.open(reference, dtype=dtype, revision=model.revision or None)
-            if checkpoint.digest != model.digest:
-                raise ServerError(
-                    f"model digest is {model.digest[:12]} (host), {checkpoint.digest[:12]} for {reference} here"
-                )
-            self._opened = checkpoint
-        return self._opened
+        # Every time: hosts share experts by digest and dtype, and nobody may put others there under these names.
+        _check_model(model, checkpoint)
+        self._opened = checkpoint
+        return checkpoint
 
     def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
         """Makes the asked experts resident, one layer at a time.
@@ -139,10 +139,16 @@ class HostLease:
             ServerError: its digest differs from the host's, or the table does not fit the model.
             CapacityError: the experts do not fit into the memory budget.
         """
-        if self._checkpoint is not None:
-            raise ServerError("this lease has loaded its experts already")
-        checkpoint = self._open_checkpoint(request.model)
-        table = _check_table(request, checkpoint)
+        with self._lock:
+            if self._loads:
+                raise ServerError("this lease has loaded its experts already")
+            self._loads = True
+        try:
+            checkpoint = self._open_checkpoint(request.model)
+            table = _check_table(request, checkpoint)
+        except BaseException:
+            self._loads = False
+            raise
         self._checkpoint = checkpoint
         loaded, total = (
             0,
@@ -157,16 +163,14 @@ class HostLease:
             if not experts:
                 continue
             with lean_heap():
-                self._load_layer(checkpoint, request.model, layer.index, experts)
+                self._load_layer(checkpoint, layer.index, experts)
             loaded += len(experts) * layer.expert_bytes
             yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
         self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
-    def _load_layer(
-        self, checkpoint: Checkpoint, model: pb.ModelReference, layer: int, experts: tuple[int, ...]
-    ) -> None:
-        key = LayerKey(model.digest, model.compute_dtype, layer, experts)
+    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> None:
+        key = LayerKey(checkpoint.digest, PayloadDtype.from_torch(checkpoint.dtype).label, layer, experts)
         device = self._limits.device
         module = self._store.acquire(
             key,
@@ -390,13 +394,22 @@ def _compare(field: str, host: str | int, here: str | int) -> None:
         raise ServerError(f"{field} is {str(host)[:24]} (host), {str(here)[:24]} here")
 
 
+def _check_model(model: pb.ModelReference, checkpoint: Checkpoint) -> None:
+    """Raises ServerError unless ``checkpoint`` is what the host calls ``model``."""
+    here = checkpoint.digest
+    if model.digest != here:
+        raise ServerError(f"model digest is {model.digest[:12]} (host), {here[:12]} for {checkpoint.path} here")
+    _compare("compute dtype", model.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
+
+
 def _check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> ExpertTable:
     """The table of a load request, checked against the model: known layers and experts, each at most once."""
     if len(request.layers) != len(checkpoint.layers):
         raise ServerError(f"expert table has {len(request.layers)} layers, the model has {len(checkpoint.layers)}")
     tables: list[tuple[int, ...]] = []
     for wanted, layer in zip(request.layers, checkpoint.layers, strict=True):
-        experts = tuple(wanted.experts)
+        # Longer than the model has experts: not even looked at.
+        experts = tuple(wanted.experts[: layer.n_experts + 1])
         known = wanted.layer == layer.index and all(expert < layer.n_experts for expert in experts)
         if not known or len(set(experts)) != len(experts) or len(experts) > MAX_SLOTS:
             raise ServerError(

@@ -10,6 +10,7 @@ import torch
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient, Lease
+from moeoffload.control.outside import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
@@ -18,6 +19,7 @@ from moeoffload.host.link import Deadlines, ExpertLink, LinkInfo
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
 from moeoffload.settings import Address, HostSettings, TransportChoice
+from moeoffload.text import one_line
 from moeoffload.transport import ChannelOffer, ChannelSizes, HostChannel, open_channel
 from moeoffload.wire import FrameLayout
 
@@ -153,6 +155,8 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             f"this host asked for at most {settings.batch_capacity}"
         )
     layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, plan.payload, plan.payload, offer.batch_capacity)
+    timings = checked_timings(offer.timings)
+    checked_items("channels", len(offer.channels))
     channel, reason = _open_channel(candidate, offer, layout, settings)
     try:
         epoch = lease.accept(channel.name, channel.nonce, reason)
@@ -166,7 +170,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         device_name=candidate.info.device_name,
         transport=channel.name,
         transport_reason=reason,
-        kernel=offer.kernel,
+        kernel=one_line(offer.kernel, MAX_NAME),
         n_experts=table.n_experts,
         resident_bytes=sum(len(experts) * size for experts, size in zip(table.layers, sizes, strict=True)),
     )
@@ -183,7 +187,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         plan.device,
         checkpoint.dtype,
         Deadlines(settings.dispatch_floor_s, settings.dispatch_timeout_s),
-        SliceLearner([(timing.rows, timing.seconds) for timing in offer.timings], layout.capacity, settings.hot_slice),
+        SliceLearner(timings, layout.capacity, settings.hot_slice),
     )
 
 
@@ -200,7 +204,7 @@ def _open_channel(
     last: ServerError | None = None
     for channel in offer.channels:
         sizes = ChannelSizes(channel.n_slots, channel.request_bytes, channel.reply_bytes)
-        channel_offer = ChannelOffer(channel.transport, sizes, dict(channel.parameters))
+        channel_offer = ChannelOffer(one_line(channel.transport, MAX_NAME), sizes, checked_parameters(channel))
         if (sizes.request_bytes, sizes.reply_bytes) != (layout.request_bytes, layout.reply_bytes):
             raise ServerError(
                 f"expert server {candidate.address}: frame sizes are {sizes.request_bytes} and {sizes.reply_bytes} "
@@ -209,7 +213,7 @@ def _open_channel(
         try:
             opened = open_channel(channel_offer, host=host, timeout_s=settings.connect_timeout_s)
         except ServerError as error:
-            last, reason = error, f"{channel_offer.transport} not possible: {error}"
+            last, reason = error, f"{channel_offer.transport} not possible: {one_line(str(error))}"
             continue
         if not reason:
             shared = channel_offer.transport == "shared"
