@@ -52,8 +52,11 @@ class ExpertBackend(Protocol):
     def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
         """What the server is and offers."""
 
-    def open_lease(self, hello: pb.Hello, end: Callable[[str], None]) -> BackendLease:
-        """A new lease; the server calls ``end(reason)``, from any thread, when it wants it to end."""
+    def open_lease(self, hello: pb.Hello, peer: str, end: Callable[[str], None]) -> BackendLease:
+        """A new lease of a host at the address ``peer``.
+
+        The server calls ``end(reason)``, from any thread, when it wants it to end.
+        """
 
     def find_lease(self, lease_id: str) -> BackendLease:
         """The open lease with this id."""
@@ -130,7 +133,8 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
                             f"protocol version is {event.hello.protocol_version} (host), "
                             f"this server speaks {PROTOCOL_VERSION}"
                         )
-                    lease = self._backend.open_lease(event.hello, lambda why: events.put(pb.Closing(reason=why)))
+                    peer = context.peer().rpartition(":")[0]  # without the port, which each connection has of its own
+                    lease = self._backend.open_lease(event.hello, peer, lambda why: events.put(pb.Closing(reason=why)))
                     yield pb.AttachReply(welcome=pb.Welcome(lease_id=lease.lease_id))
                 elif step == "activate":
                     yield pb.AttachReply(offer=lease.activate(event.activate))

@@ -114,6 +114,7 @@ class LayerKernels:
         weights: torch.Tensor,
         out: torch.Tensor,
         step_s: Callable[[], float],
+        workspace: KernelWorkspace | None = None,
     ) -> Iterator[None]:
         """As a call, with the same bits, but in steps: ``out`` is written when the iterator is at its end.
 
@@ -123,6 +124,7 @@ class LayerKernels:
         Args:
             rows, slots, weights, out: see `__call__`; not to be touched before the end.
             step_s: about how many seconds the next step may take; a step is at least one item of a phase.
+            workspace: see `__call__`.
 
         Raises:
             IndexError, ValueError: see `__call__`.
@@ -132,7 +134,7 @@ class LayerKernels:
         if self.falls_back or few or not slots.numel():
             self(rows, slots, weights, out)
         else:
-            yield from self._tiled.in_steps(rows, slots, weights, out, self._workspace, step_s)
+            yield from self._tiled.in_steps(rows, slots, weights, out, workspace or self._workspace, step_s)
 
     def _check_slots(self, slots: torch.Tensor) -> None:
         if slots.device.type != "cpu":
