@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import queue
 import threading
 import time
@@ -24,7 +25,7 @@ import torch
 
 from moeoffload.errors import CapacityError, MoeOffloadError, ProtocolError, ServerError
 from moeoffload.expert_server.calibrate import Pace
-from moeoffload.expert_server.fair_share import BRIEF_ROWS, FairShares, Share
+from moeoffload.expert_server.fair_share import BRIEF_PRICE, BRIEF_ROWS, FairShares, Share
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import describe_bad_row
@@ -134,6 +135,8 @@ class Engine:
         """Tokens that are not used up; each is followed by a look at the small requests."""
         self._counting = threading.Lock()
         self._computing = threading.Lock()
+        self._price = 1.0
+        """Of the call that is computed."""
         self._given_s = 0.0
         """Seconds of the call that is computed in which brief requests of other hosts had their turn."""
         self._working: tuple[HostShare, float] = (Share(""), 0.0)
@@ -230,34 +233,36 @@ class Engine:
 
     def _serve_next(self, share: HostShare) -> bool:
         """Serves the next request of a host that waits; whether that was a large one."""
+        if self.shares.n_shares > 1:
+            os.sched_yield()  # as in `_give_way`
         started = perf_counter()
         self._given_s = 0.0
         request, is_large = share.next()
-        brief = False
+        self._price = BRIEF_PRICE if _is_brief(request) else 1.0
         if isinstance(request, Job):
             self._working = (share, started)
             with torch.inference_mode():
                 request.run()
         else:
             self._serve(*request)
-            brief = request[1].n_bytes <= request[1].owner.host.brief_bytes
-        share.charge(perf_counter() - started - self._given_s, brief=brief)
+        share.charge(perf_counter() - started - self._given_s, self._price)
         return is_large
 
     def _give_way(self, share: HostShare, started: float) -> None:
         """Between two steps of a call of this host: computes others' brief requests whose turn it is."""
+        os.sched_yield()  # to the threads that receive, where this one has their core
         while True:
             now = perf_counter()
-            rival = self.shares.rival(share, share.used_s + now - started - self._given_s)
+            rival = self.shares.rival(share, share.used_s + (now - started - self._given_s) * self._price)
             if rival is None:
                 return
             request = rival.small[0]
-            if isinstance(request, Job) or request[1].n_bytes > request[1].owner.host.brief_bytes:
+            if isinstance(request, Job) or not _is_brief(request):
                 return  # it has to wait until this call is finished
             rival.next()
             self._serve(*request, interrupting=True)
             took_s = perf_counter() - now
-            rival.charge(took_s, brief=True)
+            rival.charge(took_s, BRIEF_PRICE)
             self._given_s += took_s
 
     @torch.inference_mode()
@@ -304,6 +309,7 @@ class Engine:
         weights_dtype = torch.float32 if header.flags & Flag.WEIGHTS_F32 else host.compute_dtype
         arena, views = host.workspace.arena(n_rows), context.views
         started = perf_counter()
+        reply = views.combine(n_rows)  # the lease may end meanwhile
         try:
             call = arena.fill(views.dispatch(n_rows), n_rows, weights_dtype, experts.n_experts)
             if interrupting:
@@ -320,7 +326,6 @@ class Engine:
             ) from None
         if self.pace.slows:
             self._hold(call.slots, started, host.share, interrupting)
-        reply = views.combine(n_rows)
         bad = arena.finish(call, reply)
         if bad is not None:
             what = describe_bad_row(call.out[bad], host.layout.dtype_back)
@@ -339,6 +344,10 @@ class Engine:
                 self._give_way(share, started)
 
 
+def _is_brief(request: _Request | Job) -> bool:
+    return not isinstance(request, Job) and request[1].n_bytes <= request[1].owner.host.brief_bytes
+
+
 def _check(slot: ServerSlot, context: SlotContext) -> LayerKernels:
     """Reads and checks the header; returns the experts of its layer. Nothing was allocated before."""
     host, header = context.host, context.header
@@ -349,13 +358,14 @@ def _check(slot: ServerSlot, context: SlotContext) -> LayerKernels:
         if header.epoch != host.epoch:
             raise ProtocolError(f"frame epoch is {header.epoch}, this lease has {host.epoch}")
         host.layout.check_dispatch(header, slot.n_bytes)
-        if header.layer >= len(host.layers):
-            raise ProtocolError(f"frame layer is {header.layer}, the model has {len(host.layers)} MoE layers")
+        layers = host.layers
+        if header.layer >= len(layers):
+            raise ProtocolError(f"frame layer is {header.layer}, the model has {len(layers)} MoE layers")
     except CapacityError as error:
         raise _RequestError(ErrorCode.CAPACITY, str(error)) from None
     except ProtocolError as error:
         raise _RequestError(ErrorCode.BAD_FRAME, str(error)) from None
-    experts = host.layers[header.layer]
+    experts = layers[header.layer]
     if experts is None:
         raise _RequestError(ErrorCode.BAD_SLOT, f"layer {header.layer}: this server holds none of its experts")
     return experts

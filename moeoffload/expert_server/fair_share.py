@@ -19,6 +19,7 @@ SMALL_IN_A_ROW: Final = 16
 """After so many small requests of one host its large ones have a turn."""
 _LEAST_STEP_S: Final = 0.2e-3
 _LARGEST_STEP_S: Final = 4e-3
+_STEP_PART: Final = 0.25
 _WEIGHT: Final = 0.125
 """Of the newest brief request in the mean of what they take."""
 
@@ -30,6 +31,7 @@ class Share(Generic[T]):
     """What one host waits for, and the time it has used. Anyone may append; only who computes takes."""
 
     key: str
+    """Who the host is."""
     small: deque[T] = field(default_factory=deque)
     large: deque[T] = field(default_factory=deque)
     used_s: float = 0.0
@@ -48,12 +50,11 @@ class Share(Generic[T]):
         self._in_a_row = 0
         return self.large.popleft(), True
 
-    def charge(self, took_s: float, *, brief: bool) -> None:
+    def charge(self, took_s: float, price: float) -> None:
         """Counts a request that took so many seconds."""
-        if brief:
+        if price == BRIEF_PRICE:
             self.brief_s += _WEIGHT * (took_s - self.brief_s)
-            took_s *= BRIEF_PRICE
-        self.used_s += took_s
+        self.used_s += took_s * price
 
 
 class FairShares(Generic[T]):
@@ -105,9 +106,9 @@ class FairShares(Generic[T]):
         return share if share is not None and share.used_s <= clock_s else None
 
     def step_s(self, running: Share[T]) -> float:
-        """How long others can wait: about as long as what they wait for takes."""
+        """How long others can wait: a part of what a brief request of theirs takes."""
         others = min((share.brief_s for share in self._shares if share is not running), default=_LARGEST_STEP_S)
-        return min(max(others, _LEAST_STEP_S), _LARGEST_STEP_S)
+        return min(max(others * _STEP_PART, _LEAST_STEP_S), _LARGEST_STEP_S)
 
     def _least(self, running: Share[T] | None) -> Share[T] | None:
         """The least share that waits: for anything if nothing runs, for a small request beside ``running``."""

@@ -368,6 +368,8 @@ class HostLease:
                     slot.owner.views.drop()
         self._engine.leave(self._share)
         self._modules.clear()
+        if self._active is not None:
+            self._active.layers = ()  # now, and not when Python comes to collect what refers to each other
         self._store.reserve(-self._reserved)
         for key in keys:
             self._store.release(key)
