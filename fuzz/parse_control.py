@@ -116,7 +116,7 @@ class _Plane:
             result = getattr(self._servicer, name)(request, context)
             list(result if isinstance(result, Iterator) else [result])
             return
-        lease = self._server.open_lease(pb.Hello(host="fuzz"), lambda reason: None)
+        lease = self._server.open_lease(pb.Hello(host="fuzz"), "fuzz", lambda message: None)
         request.lease_id = lease.lease_id
         try:
             result = getattr(self._servicer, name)(request, context)

@@ -64,8 +64,11 @@ class ExpertBackend(Protocol):
     def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
         """What the server is and offers."""
 
-    def open_lease(self, hello: pb.Hello, say: Callable[[pb.AttachReply], None]) -> BackendLease:
-        """A new lease; ``say``, from any thread, sends a message to the host. The lease ends after a ``closing``."""
+    def open_lease(self, hello: pb.Hello, peer: str, say: Callable[[pb.AttachReply], None]) -> BackendLease:
+        """A new lease of a host at the address ``peer``; ``say``, from any thread, sends it a message.
+
+        The lease ends after a ``closing``.
+        """
 
     def find_lease(self, lease_id: str) -> BackendLease:
         """The open lease with this id."""
@@ -169,7 +172,8 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
                             f"this server speaks {PROTOCOL_VERSION}"
                         )
                     tidy(event.hello)
-                    lease = self._backend.open_lease(event.hello, events.put)
+                    peer = context.peer().rpartition(":")[0]  # without the port, which each connection has of its own
+                    lease = self._backend.open_lease(event.hello, peer, events.put)
                     yield pb.AttachReply(welcome=pb.Welcome(lease_id=lease.lease_id))
                 elif step == "activate":
                     yield pb.AttachReply(offer=lease.activate(event.activate))

@@ -59,6 +59,7 @@ class HostLease:
     def __init__(
         self,
         host: str,
+        peer: str,
         epoch: int,
         say: Callable[[pb.AttachReply], None],
         *,
@@ -77,6 +78,7 @@ class HostLease:
         self._engine = engine
         self._factories = factories
         self._on_close = on_close
+        self._share = engine.shares.join(peer)
         self._lock = threading.Lock()
         self._closed = False
         self._loads = False
@@ -108,15 +110,13 @@ class HostLease:
         layer = checkpoint.layers[0]
         room = min(CALIBRATION_BYTES, self._store.free_bytes) // layer.expert_bytes
         n_experts = max(1, min(layer.n_experts, checkpoint.top_k, room))
-
-        def work() -> list[tuple[int, float]]:
+        with self._store.borrow(n_experts * layer.expert_bytes), lean_heap():
             workspace = KernelWorkspace()
             module = checkpoint.build_experts(layer.index, range(n_experts), self._limits.device)
             kernels = prepare_layer(module, workspace, self._limits.kernel)
-            return self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, n_experts, workspace)
-
-        with lean_heap():
-            timings = self._engine.run(work, CALIBRATION_TIMEOUT_S)
+            del module
+            timings = self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, n_experts, workspace)
+            del kernels
         return pb.CalibrateReply(timings=[pb.Timing(rows=rows, seconds=seconds) for rows, seconds in timings])
 
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
@@ -270,8 +270,8 @@ class HostLease:
             layers=[self._modules.get(layer.index) for layer in checkpoint.layers],
             compute_dtype=checkpoint.dtype,
             workspace=Workspace(layout, checkpoint.dtype, self._limits.device),
+            share=self._share,
         )
-
         for kernels in self._modules.values():
             kernels.reserve(layout.capacity, layout.top_k)
 
@@ -281,17 +281,27 @@ class HostLease:
             return []
         index, kernels = next(iter(self._modules.items()))
         n_experts = checkpoint.layers[index].n_experts
-        engine = self._engine
-        return engine.run(
-            lambda: self._time(kernels, layout.top_k, layout.capacity, n_experts, engine.kernel_workspace),
-            CALIBRATION_TIMEOUT_S,
-        )
+        return self._time(kernels, layout.top_k, layout.capacity, n_experts, self._engine.kernel_workspace)
 
     def _time(
         self, kernels: LayerKernels, top_k: int, capacity: int, n_experts: int, workspace: KernelWorkspace
     ) -> list[tuple[int, float]]:
-        device, pace = self._limits.device, self._engine.pace
-        return time_layer(kernels, top_k, capacity, n_experts=n_experts, device=device, workspace=workspace, pace=pace)
+        engine, device = self._engine, self._limits.device
+        pause = engine.pause if engine.shares.n_shares > 1 else None
+        return engine.run(
+            lambda: time_layer(
+                kernels,
+                top_k,
+                capacity,
+                n_experts=n_experts,
+                device=device,
+                workspace=workspace,
+                pace=engine.pace,
+                pause=pause,
+            ),
+            self._share,
+            CALIBRATION_TIMEOUT_S,
+        )
 
     def _kernel_name(self, capacity: int) -> str:
         """The kernels that serve the smallest and the largest calls."""
@@ -370,7 +380,10 @@ class HostLease:
             for slot in channel.slots:
                 if slot.owner is not None:
                     slot.owner.views.drop()
+        self._engine.leave(self._share)
         self._modules.clear()
+        if self._active is not None:
+            self._active.layers = ()  # now, and not when Python comes to collect what refers to each other
         self._store.reserve(-self._reserved)
         for key in keys:
             self._store.release(key)

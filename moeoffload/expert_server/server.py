@@ -120,7 +120,7 @@ class ExpertServer:
             model=self.settings.model or "",
         )
 
-    def open_lease(self, hello: pb.Hello, say: Callable[[pb.AttachReply], None]) -> HostLease:
+    def open_lease(self, hello: pb.Hello, peer: str, say: Callable[[pb.AttachReply], None]) -> HostLease:
         """See `ExpertBackend`."""
         limits = ServerLimits(
             batch_capacity=self.settings.batch_capacity,
@@ -137,6 +137,7 @@ class ExpertServer:
                 raise ServerError(f"this server has {MAX_HOSTS} hosts attached, which is its limit")
             lease = HostLease(
                 hello.host,
+                f"{peer} {hello.host}",
                 next(self._epochs),
                 say,
                 limits=limits,

@@ -60,7 +60,7 @@ class FakeBackend:
         self.lease = FakeLease()
         self.hellos: list[pb.Hello] = []
 
-    def open_lease(self, hello: pb.Hello, say: Callable[[pb.AttachReply], None]) -> FakeLease:
+    def open_lease(self, hello: pb.Hello, peer: str, say: Callable[[pb.AttachReply], None]) -> FakeLease:
         self.hellos.append(hello)
         return self.lease
 
