@@ -12,6 +12,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, ValidationInfo, field_validator
 
+from moeoffload.security_settings import HostSecuritySettings, ServerSecuritySettings
 from moeoffload.setting_sources import Panel, Setting, SettingsBase
 from moeoffload.setting_values import (
     SMALLEST_SHARED_BYTES,
@@ -154,7 +155,7 @@ class CommonSettings(SettingsBase):
     ] = None
 
 
-class HostSettings(CommonSettings):
+class HostSettings(HostSecuritySettings, CommonSettings):
     """The settings of the side that owns the model."""
 
     experts: Annotated[
@@ -331,7 +332,7 @@ class HostSettings(CommonSettings):
     ] = LogLevel.WARNING
 
 
-class ExpertServerSettings(CommonSettings):
+class ExpertServerSettings(ServerSecuritySettings, CommonSettings):
     """The settings of the side that owns routed experts."""
 
     listen: Annotated[

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from moeoffload import __version__
+from moeoffload.cli.keys_app import app as keys_app
 from moeoffload.cli.options import with_settings
 from moeoffload.errors import PromptError, SettingError
 from moeoffload.settings import HostSettings
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from moeoffload.host.session import OffloadedModel
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(keys_app, name="keys")
 
 
 def _print_version(wanted: bool) -> None:

@@ -18,6 +18,7 @@ from moeoffload.devices import lean_heap
 from moeoffload.errors import CapacityError, MoeOffloadError, ServerError
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
+from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.store import ExpertStore, LayerKey
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels, prepare_layer
@@ -37,8 +38,8 @@ CALIBRATION_TIMEOUT_S: Final = 60.0
 class ChannelFactory(Protocol):
     """Opens the server's end of a transport; the server has one per transport it is willing to use."""
 
-    def __call__(self, sizes: ChannelSizes, deliver: Deliver) -> ServerChannel:
-        """The open end, delivering requests to ``deliver``."""
+    def __call__(self, sizes: ChannelSizes, deliver: Deliver, key: str) -> ServerChannel:
+        """The open end, delivering requests to ``deliver``, for the host that has the secret half of ``key``."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class ServerLimits:
     shared_bytes: int
     device: torch.device
     model: str | None
+    roots: ModelRoots
     kernel: KernelChoice
 
 
@@ -114,9 +116,10 @@ class HostLease:
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
         """The server's copy of the host's model; opened once."""
         if self._opened is None:
-            reference = self._limits.model or model.reference
+            revision = model.revision or None
+            reference = self._limits.model or self._limits.roots.resolve(model.reference, revision)
             dtype = _dtype("compute dtype", model.compute_dtype)
-            checkpoint = Checkpoint.open(reference, dtype=dtype, revision=model.revision or None)
+            checkpoint = Checkpoint.open(reference, dtype=dtype, revision=revision)
             if checkpoint.digest != model.digest:
                 raise ServerError(
                     f"model digest is {model.digest[:12]} (host), {checkpoint.digest[:12]} for {reference} here"
@@ -212,7 +215,7 @@ class HostLease:
         ]
         offer = pb.Offer(batch_capacity=capacity, kernel=self._kernel_name(capacity), timings=timings)
         for name in transports:
-            offer.channels.append(self._open(name, sizes))
+            offer.channels.append(self._open(name, sizes, request.stream_key))
         return offer
 
     def _capacity(
@@ -284,8 +287,8 @@ class HostLease:
         layers = self._modules.values()
         return ", ".join(sorted({kernels.kernel_for(n_rows) for kernels in layers for n_rows in (1, capacity)}))
 
-    def _open(self, name: str, sizes: ChannelSizes) -> pb.ChannelOffer:
-        channel = self._factories[name](sizes, self._deliver)
+    def _open(self, name: str, sizes: ChannelSizes, key: str) -> pb.ChannelOffer:
+        channel = self._factories[name](sizes, self._deliver, key)
         with self._lock:
             closed = self._closed
             if not closed:

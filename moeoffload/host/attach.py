@@ -10,6 +10,7 @@ import torch
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient, Lease
+from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
@@ -17,8 +18,9 @@ from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
+from moeoffload.security_settings import is_loopback
 from moeoffload.settings import Address, HostSettings, TransportChoice
-from moeoffload.transport import ChannelOffer, ChannelSizes, HostChannel, open_channel
+from moeoffload.transport import ChannelOffer, ChannelSizes, HostChannel, StreamKeys, open_channel
 from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)
@@ -46,13 +48,15 @@ class AttachPlan:
     on_progress: Callable[[str, int, int], None]
 
 
-def connect(address: str, checkpoint: Checkpoint, timeout_s: float) -> Candidate:
+def connect(
+    address: str, checkpoint: Checkpoint, timeout_s: float, credentials: HostCredentials | None = None
+) -> Candidate:
     """Reaches the server at ``address`` and asks what it offers to this model.
 
     Raises:
         ServerError: it cannot be reached, or is not of this protocol version.
     """
-    client = ControlClient(address)
+    client = ControlClient(address, credentials)
     try:
         client.connect(timeout_s)
         info = client.describe(timeout_s, model_digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype))
@@ -112,6 +116,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         progress=lambda loaded, total: plan.on_progress(candidate.address, loaded, total),
         timeout_s=settings.load_timeout_s,
     )
+    keys = StreamKeys.new()
     offer = lease.activate(
         pb.Activate(
             model_digest=checkpoint.digest,
@@ -125,6 +130,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             n_slots=settings.slots,
             transport=settings.transport.value,
             shared_bytes=settings.shared_bytes,
+            stream_key=keys.public,
         )
     )
     if offer.batch_capacity > settings.batch_capacity:
@@ -133,7 +139,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             f"this host asked for at most {settings.batch_capacity}"
         )
     layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, plan.payload, plan.payload, offer.batch_capacity)
-    channel, reason = _open_channel(candidate, offer, layout, settings)
+    channel, reason = _open_channel(candidate, offer, layout, settings, keys)
     try:
         epoch = lease.accept(channel.name, channel.nonce, reason)
     except BaseException:
@@ -168,7 +174,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
 
 
 def _open_channel(
-    candidate: Candidate, offer: pb.Offer, layout: FrameLayout, settings: HostSettings
+    candidate: Candidate, offer: pb.Offer, layout: FrameLayout, settings: HostSettings, keys: StreamKeys
 ) -> tuple[HostChannel, str]:
     """Opens the first offered channel that works; returns it and the reason for it.
 
@@ -187,7 +193,13 @@ def _open_channel(
                 f"bytes there, {layout.request_bytes} and {layout.reply_bytes} here"
             )
         try:
-            opened = open_channel(channel_offer, host=host, timeout_s=settings.connect_timeout_s)
+            opened = open_channel(
+                channel_offer,
+                host=host,
+                timeout_s=settings.connect_timeout_s,
+                keys=keys,
+                encrypted=candidate.client.is_encrypted or not is_loopback(host),
+            )
         except ServerError as error:
             last, reason = error, f"{channel_offer.transport} not possible: {error}"
             continue

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 import torch
 
 from moeoffload.checkpoint import Checkpoint
+from moeoffload.control.credentials import HostCredentials
 from moeoffload.errors import ServerError
 from moeoffload.host.attach import AttachPlan, Candidate, attach, calibrate, connect, take_lease
 from moeoffload.host.link import ExpertLink
@@ -68,9 +69,10 @@ class Fleet:
         settings = self._settings
         found: list[Candidate] = []
         missing = 0
+        credentials = HostCredentials.of(settings)
         for address in settings.experts:
             try:
-                found.append(connect(address, self._checkpoint, settings.connect_timeout_s))
+                found.append(connect(address, self._checkpoint, settings.connect_timeout_s, credentials))
             except ServerError as error:
                 if settings.required:
                     for other in found:
