@@ -55,7 +55,7 @@ class ControlClient:
                     return
                 except grpc.FutureTimeoutError:
                     # gRPC goes on trying, whatever the reason: it may be one that no waiting heals.
-                    if reason := why_not(self.address, self._credentials.context, max(0.1, deadline - monotonic())):
+                    if reason := why_not(self.address, self._credentials, max(0.1, deadline - monotonic())):
                         raise ServerError(f"expert server {self.address}: {reason}") from None
         finally:
             ready.cancel()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import ssl
 from typing import Final
 
+from moeoffload.control.credentials import HostCredentials
 from moeoffload.settings import Address
 
 PROBE_S: Final = 2.0
@@ -17,12 +17,12 @@ _WRONG_NAME: Final = (62, 64)
 _NOT_TLS: Final = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE"}
 
 
-def why_not(address: str, context: ssl.SSLContext | None, timeout_s: float) -> str | None:
+def why_not(address: str, credentials: HostCredentials, timeout_s: float) -> str | None:
     """Why the server at ``address`` and this host do not accept each other; None if that is not what is wrong.
 
     Args:
         address: HOST:PORT.
-        context: how this host does TLS; None if it talks plain TCP.
+        credentials: what this host shows.
         timeout_s: deadline in seconds; 2 seconds are enough.
     """
     place = Address(address)
@@ -31,7 +31,9 @@ def why_not(address: str, context: ssl.SSLContext | None, timeout_s: float) -> s
     except OSError:
         return None
     with connection:
-        return _why_not_plain(connection) if context is None else _why_not_tls(connection, context, place.host)
+        if credentials.context is None:
+            return _why_not_plain(connection)
+        return _why_not_tls(connection, credentials.context, credentials.cert is not None, place.host)
 
 
 def _why_not_plain(connection: socket.socket) -> str | None:
@@ -49,13 +51,21 @@ def _why_not_plain(connection: socket.socket) -> str | None:
     return "it speaks TLS; give --tls-ca FILE, and --tls-cert and --tls-key if it wants to know its hosts"
 
 
-def _why_not_tls(connection: socket.socket, context: ssl.SSLContext, host: str) -> str | None:
+def _why_not_tls(connection: socket.socket, context: ssl.SSLContext, has_cert: bool, host: str) -> str | None:
+    objection = (
+        "it does not accept this host's --tls-cert; its --client-ca must be the one that made it"
+        if has_cert
+        else "it wants a certificate of this host; give --tls-cert and --tls-key"
+    )
     try:
         with context.wrap_socket(connection, server_hostname=host) as tls:
             tls.settimeout(_LISTEN_S)
-            with contextlib.suppress(TimeoutError):
-                tls.recv(1)
-            return None
+            try:
+                return None if tls.recv(1) else objection
+            except TimeoutError:
+                return None
+            except OSError:  # an alert, or the connection is gone
+                return objection
     except ssl.SSLCertVerificationError as error:
         if error.verify_code in _WRONG_NAME:
             return (
@@ -67,10 +77,8 @@ def _why_not_tls(connection: socket.socket, context: ssl.SSLContext, host: str) 
         reason = error.reason or ""
         if reason in _NOT_TLS:
             return "it does not speak TLS; start it with --tls-cert and --tls-key, or leave --tls-ca out"
-        if "CERTIFICATE_REQUIRED" in reason or "HANDSHAKE_FAILURE" in reason:
-            return "it wants a certificate of this host; give --tls-cert and --tls-key"
         if "ALERT" in reason:
-            return f"it does not accept this host's --tls-cert ({reason.lower().replace('_', ' ')})"
+            return objection
         return f"the TLS handshake failed ({reason.lower().replace('_', ' ') or error})"
     except OSError:
         return None

@@ -74,13 +74,16 @@ class TlsFront:
             server = loop.run_until_complete(loop.create_server(lambda: _Incoming(self), sock=self._socket))
             loop.run_forever()
             server.close()
-            for task in self._connections:
-                task.cancel()
-            waiting = asyncio.gather(*self._connections, return_exceptions=True)
-            with contextlib.suppress(asyncio.TimeoutError):
-                loop.run_until_complete(asyncio.wait_for(waiting, STOP_S))
+            loop.run_until_complete(self._end_connections())
         finally:
             loop.close()
+
+    async def _end_connections(self) -> None:
+        connections = list(self._connections)
+        for task in connections:
+            task.cancel()
+        if connections:
+            await asyncio.wait(connections, timeout=STOP_S / 2)
 
     def accept(self, incoming: _Incoming, transport: asyncio.Transport) -> None:
         """Takes on a new connection, if there is room."""

@@ -107,6 +107,7 @@ class Door:
             self._thread.join()
             os.close(self._wake_fd)
             self._socket.disable_monitor()
+            self._failures.close(0)
             self._questions.close()
 
     def _answer(self) -> None:
