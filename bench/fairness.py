@@ -203,7 +203,7 @@ class Flooder:
 
 def dispatch_ms(host: RawHost, seconds: float) -> list[float]:
     """Times of decode-sized dispatches, one after the other with a pause as the host's own layers take."""
-    times = []
+    times: list[float] = []
     until = perf_counter() + seconds
     while perf_counter() < until or len(times) < 20:
         slot = host.channel.acquire(TIMEOUT_S)

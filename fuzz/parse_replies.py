@@ -42,7 +42,7 @@ class _Host:
         logging.disable(logging.CRITICAL)
         self._server = SharedServerEnd(SIZES, lambda channel, slot: None)
         self.shared = open_shared(self._server.offer, spin_limit_s=0)
-        self.stream = StreamHostEnd(SIZES, "tcp://127.0.0.1:9", b"m" + secrets.token_bytes(ROUTING_ID_BYTES - 1))
+        self.stream = StreamHostEnd(SIZES, "tcp://127.0.0.1:9", b"m" + secrets.token_bytes(ROUTING_ID_BYTES - 1), None)
         self.socket = ScriptedSocket()
         self.stream._wire.socket = self.socket  # type: ignore[assignment]
         self.links = {

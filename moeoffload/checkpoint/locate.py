@@ -38,6 +38,15 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
     return _from_cache(model, revision) or _from_hub(model, revision)
 
 
+def locate_cached(model: str, revision: str | None = None) -> Path | None:
+    """The folder of a hub id if all of it is in the local cache; nothing is downloaded, and no folder is looked at."""
+    try:
+        validate_repo_id(model)
+        return _from_cache(model, revision)
+    except (HFValidationError, ValueError, OSError, ModelError):  # revisions are checked by nobody else
+        return None
+
+
 def _from_cache(model: str, revision: str | None) -> Path | None:
     try:
         snapshot = snapshot_download(model, revision=revision, local_files_only=True)

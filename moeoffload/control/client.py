@@ -7,12 +7,15 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import Final
 
 import grpc
 
 from moeoffload import __version__
+from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.outside import MAX_NAME, checked_items, checked_timings, tidy
+from moeoffload.control.probe import why_not
 from moeoffload.control.protocol import CLIENT_OPTIONS, PROTOCOL_VERSION
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
@@ -23,29 +26,46 @@ from moeoffload.text import one_line
 _END = None
 MAX_UNREAD: Final = 4
 """Answers to steps of an attach that may wait; the host sends one step at a time."""
+LOOK_S: Final = 0.5
+"""How long a connection may take until the host looks why."""
 
 
 class ControlClient:
     """Talks to one expert server at ``address`` (HOST:PORT). Close it when done; it closes its leases."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: HostCredentials | None = None) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._credentials = credentials or HostCredentials()
+        self._channel = self._credentials.channel(address, CLIENT_OPTIONS)
         self._stub = pb_grpc.ExpertServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether the control plane is TLS."""
+        return self._credentials.ca is not None
 
     def connect(self, timeout_s: float) -> None:
         """Waits until the server accepts a connection.
 
         Raises:
-            ServerError: nothing listens there within ``timeout_s``.
+            ServerError: nothing listens there within ``timeout_s``, or one side does not accept the other.
         """
+        deadline = monotonic() + timeout_s
+        ready = grpc.channel_ready_future(self._channel)
         try:
-            grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
-        except grpc.FutureTimeoutError:
-            raise ServerError(
-                f"expert server {self.address}: no connection within {timeout_s:g} s; "
-                "is moeoffload-expert running there?"
-            ) from None
+            while (left_s := deadline - monotonic()) > 0:
+                try:
+                    ready.result(timeout=min(LOOK_S, left_s))
+                    return
+                except grpc.FutureTimeoutError:
+                    # gRPC goes on trying, whatever the reason: it may be one that no waiting heals.
+                    if reason := why_not(self.address, self._credentials, max(0.1, deadline - monotonic())):
+                        raise ServerError(f"expert server {self.address}: {reason}") from None
+        finally:
+            ready.cancel()
+        raise ServerError(
+            f"expert server {self.address}: no connection within {timeout_s:g} s; is moeoffload-expert running there?"
+        )
 
     def describe(self, timeout_s: float, *, model_digest: str = "", compute_dtype: str = "") -> pb.DescribeReply:
         """What the server is and offers.

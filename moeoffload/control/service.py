@@ -16,11 +16,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from moeoffload.control.admission import Admission, Patience
+from moeoffload.control.credentials import ServerCredentials
+from moeoffload.control.gate import Gate
 from moeoffload.control.outside import tidy
 from moeoffload.control.protocol import PROTOCOL_VERSION, SERVER_OPTIONS
+from moeoffload.control.tls_front import TlsFront
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.errors import CapacityError, DeadlineError, MoeOffloadError, ProtocolError, ServerError
+from moeoffload.refusals import Refusals
 from moeoffload.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -243,17 +247,24 @@ class ControlServer:
     port: int
     _server: grpc.Server
     _health: health.HealthServicer
+    _front: TlsFront | None
 
     @classmethod
-    def start(cls, host: str, port: int, backend: ExpertBackend) -> ControlServer:
+    def start(
+        cls, host: str, port: int, backend: ExpertBackend, credentials: ServerCredentials, refusals: Refusals
+    ) -> ControlServer:
         """Listens on ``host``:``port`` and serves ``backend``, the standard health service and reflection.
+
+        Calls that ``credentials`` do not allow are refused and added to ``refusals``; health checks are open to all.
 
         Raises:
             ServerError: the address cannot be bound.
         """
+        gate = Gate(credentials, refusals)
         server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="control"),
-            interceptors=[Admission(Patience())],
+            # Who is not let in takes no place from those who are.
+            interceptors=[gate, Admission(Patience())],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_CALLS,
         )
@@ -261,14 +272,15 @@ class ControlServer:
         health_servicer = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        try:
-            bound = server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError:
-            bound = 0
-        if bound == 0:
-            raise ServerError(f"cannot listen on {host}:{port}; is another server running there?")
+        front = None
+        if credentials.context is None:
+            bound = gate.port = _bind(server, host, port)
+        else:
+            front = TlsFront(host, port, credentials.context, refusals)
+            bound, gate.port, gate.peer_of = front.port, front.port, front.peer_of
+            front.start(_bind(server, "127.0.0.1", 0))
         server.start()
-        control = cls(host, bound, server, health_servicer)
+        control = cls(host, bound, server, health_servicer, front)
         control.set_serving(True)
         return control
 
@@ -282,3 +294,20 @@ class ControlServer:
         """Stops listening; calls still running after ``grace_s`` seconds are cancelled."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait(grace_s + 2.0)
+        if self._front is not None:
+            self._front.stop()
+
+
+def _bind(server: grpc.Server, host: str, port: int) -> int:
+    """The port that the server got.
+
+    Raises:
+        ServerError: it is taken, or the address is not of this machine.
+    """
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise ServerError(f"cannot listen on {host}:{port}; is another server running there?")
+    return bound

@@ -18,6 +18,7 @@ from moeoffload.devices import lean_heap
 from moeoffload.errors import CapacityError, MoeOffloadError, ServerError
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
+from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.store import ExpertStore, LayerKey
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels, prepare_layer
@@ -37,8 +38,8 @@ CALIBRATION_TIMEOUT_S: Final = 60.0
 class ChannelFactory(Protocol):
     """Opens the server's end of a transport; the server has one per transport it is willing to use."""
 
-    def __call__(self, sizes: ChannelSizes, deliver: Deliver) -> ServerChannel:
-        """The open end, delivering requests to ``deliver``."""
+    def __call__(self, sizes: ChannelSizes, deliver: Deliver, key: str) -> ServerChannel:
+        """The open end, delivering requests to ``deliver``, for the host that has the secret half of ``key``."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class ServerLimits:
     shared_bytes: int
     device: torch.device
     model: str | None
+    roots: ModelRoots
     kernel: KernelChoice
 
 
@@ -124,8 +126,9 @@ class HostLease:
         checkpoint = self._opened
         if checkpoint is None:
             dtype = _dtype("compute dtype", model.compute_dtype)
-            reference = self._limits.model or model.reference
-            checkpoint = Checkpoint.open(reference, dtype=dtype, revision=model.revision or None)
+            revision = model.revision or None
+            reference = self._limits.model or self._limits.roots.resolve(model.reference, revision)
+            checkpoint = Checkpoint.open(reference, dtype=dtype, revision=revision)
         # Every time: hosts share experts by digest and dtype, and nobody may put others there under these names.
         _check_model(model, checkpoint)
         self._opened = checkpoint
@@ -226,7 +229,7 @@ class HostLease:
             _compare("kernel", request.kernel, kernel)
         offer = pb.Offer(batch_capacity=capacity, kernel=kernel, timings=timings)
         for name in transports:
-            offer.channels.append(self._open(name, sizes))
+            offer.channels.append(self._open(name, sizes, request.stream_key))
         return offer
 
     def _capacity(
@@ -308,8 +311,8 @@ class HostLease:
         layers = self._modules.values()
         return ", ".join(sorted({kernels.kernel_for(n_rows) for kernels in layers for n_rows in (1, capacity)}))
 
-    def _open(self, name: str, sizes: ChannelSizes) -> pb.ChannelOffer:
-        channel = self._factories[name](sizes, self._deliver)
+    def _open(self, name: str, sizes: ChannelSizes, key: str) -> pb.ChannelOffer:
+        channel = self._factories[name](sizes, self._deliver, key)
         with self._lock:
             closed = self._closed
             if not closed:

@@ -10,6 +10,7 @@ import torch
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient, Lease
+from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.outside import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
@@ -18,9 +19,10 @@ from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.link import Deadlines, ExpertLink, LinkInfo
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
+from moeoffload.security_settings import is_loopback
 from moeoffload.settings import Address, HostSettings, TransportChoice
 from moeoffload.text import one_line
-from moeoffload.transport import ChannelOffer, ChannelSizes, HostChannel, open_channel
+from moeoffload.transport import ChannelOffer, ChannelSizes, HostChannel, StreamKeys, open_channel
 from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ class Candidate:
     """A server that answered: its address, its control client and what it says of itself."""
 
     address: str
+    credentials: HostCredentials | None
     client: ControlClient
     info: pb.DescribeReply
 
@@ -51,20 +54,22 @@ class AttachPlan:
     on_progress: Callable[[str, int, int], None]
 
 
-def connect(address: str, checkpoint: Checkpoint, timeout_s: float) -> Candidate:
+def connect(
+    address: str, checkpoint: Checkpoint, timeout_s: float, credentials: HostCredentials | None = None
+) -> Candidate:
     """Reaches the server at ``address`` and asks what it offers to this model.
 
     Raises:
         ServerError: it cannot be reached, or is not of this protocol version.
     """
-    client = ControlClient(address)
+    client = ControlClient(address, credentials)
     try:
         client.connect(timeout_s)
         info = client.describe(timeout_s, model_digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype))
     except BaseException:
         client.close()
         raise
-    return Candidate(address, client, info)
+    return Candidate(address, credentials, client, info)
 
 
 def take_lease(candidate: Candidate, plan: AttachPlan) -> Lease:
@@ -86,12 +91,12 @@ def calibrate(lease: Lease, plan: AttachPlan) -> list[tuple[int, float]]:
 
 
 def attach(
-    address: str, table: ExpertTable, plan: AttachPlan, *, kernel: str, timeout_s: float, opened: OnOpened
+    server: Candidate, table: ExpertTable, plan: AttachPlan, *, kernel: str, timeout_s: float, opened: OnOpened
 ) -> ExpertLink:
     """Reaches a server, takes a lease, loads the experts of ``table`` and opens the channel.
 
     Args:
-        address: HOST:PORT.
+        server: the one to reach, as it was once before.
         table: the experts it is to hold.
         plan: what is the same for all servers.
         kernel: the one that computes ``table`` elsewhere, or did before, and must here; empty if any will do.
@@ -101,7 +106,7 @@ def attach(
     Raises:
         ServerError: the server cannot be reached, refuses or fails; nothing is left open.
     """
-    candidate = connect(address, plan.checkpoint, timeout_s)
+    candidate = connect(server.address, plan.checkpoint, timeout_s, server.credentials)
     try:
         opened(candidate.client)
         lease = candidate.client.attach(timeout_s)
@@ -133,6 +138,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         progress=lambda loaded, total: plan.on_progress(candidate.address, loaded, total),
         timeout_s=settings.load_timeout_s,
     )
+    keys = StreamKeys.new()
     offer = lease.activate(
         pb.Activate(
             model_digest=checkpoint.digest,
@@ -147,6 +153,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             transport=settings.transport.value,
             shared_bytes=settings.shared_bytes,
             kernel=kernel,
+            stream_key=keys.public,
         )
     )
     if offer.batch_capacity > settings.batch_capacity:
@@ -157,7 +164,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
     layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, plan.payload, plan.payload, offer.batch_capacity)
     timings = checked_timings(offer.timings)
     checked_items("channels", len(offer.channels))
-    channel, reason = _open_channel(candidate, offer, layout, settings)
+    channel, reason = _open_channel(candidate, offer, layout, settings, keys)
     try:
         epoch = lease.accept(channel.name, channel.nonce, reason)
     except BaseException:
@@ -192,7 +199,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
 
 
 def _open_channel(
-    candidate: Candidate, offer: pb.Offer, layout: FrameLayout, settings: HostSettings
+    candidate: Candidate, offer: pb.Offer, layout: FrameLayout, settings: HostSettings, keys: StreamKeys
 ) -> tuple[HostChannel, str]:
     """Opens the first offered channel that works; returns it and the reason for it.
 
@@ -211,7 +218,13 @@ def _open_channel(
                 f"bytes there, {layout.request_bytes} and {layout.reply_bytes} here"
             )
         try:
-            opened = open_channel(channel_offer, host=host, timeout_s=settings.connect_timeout_s)
+            opened = open_channel(
+                channel_offer,
+                host=host,
+                timeout_s=settings.connect_timeout_s,
+                keys=keys,
+                encrypted=candidate.client.is_encrypted or not is_loopback(host),
+            )
         except ServerError as error:
             last, reason = error, f"{channel_offer.transport} not possible: {one_line(str(error))}"
             continue
