@@ -126,8 +126,22 @@ def check_folder(path: Path | None) -> Path | None:
 
 def check_file_to_read(path: Path | None) -> Path | None:
     """The path if it is a file that can be read, else a ValueError."""
-    if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
-        raise ValueError("it is no file that can be read")
+    if path is None:
+        return None
+    with _path_errors_as_value_errors():
+        path = path.expanduser()
+        if not (path.is_file() and os.access(path, os.R_OK)):
+            raise ValueError("it is no file that can be read")
+    return path
+
+
+def check_secret_file(path: Path | None) -> Path | None:
+    """A file that can be read, and by nobody but its owner."""
+    path = check_file_to_read(path)
+    if path is not None:
+        mode = path.stat().st_mode & 0o777
+        if mode & 0o077:
+            raise ValueError(f"others may use it: its mode is {mode:03o}; chmod 600 it")
     return path
 
 

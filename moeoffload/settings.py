@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, ValidationInfo, field_validator
 
 from moeoffload.recovery_settings import RecoverySettings
+from moeoffload.security_settings import HostSecuritySettings, ServerSecuritySettings
 from moeoffload.setting_sources import Panel, Setting, SettingsBase
 from moeoffload.setting_values import (
     SMALLEST_SHARED_BYTES,
@@ -154,7 +155,7 @@ class CommonSettings(SettingsBase):
     ] = None
 
 
-class HostSettings(CommonSettings, RecoverySettings):
+class HostSettings(HostSecuritySettings, RecoverySettings, CommonSettings):
     """The settings of the side that owns the model."""
 
     experts: Annotated[
@@ -308,7 +309,7 @@ class HostSettings(CommonSettings, RecoverySettings):
     ] = LogLevel.WARNING
 
 
-class ExpertServerSettings(CommonSettings):
+class ExpertServerSettings(ServerSecuritySettings, CommonSettings):
     """The settings of the side that owns routed experts."""
 
     listen: Annotated[

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,3 +210,38 @@ def test_replicas_lie_on_other_servers_with_room() -> None:
         place_replicas(tables, [10], roomy, 4)
     with pytest.raises(PlacementError, match="3 copies of the routed experts do not fit"):
         place_replicas(tables, [10], offers, 3)
+
+
+def test_a_server_that_comes_back_with_another_kernel_or_model_is_refused_by_name(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level("INFO", "moeoffload.host")
+    server = start_server()
+    with open_model(DEMO, experts=[server.address], threads=1) as offloaded:
+        expected = tokens_of(offloaded)
+        server.process.kill()
+        server.process.wait()
+        changed = start_server("--listen", server.address, "--kernel", "grouped")
+        wait_for_log(caplog, "kernel is tiled (host), grouped here")
+        changed.process.kill()
+        changed.process.wait()
+        other = shutil.copytree(DEMO, tmp_path / "other")
+        config = json.loads((other / "config.json").read_text())
+        (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+        start_server("--listen", server.address, "--model", str(other))
+        wait_for_log(caplog, "model digest is")
+        assert tokens_of(offloaded) == expected
+        assert recovery(offloaded)["returned"] == 0
+
+
+def test_a_replica_must_compute_with_the_same_kernel(start_server: StartServer) -> None:
+    addresses = [start_server().address, start_server("--kernel", "grouped").address]
+    with pytest.raises(ServerError, match=r"kernel is .* here"):
+        open_model(DEMO, experts=addresses, replicas=2, threads=1)
+
+
+def wait_for_log(caplog: pytest.LogCaptureFixture, words: str) -> None:
+    deadline = time.monotonic() + BACK_S
+    while words not in caplog.text:
+        assert time.monotonic() < deadline, caplog.text
+        time.sleep(0.05)

@@ -38,6 +38,15 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
     return _from_cache(model, revision) or _from_hub(model, revision)
 
 
+def locate_cached(model: str, revision: str | None = None) -> Path | None:
+    """The folder of a hub id if all of it is in the local cache; nothing is downloaded, and no folder is looked at."""
+    try:
+        validate_repo_id(model)
+        return _from_cache(model, revision)
+    except (HFValidationError, ValueError, OSError, ModelError):  # revisions are checked by nobody else
+        return None
+
+
 def _from_cache(model: str, revision: str | None) -> Path | None:
     try:
         snapshot = snapshot_download(model, revision=revision, local_files_only=True)
@@ -69,5 +78,7 @@ def _is_complete(folder: Path) -> bool:
         return True
     if not (folder / INDEX_FILE).is_file():
         return False
-    weight_map = read_json(folder / INDEX_FILE).get("weight_map", {})
-    return all((folder / shard).is_file() for shard in set(weight_map.values()))
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        return False
+    return all(isinstance(shard, str) and (folder / shard).is_file() for shard in weight_map.values())

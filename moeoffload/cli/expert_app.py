@@ -17,6 +17,7 @@ import typer
 
 from moeoffload import __version__
 from moeoffload.cli.options import with_settings
+from moeoffload.logs import log_to
 from moeoffload.settings import ExpertServerSettings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -44,11 +45,7 @@ def serve(
     Prints one line with its address on stdout when it is ready; logs go to stderr. SIGTERM lets hosts finish and move
     on first, for up to --drain-timeout-s; Ctrl-C, or a second SIGTERM, stops it at once.
     """
-    logging.basicConfig(
-        level=settings.log_level.value.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    log_to(sys.stderr, settings.log_level.value.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
     # A pipe and not an Event: a handler runs in the very thread that waits, where the Event's lock may be held.
     stopped, stop = os.pipe()
 

@@ -7,40 +7,65 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import Final
 
 import grpc
 
 from moeoffload import __version__
+from moeoffload.control.credentials import HostCredentials
+from moeoffload.control.outside import MAX_NAME, checked_items, checked_timings, tidy
+from moeoffload.control.probe import why_not
 from moeoffload.control.protocol import CLIENT_OPTIONS, PROTOCOL_VERSION
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
-from moeoffload.errors import DeadlineError, ServerError
+from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.placement import ExpertTable
+from moeoffload.text import one_line
 
 _END = None
+MAX_UNREAD: Final = 4
+"""Answers to steps of an attach that may wait; the host sends one step at a time."""
+LOOK_S: Final = 0.5
+"""How long a connection may take until the host looks why."""
 
 
 class ControlClient:
     """Talks to one expert server at ``address`` (HOST:PORT). Close it when done; it closes its leases."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: HostCredentials | None = None) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._credentials = credentials or HostCredentials()
+        self._channel = self._credentials.channel(address, CLIENT_OPTIONS)
         self._stub = pb_grpc.ExpertServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether the control plane is TLS."""
+        return self._credentials.ca is not None
 
     def connect(self, timeout_s: float) -> None:
         """Waits until the server accepts a connection.
 
         Raises:
-            ServerError: nothing listens there within ``timeout_s``.
+            ServerError: nothing listens there within ``timeout_s``, or one side does not accept the other.
         """
+        deadline = monotonic() + timeout_s
+        ready = grpc.channel_ready_future(self._channel)
         try:
-            grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
-        except grpc.FutureTimeoutError:
-            raise ServerError(
-                f"expert server {self.address}: no connection within {timeout_s:g} s; "
-                "is moeoffload-expert running there?"
-            ) from None
+            while (left_s := deadline - monotonic()) > 0:
+                try:
+                    ready.result(timeout=min(LOOK_S, left_s))
+                    return
+                except grpc.FutureTimeoutError:
+                    # gRPC goes on trying, whatever the reason: it may be one that no waiting heals.
+                    if reason := why_not(self.address, self._credentials, max(0.1, deadline - monotonic())):
+                        raise ServerError(f"expert server {self.address}: {reason}") from None
+        finally:
+            ready.cancel()
+        raise ServerError(
+            f"expert server {self.address}: no connection within {timeout_s:g} s; is moeoffload-expert running there?"
+        )
 
     def describe(self, timeout_s: float, *, model_digest: str = "", compute_dtype: str = "") -> pb.DescribeReply:
         """What the server is and offers.
@@ -53,6 +78,8 @@ class ControlClient:
             reply: pb.DescribeReply = self._stub.Describe(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._translate(error, "Describe") from None
+        tidy(reply)
+        checked_items("transports", len(reply.transports))
         if reply.protocol_version != PROTOCOL_VERSION:
             raise ServerError(
                 f"expert server {self.address}: protocol version is {reply.protocol_version} (moeoffload "
@@ -100,7 +127,7 @@ class ControlClient:
     def _translate(self, error: grpc.RpcError, step: str) -> ServerError:
         """One readable line for what gRPC reports."""
         code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-        details = (error.details() if isinstance(error, grpc.Call) else None) or code.name
+        details = one_line((error.details() if isinstance(error, grpc.Call) else None) or code.name)
         where = f"expert server {self.address}"
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineError(f"{where}: no answer to {step} in time")
@@ -134,7 +161,8 @@ class Lease:
             protocol_version=PROTOCOL_VERSION, host_version=__version__, host=f"{socket.gethostname()}:{os.getpid()}"
         )
         try:
-            self.lease_id = self._exchange(pb.AttachRequest(hello=hello), "welcome").welcome.lease_id
+            welcome = self._exchange(pb.AttachRequest(hello=hello), "welcome").welcome
+            self.lease_id = one_line(welcome.lease_id, MAX_NAME)
         except BaseException:
             self.close()
             raise
@@ -150,7 +178,10 @@ class Lease:
             reply: pb.CalibrateReply = self._client._stub.Calibrate(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._client._translate(error, "Calibrate") from None
-        return [(timing.rows, timing.seconds) for timing in reply.timings]
+        timings = checked_timings(reply.timings)
+        if not timings:
+            raise ProtocolError(f"expert server {self._client.address}: answered Calibrate without timings")
+        return timings
 
     def load(
         self,
@@ -250,9 +281,13 @@ class Lease:
                 if step == "draining":
                     self._drain()
                 elif step == "closing":
-                    reason = f"expert server {self._client.address}: {reply.closing.reason}"
-                else:
+                    reason = f"expert server {self._client.address}: {one_line(reply.closing.reason)}"
+                elif self._replies.qsize() < MAX_UNREAD:
                     self._replies.put(reply)
+                else:
+                    self._call.cancel()
+                    reason = f"expert server {self._client.address}: it sent answers that nobody asked for"
+                    break
         except grpc.RpcError as error:
             reason = str(self._client._translate(error, "Attach"))
         with self._lock:

@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from moeoffload import __version__
+from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.service import ControlServer
 from moeoffload.control.v1 import expert_service_pb2 as pb
@@ -23,7 +24,9 @@ from moeoffload.errors import ServerError
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.lease import ChannelFactory, HostLease, ServerLimits
+from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.store import ExpertStore
+from moeoffload.refusals import Refusals
 from moeoffload.settings import ExpertServerSettings, TransportChoice
 from moeoffload.transport import SharedServerEnd, StreamListener, sweep_stale_segments
 from moeoffload.wire import MAX_FRAME_BYTES
@@ -39,6 +42,8 @@ class ExpertServer:
     """Implements `moeoffload.control.service.ExpertBackend`. Made by `start`, ended by `stop`."""
 
     settings: ExpertServerSettings
+    credentials: ServerCredentials
+    refusals: Refusals
     device: torch.device
     store: ExpertStore
     engine: Engine
@@ -57,9 +62,12 @@ class ExpertServer:
         """Opens everything and serves. ``pace`` slows it down, for benchmarks.
 
         Raises:
-            SettingError: the device does not exist, or has less memory than asked for.
+            SettingError: the device does not exist, or has less memory than asked for; or the server would be open to
+                others than its user says.
             ServerError: the address is taken.
         """
+        credentials = ServerCredentials.of(settings)
+        refusals = Refusals()
         device = resolve_device(settings.device, last=True)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -69,14 +77,21 @@ class ExpertServer:
         listener = None
         if settings.transport in (TransportChoice.AUTO, TransportChoice.SHARED):
             sweep_stale_segments()
-            factories["shared"] = SharedServerEnd
+            factories["shared"] = lambda sizes, deliver, key: SharedServerEnd(sizes, deliver)
         if settings.transport in (TransportChoice.AUTO, TransportChoice.STREAM):
-            listener = StreamListener(_numeric(settings.listen.host), max_request_bytes=MAX_FRAME_BYTES)
+            listener = StreamListener(
+                _numeric(settings.listen.host),
+                max_request_bytes=MAX_FRAME_BYTES,
+                encrypted=credentials.encrypt_rows,
+                on_refused=refusals.add,
+            )
             factories["stream"] = listener.open_channel
-        server = cls(settings, device, store, engine, listener, factories)
+        server = cls(settings, credentials, refusals, device, store, engine, listener, factories)
         engine.start()
         try:
-            server._control = ControlServer.start(settings.listen.host, settings.listen.port, server)
+            server._control = ControlServer.start(
+                settings.listen.host, settings.listen.port, server, credentials, refusals
+            )
         except BaseException:
             server.stop()
             raise
@@ -120,7 +135,7 @@ class ExpertServer:
             model=self.settings.model or "",
         )
 
-    def open_lease(self, hello: pb.Hello, say: Callable[[pb.AttachReply], None]) -> HostLease:
+    def open_lease(self, hello: pb.Hello, peer: str, say: Callable[[pb.AttachReply], None]) -> HostLease:
         """See `ExpertBackend`."""
         limits = ServerLimits(
             batch_capacity=self.settings.batch_capacity,
@@ -128,6 +143,11 @@ class ExpertServer:
             shared_bytes=self.settings.shared_bytes,
             device=self.device,
             model=self.settings.model,
+            roots=ModelRoots(
+                self.settings.model_root,
+                self.credentials.any_model,
+                lambda reason: self.refusals.add(hello.host, reason),
+            ),
             kernel=self.settings.kernel.value,
         )
         with self._lock:
@@ -137,6 +157,7 @@ class ExpertServer:
                 raise ServerError(f"this server has {MAX_HOSTS} hosts attached, which is its limit")
             lease = HostLease(
                 hello.host,
+                f"{peer} {hello.host}",
                 next(self._epochs),
                 say,
                 limits=limits,
@@ -183,6 +204,7 @@ class ExpertServer:
             pool_creations=created,
             python_traced_bytes=_traced_bytes(),
             dropped=self.listener.n_unknown if self.listener is not None else 0,
+            refused=self.refusals.count,
         )
 
     def drain(self) -> int:

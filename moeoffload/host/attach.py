@@ -10,6 +10,8 @@ import torch
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient, Lease
+from moeoffload.control.credentials import HostCredentials
+from moeoffload.control.outside import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
@@ -17,8 +19,10 @@ from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.link import Deadlines, ExpertLink, LinkInfo
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
+from moeoffload.security_settings import is_loopback
 from moeoffload.settings import Address, HostSettings, TransportChoice
-from moeoffload.transport import ChannelOffer, ChannelSizes, HostChannel, open_channel
+from moeoffload.text import one_line
+from moeoffload.transport import ChannelOffer, ChannelSizes, HostChannel, StreamKeys, open_channel
 from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)
@@ -32,6 +36,7 @@ class Candidate:
     """A server that answered: its address, its control client and what it says of itself."""
 
     address: str
+    credentials: HostCredentials | None
     client: ControlClient
     info: pb.DescribeReply
 
@@ -49,20 +54,22 @@ class AttachPlan:
     on_progress: Callable[[str, int, int], None]
 
 
-def connect(address: str, checkpoint: Checkpoint, timeout_s: float) -> Candidate:
+def connect(
+    address: str, checkpoint: Checkpoint, timeout_s: float, credentials: HostCredentials | None = None
+) -> Candidate:
     """Reaches the server at ``address`` and asks what it offers to this model.
 
     Raises:
         ServerError: it cannot be reached, or is not of this protocol version.
     """
-    client = ControlClient(address)
+    client = ControlClient(address, credentials)
     try:
         client.connect(timeout_s)
         info = client.describe(timeout_s, model_digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype))
     except BaseException:
         client.close()
         raise
-    return Candidate(address, client, info)
+    return Candidate(address, credentials, client, info)
 
 
 def take_lease(candidate: Candidate, plan: AttachPlan) -> Lease:
@@ -83,21 +90,28 @@ def calibrate(lease: Lease, plan: AttachPlan) -> list[tuple[int, float]]:
     return lease.calibrate(_model_reference(plan), plan.settings.load_timeout_s)
 
 
-def attach(address: str, table: ExpertTable, plan: AttachPlan, timeout_s: float, opened: OnOpened) -> ExpertLink:
+def attach(
+    server: Candidate, table: ExpertTable, plan: AttachPlan, *, kernel: str, timeout_s: float, opened: OnOpened
+) -> ExpertLink:
     """Reaches a server, takes a lease, loads the experts of ``table`` and opens the channel.
 
-    ``timeout_s`` is how long the server may take to answer; ``opened`` is given the connection as soon as there is one,
-    and closing that ends all of this with an error.
+    Args:
+        server: the one to reach, as it was once before.
+        table: the experts it is to hold.
+        plan: what is the same for all servers.
+        kernel: the one that computes ``table`` elsewhere, or did before, and must here; empty if any will do.
+        timeout_s: how long the server may take to answer.
+        opened: is given the connection as soon as there is one; closing that ends all of this with an error.
 
     Raises:
         ServerError: the server cannot be reached, refuses or fails; nothing is left open.
     """
-    candidate = connect(address, plan.checkpoint, timeout_s)
+    candidate = connect(server.address, plan.checkpoint, timeout_s, server.credentials)
     try:
         opened(candidate.client)
         lease = candidate.client.attach(timeout_s)
         try:
-            return _attach(candidate, lease, table, plan)
+            return _attach(candidate, lease, table, plan, kernel)
         except BaseException:
             lease.close()
             raise
@@ -116,7 +130,7 @@ def _model_reference(plan: AttachPlan) -> pb.ModelReference:
     )
 
 
-def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: AttachPlan) -> ExpertLink:
+def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: AttachPlan, kernel: str) -> ExpertLink:
     checkpoint, settings = plan.checkpoint, plan.settings
     lease.load(
         _model_reference(plan),
@@ -124,6 +138,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         progress=lambda loaded, total: plan.on_progress(candidate.address, loaded, total),
         timeout_s=settings.load_timeout_s,
     )
+    keys = StreamKeys.new()
     offer = lease.activate(
         pb.Activate(
             model_digest=checkpoint.digest,
@@ -137,6 +152,8 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             n_slots=settings.slots,
             transport=settings.transport.value,
             shared_bytes=settings.shared_bytes,
+            kernel=kernel,
+            stream_key=keys.public,
         )
     )
     if offer.batch_capacity > settings.batch_capacity:
@@ -145,7 +162,9 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             f"this host asked for at most {settings.batch_capacity}"
         )
     layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, plan.payload, plan.payload, offer.batch_capacity)
-    channel, reason = _open_channel(candidate, offer, layout, settings)
+    timings = checked_timings(offer.timings)
+    checked_items("channels", len(offer.channels))
+    channel, reason = _open_channel(candidate, offer, layout, settings, keys)
     try:
         epoch = lease.accept(channel.name, channel.nonce, reason)
     except BaseException:
@@ -158,7 +177,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         device_name=candidate.info.device_name,
         transport=channel.name,
         transport_reason=reason,
-        kernel=offer.kernel,
+        kernel=one_line(offer.kernel, MAX_NAME),
         n_experts=table.n_experts,
         resident_bytes=sum(len(experts) * size for experts, size in zip(table.layers, sizes, strict=True)),
     )
@@ -175,12 +194,12 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         plan.device,
         checkpoint.dtype,
         Deadlines(settings.dispatch_floor_s, settings.dispatch_timeout_s),
-        SliceLearner([(timing.rows, timing.seconds) for timing in offer.timings], layout.capacity, settings.hot_slice),
+        SliceLearner(timings, layout.capacity, settings.hot_slice),
     )
 
 
 def _open_channel(
-    candidate: Candidate, offer: pb.Offer, layout: FrameLayout, settings: HostSettings
+    candidate: Candidate, offer: pb.Offer, layout: FrameLayout, settings: HostSettings, keys: StreamKeys
 ) -> tuple[HostChannel, str]:
     """Opens the first offered channel that works; returns it and the reason for it.
 
@@ -192,16 +211,22 @@ def _open_channel(
     last: ServerError | None = None
     for channel in offer.channels:
         sizes = ChannelSizes(channel.n_slots, channel.request_bytes, channel.reply_bytes)
-        channel_offer = ChannelOffer(channel.transport, sizes, dict(channel.parameters))
+        channel_offer = ChannelOffer(one_line(channel.transport, MAX_NAME), sizes, checked_parameters(channel))
         if (sizes.request_bytes, sizes.reply_bytes) != (layout.request_bytes, layout.reply_bytes):
             raise ServerError(
                 f"expert server {candidate.address}: frame sizes are {sizes.request_bytes} and {sizes.reply_bytes} "
                 f"bytes there, {layout.request_bytes} and {layout.reply_bytes} here"
             )
         try:
-            opened = open_channel(channel_offer, host=host, timeout_s=settings.connect_timeout_s)
+            opened = open_channel(
+                channel_offer,
+                host=host,
+                timeout_s=settings.connect_timeout_s,
+                keys=keys,
+                encrypted=candidate.client.is_encrypted or not is_loopback(host),
+            )
         except ServerError as error:
-            last, reason = error, f"{channel_offer.transport} not possible: {error}"
+            last, reason = error, f"{channel_offer.transport} not possible: {one_line(str(error))}"
             continue
         if not reason:
             shared = channel_offer.transport == "shared"

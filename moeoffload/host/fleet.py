@@ -15,6 +15,7 @@ import torch
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient
+from moeoffload.control.credentials import HostCredentials
 from moeoffload.errors import ServerError
 from moeoffload.host.attach import AttachPlan, Candidate, attach, calibrate, connect, take_lease
 from moeoffload.host.expert_cache import ExpertCache
@@ -80,9 +81,10 @@ class Fleet:
         settings = self._settings
         found: list[Candidate] = []
         missing = 0
+        credentials = HostCredentials.of(settings)
         for address in settings.experts:
             try:
-                found.append(connect(address, self._checkpoint, settings.connect_timeout_s))
+                found.append(connect(address, self._checkpoint, settings.connect_timeout_s, credentials))
             except ServerError as error:
                 if settings.required is not False:
                     for other in found:
@@ -147,10 +149,12 @@ class Fleet:
         cache = self._cache()
         # Servers that placement gave nothing are left alone.
         futures = [
-            self._pool.submit(self._open_shard, table, [self._candidates[i].address for i in servers], plan, cache)
+            self._pool.submit(self._open_shard, table, [self._candidates[i] for i in servers], plan, cache)
             for table, servers in zip(tables, holders, strict=True)
             if table.n_experts
         ]
+        if cache is not None:
+            self._pool.submit(cache.warm_up)
         return _gather(futures)
 
     def _cache(self) -> ExpertCache | None:
@@ -179,18 +183,22 @@ class Fleet:
             lease.close()
 
     def _open_shard(
-        self, table: ExpertTable, addresses: list[str], plan: AttachPlan, cache: ExpertCache | None
+        self, table: ExpertTable, servers: list[Candidate], plan: AttachPlan, cache: ExpertCache | None
     ) -> Shard:
         """Attaches to every server that holds ``table``; the first is to compute it."""
         settings = self._settings
         n_experts = [layer.n_experts for layer in self._checkpoint.layers]
-        holders = []
+        holders: list[Holder] = []
+        kernel = ""
         with contextlib.ExitStack() as links:
-            for address in addresses:
-                link = self._attach(address, table, plan, settings.connect_timeout_s)
+            for server in servers:
+                link = self._attach(server, table, plan, kernel, settings.connect_timeout_s)
                 links.callback(link.close)
-                again = functools.partial(self._attach, address, table, plan, min(AGAIN_S, settings.connect_timeout_s))
-                holders.append(Holder(address, again, link))
+                # A copy with another kernel rounds differently, so it is none.
+                kernel = link.info.kernel
+                again_s = min(AGAIN_S, settings.connect_timeout_s)
+                again = functools.partial(self._attach, server, table, plan, kernel, again_s)
+                holders.append(Holder(server.address, again, link))
             fallback = None
             if cache is not None:
                 fallback = FallbackLink(table, n_experts, cache, holders[0].known.layout, self._checkpoint.dtype)
@@ -200,7 +208,9 @@ class Fleet:
                 links.pop_all()
         return shard
 
-    def _attach(self, address: str, table: ExpertTable, plan: AttachPlan, timeout_s: float) -> ExpertLink:
+    def _attach(
+        self, server: Candidate, table: ExpertTable, plan: AttachPlan, kernel: str, timeout_s: float
+    ) -> ExpertLink:
         """Opens a link; the end of the fleet ends it."""
         clients: list[ControlClient] = []
 
@@ -212,7 +222,7 @@ class Fleet:
                 client.close()
 
         try:
-            return attach(address, table, plan, timeout_s, opened)
+            return attach(server, table, plan, kernel=kernel, timeout_s=timeout_s, opened=opened)
         finally:
             with self._open_lock:
                 self._opening.difference_update(clients)

@@ -245,7 +245,7 @@ class ExpertLink:
         assert isinstance(flight, _RemoteFlight)
         slot = flight.slot
         # Whoever was waited for before may have used up the time; a reply that is here counts all the same.
-        left_s = max(LOOK_S, flight.sent_at + flight.deadline_s - perf_counter())
+        left_s = max(min(LOOK_S, flight.deadline_s), flight.sent_at + flight.deadline_s - perf_counter())
         wait_s = left_s if within_s is None else min(within_s, left_s)
         gives_up = wait_s < left_s
         try:
@@ -306,7 +306,7 @@ class ExpertLink:
 
     def _error(self, flight: _RemoteFlight, header: FrameHeader) -> Exception:
         text = read_error_text(flight.slot.reply, header.body_bytes)
-        if header.code == ErrorCode.PAYLOAD:
+        if header.code == ErrorCode.PAYLOAD and header.rows < flight.n_rows:
             where = _where(flight.layer, flight.start, flight.index, header.rows)
             return PayloadError(f"{where}: expert output {text} ({self.name})")
         kind = CapacityError if header.code == ErrorCode.CAPACITY else ServerError

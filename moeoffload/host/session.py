@@ -142,7 +142,8 @@ class OffloadedModel:
             [layer.module_name for layer in checkpoint.layers],
             self.recorder,
             lambda n_rows: granularity.pipeline_plan(n_rows, least),
-            settings.dispatch_timeout_s,
+            # The chunk before may have to wait for a dispatch, and then to read the experts of a lost server.
+            settings.dispatch_timeout_s + settings.load_timeout_s,
         )
         stack.callback(self.pipeline.close)
         self.dispatcher.on_layer = self.pipeline.experts_asked

@@ -16,6 +16,7 @@ from moeoffload.transport.loopback import loopback_pair
 from moeoffload.transport.segment import sweep_stale_segments
 from moeoffload.transport.shared import SharedServerEnd, open_shared
 from moeoffload.transport.stream import open_stream
+from moeoffload.transport.stream_keys import StreamKeys
 from moeoffload.transport.stream_listener import StreamListener, StreamServerEnd
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ServerChannel",
     "ServerSlot",
     "SharedServerEnd",
+    "StreamKeys",
     "StreamListener",
     "StreamServerEnd",
     "loopback_pair",
@@ -37,13 +39,17 @@ __all__ = [
 ]
 
 
-def open_channel(offer: ChannelOffer, *, host: str, timeout_s: float) -> HostChannel:
+def open_channel(
+    offer: ChannelOffer, *, host: str, timeout_s: float, keys: StreamKeys | None = None, encrypted: bool = False
+) -> HostChannel:
     """Opens the host's end of what a server offered; a channel that is returned is known to work.
 
     Args:
         offer: what the server said over the control plane.
         host: name or address under which this machine reaches the server (used by stream only).
         timeout_s: deadline for the whole opening.
+        keys: CURVE keys of this attach (used by stream only).
+        encrypted: refuse a stream channel without encryption.
 
     Raises:
         DeadlineError: the server did not answer within ``timeout_s``.
@@ -52,5 +58,5 @@ def open_channel(offer: ChannelOffer, *, host: str, timeout_s: float) -> HostCha
     if offer.transport == "shared":
         return open_shared(offer)
     if offer.transport == "stream":
-        return open_stream(offer, host, timeout_s=timeout_s)
+        return open_stream(offer, host, timeout_s=timeout_s, keys=keys, encrypted=encrypted)
     raise ServerError(f"transport {offer.transport!r} is unknown; this host opens shared and stream")

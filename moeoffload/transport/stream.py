@@ -18,6 +18,7 @@ import zmq
 from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.transport.base import ChannelOffer, ChannelSizes, HostSlot
 from moeoffload.transport.pool import PooledHostChannel, SlotState
+from moeoffload.transport.stream_keys import StreamKeys, check_key, encrypt_host_end
 from moeoffload.transport.zmq_socket import (
     CLOSED_ID,
     PIECE_BYTES,
@@ -25,6 +26,7 @@ from moeoffload.transport.zmq_socket import (
     FrameSocket,
     IncomingFrame,
     OutgoingFrame,
+    new_routing_id,
     slot_buffers,
 )
 from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
@@ -42,7 +44,9 @@ class StreamHostEnd(PooledHostChannel):
 
     name = "stream"
 
-    def __init__(self, sizes: ChannelSizes, endpoint: str, routing_id: bytes) -> None:
+    def __init__(
+        self, sizes: ChannelSizes, endpoint: str, routing_id: bytes, keys: tuple[StreamKeys, bytes] | None
+    ) -> None:
         buffers = slot_buffers(sizes)
         super().__init__(sizes, tuple(HostSlot(i, *pair) for i, pair in enumerate(buffers)))
         self._endpoint = endpoint
@@ -68,7 +72,8 @@ class StreamHostEnd(PooledHostChannel):
             gate.acquire()
         try:
             self._wire.socket.setsockopt(zmq.ROUTING_ID, routing_id)
-            # Encryption belongs here: the CURVE keys of this attach come in the parameters of the offer.
+            if keys is not None:
+                encrypt_host_end(self._wire.socket, *keys)
             self._wire.socket.connect(endpoint)
         except zmq.ZMQError as error:
             self._wire.close()
@@ -238,26 +243,38 @@ class StreamHostEnd(PooledHostChannel):
         self._wire.close()
 
 
-def open_stream(offer: ChannelOffer, host: str, *, timeout_s: float) -> StreamHostEnd:
+def open_stream(
+    offer: ChannelOffer, host: str, *, timeout_s: float, keys: StreamKeys | None = None, encrypted: bool = False
+) -> StreamHostEnd:
     """Opens the host's end of a stream channel; what is returned has answered a ping.
 
     Args:
         offer: of a `StreamListener`.
         host: name or address under which this machine reaches the server.
         timeout_s: deadline in seconds.
+        keys: of this attach; the server knows the public one. Used if the offer holds the server's key.
+        encrypted: refuse an offer without encryption.
 
     Raises:
         DeadlineError: no answer in time: nobody listens there, or the server does not know this channel.
         ServerError: the offer or the address is not valid.
     """
+    server_key = offer.parameters.get("server_key", "")
+    if not server_key and encrypted:
+        raise ProtocolError("the server offers a stream channel without encryption, which this host refuses")
+    if server_key and keys is None:
+        raise ProtocolError("the server offers an encrypted stream channel, and this host has no key for it")
+    pair = (keys, check_key(server_key, "server")) if server_key and keys is not None else None
     try:
-        port, routing_id = int(offer.parameters["port"]), bytes.fromhex(offer.parameters["routing_id"])
+        port = int(offer.parameters["port"])
+        # Under encryption the routing id is nobody's business but ZeroMQ's: it never crosses the control plane.
+        routing_id = new_routing_id() if pair else bytes.fromhex(offer.parameters["routing_id"])
     except (KeyError, ValueError) as error:
         raise ProtocolError(f"the offer of a stream channel has no valid {error}") from error
     if not 0 < port < 65_536 or len(routing_id) != ROUTING_ID_BYTES:
         raise ProtocolError(f"the offer of a stream channel has port {port} and {len(routing_id)} bytes of routing id")
     address = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    channel = StreamHostEnd(offer.sizes, f"tcp://{address}:{port}", routing_id)
+    channel = StreamHostEnd(offer.sizes, f"tcp://{address}:{port}", routing_id, pair)
     try:
         channel.greet(timeout_s)
     except BaseException:

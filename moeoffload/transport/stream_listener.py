@@ -1,14 +1,14 @@
 """The server's end of the stream transport: one ZeroMQ ROUTER over TCP for all hosts, one thread that reads it.
 
-Every attach gets an unguessable routing id; what comes under another one is dropped. The server's slot is the one with
-the number of the host's slot (request id modulo slots): a host uses a slot again only when it has the whole reply, so a
-reply can be sent from where it was written, without a copy.
+Every attach gets an unguessable routing id; what comes under another one is dropped. With encryption every attach has a
+key instead, by which each message is known; the routing id is then the host's own choice. The server's slot is the one
+with the number of the host's slot (request id modulo slots): a host uses a slot again only when it has the whole reply,
+so a reply can be sent from where it was written, without a copy.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from typing import Final
 
@@ -17,17 +17,21 @@ import zmq
 from moeoffload.errors import CapacityError, ProtocolError, ServerError
 from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, ServerSlot
 from moeoffload.transport.pool import PooledServerChannel, write_error_frame
+from moeoffload.transport.stream_keys import Door, OnRefused, check_key
 from moeoffload.transport.zmq_socket import (
     CLOSED_ID,
     ROUTING_ID_BYTES,
     FrameSocket,
     IncomingFrame,
     OutgoingFrame,
+    new_routing_id,
     slot_buffers,
 )
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, peek_request_id
 
 READ_POLL_S: Final = 0.5
+READ_AHEAD: Final = 16
+"""Messages read before work that has come is done, though there is more to read: a host may send junk without end."""
 FAREWELL_MS: Final = 200
 """How long a closing listener tries to tell its hosts so."""
 QUEUED_OUT: Final = 1 << 15
@@ -42,12 +46,16 @@ class StreamServerEnd(PooledServerChannel):
 
     name = "stream"
 
-    def __init__(self, listener: StreamListener, sizes: ChannelSizes, deliver: Deliver) -> None:
+    def __init__(self, listener: StreamListener, sizes: ChannelSizes, deliver: Deliver, key: str) -> None:
         buffers = slot_buffers(sizes)
         super().__init__(tuple(ServerSlot(i, *pair) for i, pair in enumerate(buffers)), deliver)
-        # ZeroMQ keeps ids that start with a zero byte to itself.
-        self.routing_id = b"m" + secrets.token_bytes(ROUTING_ID_BYTES - 1)
-        self.offer = ChannelOffer(self.name, sizes, {"port": str(listener.port), "routing_id": self.routing_id.hex()})
+        self.key = key
+        """The host's public CURVE key; empty without encryption."""
+        self.routing_id = b"" if key else new_routing_id()
+        """Where replies go; with encryption it is known once the host has sent something."""
+        parameters = {"port": str(listener.port)}
+        parameters |= {"server_key": listener.public_key} if key else {"routing_id": self.routing_id.hex()}
+        self.offer = ChannelOffer(self.name, sizes, parameters)
         self._listener = listener
         self._outgoing = [OutgoingFrame(reply) for _, reply in buffers]
         self._incoming = [IncomingFrame(request) for request, _ in buffers]
@@ -110,16 +118,26 @@ class StreamListener:
 
     Attributes:
         port: the TCP port, also when a free one was asked for.
-        n_unknown: messages that were dropped since no channel has their routing id.
+        n_unknown: messages that were dropped since no channel has their routing id or key.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, max_request_bytes: int) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        max_request_bytes: int,
+        encrypted: bool = False,
+        on_refused: OnRefused = lambda peer, reason: None,
+    ) -> None:
         """Binds and starts to read.
 
         Args:
             host: address of the interface to listen at, or ``*`` for all.
             port: TCP port; 0 takes a free one.
             max_request_bytes: the largest request frame that any channel may be opened for.
+            encrypted: speak CURVE only, with the keys of open channels only.
+            on_refused: told who was not let in; from any thread.
 
         Raises:
             ServerError: the address cannot be bound.
@@ -127,6 +145,9 @@ class StreamListener:
         self.n_unknown = 0
         self._max_request_bytes = max_request_bytes
         self._channels: dict[bytes, StreamServerEnd] = {}
+        """By routing id; with encryption those whose host has sent something."""
+        self._by_key: dict[str, StreamServerEnd] = {}
+        self._on_refused = on_refused
         self._using = threading.Lock()
         """Guards the socket and the table of channels; never held across a wait."""
         self._closing = False
@@ -138,13 +159,14 @@ class StreamListener:
         self._error_out = OutgoingFrame(self._error)
         self._header = FrameHeader()
         address = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        self._door = Door(self._wire.socket, on_refused) if encrypted else None
         try:
             # A send to nobody is an error, not silence; a host that comes back takes over from its dead connection.
             self._wire.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._wire.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            # Encryption belongs here: the listener's CURVE secret key, and a handler that knows the hosts' keys.
             self._wire.socket.bind(f"tcp://{address}:{port or '*'}")
         except zmq.ZMQError as error:
+            self._shut_door()
             self._wire.close()
             raise ServerError(f"cannot listen at {host}:{port}: {error}") from error
         endpoint = self._wire.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -152,34 +174,62 @@ class StreamListener:
         self._reader = threading.Thread(target=self._read, name="stream-reader", daemon=True)
         self._reader.start()
 
-    def open_channel(self, sizes: ChannelSizes, deliver: Deliver) -> StreamServerEnd:
+    @property
+    def public_key(self) -> str:
+        """The CURVE key by which hosts know this listener; empty without encryption."""
+        return self._door.public_key if self._door is not None else ""
+
+    def open_channel(self, sizes: ChannelSizes, deliver: Deliver, key: str = "") -> StreamServerEnd:
         """The server's end for one more host; its ``offer`` goes over the control plane.
+
+        Args:
+            sizes: how large it is.
+            deliver: takes its requests.
+            key: the host's public CURVE key; of no use without encryption.
 
         Raises:
             CapacityError: its requests may be larger than this listener lets in.
-            ServerError: the listener is closed.
+            ProtocolError: this listener encrypts and the key is none.
+            ServerError: the listener is closed, or another open channel has this key.
         """
+        if self._door is not None:
+            check_key(key, "host")
         if sizes.request_bytes > self._max_request_bytes:
             raise CapacityError(f"requests of {sizes.request_bytes} bytes; at most {self._max_request_bytes} are taken")
-        channel = StreamServerEnd(self, sizes, deliver)
+        channel = StreamServerEnd(self, sizes, deliver, key if self._door is not None else "")
         with self._using:
             if self._closing:
                 raise ServerError("the stream listener is closed")
-            self._channels[channel.routing_id] = channel
+            if self._door is None:
+                self._channels[channel.routing_id] = channel
+            elif key in self._by_key:
+                self._on_refused("a host", "its stream key is that of another open lease")
+                raise ServerError("the stream key of the host is in use by another lease")
+            else:
+                self._by_key[key] = channel
+                self._door.admit(key)
         return channel
 
     def close(self) -> None:
         """Closes every channel, then the socket. Idempotent. Not from a `Deliver` call."""
-        for channel in list(self._channels.values()):
+        for channel in self._open_channels():
             channel.close()
         with self._using:
             first, self._closing = not self._closing, True
         if first:
-            for channel in list(self._channels.values()):
+            for channel in self._open_channels():
                 channel.close()  # opened meanwhile
             self._wire.wake()
             self._reader.join()
+            self._shut_door()
             self._wire.close(FAREWELL_MS)
+
+    def _open_channels(self) -> list[StreamServerEnd]:
+        return list(self._channels.values()) if self._door is None else list(self._by_key.values())
+
+    def _shut_door(self) -> None:
+        if self._door is not None:
+            self._door.stop()
 
     # -- for the channels
 
@@ -195,7 +245,10 @@ class StreamListener:
     def forget(self, channel: StreamServerEnd) -> None:
         """Tells the host of a closed channel so, and drops from now on what it sends."""
         with self._using:
-            self._channels.pop(channel.routing_id, None)
+            self._channels = {id_: other for id_, other in self._channels.items() if other is not channel}
+            if self._door is not None:
+                self._door.expel(channel.key)
+                self._by_key.pop(channel.key, None)
             if self._closing:
                 return
             self._send_error(channel.routing_id, CLOSED_ID, ErrorCode.DRAINING, "closed")
@@ -215,6 +268,7 @@ class StreamListener:
     def _read(self) -> None:
         likely = False
         worker: StreamServerEnd | None = None
+        n_read = 0
         while True:
             with self._using:
                 if self._closing:
@@ -226,13 +280,14 @@ class StreamListener:
                     readable, received = False, None
                 self._reader_waits = not readable and worker is None
             likely = False
+            n_read += 1
             if received is not None:
                 channel, slot, n_bytes = received
                 channel.received(slot, n_bytes)
                 if worker not in (None, channel):
                     worker.do_work()
-                worker = channel
-            elif not readable and worker is not None:
+                worker, n_read = channel, 0
+            elif worker is not None and (not readable or n_read >= READ_AHEAD):
                 worker.do_work()
                 worker = None
             elif not readable:
@@ -247,12 +302,18 @@ class StreamListener:
         wire = self._wire
         n_bytes = wire.begin(self._routing_id)
         routing_id = bytes(self._routing_id[:n_bytes])
-        channel = self._channels.get(routing_id) if n_bytes == ROUTING_ID_BYTES else None
+        if self._door is not None:
+            tag, key = wire.receive_owned_tag()
+            channel = self._by_key.get(key) if n_bytes == ROUTING_ID_BYTES else None
+            if channel is not None and channel.routing_id != routing_id and not self._move(channel, routing_id):
+                channel = None
+        else:
+            channel = self._channels.get(routing_id) if n_bytes == ROUTING_ID_BYTES else None
+            tag = wire.receive_tag() if channel is not None else None
         if channel is None:
             wire.skip()
             self.n_unknown += 1
             return None
-        tag = wire.receive_tag()
         if tag is None or tag[0] == CLOSED_ID:
             wire.skip()
             channel.n_dropped += 1
@@ -266,6 +327,18 @@ class StreamListener:
             channel.n_dropped += 1
             self._send_error(routing_id, tag[0], ErrorCode.BUSY, "the slot still has a request")
         return None
+
+    def _move(self, channel: StreamServerEnd, routing_id: bytes) -> bool:
+        """Sends replies of a channel to the routing id under which its key has just spoken; False if that is stolen."""
+        owner = self._channels.get(routing_id)
+        if owner is not None and owner is not channel:
+            owner.routing_id = b""  # nothing of the owner's is sent there until its own key speaks again
+            self._on_refused("a host", "it used the routing id of another lease")
+            return False
+        self._channels.pop(channel.routing_id, None)
+        channel.routing_id = routing_id
+        self._channels[routing_id] = channel
+        return True
 
     def _is_ping(self, n_bytes: int) -> bool:
         if n_bytes != HEADER_BYTES:

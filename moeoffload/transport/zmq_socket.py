@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import secrets
 import select
 import struct
 import weakref
@@ -107,6 +108,19 @@ class FrameSocket:
             return TAG.unpack(self._tag_in)  # type: ignore[return-value]
         self.skip()
         return None
+
+    def receive_owned_tag(self) -> tuple[tuple[int, int, int] | None, str]:
+        """As `receive_tag`, with the CURVE key of the peer whose connection the message came on.
+
+        Raises:
+            zmq.Again: there is no message.
+        """
+        frame = self.socket.recv(_NOBLOCK, copy=False)
+        key = str(frame.get("User-Id"))
+        if len(frame) == TAG.size and self.socket.getsockopt(zmq.RCVMORE):
+            return TAG.unpack(frame.buffer), key  # type: ignore[return-value]
+        self.skip()
+        return None, key
 
     def receive_piece(self, buffer: memoryview) -> int:
         """The piece of the message at hand, cut to what fits; returns its true length. Further parts are skipped."""
@@ -221,6 +235,11 @@ class IncomingFrame:
             self._at = self._frame_bytes = 0  # no further piece fits this
             return None
         return self._at >= self._frame_bytes
+
+
+def new_routing_id() -> bytes:
+    """An id that nobody guesses. ZeroMQ keeps ids that start with a zero byte to itself."""
+    return b"m" + secrets.token_bytes(ROUTING_ID_BYTES - 1)
 
 
 def slot_buffers(sizes: ChannelSizes) -> list[tuple[memoryview, memoryview]]:

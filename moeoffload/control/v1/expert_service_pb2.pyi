@@ -81,7 +81,7 @@ class Welcome(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
 
 class Activate(_message.Message):
-    __slots__ = ("model_digest", "compute_dtype", "table_digest", "hidden_size", "top_k", "dtype_out", "dtype_back", "batch_capacity", "n_slots", "transport", "shared_bytes")
+    __slots__ = ("model_digest", "compute_dtype", "table_digest", "hidden_size", "top_k", "dtype_out", "dtype_back", "batch_capacity", "n_slots", "transport", "shared_bytes", "kernel", "stream_key")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     TABLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,8 @@ class Activate(_message.Message):
     N_SLOTS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_FIELD_NUMBER: _ClassVar[int]
+    STREAM_KEY_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     compute_dtype: str
     table_digest: str
@@ -104,7 +106,9 @@ class Activate(_message.Message):
     n_slots: int
     transport: str
     shared_bytes: int
-    def __init__(self, model_digest: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., table_digest: _Optional[str] = ..., hidden_size: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype_out: _Optional[str] = ..., dtype_back: _Optional[str] = ..., batch_capacity: _Optional[int] = ..., n_slots: _Optional[int] = ..., transport: _Optional[str] = ..., shared_bytes: _Optional[int] = ...) -> None: ...
+    kernel: str
+    stream_key: str
+    def __init__(self, model_digest: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., table_digest: _Optional[str] = ..., hidden_size: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype_out: _Optional[str] = ..., dtype_back: _Optional[str] = ..., batch_capacity: _Optional[int] = ..., n_slots: _Optional[int] = ..., transport: _Optional[str] = ..., shared_bytes: _Optional[int] = ..., kernel: _Optional[str] = ..., stream_key: _Optional[str] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("batch_capacity", "channels", "kernel", "timings")
@@ -242,7 +246,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("requests", "rows", "errors", "queue_seconds", "compute_seconds", "resident_bytes", "leases", "pool_creations", "python_traced_bytes", "dropped")
+    __slots__ = ("requests", "rows", "errors", "queue_seconds", "compute_seconds", "resident_bytes", "leases", "pool_creations", "python_traced_bytes", "dropped", "refused")
     class PoolCreationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +264,7 @@ class StatsReply(_message.Message):
     POOL_CREATIONS_FIELD_NUMBER: _ClassVar[int]
     PYTHON_TRACED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     requests: int
     rows: int
     errors: int
@@ -270,4 +275,5 @@ class StatsReply(_message.Message):
     pool_creations: _containers.ScalarMap[str, int]
     python_traced_bytes: int
     dropped: int
-    def __init__(self, requests: _Optional[int] = ..., rows: _Optional[int] = ..., errors: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., pool_creations: _Optional[_Mapping[str, int]] = ..., python_traced_bytes: _Optional[int] = ..., dropped: _Optional[int] = ...) -> None: ...
+    refused: int
+    def __init__(self, requests: _Optional[int] = ..., rows: _Optional[int] = ..., errors: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., pool_creations: _Optional[_Mapping[str, int]] = ..., python_traced_bytes: _Optional[int] = ..., dropped: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,178 @@
+"""What each side of the control plane shows the other: certificates and a token, read from files when they are needed.
+
+Secrets are kept out of reprs, and nothing here logs.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from moeoffload.errors import SettingError
+from moeoffload.settings import ExpertServerSettings, HostSettings
+
+TOKEN_KEY: Final = "moeoffload-token"
+"""The metadata that carries the token; a call without TLS shows it to whoever can listen."""
+LEAST_TOKEN: Final = 16
+MOST_TOKEN: Final = 1024
+
+
+@dataclass(frozen=True)
+class HostCredentials:
+    """What a host shows, and whom it trusts; without ``ca`` the connection is plain TCP."""
+
+    ca: bytes | None = None
+    cert: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
+    context: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
+    """The same for Python's own TLS, which can say why it failed."""
+
+    @classmethod
+    def of(cls, settings: HostSettings) -> HostCredentials:
+        """Reads the files of the settings.
+
+        Raises:
+            SettingError: they do not go together, or hold something else than they should.
+        """
+        settings.check_security(settings.experts)
+        context = None
+        if settings.tls_ca is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            _load_ca(context, settings.tls_ca, "--tls-ca")
+            context.set_alpn_protocols(["h2"])
+            if settings.tls_cert is not None and settings.tls_key is not None:
+                _load_pair(context, settings.tls_cert, settings.tls_key)
+        return cls(
+            ca=_read(settings.tls_ca),
+            cert=_read(settings.tls_cert),
+            key=_read(settings.tls_key),
+            token=read_token(settings.token_file) if settings.token_file is not None else None,
+            context=context,
+        )
+
+    def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
+        """A channel to ``address`` whose every call shows the token."""
+        if self.ca is None:
+            channel = grpc.insecure_channel(address, options=options)
+        else:
+            tls = grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+            channel = grpc.secure_channel(address, tls, options=options)
+        return grpc.intercept_channel(channel, _ShowToken(self.token)) if self.token is not None else channel
+
+
+@dataclass(frozen=True)
+class ServerCredentials:
+    """What a server demands of hosts."""
+
+    context: ssl.SSLContext | None = field(default=None, repr=False)
+    """TLS, or None for plain TCP; demands a certificate of the host if the settings name who vouches for hosts."""
+    token: bytes | None = field(default=None, repr=False)
+    same_user: bool = False
+    """Only processes of the server's own user (and root) on this machine are let in."""
+    encrypt_rows: bool = False
+    """Rows on the stream transport are encrypted too. Not for the same user on one machine: it can read them anyway."""
+    any_model: bool = False
+    """Hosts may name any model that the server can read: they are the same user and can read it themselves."""
+
+    @classmethod
+    def of(cls, settings: ExpertServerSettings) -> ServerCredentials:
+        """Reads the files of the settings.
+
+        Raises:
+            SettingError: they do not go together, or hold something else than they should.
+        """
+        settings.check_security(settings.listen)
+        context = None
+        if settings.tls_cert is not None and settings.tls_key is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            context.set_alpn_protocols(["h2"])  # gRPC is HTTP/2 and nothing else
+            _load_pair(context, settings.tls_cert, settings.tls_key)
+            if settings.client_ca is not None:
+                _load_ca(context, settings.client_ca, "--client-ca")
+                context.verify_mode = ssl.CERT_REQUIRED
+        token = read_token(settings.token_file).encode() if settings.token_file is not None else None
+        same_user = settings.is_for_same_user(settings.listen)
+        return cls(
+            context=context,
+            token=token,
+            same_user=same_user,
+            encrypt_rows=context is not None or not same_user,
+            any_model=same_user and not settings.model_root,
+        )
+
+
+def read_token(path: Path) -> str:
+    """The token in a file; white space around it does not count.
+
+    Raises:
+        SettingError: the file cannot be read, or holds no token. The message does not show what it holds.
+    """
+    try:
+        token = path.read_bytes()[: MOST_TOKEN + 64].decode("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        token = ""
+    if not LEAST_TOKEN <= len(token) <= MOST_TOKEN or not token.isprintable() or " " in token:
+        raise SettingError(
+            f"--token-file: {path} holds no token; allowed are {LEAST_TOKEN} to {MOST_TOKEN} ASCII characters in one "
+            "word, for instance what `openssl rand -hex 32` prints"
+        )
+    return token
+
+
+def _read(path: Path | None) -> bytes | None:
+    return path.read_bytes() if path is not None else None
+
+
+def _load_ca(context: ssl.SSLContext, path: Path, flag: str) -> None:
+    try:
+        context.load_verify_locations(path)
+    except (ssl.SSLError, OSError):
+        raise SettingError(f"{flag}: {path} holds no certificates in PEM format") from None
+
+
+def _load_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    def no_password() -> str:
+        raise SettingError(f"--tls-key: {key} is locked with a password; give a key without one")
+
+    try:
+        context.load_cert_chain(cert, key, no_password)
+    except (ssl.SSLError, OSError):
+        raise SettingError(
+            f"--tls-cert and --tls-key: {cert} and {key} are no certificate and its key, in PEM"
+        ) from None
+
+
+class _ShowToken(
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[type-arg]
+    grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]
+    grpc.StreamStreamClientInterceptor,  # type: ignore[type-arg]
+):
+    """Adds the token to every call."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def _show(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        metadata = (*(details.metadata or ()), (TOKEN_KEY, self._token))
+        return continuation(_Details(details.method, details.timeout, metadata), request)
+
+    intercept_unary_unary = _show  # type: ignore[assignment]
+    intercept_unary_stream = _show  # type: ignore[assignment]
+    intercept_stream_stream = _show  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _Details(grpc.ClientCallDetails):
+    method: str
+    timeout: float | None
+    metadata: tuple[tuple[str, str | bytes], ...] = field(repr=False)
+    credentials: None = None
+    wait_for_ready: None = None
+    compression: None = None

@@ -1,0 +1,52 @@
+"""Which models a host may make this server read: those below the allowed folders, and those in the hub cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeoffload.checkpoint.locate import locate_cached
+from moeoffload.errors import ModelError
+
+
+@dataclass(frozen=True)
+class ModelRoots:
+    """The rule of one server. ``on_refused`` is told the reason for every reference that is refused."""
+
+    roots: tuple[Path, ...]
+    """Folders with all links followed."""
+    any_model: bool
+    """Hosts may name whatever this process can read or download."""
+    on_refused: Callable[[str], None]
+
+    def resolve(self, reference: str, revision: str | None) -> str | Path:
+        """What to open for a host's ``reference``: a folder, or the reference itself where everything is allowed.
+
+        Raises:
+            ModelError: the reference is not allowed, whether or not there is such a model: a host learns nothing of
+                other folders.
+        """
+        if self.any_model:
+            return reference
+        if reference.startswith(("/", "~", ".")) or "\0" in reference:
+            folder = self._inside(reference)
+        else:
+            folder = locate_cached(reference, revision)
+        if folder is None:
+            where = f"below {', '.join(map(str, self.roots))} or " if self.roots else ""
+            self.on_refused("it named a model outside of what --model-root allows")
+            raise ModelError(
+                f"{reference!r} is no model {where}in the hub cache of this server, which reads no others for hosts; "
+                "start it with --model or with another --model-root"
+            )
+        return folder
+
+    def _inside(self, reference: str) -> Path | None:
+        """The folder with all links followed, if it is one of the roots or below one."""
+        try:
+            folder = Path(os.path.realpath(reference))
+        except (OSError, ValueError):  # a name that no file can have
+            return None
+        return folder if any(folder.is_relative_to(root) for root in self.roots) else None

@@ -1,0 +1,135 @@
+"""CURVE keys of the stream transport, and the door of a listener: it admits only the keys of hosts that are attached.
+
+Each attach has a fresh key pair, made by the host; its public half, and the server's, travel over the control plane.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from moeoffload.errors import ProtocolError
+
+KEY_CHARACTERS: Final = 40
+"""A key is 32 bytes, written as 40 characters of Z85."""
+_ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+_ZAP_VERSION: Final = b"1.0"
+_DOMAIN: Final = "moeoffload"
+_NO_CURVE: Final = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+
+OnRefused = Callable[[str, str], None]
+"""Told the peer and the reason."""
+
+
+@dataclass(frozen=True)
+class StreamKeys:
+    """A key pair as Z85 text."""
+
+    public: str
+    secret: str = field(repr=False)
+
+    @classmethod
+    def new(cls) -> StreamKeys:
+        """A fresh pair."""
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())
+
+
+def check_key(text: str, of_whom: str) -> bytes:
+    """A public key from the other side, as ZeroMQ takes it.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        key = text.encode("ascii")
+        if len(key) != KEY_CHARACTERS or len(z85.decode(key)) != 32:
+            raise ValueError
+    except (ValueError, KeyError):
+        raise ProtocolError(f"the stream key of the {of_whom} is not {KEY_CHARACTERS} characters of Z85") from None
+    return key
+
+
+def encrypt_host_end(socket: zmq.Socket[bytes], keys: StreamKeys, server: bytes) -> None:
+    """Lets a socket that is not connected yet talk to the owner of the key ``server`` alone."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+
+
+class Door:
+    """Answers ZeroMQ's question (ZAP, https://rfc.zeromq.org/spec/27/) whether a key may come in. One thread.
+
+    pyzmq's ThreadAuthenticator answers it too, but tells nobody which peer was refused.
+
+    Attributes:
+        public_key: of the listener, Z85 text; made for it alone.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], on_refused: OnRefused) -> None:
+        """Makes a socket that is not bound yet speak CURVE only, and admit nobody so far."""
+        keys = StreamKeys.new()
+        self.public_key = keys.public
+        self._on_refused = on_refused
+        self._admitted: set[str] = set()
+        self._socket = socket
+        self._questions = socket.context.socket(zmq.REP)
+        self._questions.setsockopt(zmq.LINGER, 0)
+        self._questions.bind(_ZAP_ENDPOINT)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody gets in when nobody answers
+        self._failures = socket.get_monitor_socket(_NO_CURVE)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._answer, name="stream-door", daemon=True)
+        self._thread.start()
+
+    def admit(self, key: str) -> None:
+        """From now on who has the secret half of ``key`` may connect."""
+        self._admitted.add(key)
+
+    def expel(self, key: str) -> None:
+        """No new connection with ``key``. Messages of those that are open must be dropped by their key."""
+        self._admitted.discard(key)
+
+    def stop(self) -> None:
+        """Ends the thread; from now on nobody gets in. Before the socket is closed, which waits for it. Idempotent."""
+        if self._thread.is_alive():
+            os.eventfd_write(self._wake_fd, 1)
+            self._thread.join()
+            os.close(self._wake_fd)
+            self._socket.disable_monitor()
+            self._failures.close(0)
+            self._questions.close()
+
+    def _answer(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._questions, zmq.POLLIN)
+        poller.register(self._failures, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._wake_fd in ready:
+                return
+            if self._failures in ready:
+                recv_monitor_message(self._failures)
+                self._on_refused("a peer on the stream port", "it does not speak CURVE, or broke the handshake off")
+            if self._questions in ready:
+                self._questions.send_multipart(self._decide(self._questions.recv_multipart()))
+
+    def _decide(self, question: list[bytes]) -> list[bytes]:
+        if len(question) < 7 or question[0] != _ZAP_VERSION:
+            return [_ZAP_VERSION, question[1] if len(question) > 1 else b"", b"500", b"not understood", b"", b""]
+        _, number, _, address, _, mechanism, key, *_ = question
+        if mechanism == b"CURVE" and len(key) == 32 and (text := z85.encode(key).decode()) in self._admitted:
+            return [_ZAP_VERSION, number, b"200", b"OK", text.encode(), b""]
+        self._on_refused(address.decode("ascii", "replace"), "its stream key is not of an open lease")
+        return [_ZAP_VERSION, number, b"400", b"unknown key", b"", b""]
