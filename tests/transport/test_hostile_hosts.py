@@ -36,6 +36,7 @@ def test_a_host_that_fills_its_semaphores_ends_no_thread_of_the_server() -> None
             for number in range(2 * SIZES.n_slots):
                 assert call(host, b"%d" % number) == b"%d" % number
             assert call(good, b"other") == b"other"
+        assert server.n_dropped >= 1, "a token that did not fit"
         host.close()
         eventually(lambda: not server._reader.is_alive())
     finally:
