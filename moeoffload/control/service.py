@@ -269,6 +269,8 @@ class ControlServer:
             maximum_concurrent_rpcs=MAX_CALLS,
         )
         pb_grpc.add_ExpertServiceServicer_to_server(ExpertServicer(backend), server)  # type: ignore[no-untyped-call]
+        # It writes a traceback for every text in the head of a call that is not UTF-8, and goes on.
+        logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         health_servicer = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
