@@ -239,7 +239,8 @@ def measure(
         first = flooder.progress()
         time.sleep(seconds)
         second = flooder.progress()
-        times, most = [], 0
+        most = 0
+        times: list[float] = []
         for _ in range(8):
             times += dispatch_ms(quiet, seconds / 4)
             most = max(most, server.memory_info().rss)
