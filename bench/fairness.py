@@ -203,7 +203,7 @@ class Flooder:
 
 def dispatch_ms(host: RawHost, seconds: float) -> list[float]:
     """Times of decode-sized dispatches, one after the other with a pause as the host's own layers take."""
-    times = []
+    times: list[float] = []
     until = perf_counter() + seconds
     while perf_counter() < until or len(times) < 20:
         slot = host.channel.acquire(TIMEOUT_S)
@@ -240,13 +240,13 @@ def measure(
         time.sleep(seconds)
         second = flooder.progress()
         most = 0
-        times: list[float] = []
+        beside_ms: list[float] = []
         for _ in range(8):
-            times += dispatch_ms(quiet, seconds / 4)
+            beside_ms += dispatch_ms(quiet, seconds / 4)
             most = max(most, server.memory_info().rss)
         third = flooder.progress()
         after = server.memory_info().rss
-    beside = percentiles(times)
+    beside = percentiles(beside_ms)
     return Row(
         transport,
         n_rows,

@@ -14,6 +14,10 @@ PROTOCOL_VERSION: Final = 1
 KEEPALIVE_S: Final = 5
 KEEPALIVE_TIMEOUT_S: Final = 5
 
+RETRY_AFTER: Final = "retry-after-ms"
+"""Trailing metadata of a refusal that is only for now."""
+MOST_RETRY_AFTER_S: Final = 60.0
+
 _LIMITS: Final = [
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.max_send_message_length", 16 << 20),

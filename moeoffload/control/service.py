@@ -14,15 +14,16 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from moeoffload.control.protocol import PROTOCOL_VERSION, SERVER_OPTIONS
+from moeoffload.control.protocol import PROTOCOL_VERSION, RETRY_AFTER, SERVER_OPTIONS
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
-from moeoffload.errors import CapacityError, MoeOffloadError, ServerError
+from moeoffload.errors import BusyError, CapacityError, MoeOffloadError, ServerError
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
-MAX_CALLS = 32
+MAX_CALLS = 128
+"""At a time, each on a thread of its own; a lease is a call. One more is refused at once."""
 
 
 class BackendLease(Protocol):
@@ -74,6 +75,13 @@ def _status(error: MoeOffloadError) -> grpc.StatusCode:
     return grpc.StatusCode.FAILED_PRECONDITION
 
 
+def _abort(context: grpc.ServicerContext, error: MoeOffloadError) -> None:
+    """Ends the call with the error's status and one line of text, and says when to try again if that can help."""
+    if isinstance(error, BusyError):
+        context.set_trailing_metadata(((RETRY_AFTER, str(int(error.retry_after_s * 1000))),))
+    context.abort(_status(error), str(error))
+
+
 class ExpertServicer(pb_grpc.ExpertServiceServicer):
     """Translates between gRPC and the backend; refuses other protocol versions; ties leases to their streams."""
 
@@ -98,7 +106,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
             return self._backend.find_lease(request.lease_id).calibrate(request)
         except MoeOffloadError as error:
             logger.error("calibration failed: %s", error)
-            context.abort(_status(error), str(error))
+            _abort(context, error)
             raise
 
     def LoadExperts(self, request: pb.LoadExpertsRequest, context: grpc.ServicerContext) -> Iterator[pb.LoadProgress]:
@@ -107,7 +115,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
             yield from self._backend.find_lease(request.lease_id).load(request)
         except MoeOffloadError as error:
             logger.error("loading failed: %s", error)
-            context.abort(_status(error), str(error))
+            _abort(context, error)
 
     def Attach(
         self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext
@@ -145,7 +153,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
             reason = event
         except MoeOffloadError as error:
             reason = str(error)
-            context.abort(_status(error), str(error))
+            _abort(context, error)
         finally:
             if lease is not None:
                 lease.close(reason)
@@ -180,7 +188,11 @@ class ControlServer:
         Raises:
             ServerError: the address cannot be bound.
         """
-        server = grpc.server(ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="control"), options=SERVER_OPTIONS)
+        server = grpc.server(
+            ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="control"),
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
         pb_grpc.add_ExpertServiceServicer_to_server(ExpertServicer(backend), server)  # type: ignore[no-untyped-call]
         health_servicer = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -15,6 +15,7 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.link import ExpertLink, LinkInfo
+from moeoffload.host.patience import while_busy
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
 from moeoffload.settings import Address, HostSettings, TransportChoice
@@ -68,7 +69,8 @@ def take_lease(candidate: Candidate, plan: AttachPlan) -> Lease:
     Raises:
         ServerError: it refuses, or does not answer in time.
     """
-    return candidate.client.attach(plan.settings.connect_timeout_s)
+    timeout_s = plan.settings.connect_timeout_s
+    return while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
 
 
 def calibrate(lease: Lease, plan: AttachPlan) -> list[tuple[int, float]]:
