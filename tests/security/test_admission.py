@@ -1,4 +1,4 @@
-"""Who is let in to the control plane: refusals are quick, say what to do, are counted, and are logged without secrets."""
+"""Who is let in to the control plane: refusals are quick, say what to do, are counted, and logged without secrets."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from moeoffload.control.client import ControlClient
-from moeoffload.control.credentials import TOKEN_KEY
+from moeoffload.control.credentials import TOKEN_KEY, HostCredentials
 from moeoffload.control.same_user import split_peer, uid_of_peer
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.errors import ServerError
+from moeoffload.settings import HostSettings
 from security.conftest import Site, secret_file
 
 NOBODY = 65534
@@ -39,7 +40,8 @@ def test_two_processes_with_certificates_and_a_token_give_the_right_answer(
     report = tmp_path / "report.json"
     words = [f"--{name.replace('_', '-')}={value}" for name, value in site.good.items() if name != "experts"]
     result = commands.run(
-        *("moeoffload", "run", site.root / "demo", "--experts", site.server.address, *words, "--threads", "1"),
+        "moeoffload",
+        *("run", site.root / "demo", "--experts", site.server.address, *words, "--threads", "1"),
         *("--transport", "stream", "--prompt", "add 17 25 =", "--report", report, "--log-level", "debug"),
     )
     assert (result.code, result.out.strip()) == (0, "42"), result.err
@@ -83,11 +85,15 @@ def test_who_lacks_something_is_refused(
     started = monotonic()
     with site.refused(logged), contextlib.closing(site.client(**changes(site))) as client:
         with pytest.raises(ServerError, match=told) as caught:
-            client.connect(STEP_TIMEOUT_S)
-            client.describe(STEP_TIMEOUT_S)
+            _reach(client)
         assert monotonic() - started < STEP_TIMEOUT_S / 2, "the reason is found long before the deadline"
         assert "\n" not in str(caught.value)
         site.check_no_secret(str(caught.value))
+
+
+def _reach(client: ControlClient) -> None:
+    client.connect(STEP_TIMEOUT_S)
+    client.describe(STEP_TIMEOUT_S)
 
 
 def test_every_call_of_the_expert_service_needs_the_token(site: Site) -> None:
@@ -106,9 +112,10 @@ def test_every_call_of_the_expert_service_needs_the_token(site: Site) -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 call(stub)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+        requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests, timeout=10)
         with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
-            requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-            list(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests, timeout=10))
+            list(reflected)
         status = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=STEP_TIMEOUT_S)
         assert status.status == health_pb2.HealthCheckResponse.SERVING, "health checks are open"
     assert site.n_refused() >= len(calls)
@@ -139,18 +146,20 @@ def test_half_open_and_senseless_connections_do_no_harm(site: Site) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(socket.create_connection((host, int(port)), STEP_TIMEOUT_S))
-        with site.refused("it does not speak TLS"):
-            with socket.create_connection((host, int(port)), STEP_TIMEOUT_S) as plain:
-                plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                with contextlib.suppress(ConnectionError):
-                    while plain.recv(1000):
-                        pass
+        plain = stack.enter_context(socket.create_connection((host, int(port)), STEP_TIMEOUT_S))
+        with site.refused("it does not speak TLS"), contextlib.suppress(ConnectionError):
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            while plain.recv(1000):
+                pass
 
 
 def test_a_host_with_tls_is_told_of_a_server_without(three_servers: list[str], site: Site) -> None:
-    with contextlib.closing(ControlClient(three_servers[0], site.client()._credentials)) as client:
-        with pytest.raises(ServerError, match="it does not speak TLS"):
-            client.connect(STEP_TIMEOUT_S)
+    credentials = HostCredentials.of(HostSettings(**site.good))
+    with (
+        contextlib.closing(ControlClient(three_servers[0], credentials)) as client,
+        pytest.raises(ServerError, match="it does not speak TLS"),
+    ):
+        client.connect(STEP_TIMEOUT_S)
 
 
 @as_root

@@ -69,7 +69,7 @@ def test_a_host_that_would_talk_in_the_clear_is_refused_with_what_to_do(commands
     ],
 )
 def test_what_a_server_needs(keys: Path, listen: str, names: list[str], insecure: bool, missing: str | None) -> None:
-    settings = ExpertServerSettings(listen=listen, insecure=insecure, **files(keys, *names))
+    settings = ExpertServerSettings.load({"listen": listen, "insecure": insecure, **files(keys, *names)})
     if missing is None:
         credentials = ServerCredentials.of(settings)
         # Rows are in the clear only where nobody but the same user is let in.
@@ -96,7 +96,7 @@ def test_what_a_server_needs(keys: Path, listen: str, names: list[str], insecure
     ],
 )
 def test_what_a_host_needs(keys: Path, experts: str, names: list[str], insecure: bool, wrong: str | None) -> None:
-    settings = HostSettings(experts=experts, insecure=insecure, **files(keys, *names))
+    settings = HostSettings.load({"experts": experts, "insecure": insecure, **files(keys, *names)})
     if wrong is None:
         assert (HostCredentials.of(settings).ca is not None) == ("tls_ca" in names)
         return
@@ -111,7 +111,7 @@ def test_secrets_that_others_can_read_are_refused(keys: Path, tmp_path: Path, mo
     loose.chmod(mode)
     for name in ("tls_key", "token_file"):
         with pytest.raises(SettingError, match=f"its mode is {mode:o}; chmod 600 it"):
-            HostSettings(**{name: loose})
+            HostSettings.load({name: loose})
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"two words of more than sixteen", b"\xff" * 40, b"x" * 5000])
