@@ -58,3 +58,9 @@ class PayloadError(MoeOffloadError):
     """A value cannot be carried in the payload dtype (overflow or not finite); the message names layer and row."""
 
     exit_code = 6
+
+
+class DisagreementError(MoeOffloadError):
+    """Two computed the same and do not agree: a device or a server gives wrong results; names both."""
+
+    exit_code = 7

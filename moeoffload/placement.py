@@ -138,6 +138,34 @@ def place_experts(
     return [ExpertTable(tuple(layers)) for layers in tables]
 
 
+def place_replicas(
+    tables: Sequence[ExpertTable], expert_bytes: Sequence[int], offers: Sequence[MemoryOffer], n_copies: int
+) -> list[list[int]]:
+    """For each table the servers that hold it: its own first, then those of its replicas, ``n_copies`` in all.
+
+    ``tables`` and ``offers`` go by server. Replicas go to the next servers in turn, so that the load of a lost one is
+    spread, or where there is room.
+
+    Raises:
+        PlacementError: there are too few servers, or they have too little memory.
+    """
+    n = len(offers)
+    if n_copies > max(1, n):
+        raise PlacementError(f"replicas is {n_copies}, but there are {n} expert servers (a server holds one copy)")
+    sizes = [sum(len(held) * size for held, size in zip(table.layers, expert_bytes, strict=True)) for table in tables]
+    free = [offer.n_bytes - size for offer, size in zip(offers, sizes, strict=True)]
+    holders = [[server] for server in range(n)]
+    for server in sorted(range(n), key=lambda server: -sizes[server]):
+        for k in range(1, n):
+            other = (server + k) % n
+            if len(holders[server]) < n_copies and sizes[server] <= free[other]:
+                holders[server].append(other)
+                free[other] -= sizes[server]
+        if sizes[server] and len(holders[server]) < n_copies:
+            raise PlacementError(_does_not_fit(n_copies * sum(sizes), offers, f"{n_copies} copies of "))
+    return holders
+
+
 def _ranges(held: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
     """Contiguous parts of ``held`` with so many experts each."""
     ends = list(itertools.accumulate(counts))
@@ -199,10 +227,10 @@ def _round_to_sum(wanted: Sequence[float], total: int, limits: Sequence[int]) ->
     return counts
 
 
-def _does_not_fit(need: int, offers: Sequence[MemoryOffer]) -> str:
+def _does_not_fit(need: int, offers: Sequence[MemoryOffer], what: str = "") -> str:
     offered = sum(max(0, offer.n_bytes) for offer in offers)
     width = max([len("missing"), *(len(offer.name) for offer in offers)])
     rows = [("needed", need), *((offer.name, offer.n_bytes) for offer in offers)]
     rows += [("offered", offered), ("missing", max(need - offered, 1))]
     table = "\n".join(f"  {name:<{width}}  {size / GIB:12.6f} GiB" for name, size in rows)
-    return f"the routed experts do not fit on the expert servers\n{table}"
+    return f"{what}the routed experts do not fit on the expert servers\n{table}"

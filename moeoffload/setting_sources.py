@@ -40,6 +40,7 @@ class Panel(StrEnum):
     CHANNEL = "Channel"
     COMPUTE = "Compute"
     GENERATION = "Generation"
+    RECOVERY = "Faults"
     TIME_LIMITS = "Time limits"
     REPORTING = "Reporting"
 

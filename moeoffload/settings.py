@@ -12,6 +12,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, ValidationInfo, field_validator
 
+from moeoffload.recovery_settings import RecoverySettings
 from moeoffload.security_settings import HostSecuritySettings, ServerSecuritySettings
 from moeoffload.setting_sources import Panel, Setting, SettingsBase
 from moeoffload.setting_values import (
@@ -117,7 +118,6 @@ Slots = Annotated[int, Field(ge=1, le=64)]
 Device = Annotated[str, BeforeValidator(read_device)]
 SharedBytes = Annotated[int, BeforeValidator(read_size), AfterValidator(check_shared_bytes)]
 GpuIndex = Annotated[int | None, Field(ge=0)]
-ShortTimeout = Annotated[float, Field(gt=0, le=3600)]
 
 _DEVICES_ALLOWED = "auto, cpu, cuda or cuda:N"
 _DEVICE_METAVAR = "auto|cpu|cuda|cuda:N"
@@ -155,7 +155,7 @@ class CommonSettings(SettingsBase):
     ] = None
 
 
-class HostSettings(HostSecuritySettings, CommonSettings):
+class HostSettings(HostSecuritySettings, RecoverySettings, CommonSettings):
     """The settings of the side that owns the model."""
 
     experts: Annotated[
@@ -169,14 +169,6 @@ class HostSettings(HostSecuritySettings, CommonSettings):
             panel=Panel.SERVERS,
         ),
     ] = ()
-    required: Annotated[
-        bool,
-        Field(
-            description="An expert server that cannot be reached at the start ends the run; "
-            "if not required, a server started on this machine takes its place."
-        ),
-        Setting(alias=_ALIAS + "IPC_REQUIRED", panel=Panel.SERVERS),
-    ] = True
     gpu: Annotated[
         GpuIndex,
         Field(description="The CUDA device of a server started on this machine."),
@@ -294,21 +286,6 @@ class HostSettings(HostSecuritySettings, CommonSettings):
         Field(ge=-(2**63), le=2**63 - 1, description="Start of the random numbers that sampling draws."),
         Setting(allowed="an integer of 64 bits", default_means="a new one each run", panel=Panel.GENERATION),
     ] = None
-    connect_timeout_s: Annotated[
-        ShortTimeout,
-        Field(description="The longest wait for an expert server to answer at the start."),
-        Setting(unit="seconds", panel=Panel.TIME_LIMITS),
-    ] = 10.0
-    load_timeout_s: Annotated[
-        float,
-        Field(gt=0, le=86400, description="The longest wait for an expert server to load its experts."),
-        Setting(unit="seconds", panel=Panel.TIME_LIMITS),
-    ] = 1800.0
-    dispatch_timeout_s: Annotated[
-        ShortTimeout,
-        Field(description="The longest wait for the reply to one dispatch."),
-        Setting(unit="seconds", panel=Panel.TIME_LIMITS),
-    ] = 60.0
     profile: Annotated[
         bool,
         Field(description="Also record each layer's times in the report."),
@@ -392,6 +369,11 @@ class ExpertServerSettings(ServerSecuritySettings, CommonSettings):
         Field(description="The most requests in flight for each host."),
         Setting(unit="requests", panel=Panel.CHANNEL),
     ] = 16
+    drain_timeout_s: Annotated[
+        float,
+        Field(gt=0, le=86400, description="The longest wait for hosts to move on when the server is told to stop."),
+        Setting(unit="seconds", panel=Panel.TIME_LIMITS),
+    ] = 30.0
     log_level: Annotated[
         LogLevel,
         Field(description="The least serious log message that is shown."),

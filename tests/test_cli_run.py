@@ -314,11 +314,11 @@ def test_a_killed_host_frees_its_lease(commands: Commands, server: RunningServer
 
 
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "connection lost"), (signal.SIGTERM, "stopping")])
-def test_a_server_that_ends_while_the_host_generates_is_one_clear_line(
+def test_a_required_server_that_ends_while_the_host_generates_is_one_clear_line(
     commands: Commands, start_server: StartServer, endless: Path, number: signal.Signals, reason: str
 ) -> None:
-    server = start_server()
-    options = [*run_options(server.address), "--max-new-tokens", "100000"]
+    server = start_server("--drain-timeout-s", "1")
+    options = [*run_options(server.address), "--max-new-tokens", "100000", "--required"]
     command = commands.start("moeoffload", "run", endless, "--prompt", PROMPT, *options)
     wait_for_requests(server.address, command)
     server.process.send_signal(number)
@@ -328,11 +328,11 @@ def test_a_server_that_ends_while_the_host_generates_is_one_clear_line(
     commands.check_clean(server.process.pid)
 
 
-def test_a_server_that_stops_answering_ends_the_run_at_the_dispatch_timeout(
+def test_a_required_server_that_stops_answering_ends_the_run_at_the_dispatch_timeout(
     commands: Commands, start_server: StartServer, endless: Path
 ) -> None:
     server = start_server()
-    options = [*run_options(server.address), "--max-new-tokens", "100000", "--dispatch-timeout-s", "2"]
+    options = [*run_options(server.address), "--max-new-tokens", "100000", "--dispatch-timeout-s", "2", "--required"]
     command = commands.start("moeoffload", "run", endless, "--prompt", PROMPT, *options)
     wait_for_requests(server.address, command)
     server.process.send_signal(signal.SIGSTOP)

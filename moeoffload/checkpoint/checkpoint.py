@@ -135,6 +135,10 @@ class Checkpoint:
                 self._fill(module, about, recipe, experts, reader)
         return module
 
+    def empty_experts(self, layer: int, n_experts: int, device: torch.device) -> nn.Module:
+        """As `build_experts`, with room for any ``n_experts`` experts; the values of its parameters are undefined."""
+        return self._cast(self.layers[layer], n_experts, device)
+
     def _cast(self, layer: ExpertLayer, n_experts: int, device: torch.device) -> nn.Module:
         mould = self._moulds[layer.module_name]
         module: Any = copy.deepcopy(mould)

@@ -78,5 +78,7 @@ def _is_complete(folder: Path) -> bool:
         return True
     if not (folder / INDEX_FILE).is_file():
         return False
-    weight_map = read_json(folder / INDEX_FILE).get("weight_map", {})
-    return all((folder / shard).is_file() for shard in set(weight_map.values()))
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        return False
+    return all(isinstance(shard, str) and (folder / shard).is_file() for shard in weight_map.values())

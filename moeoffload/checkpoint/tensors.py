@@ -41,6 +41,9 @@ COMPUTE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # The format's own bound; a header that claims more is damage, not a model.
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_JSON_BYTES = 100_000_000
+_MAX_DIMENSIONS = 16
+_MAX_NUMBER = 1 << 62
 # One pread moves at most about 2 GiB on Linux; longer tensors take several.
 _MAX_READ_BYTES = 1 << 30
 
@@ -178,7 +181,11 @@ def open_reader() -> Iterator[TensorReader]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``. Raises ModelError when it cannot be read or is not an object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as stream:
+            data = stream.read(_MAX_JSON_BYTES + 1)
+        if len(data) > _MAX_JSON_BYTES:
+            raise ModelError(f"{path}: has more than {_MAX_JSON_BYTES} bytes, which no file of its kind has")
+        value = json.loads(data.decode("utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -196,7 +203,7 @@ def _read_shards(folder: Path) -> Iterator[StoredTensor]:
     for name, shard in weight_map.items():
         # A shard is a neighbour of the index; anything else could lead the reader out of the folder.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ModelError(f"{folder / INDEX_FILE}: tensor {name} is in {shard!r}, which is no safetensors file here")
+            raise ModelError(f"{folder / INDEX_FILE}: tensor {name!r} is in {shard!r}, no safetensors file here")
         wanted.setdefault(shard, set()).add(name)
     missing = sorted(shard for shard in wanted if not (folder / shard).is_file())
     if missing:
@@ -233,15 +240,24 @@ def _read_header(file: Path) -> list[StoredTensor]:
 
 
 def _parse_entry(file: Path, start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
-    first, last = (int(position) for position in entry["data_offsets"])
-    shape = tuple(int(length) for length in entry["shape"])
+    first, last = (_number(position) for position in entry["data_offsets"])
+    if len(entry["shape"]) > _MAX_DIMENSIONS:
+        raise ModelError(f"{file}: damaged: tensor {name!r} has {len(entry['shape'])} dimensions")
+    shape = tuple(_number(length) for length in entry["shape"])
     tensor = StoredTensor(name, file, str(entry["dtype"]), shape, start + first, last - first)
     dtype = DTYPES.get(tensor.dtype)
     # A dtype that torch lacks (4-bit packings) has no checkable length; it is refused when somebody wants to read it.
     expected = math.prod(shape) * dtype.itemsize if dtype is not None else tensor.nbytes
-    if first < 0 or tensor.nbytes < 0 or min(shape, default=0) < 0 or tensor.nbytes != expected:
-        raise ModelError(f"{file}: damaged: tensor {name} of {expected} bytes has the byte range {first}..{last}")
+    if tensor.nbytes < 0 or tensor.nbytes != expected:
+        raise ModelError(f"{file}: damaged: tensor {name!r} of {expected} bytes has the byte range {first}..{last}")
     return tensor
+
+
+def _number(value: Any) -> int:
+    """A length or position of a header: JSON also knows text, fractions, infinities and integers of any size."""
+    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
+        raise ValueError(value)
+    return value
 
 
 def _rising_runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:

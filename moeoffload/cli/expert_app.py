@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ import typer
 
 from moeoffload import __version__
 from moeoffload.cli.options import with_settings
+from moeoffload.logs import log_to
 from moeoffload.settings import ExpertServerSettings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -40,18 +42,15 @@ def serve(
 ) -> None:
     """Keep routed experts in this machine's memory and compute them for hosts.
 
-    Prints one line with its address on stdout when it is ready; logs go to stderr. SIGTERM and Ctrl-C stop it cleanly.
+    Prints one line with its address on stdout when it is ready; logs go to stderr. SIGTERM lets hosts finish and move
+    on first, for up to --drain-timeout-s; Ctrl-C, or a second SIGTERM, stops it at once.
     """
-    logging.basicConfig(
-        level=settings.log_level.value.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    log_to(sys.stderr, settings.log_level.value.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
     # A pipe and not an Event: a handler runs in the very thread that waits, where the Event's lock may be held.
     stopped, stop = os.pipe()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        os.write(stop, b"s")
+        os.write(stop, b"t" if number == signal.SIGTERM else b"s")
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
@@ -79,7 +78,10 @@ def serve(
         threading.Thread(target=_watch_stdin, args=(stop,), name="stdin", daemon=True).start()
     try:
         print(f"moeoffload-expert ready on {server.address} ({server.device})", flush=True)
-        os.read(stopped, 1)
+        if os.read(stopped, 1) == b"t":
+            log.info("draining: %d leases", server.drain())
+            # Another signal, the last host's leave, or the end of patience.
+            select.select([stopped], [], [], settings.drain_timeout_s)
     finally:
         server.stop()
     log.info("stopped")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,11 +17,13 @@ from moeoffload import __version__
 from moeoffload.cli.keys_app import app as keys_app
 from moeoffload.cli.options import with_settings
 from moeoffload.errors import PromptError, SettingError
+from moeoffload.logs import log_to
 from moeoffload.settings import HostSettings
 
 if TYPE_CHECKING:
     from moeoffload.host.session import OffloadedModel
 
+LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(keys_app, name="keys")
 
@@ -65,7 +66,7 @@ def run(
     """Answer prompts, streaming the text on stdout; everything else goes to stderr."""
     prompts = _read_prompts(prompt or [], prompt_file)
     level = "INFO" if verbose else settings.log_level.value.upper()
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    log_to(sys.stderr, level, LOG_FORMAT)
     with _sigterm_unwinds():
         _answer(model, settings, prompts, chat, revision)
 
@@ -88,7 +89,7 @@ def profile_routing(
 ) -> None:
     """Count which routed experts prompts use; `--routing-stats` then keeps the most used ones on the host."""
     lines = [line for line in _read_prompts([], prompts)[0].splitlines() if line.strip()]
-    logging.basicConfig(level=settings.log_level.value.upper(), stream=sys.stderr)
+    log_to(sys.stderr, settings.log_level.value.upper(), LOG_FORMAT)
     with _sigterm_unwinds():
         _count_routes(model, settings, lines, output, chat, revision)
 

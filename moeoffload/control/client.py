@@ -14,14 +14,18 @@ import grpc
 
 from moeoffload import __version__
 from moeoffload.control.credentials import HostCredentials
+from moeoffload.control.outside import MAX_NAME, checked_items, checked_timings, tidy
 from moeoffload.control.probe import why_not
 from moeoffload.control.protocol import CLIENT_OPTIONS, PROTOCOL_VERSION
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
-from moeoffload.errors import DeadlineError, ServerError
+from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.placement import ExpertTable
+from moeoffload.text import one_line
 
 _END = None
+MAX_UNREAD: Final = 4
+"""Answers to steps of an attach that may wait; the host sends one step at a time."""
 LOOK_S: Final = 0.5
 """How long a connection may take until the host looks why."""
 
@@ -74,6 +78,8 @@ class ControlClient:
             reply: pb.DescribeReply = self._stub.Describe(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._translate(error, "Describe") from None
+        tidy(reply)
+        checked_items("transports", len(reply.transports))
         if reply.protocol_version != PROTOCOL_VERSION:
             raise ServerError(
                 f"expert server {self.address}: protocol version is {reply.protocol_version} (moeoffload "
@@ -121,7 +127,7 @@ class ControlClient:
     def _translate(self, error: grpc.RpcError, step: str) -> ServerError:
         """One readable line for what gRPC reports."""
         code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-        details = (error.details() if isinstance(error, grpc.Call) else None) or code.name
+        details = one_line((error.details() if isinstance(error, grpc.Call) else None) or code.name)
         where = f"expert server {self.address}"
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineError(f"{where}: no answer to {step} in time")
@@ -142,6 +148,8 @@ class Lease:
         self._replies: queue.SimpleQueue[pb.AttachReply | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._on_end: list[Callable[[str], None]] = []
+        self._on_drain: list[Callable[[], None]] = []
+        self._draining = False
         self._closed = False
         self._ended = threading.Event()
         self.end_reason: str | None = None
@@ -153,7 +161,8 @@ class Lease:
             protocol_version=PROTOCOL_VERSION, host_version=__version__, host=f"{socket.gethostname()}:{os.getpid()}"
         )
         try:
-            self.lease_id = self._exchange(pb.AttachRequest(hello=hello), "welcome").welcome.lease_id
+            welcome = self._exchange(pb.AttachRequest(hello=hello), "welcome").welcome
+            self.lease_id = one_line(welcome.lease_id, MAX_NAME)
         except BaseException:
             self.close()
             raise
@@ -169,7 +178,10 @@ class Lease:
             reply: pb.CalibrateReply = self._client._stub.Calibrate(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._client._translate(error, "Calibrate") from None
-        return [(timing.rows, timing.seconds) for timing in reply.timings]
+        timings = checked_timings(reply.timings)
+        if not timings:
+            raise ProtocolError(f"expert server {self._client.address}: answered Calibrate without timings")
+        return timings
 
     def load(
         self,
@@ -227,14 +239,22 @@ class Lease:
         self._ended.wait(timeout_s)
         return self.end_reason
 
-    def close(self) -> None:
-        """Ends the lease and waits briefly for the server to confirm. Idempotent."""
+    def on_drain(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` when the server wants its hosts to move on; at once if it does already."""
+        with self._lock:
+            if not self._draining:
+                self._on_drain.append(callback)
+                return
+        callback()
+
+    def close(self, grace_s: float = 2.0) -> None:
+        """Ends the lease and waits up to ``grace_s`` seconds for the server to confirm. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         self._outgoing.put(_END)
-        self._reader.join(timeout=2.0)
+        self._reader.join(grace_s)
         self._call.cancel()
         self._reader.join(timeout=2.0)
 
@@ -257,10 +277,17 @@ class Lease:
         reason = f"expert server {self._client.address}: it ended the lease"
         try:
             for reply in self._stream():
-                if reply.WhichOneof("step") == "closing":
-                    reason = f"expert server {self._client.address}: {reply.closing.reason}"
-                else:
+                step = reply.WhichOneof("step")
+                if step == "draining":
+                    self._drain()
+                elif step == "closing":
+                    reason = f"expert server {self._client.address}: {one_line(reply.closing.reason)}"
+                elif self._replies.qsize() < MAX_UNREAD:
                     self._replies.put(reply)
+                else:
+                    self._call.cancel()
+                    reason = f"expert server {self._client.address}: it sent answers that nobody asked for"
+                    break
         except grpc.RpcError as error:
             reason = str(self._client._translate(error, "Attach"))
         with self._lock:
@@ -270,6 +297,13 @@ class Lease:
         self._replies.put(None)
         for callback in callbacks:
             callback(self.end_reason)
+
+    def _drain(self) -> None:
+        with self._lock:
+            self._draining = True
+            callbacks, self._on_drain = self._on_drain, []
+        for callback in callbacks:
+            callback()
 
     def _stream(self) -> Iterator[pb.AttachReply]:
         return iter(self._call)

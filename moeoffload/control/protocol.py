@@ -10,24 +10,36 @@ from moeoffload.payload import PayloadDtype
 
 PROTOCOL_VERSION: Final = 1
 
+# The largest is the expert table of a model with many layers of many experts: a few hundred KiB.
+MAX_MESSAGE_BYTES: Final = 4 << 20
+
 # A dead peer is noticed within ping interval + timeout, also while the connection is idle.
 KEEPALIVE_S: Final = 5
 KEEPALIVE_TIMEOUT_S: Final = 5
 
 _LIMITS: Final = [
-    ("grpc.max_receive_message_length", 16 << 20),
-    ("grpc.max_send_message_length", 16 << 20),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-CLIENT_OPTIONS: Final = [*_LIMITS, ("grpc.enable_http_proxy", 0)]
+CLIENT_OPTIONS: Final = [
+    *_LIMITS,
+    ("grpc.enable_http_proxy", 0),
+    # Each client has a connection of its own: one that hangs must not hold up the next attempt to reach the server.
+    ("grpc.use_local_subchannel_pool", 1),
+]
 SERVER_OPTIONS: Final = [
     *_LIMITS,
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),
     # Without it two servers could listen on one port and share its connections unnoticed.
     ("grpc.so_reuseport", 0),
+    # Whoever connects and says nothing, or has nothing more to say, does not keep a descriptor for ever.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.max_concurrent_streams", 64),
 ]
 
 

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from moeoffload.control.admission import Admission, Patience
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.gate import Gate
+from moeoffload.control.outside import tidy
 from moeoffload.control.protocol import PROTOCOL_VERSION, SERVER_OPTIONS
 from moeoffload.control.tls_front import TlsFront
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
-from moeoffload.errors import CapacityError, MoeOffloadError, ServerError
+from moeoffload.errors import CapacityError, DeadlineError, MoeOffloadError, ProtocolError, ServerError
 from moeoffload.refusals import Refusals
+from moeoffload.text import one_line
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
-MAX_CALLS = 32
+MAX_CALLS = 48
+"""Threads, and calls at a time: attached hosts, one call of each beside it, those that have not said yet what they
+want, and enough for the short ones."""
+STEP_S = 60.0
+"""Seconds that a host may take between the steps of an attach, beside its calls that run."""
+MAX_UNREAD = 4
+"""Steps of an attach that may wait while one is done; a host sends one at a time."""
+REASON_LENGTH = 200
+_Event: TypeAlias = pb.AttachRequest | pb.AttachReply | MoeOffloadError | str
 
 
 class BackendLease(Protocol):
@@ -56,8 +68,11 @@ class ExpertBackend(Protocol):
     def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
         """What the server is and offers."""
 
-    def open_lease(self, hello: pb.Hello, end: Callable[[str], None]) -> BackendLease:
-        """A new lease; the server calls ``end(reason)``, from any thread, when it wants it to end."""
+    def open_lease(self, hello: pb.Hello, peer: str, say: Callable[[pb.AttachReply], None]) -> BackendLease:
+        """A new lease of a host at the address ``peer``; ``say``, from any thread, sends it a message.
+
+        The lease ends after a ``closing``.
+        """
 
     def find_lease(self, lease_id: str) -> BackendLease:
         """The open lease with this id."""
@@ -78,8 +93,25 @@ def _status(error: MoeOffloadError) -> grpc.StatusCode:
 class ExpertServicer(pb_grpc.ExpertServiceServicer):
     """Translates between gRPC and the backend; refuses other protocol versions; ties leases to their streams."""
 
-    def __init__(self, backend: ExpertBackend) -> None:
+    def __init__(self, backend: ExpertBackend, step_s: float = STEP_S) -> None:
         self._backend = backend
+        self._step_s = step_s
+        self._working: dict[str, grpc.ServicerContext] = {}
+        """By lease the call that runs beside its stream: one at a time."""
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def _works(self, lease_id: str, context: grpc.ServicerContext) -> Iterator[BackendLease]:
+        lease = self._backend.find_lease(lease_id)
+        with self._lock:
+            if lease_id in self._working:
+                raise ServerError("this lease has a call that is not finished; one at a time")
+            self._working[lease_id] = context
+        try:
+            yield lease
+        finally:
+            with self._lock:
+                del self._working[lease_id]
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
         """See the proto file."""
@@ -96,35 +128,44 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
     def Calibrate(self, request: pb.CalibrateRequest, context: grpc.ServicerContext) -> pb.CalibrateReply:
         """See the proto file."""
         try:
-            return self._backend.find_lease(request.lease_id).calibrate(request)
+            with self._works(request.lease_id, context) as lease:
+                return lease.calibrate(request)
         except MoeOffloadError as error:
-            logger.error("calibration failed: %s", error)
-            context.abort(_status(error), str(error))
+            why = one_line(str(error))
+            logger.error("calibration failed: %s", why)
+            context.abort(_status(error), why)
             raise
 
     def LoadExperts(self, request: pb.LoadExpertsRequest, context: grpc.ServicerContext) -> Iterator[pb.LoadProgress]:
         """See the proto file."""
         try:
-            yield from self._backend.find_lease(request.lease_id).load(request)
+            with self._works(request.lease_id, context) as lease:
+                yield from lease.load(request)
         except MoeOffloadError as error:
-            logger.error("loading failed: %s", error)
-            context.abort(_status(error), str(error))
+            why = one_line(str(error))
+            logger.error("loading failed: %s", why)
+            context.abort(_status(error), why)
 
     def Attach(
         self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.AttachReply]:
         """See the proto file."""
-        # Requests of the host, a wish of the server to close, or why there will be no more requests: one place to wait.
-        events: queue.SimpleQueue[pb.AttachRequest | pb.Closing | str] = queue.SimpleQueue()
+        # Requests of the host, messages of the server, or why there will be no more requests: one place to wait.
+        events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         threading.Thread(target=_collect, args=(request_iterator, events), name="lease-requests", daemon=True).start()
         lease: BackendLease | None = None
+        ready = False
         reason = "the host is gone"
         try:
-            while not isinstance(event := events.get(), str):
-                if isinstance(event, pb.Closing):
-                    reason = event.reason
-                    yield pb.AttachReply(closing=event)
-                    return
+            while not isinstance(event := self._next_event(events, lease, ready=ready), str):
+                if isinstance(event, MoeOffloadError):
+                    raise event
+                if isinstance(event, pb.AttachReply):
+                    yield event
+                    if event.WhichOneof("step") == "closing":
+                        reason = event.closing.reason
+                        return
+                    continue
                 step = event.WhichOneof("step")
                 if lease is None:
                     if step != "hello":
@@ -134,34 +175,68 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
                             f"protocol version is {event.hello.protocol_version} (host), "
                             f"this server speaks {PROTOCOL_VERSION}"
                         )
-                    lease = self._backend.open_lease(event.hello, lambda why: events.put(pb.Closing(reason=why)))
+                    tidy(event.hello)
+                    peer = context.peer().rpartition(":")[0]  # without the port, which each connection has of its own
+                    lease = self._backend.open_lease(event.hello, peer, events.put)
                     yield pb.AttachReply(welcome=pb.Welcome(lease_id=lease.lease_id))
                 elif step == "activate":
                     yield pb.AttachReply(offer=lease.activate(event.activate))
                 elif step == "accept":
+                    tidy(event.accept, REASON_LENGTH)
                     yield pb.AttachReply(ready=lease.accept(event.accept))
+                    ready = True
                 else:
                     raise ServerError(f"attach step {step} is not expected here")
             reason = event
         except MoeOffloadError as error:
-            reason = str(error)
-            context.abort(_status(error), str(error))
+            reason = one_line(str(error))
+            context.abort(_status(error), reason)
         finally:
             if lease is not None:
                 lease.close(reason)
+                with self._lock:
+                    call = self._working.get(lease.lease_id)
+                if call is not None:
+                    call.cancel()  # it may wait for a peer that does not take its answers
+
+    def _next_event(self, events: queue.SimpleQueue[_Event], lease: BackendLease | None, *, ready: bool) -> _Event:
+        """What happens next on the stream of an attach.
+
+        Raises:
+            DeadlineError: the host has a lease, but does not come to use it.
+        """
+        while True:
+            try:
+                return events.get(timeout=self._step_s if lease is not None and not ready else None)
+            except queue.Empty:
+                with self._lock:
+                    works = lease is not None and lease.lease_id in self._working
+                if not works:
+                    raise DeadlineError(f"the host took more than {self._step_s:g} s for a step of attaching") from None
 
 
-def _collect(
-    requests: Iterator[pb.AttachRequest], events: queue.SimpleQueue[pb.AttachRequest | pb.Closing | str]
-) -> None:
+def _collect(requests: Iterator[pb.AttachRequest], events: queue.SimpleQueue[_Event]) -> None:
     """Puts the requests of one stream into ``events``, and at last why there are no more."""
     try:
         for request in requests:
+            if events.qsize() >= MAX_UNREAD:
+                events.put(ProtocolError(f"more than {MAX_UNREAD} steps of an attach at a time"))
+                return
             events.put(request)
     except grpc.RpcError:
         events.put("the host is gone")
+    except MoeOffloadError as error:
+        events.put(error)
     else:
         events.put("the host ended the lease")
+
+
+class _Health(health.HealthServicer):
+    """Without Watch: each one would take a thread for as long as its client likes. Clients then ask with Check."""
+
+    def Watch(self, request: object, context: grpc.ServicerContext, send_response_callback: object = None) -> None:
+        """Is not there."""
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "Watch is not offered; use Check")
 
 
 @dataclass
@@ -186,10 +261,15 @@ class ControlServer:
             ServerError: the address cannot be bound.
         """
         gate = Gate(credentials, refusals)
-        pool = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="control")
-        server = grpc.server(pool, options=SERVER_OPTIONS, interceptors=[gate])
+        server = grpc.server(
+            ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="control"),
+            # Who is not let in takes no place from those who are.
+            interceptors=[gate, Admission(Patience())],
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
         pb_grpc.add_ExpertServiceServicer_to_server(ExpertServicer(backend), server)  # type: ignore[no-untyped-call]
-        health_servicer = health.HealthServicer()
+        health_servicer = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         front = None

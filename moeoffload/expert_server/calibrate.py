@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -17,6 +18,7 @@ SIZES: Final = (1, 4, 16, 64, 256)
 REPEATS: Final = 5
 # Large calls are timed less often: their times spread less, and loading should stay short.
 LONG_S: Final = 0.1
+PAUSE_S: Final = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +54,24 @@ class Pace:
         return max(self.factor, self.above_factor) > 1.0
 
     def hold(self, slots: torch.Tensor, started: float) -> None:
-        """Sleeps at the end of a call with these ``slots`` (n, top_k) that began at ``started`` (perf_counter).
+        """Sleeps at the end of a call with these ``slots`` (n, top_k) that began at ``started`` (perf_counter)."""
+        if (missing_s := self.missing_s(slots, perf_counter() - started)) > 0:
+            time.sleep(missing_s)
+
+    def missing_s(self, slots: torch.Tensor, took_s: float) -> float:
+        """How much longer than ``took_s`` a call with these ``slots`` (n, top_k) is to take, in seconds.
 
         The call takes a multiple of what its routes took at best so far. What it took itself does not matter: when
         another process read memory at the same time that is not to be multiplied.
         """
-        took_s, n_rows = perf_counter() - started, slots.shape[0]
+        n_rows = slots.shape[0]
         factor = self.factor * (self.above_factor if n_rows > self.above_rows else 1.0)
         n_routes = int((slots >= 0).sum())
-        if factor > 1.0 and n_routes:
-            size = n_rows.bit_length()
-            best = self.nominal_s[size] = min(self.nominal_s.get(size, took_s), took_s / n_routes)
-            time.sleep(max(0.0, factor * best * n_routes - took_s))
+        if factor <= 1.0 or not n_routes:
+            return 0.0
+        size = n_rows.bit_length()
+        best = self.nominal_s[size] = min(self.nominal_s.get(size, took_s), took_s / n_routes)
+        return max(0.0, factor * best * n_routes - took_s)
 
 
 def time_layer(
@@ -75,12 +83,14 @@ def time_layer(
     device: torch.device,
     workspace: KernelWorkspace,
     pace: Pace,
+    pause: Callable[[], float] | None = None,
 ) -> list[tuple[int, float]]:
     """Rows and seconds of calls of several sizes up to ``capacity`` rows.
 
     Each row has ``top_k`` different ones of the layer's ``n_experts``; as in a run, only those held here are computed,
     and rows without any are left out. Best of a few: what the call takes, not what disturbed it. Runs on the thread
-    that owns ``workspace``.
+    that owns ``workspace``; calls ``pause``, if there is one, where others may compute meanwhile: it returns for how
+    many seconds they did.
     """
     generator = torch.Generator().manual_seed(0)
     f32 = torch.float32  # always named: while another host's model is opened, torch's default dtype is that model's
@@ -97,7 +107,11 @@ def time_layer(
         best = float("inf")
         for _ in range(REPEATS):
             started = perf_counter()
-            kernels(rows, slots, weights, out, workspace)
+            if pause is None:
+                kernels(rows, slots, weights, out, workspace)
+            else:
+                for _ in kernels.in_steps(rows, slots, weights, out, lambda: PAUSE_S, workspace):
+                    started += pause()
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
             pace.hold(slots, started)

@@ -61,8 +61,9 @@ class HostLease:
     def __init__(
         self,
         host: str,
+        peer: str,
         epoch: int,
-        end: Callable[[str], None],
+        say: Callable[[pb.AttachReply], None],
         *,
         limits: ServerLimits,
         store: ExpertStore,
@@ -73,15 +74,16 @@ class HostLease:
         self.lease_id = secrets.token_hex(16)
         self.host = host
         self.epoch = epoch
-        self.end = end
-        """Asks the host's stream to end, with the reason that the host is told."""
+        self._say = say
         self._limits = limits
         self._store = store
         self._engine = engine
         self._factories = factories
         self._on_close = on_close
+        self._share = engine.shares.join(peer)
         self._lock = threading.Lock()
         self._closed = False
+        self._loads = False
         self._opened: Checkpoint | None = None
         self._checkpoint: Checkpoint | None = None
         self._table: ExpertTable | None = None
@@ -90,6 +92,14 @@ class HostLease:
         self._reserved = 0
         self._active: ActiveHost | None = None
         self._channels: dict[str, ServerChannel] = {}
+
+    def end(self, reason: str) -> None:
+        """Asks the host's stream to end, with the reason that the host is told."""
+        self._say(pb.AttachReply(closing=pb.Closing(reason=reason)))
+
+    def drain(self) -> None:
+        """Asks the host to move on and to end the lease."""
+        self._say(pb.AttachReply(draining=pb.Draining()))
 
     def calibrate(self, request: pb.CalibrateRequest) -> pb.CalibrateReply:
         """Loads a few experts for a moment and times them.
@@ -102,30 +112,27 @@ class HostLease:
         layer = checkpoint.layers[0]
         room = min(CALIBRATION_BYTES, self._store.free_bytes) // layer.expert_bytes
         n_experts = max(1, min(layer.n_experts, checkpoint.top_k, room))
-
-        def work() -> list[tuple[int, float]]:
+        with self._store.borrow(n_experts * layer.expert_bytes), lean_heap():
             workspace = KernelWorkspace()
             module = checkpoint.build_experts(layer.index, range(n_experts), self._limits.device)
             kernels = prepare_layer(module, workspace, self._limits.kernel)
-            return self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, n_experts, workspace)
-
-        with lean_heap():
-            timings = self._engine.run(work, CALIBRATION_TIMEOUT_S)
+            del module
+            timings = self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, n_experts, workspace)
+            del kernels
         return pb.CalibrateReply(timings=[pb.Timing(rows=rows, seconds=seconds) for rows, seconds in timings])
 
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
         """The server's copy of the host's model; opened once."""
-        if self._opened is None:
+        checkpoint = self._opened
+        if checkpoint is None:
+            dtype = _dtype("compute dtype", model.compute_dtype)
             revision = model.revision or None
             reference = self._limits.model or self._limits.roots.resolve(model.reference, revision)
-            dtype = _dtype("compute dtype", model.compute_dtype)
             checkpoint = Checkpoint.open(reference, dtype=dtype, revision=revision)
-            if checkpoint.digest != model.digest:
-                raise ServerError(
-                    f"model digest is {model.digest[:12]} (host), {checkpoint.digest[:12]} for {reference} here"
-                )
-            self._opened = checkpoint
-        return self._opened
+        # Every time: hosts share experts by digest and dtype, and nobody may put others there under these names.
+        _check_model(model, checkpoint)
+        self._opened = checkpoint
+        return checkpoint
 
     def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
         """Makes the asked experts resident, one layer at a time.
@@ -135,10 +142,16 @@ class HostLease:
             ServerError: its digest differs from the host's, or the table does not fit the model.
             CapacityError: the experts do not fit into the memory budget.
         """
-        if self._checkpoint is not None:
-            raise ServerError("this lease has loaded its experts already")
-        checkpoint = self._open_checkpoint(request.model)
-        table = _check_table(request, checkpoint)
+        with self._lock:
+            if self._loads:
+                raise ServerError("this lease has loaded its experts already")
+            self._loads = True
+        try:
+            checkpoint = self._open_checkpoint(request.model)
+            table = _check_table(request, checkpoint)
+        except BaseException:
+            self._loads = False
+            raise
         self._checkpoint = checkpoint
         loaded, total = (
             0,
@@ -153,16 +166,14 @@ class HostLease:
             if not experts:
                 continue
             with lean_heap():
-                self._load_layer(checkpoint, request.model, layer.index, experts)
+                self._load_layer(checkpoint, layer.index, experts)
             loaded += len(experts) * layer.expert_bytes
             yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
         self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
-    def _load_layer(
-        self, checkpoint: Checkpoint, model: pb.ModelReference, layer: int, experts: tuple[int, ...]
-    ) -> None:
-        key = LayerKey(model.digest, model.compute_dtype, layer, experts)
+    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> None:
+        key = LayerKey(checkpoint.digest, PayloadDtype.from_torch(checkpoint.dtype).label, layer, experts)
         device = self._limits.device
         module = self._store.acquire(
             key,
@@ -213,7 +224,10 @@ class HostLease:
         timings = [
             pb.Timing(rows=rows, seconds=seconds) for rows, seconds in self._time_first_layer(layout, checkpoint)
         ]
-        offer = pb.Offer(batch_capacity=capacity, kernel=self._kernel_name(capacity), timings=timings)
+        kernel = self._kernel_name(capacity)
+        if request.kernel:
+            _compare("kernel", request.kernel, kernel)
+        offer = pb.Offer(batch_capacity=capacity, kernel=kernel, timings=timings)
         for name in transports:
             offer.channels.append(self._open(name, sizes, request.stream_key))
         return offer
@@ -259,8 +273,8 @@ class HostLease:
             layers=[self._modules.get(layer.index) for layer in checkpoint.layers],
             compute_dtype=checkpoint.dtype,
             workspace=Workspace(layout, checkpoint.dtype, self._limits.device),
+            share=self._share,
         )
-
         for kernels in self._modules.values():
             kernels.reserve(layout.capacity, layout.top_k)
 
@@ -270,17 +284,27 @@ class HostLease:
             return []
         index, kernels = next(iter(self._modules.items()))
         n_experts = checkpoint.layers[index].n_experts
-        engine = self._engine
-        return engine.run(
-            lambda: self._time(kernels, layout.top_k, layout.capacity, n_experts, engine.kernel_workspace),
-            CALIBRATION_TIMEOUT_S,
-        )
+        return self._time(kernels, layout.top_k, layout.capacity, n_experts, self._engine.kernel_workspace)
 
     def _time(
         self, kernels: LayerKernels, top_k: int, capacity: int, n_experts: int, workspace: KernelWorkspace
     ) -> list[tuple[int, float]]:
-        device, pace = self._limits.device, self._engine.pace
-        return time_layer(kernels, top_k, capacity, n_experts=n_experts, device=device, workspace=workspace, pace=pace)
+        engine, device = self._engine, self._limits.device
+        pause = engine.pause if engine.shares.n_shares > 1 else None
+        return engine.run(
+            lambda: time_layer(
+                kernels,
+                top_k,
+                capacity,
+                n_experts=n_experts,
+                device=device,
+                workspace=workspace,
+                pace=engine.pace,
+                pause=pause,
+            ),
+            self._share,
+            CALIBRATION_TIMEOUT_S,
+        )
 
     def _kernel_name(self, capacity: int) -> str:
         """The kernels that serve the smallest and the largest calls."""
@@ -359,7 +383,10 @@ class HostLease:
             for slot in channel.slots:
                 if slot.owner is not None:
                     slot.owner.views.drop()
+        self._engine.leave(self._share)
         self._modules.clear()
+        if self._active is not None:
+            self._active.layers = ()  # now, and not when Python comes to collect what refers to each other
         self._store.reserve(-self._reserved)
         for key in keys:
             self._store.release(key)
@@ -380,7 +407,15 @@ def _payload(field: str, label: str) -> PayloadDtype:
 
 def _compare(field: str, host: str | int, here: str | int) -> None:
     if host != here:
-        raise ServerError(f"{field} is {str(host)[:16]} (host), {str(here)[:16]} here")
+        raise ServerError(f"{field} is {str(host)[:24]} (host), {str(here)[:24]} here")
+
+
+def _check_model(model: pb.ModelReference, checkpoint: Checkpoint) -> None:
+    """Raises ServerError unless ``checkpoint`` is what the host calls ``model``."""
+    here = checkpoint.digest
+    if model.digest != here:
+        raise ServerError(f"model digest is {model.digest[:12]} (host), {here[:12]} for {checkpoint.path} here")
+    _compare("compute dtype", model.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
 
 
 def _check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> ExpertTable:
@@ -389,7 +424,8 @@ def _check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> Expe
         raise ServerError(f"expert table has {len(request.layers)} layers, the model has {len(checkpoint.layers)}")
     tables: list[tuple[int, ...]] = []
     for wanted, layer in zip(request.layers, checkpoint.layers, strict=True):
-        experts = tuple(wanted.experts)
+        # Longer than the model has experts: not even looked at.
+        experts = tuple(wanted.experts[: layer.n_experts + 1])
         known = wanted.layer == layer.index and all(expert < layer.n_experts for expert in experts)
         if not known or len(set(experts)) != len(experts) or len(experts) > MAX_SLOTS:
             raise ServerError(

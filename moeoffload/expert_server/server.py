@@ -135,7 +135,7 @@ class ExpertServer:
             model=self.settings.model or "",
         )
 
-    def open_lease(self, hello: pb.Hello, end: Callable[[str], None]) -> HostLease:
+    def open_lease(self, hello: pb.Hello, peer: str, say: Callable[[pb.AttachReply], None]) -> HostLease:
         """See `ExpertBackend`."""
         limits = ServerLimits(
             batch_capacity=self.settings.batch_capacity,
@@ -157,8 +157,9 @@ class ExpertServer:
                 raise ServerError(f"this server has {MAX_HOSTS} hosts attached, which is its limit")
             lease = HostLease(
                 hello.host,
+                f"{peer} {hello.host}",
                 next(self._epochs),
-                end,
+                say,
                 limits=limits,
                 store=self.store,
                 engine=self.engine,
@@ -210,12 +211,14 @@ class ExpertServer:
         """See `ExpertBackend`."""
         with self._lock:
             self._draining = True
-            leases = len(self._leases)
+            leases = list(self._leases.values())
             if not leases:
                 self.drained.set()
         if self._control is not None:
             self._control.set_serving(False)
-        return leases
+        for lease in leases:
+            lease.drain()
+        return len(leases)
 
 
 def _traced_bytes() -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from moeoffload.errors import CapacityError
@@ -95,3 +96,12 @@ class ExpertStore:
         """Takes ``n_bytes`` of the budget for batches (negative: gives them back)."""
         with self._lock:
             self._reserved_bytes += n_bytes
+
+    @contextlib.contextmanager
+    def borrow(self, n_bytes: int) -> Iterator[None]:
+        """Takes ``n_bytes`` of the budget for as long as it is open."""
+        self.reserve(n_bytes)
+        try:
+            yield
+        finally:
+            self.reserve(-n_bytes)

@@ -11,19 +11,24 @@ import torch
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.credentials import HostCredentials
+from moeoffload.control.outside import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
 from moeoffload.host.auto_slice import SliceLearner
-from moeoffload.host.link import ExpertLink, LinkInfo
+from moeoffload.host.link import Deadlines, ExpertLink, LinkInfo
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
 from moeoffload.security_settings import is_loopback
 from moeoffload.settings import Address, HostSettings, TransportChoice
+from moeoffload.text import one_line
 from moeoffload.transport import ChannelOffer, ChannelSizes, HostChannel, StreamKeys, open_channel
 from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)
+
+
+OnOpened = Callable[[ControlClient], None]
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Candidate:
     """A server that answered: its address, its control client and what it says of itself."""
 
     address: str
+    credentials: HostCredentials | None
     client: ControlClient
     info: pb.DescribeReply
 
@@ -63,7 +69,7 @@ def connect(
     except BaseException:
         client.close()
         raise
-    return Candidate(address, client, info)
+    return Candidate(address, credentials, client, info)
 
 
 def take_lease(candidate: Candidate, plan: AttachPlan) -> Lease:
@@ -84,17 +90,33 @@ def calibrate(lease: Lease, plan: AttachPlan) -> list[tuple[int, float]]:
     return lease.calibrate(_model_reference(plan), plan.settings.load_timeout_s)
 
 
-def attach(candidate: Candidate, table: ExpertTable, plan: AttachPlan) -> ExpertLink:
-    """Takes a lease, loads the experts of ``table`` and opens the channel.
+def attach(
+    server: Candidate, table: ExpertTable, plan: AttachPlan, *, kernel: str, timeout_s: float, opened: OnOpened
+) -> ExpertLink:
+    """Reaches a server, takes a lease, loads the experts of ``table`` and opens the channel.
+
+    Args:
+        server: the one to reach, as it was once before.
+        table: the experts it is to hold.
+        plan: what is the same for all servers.
+        kernel: the one that computes ``table`` elsewhere, or did before, and must here; empty if any will do.
+        timeout_s: how long the server may take to answer.
+        opened: is given the connection as soon as there is one; closing that ends all of this with an error.
 
     Raises:
-        ServerError: the server refuses or fails; nothing is left open.
+        ServerError: the server cannot be reached, refuses or fails; nothing is left open.
     """
-    lease = take_lease(candidate, plan)
+    candidate = connect(server.address, plan.checkpoint, timeout_s, server.credentials)
     try:
-        return _attach(candidate, lease, table, plan)
+        opened(candidate.client)
+        lease = candidate.client.attach(timeout_s)
+        try:
+            return _attach(candidate, lease, table, plan, kernel)
+        except BaseException:
+            lease.close()
+            raise
     except BaseException:
-        lease.close()
+        candidate.client.close()
         raise
 
 
@@ -108,7 +130,7 @@ def _model_reference(plan: AttachPlan) -> pb.ModelReference:
     )
 
 
-def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: AttachPlan) -> ExpertLink:
+def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: AttachPlan, kernel: str) -> ExpertLink:
     checkpoint, settings = plan.checkpoint, plan.settings
     lease.load(
         _model_reference(plan),
@@ -130,6 +152,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             n_slots=settings.slots,
             transport=settings.transport.value,
             shared_bytes=settings.shared_bytes,
+            kernel=kernel,
             stream_key=keys.public,
         )
     )
@@ -139,6 +162,8 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             f"this host asked for at most {settings.batch_capacity}"
         )
     layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, plan.payload, plan.payload, offer.batch_capacity)
+    timings = checked_timings(offer.timings)
+    checked_items("channels", len(offer.channels))
     channel, reason = _open_channel(candidate, offer, layout, settings, keys)
     try:
         epoch = lease.accept(channel.name, channel.nonce, reason)
@@ -152,7 +177,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         device_name=candidate.info.device_name,
         transport=channel.name,
         transport_reason=reason,
-        kernel=offer.kernel,
+        kernel=one_line(offer.kernel, MAX_NAME),
         n_experts=table.n_experts,
         resident_bytes=sum(len(experts) * size for experts, size in zip(table.layers, sizes, strict=True)),
     )
@@ -168,8 +193,8 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         [layer.n_experts for layer in checkpoint.layers],
         plan.device,
         checkpoint.dtype,
-        settings.dispatch_timeout_s,
-        SliceLearner([(timing.rows, timing.seconds) for timing in offer.timings], layout.capacity, settings.hot_slice),
+        Deadlines(settings.dispatch_floor_s, settings.dispatch_timeout_s),
+        SliceLearner(timings, layout.capacity, settings.hot_slice),
     )
 
 
@@ -186,7 +211,7 @@ def _open_channel(
     last: ServerError | None = None
     for channel in offer.channels:
         sizes = ChannelSizes(channel.n_slots, channel.request_bytes, channel.reply_bytes)
-        channel_offer = ChannelOffer(channel.transport, sizes, dict(channel.parameters))
+        channel_offer = ChannelOffer(one_line(channel.transport, MAX_NAME), sizes, checked_parameters(channel))
         if (sizes.request_bytes, sizes.reply_bytes) != (layout.request_bytes, layout.reply_bytes):
             raise ServerError(
                 f"expert server {candidate.address}: frame sizes are {sizes.request_bytes} and {sizes.reply_bytes} "
@@ -201,7 +226,7 @@ def _open_channel(
                 encrypted=candidate.client.is_encrypted or not is_loopback(host),
             )
         except ServerError as error:
-            last, reason = error, f"{channel_offer.transport} not possible: {error}"
+            last, reason = error, f"{channel_offer.transport} not possible: {one_line(str(error))}"
             continue
         if not reason:
             shared = channel_offer.transport == "shared"

@@ -6,18 +6,21 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
 
 import torch
 
+from moeoffload.errors import ServerError
 from moeoffload.host.counters import CallCounters
+from moeoffload.host.flight import Flight, ShardLink
 from moeoffload.host.granularity import Granularity
-from moeoffload.host.link import ExpertLink, Flight
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.remote_experts import ExpertsCall
+from moeoffload.host.second_opinion import SecondOpinion
+from moeoffload.host.shard import Shard
 from moeoffload.settings import Mode
 
 DECODE_ROWS: Final = 8
@@ -25,39 +28,60 @@ DECODE_ROWS: Final = 8
 
 @dataclass(slots=True, eq=False)
 class _Progress:
-    """How far the rows of the running call are with one server."""
+    """How far the rows of the running call are with one shard."""
 
-    link: ExpertLink
+    shard: Shard
     flights: deque[Flight]
     next_row: int = 0
+    link: ShardLink = field(init=False)
+    """Only while a call runs: a thread that rests would keep the memory of a link that is closed meanwhile."""
+
+    def give_back(self) -> None:
+        """Releases what is in flight."""
+        while self.flights:
+            flight = self.flights.popleft()
+            flight.link.release(flight)
+
+    def move_on(self, error: ServerError) -> None:
+        """Leaves the link that failed; what it owes is to be sent again, to the next who can compute it.
+
+        Raises:
+            ServerError: there is nobody.
+        """
+        if self.flights:
+            self.next_row = self.flights[0].start
+        self.give_back()
+        self.link = self.shard.replace(self.link, error)
 
 
 class _CallState(threading.local):
     """What one thread needs for its calls; made once per thread."""
 
-    def __init__(self, links: Sequence[ExpertLink]) -> None:
-        self.progress = [_Progress(link, deque()) for link in links]
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.progress = [_Progress(shard, deque()) for shard in shards]
         self.sums: dict[int, torch.Tensor] = {}
 
 
 class Dispatcher:
-    """Computes the routed experts of every layer on the servers behind ``links`` and on the host itself.
+    """Computes the routed experts of every layer by whoever has them: servers of ``shards``, the host itself.
 
     Several threads may call it at the same time (a pipelined prefill does).
     """
 
     def __init__(
         self,
-        links: Sequence[ExpertLink],
+        shards: Sequence[Shard],
         granularity: Granularity,
         recorder: Recorder,
         local: LocalExperts | None = None,
+        second: SecondOpinion | None = None,
     ) -> None:
         self._granularity = granularity
         self._recorder = recorder
         self._local = local
-        self._state = _CallState(links)
-        self._only = links[0] if len(links) == 1 and local is None else None
+        self._second = second
+        self._state = _CallState(shards)
+        self._holds_all = shards[0].current.holds_all if len(shards) == 1 and local is None else None
         self.on_layer: Callable[[int], None] | None = None
         """Called with the layer when its experts are asked for, that is, when its attention is done."""
         self.on_routes: Callable[[int, torch.Tensor], None] | None = None
@@ -100,10 +124,11 @@ class Dispatcher:
         state = self._state
         n_rows = hidden.shape[0]
         # One server with every expert: its sums are the result, no accumulator is needed.
-        alone = self._only is not None and self._only.holds_all[layer]
+        alone = self._holds_all is not None and self._holds_all[layer]
         result: torch.Tensor | None = None
         total = None if alone else self._accumulator(state, hidden)
         for progress in state.progress:
+            progress.link = progress.shard.current
             progress.next_row = n_rows if progress.link.holds_none[layer] else 0
         pack_s = local_s = wait_s = combine_s = 0.0
         try:
@@ -120,10 +145,12 @@ class Dispatcher:
                     if not progress.flights:
                         continue
                     busy = True
-                    flight = progress.flights[0]
                     started = clock()
-                    part = progress.link.receive(flight, record.servers[number])
+                    part = self._receive(state, number, layer, hidden, ids, weights, record.servers)
                     received = clock()
+                    if part is None:  # recovering showed that no row of the rest needs this shard
+                        continue
+                    flight = progress.flights[0]
                     waited = received - started
                     wait_s += waited
                     # Of a wait, the end is the server's compute, before it its queue; the way back is in the rest.
@@ -131,7 +158,7 @@ class Dispatcher:
                     record.wait_compute_s += compute_s
                     queue_s = min(waited - compute_s, flight.queue_s)
                     record.wait_queue_s += queue_s
-                    progress.link.learner.observe(flight.chunk_rows, flight.compute_s, waited - compute_s - queue_s)
+                    flight.link.learner.observe(flight.chunk_rows, flight.compute_s, waited - compute_s - queue_s)
                     if total is not None:
                         _add(total, part, flight)
                     elif flight.n_rows == n_rows:
@@ -140,7 +167,7 @@ class Dispatcher:
                         result = torch.empty_like(hidden) if result is None else result
                         result[flight.start : flight.start + flight.n_rows].copy_(part)
                     progress.flights.popleft()
-                    progress.link.release(flight)
+                    flight.link.release(flight)
                     combine_s += clock() - received
                 if busy:
                     started = clock()
@@ -148,8 +175,8 @@ class Dispatcher:
                     pack_s += clock() - started
         finally:
             for progress in state.progress:
-                while progress.flights:
-                    progress.link.release(progress.flights.popleft())
+                progress.give_back()
+                del progress.link
         started = clock()
         if total is not None:
             result = total.to(hidden.dtype, copy=True)
@@ -174,28 +201,75 @@ class Dispatcher:
         weights: torch.Tensor,
         to: list[CallCounters],
     ) -> None:
-        """Sends chunks to every server until its slots are taken or no rows are left."""
+        """Sends chunks of every shard until its slots are taken or no rows are left."""
         n_rows = hidden.shape[0]
-        looks = self._granularity.mode is Mode.AUTO and n_rows > DECODE_ROWS
         # Another thread may hold slots: a call that has replies to take must not wait for them, or both would wait.
         in_flight = any(progress.flights for progress in state.progress)
         for number, progress in enumerate(state.progress):
-            link = progress.link
-            step = self._granularity.slice_rows(n_rows, link.layout.capacity, link.learner)
-            while progress.next_row < n_rows and len(progress.flights) < link.n_slots:
-                slot = link.take_slot(wait=not in_flight)
-                if slot is None:
+            while progress.next_row < n_rows:
+                try:
+                    in_flight = self._send_shard(progress, layer, hidden, ids, weights, to[number], in_flight)
                     break
-                start = progress.next_row
-                end = min(start + (link.learner.look(step) if looks else step), n_rows)
-                rows = (hidden, ids, weights) if end - start == n_rows else (
-                    hidden[start:end], ids[start:end], weights[start:end]
-                )  # fmt: skip
-                progress.next_row = end
-                flight = link.send(slot, layer, start, *rows, to[number])
-                if flight is not None:
-                    progress.flights.append(flight)
-                    in_flight = True
+                except ServerError as error:
+                    progress.move_on(error)
+
+    def _send_shard(
+        self,
+        progress: _Progress,
+        layer: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        to: CallCounters,
+        in_flight: bool,
+    ) -> bool:
+        """Sends chunks of one shard; whether anything is in flight then, of this shard or as ``in_flight`` says."""
+        n_rows, link = hidden.shape[0], progress.link
+        looks = self._granularity.mode is Mode.AUTO and n_rows > DECODE_ROWS
+        step = self._granularity.slice_rows(n_rows, link.layout.capacity, link.learner)
+        while progress.next_row < n_rows and len(progress.flights) < link.n_slots:
+            flight = link.take(wait=not in_flight)
+            if flight is None:
+                break
+            start = progress.next_row
+            end = min(start + (link.learner.look(step) if looks else step), n_rows)
+            if end - start == n_rows:
+                sent = link.send(flight, layer, start, hidden, ids, weights, to)
+            else:
+                sent = link.send(flight, layer, start, hidden[start:end], ids[start:end], weights[start:end], to)
+            progress.next_row = end
+            if sent:
+                progress.flights.append(flight)
+                in_flight = True
+        return in_flight
+
+    def _receive(
+        self,
+        state: _CallState,
+        number: int,
+        layer: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        to: list[CallCounters],
+    ) -> torch.Tensor | None:
+        """The sums of the first flight of one shard; its rows are sent again as often as somebody fails with them.
+
+        What was lost is had here and now, before other shards' sums are taken, so that the order of sums stays.
+        """
+        progress, second = state.progress[number], self._second
+        while progress.flights:
+            flight = progress.flights[0]
+            try:
+                if second is None:
+                    return flight.link.receive(flight, to[number])
+                flight, part = second.receive(progress.shard, flight, hidden, ids, weights, to[number])
+                progress.flights[0] = flight
+                return part
+            except ServerError as error:
+                progress.move_on(error)
+                self._send(state, layer, hidden, ids, weights, to)
+        return None
 
     def _accumulator(self, state: _CallState, hidden: torch.Tensor) -> torch.Tensor:
         """A zeroed float32 tensor shaped like ``hidden``; kept for decode-shaped calls."""

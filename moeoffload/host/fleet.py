@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -13,19 +14,26 @@ from typing import Final, TypeVar
 import torch
 
 from moeoffload.checkpoint import Checkpoint
+from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.errors import ServerError
 from moeoffload.host.attach import AttachPlan, Candidate, attach, calibrate, connect, take_lease
+from moeoffload.host.expert_cache import ExpertCache
+from moeoffload.host.fallback import FallbackLink
 from moeoffload.host.link import ExpertLink
+from moeoffload.host.recovery_log import RecoveryLog
+from moeoffload.host.shard import Holder, Shard
 from moeoffload.host.spawn import ServerSpec, SpawnedServers, default_specs
 from moeoffload.payload import PayloadDtype
-from moeoffload.placement import ExpertTable, MemoryOffer, batch_row_bytes, place_experts
+from moeoffload.placement import GIB, ExpertTable, MemoryOffer, batch_row_bytes, place_experts, place_replicas
 from moeoffload.settings import HostSettings
 
 logger = logging.getLogger(__name__)
 
 LEAST_BATCH_ROWS: Final = 32
 """Placement leaves at least the room for a batch of this many rows on every server."""
+AGAIN_S: Final = 2.0
+"""How long a server that was lost may take to answer before the next attempt."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a server's address, its loaded bytes and its total bytes; from several threads, one at a time."""
@@ -53,6 +61,10 @@ class Fleet:
         self._device = device
         self._payload = payload
         self._stack = contextlib.ExitStack()
+        self._stopping = threading.Event()
+        self._open_lock = threading.Lock()
+        self._opening: set[ControlClient] = set()
+        self.log = RecoveryLog()
         try:
             self._candidates = self._find(servers)
             self._pool = ThreadPoolExecutor(max(1, len(self._candidates)), thread_name_prefix="servers")
@@ -74,7 +86,7 @@ class Fleet:
             try:
                 found.append(connect(address, self._checkpoint, settings.connect_timeout_s, credentials))
             except ServerError as error:
-                if settings.required:
+                if settings.required is not False:
                     for other in found:
                         other.client.close()
                     raise
@@ -96,7 +108,7 @@ class Fleet:
         revision: str | None,
         on_progress: OnProgress | None,
         usage: Sequence[Sequence[int]] | None = None,
-    ) -> Future[list[ExpertLink]]:
+    ) -> Future[list[Shard]]:
         """Places ``experts`` (those of each MoE layer that are not on the host) and starts to load them everywhere.
 
         ``usage`` is how often each expert was chosen, see `place_experts`.
@@ -123,15 +135,34 @@ class Fleet:
             on_progress=progress,
         )
         sizes = [layer.expert_bytes for layer in checkpoint.layers]
-        offers = [MemoryOffer(c.address, c.info.offered_bytes - self._batch_bytes(c)) for c in self._candidates]
+        copies = settings.replicas
+        offers = [
+            MemoryOffer(c.address, c.info.offered_bytes - copies * self._batch_bytes(c)) for c in self._candidates
+        ]
+        # Each server gets about as much of others' experts as of its own.
+        own = [MemoryOffer(offer.name, offer.n_bytes // copies) for offer in offers]
         # Placement is tried first without speeds: what does not fit is told before anything is loaded.
-        tables = place_experts(experts, sizes, offers)
+        tables = place_experts(experts, sizes, own)
         if len(offers) > 1:
-            tables = place_experts(experts, sizes, offers, self._speeds(plan), usage)
+            tables = place_experts(experts, sizes, own, self._speeds(plan), usage)
+        holders = place_replicas(tables, sizes, offers, copies)
+        cache = self._cache()
         # Servers that placement gave nothing are left alone.
-        used = [(c, table) for c, table in zip(self._candidates, tables, strict=True) if table.n_experts]
-        futures = [self._pool.submit(self._attach_one, candidate, table, plan) for candidate, table in used]
+        futures = [
+            self._pool.submit(self._open_shard, table, [self._candidates[i] for i in servers], plan, cache)
+            for table, servers in zip(tables, holders, strict=True)
+            if table.n_experts
+        ]
+        if cache is not None:
+            self._pool.submit(cache.warm_up)
         return _gather(futures)
+
+    def _cache(self) -> ExpertCache | None:
+        """Where the experts of lost servers go; None if the settings forbid it."""
+        settings = self._settings
+        if settings.required or not settings.fallback_gib:
+            return None
+        return ExpertCache(self._checkpoint, int(settings.fallback_gib * GIB), self._device)
 
     def _speeds(self, plan: AttachPlan) -> list[float]:
         """Rows per second of each server; one after the other, since servers may share a device."""
@@ -151,10 +182,50 @@ class Fleet:
         finally:
             lease.close()
 
-    def _attach_one(self, candidate: Candidate, table: ExpertTable, plan: AttachPlan) -> ExpertLink:
-        link = attach(candidate, table, plan)
-        self._connections.callback(link.close)
-        return link
+    def _open_shard(
+        self, table: ExpertTable, servers: list[Candidate], plan: AttachPlan, cache: ExpertCache | None
+    ) -> Shard:
+        """Attaches to every server that holds ``table``; the first is to compute it."""
+        settings = self._settings
+        n_experts = [layer.n_experts for layer in self._checkpoint.layers]
+        holders: list[Holder] = []
+        kernel = ""
+        with contextlib.ExitStack() as links:
+            for server in servers:
+                link = self._attach(server, table, plan, kernel, settings.connect_timeout_s)
+                links.callback(link.close)
+                # A copy with another kernel rounds differently, so it is none.
+                kernel = link.info.kernel
+                again_s = min(AGAIN_S, settings.connect_timeout_s)
+                again = functools.partial(self._attach, server, table, plan, kernel, again_s)
+                holders.append(Holder(server.address, again, link))
+            fallback = None
+            if cache is not None:
+                fallback = FallbackLink(table, n_experts, cache, holders[0].known.layout, self._checkpoint.dtype)
+            shard = Shard(table, holders, fallback, settings.dispatch_floor_s, self.log, self._stopping)
+            self._connections.callback(shard.close)
+            if not self._stopping.is_set():
+                links.pop_all()
+        return shard
+
+    def _attach(
+        self, server: Candidate, table: ExpertTable, plan: AttachPlan, kernel: str, timeout_s: float
+    ) -> ExpertLink:
+        """Opens a link; the end of the fleet ends it."""
+        clients: list[ControlClient] = []
+
+        def opened(client: ControlClient) -> None:
+            clients.append(client)
+            with self._open_lock:
+                self._opening.add(client)
+            if self._stopping.is_set():
+                client.close()
+
+        try:
+            return attach(server, table, plan, kernel=kernel, timeout_s=timeout_s, opened=opened)
+        finally:
+            with self._open_lock:
+                self._opening.difference_update(clients)
 
     def _batch_bytes(self, candidate: Candidate) -> int:
         checkpoint = self._checkpoint
@@ -165,8 +236,17 @@ class Fleet:
             checkpoint.hidden_size, checkpoint.top_k, largest, checkpoint.dtype.itemsize, slots
         )
 
+    def _stop(self) -> None:
+        """Ends what is being opened and all attempts to reach lost servers."""
+        self._stopping.set()
+        with self._open_lock:
+            opening = list(self._opening)
+        for client in opening:
+            client.close()
+
     def close(self) -> None:
         """Ends leases and connections, stops spawned servers. Idempotent."""
+        self._stop()
         self._stack.close()
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Final
 
 import torch
 
 from moeoffload.control.client import ControlClient, Lease
-from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ServerError
+from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ProtocolError, ServerError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
+from moeoffload.host.flight import Flight
 from moeoffload.kernels.pack import RowPacker
 from moeoffload.payload import describe_bad_row, encode_rows
 from moeoffload.placement import ExpertTable, slot_table
@@ -18,6 +21,12 @@ from moeoffload.transport import HostChannel, HostSlot
 from moeoffload.wire import HEADER_BYTES, ErrorCode, Flag, FrameHeader, FrameLayout, Kind, SlotViews, read_error_text
 
 END_REASON_TIMEOUT_S: Final = 1.0
+LEAVE_S: Final = 2.0
+PATIENCE: Final = 8.0
+"""A dispatch may take so many times what recent ones of its size took."""
+LOOK_S: Final = 0.02
+RECENT: Final = 0.98
+"""How much of the longest recent wait each reply leaves."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +44,24 @@ class LinkInfo:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """One request in flight; made once per slot and refilled. ``index`` are the rows sent, None if all of the chunk."""
+class _RemoteFlight(Flight):
+    """Made once per slot and refilled."""
 
-    slot: HostSlot
-    views: SlotViews
-    packer: RowPacker
+    slot: HostSlot = field(kw_only=True)
+    views: SlotViews = field(kw_only=True)
+    packer: RowPacker = field(kw_only=True)
     header: FrameHeader = field(default_factory=FrameHeader)
     request_id: int = 0
-    layer: int = 0
-    start: int = 0
-    chunk_rows: int = 0
-    n_rows: int = 0
-    index: torch.Tensor | None = None
-    queue_s: float = 0.0
-    compute_s: float = 0.0
-    """What the server said of the reply, in seconds."""
+    sent_at: float = 0.0
+    deadline_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long a dispatch may take: a multiple of what recent ones took, within these bounds, in seconds."""
+
+    floor_s: float
+    ceiling_s: float
 
 
 class ExpertLink:
@@ -68,10 +79,11 @@ class ExpertLink:
         n_experts: list[int],
         device: torch.device,
         dtype: torch.dtype,
-        timeout_s: float,
+        deadlines: Deadlines,
         learner: SliceLearner,
     ) -> None:
         self.info = info
+        self.name = f"expert server {info.address}"
         self.learner = learner
         self.layout = layout
         self.table = table
@@ -80,8 +92,11 @@ class ExpertLink:
         self._lease = lease
         self._channel = channel
         self._epoch = epoch
-        self._timeout_s = timeout_s
-        self._timeout_us = int(timeout_s * 1e6)
+        self._deadlines = deadlines
+        self._recent_s = 0.0
+        """The longest wait of the last dispatches, forgotten slowly."""
+        self.n_calls = 0
+        self._leaving = False
         self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
         self.holds_none = [not held for held in table.layers]
         self._slot_of = [slot_table(held, n).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
@@ -89,65 +104,71 @@ class ExpertLink:
             body = torch.frombuffer(slot.request, dtype=torch.uint8, offset=HEADER_BYTES).data_ptr()
             payload = layout.dtype_out.torch_dtype
             packer = RowPacker(body, dtype, payload, hidden=layout.hidden, top_k=layout.top_k)
-            slot.owner = Flight(slot, SlotViews(layout, slot.request, slot.reply), packer)
+            slot.owner = _RemoteFlight(
+                self, slot=slot, views=SlotViews(layout, slot.request, slot.reply), packer=packer
+            )
         lease.on_end(lambda reason: channel.close())
+
+    def watch(self, *, on_end: Callable[[str], None], on_drain: Callable[[], None]) -> None:
+        """Tells when the lease ends, for whatever reason, and when the server wants to be left; from other threads."""
+        self._lease.on_drain(on_drain)
+        self._lease.on_end(on_end)
+
+    @property
+    def n_stale(self) -> int:
+        """Late, duplicate or unknown replies that were dropped."""
+        return self._channel.n_stale
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no dispatch is in flight."""
+        return self._channel.is_idle
+
+    def deadline_s(self, n_rows: int) -> float:
+        """How long a dispatch of so many rows may take: other ones of this host may be before it."""
+        bounds = self._deadlines
+        usual = max(self._recent_s, self.n_slots * self.learner.seconds(n_rows))
+        return min(bounds.ceiling_s, max(bounds.floor_s, PATIENCE * usual))
 
     @property
     def n_created(self) -> int:
         """Frames and views made so far."""
         return sum(1 + slot.owner.views.n_created for slot in self._channel.slots)
 
-    def take_slot(self, *, wait: bool) -> HostSlot | None:
-        """A free slot for `send`; without ``wait``, None if there is none at the moment.
-
-        Raises:
-            DeadlineError: none came free within the dispatch timeout.
-            ServerError: the channel is closed.
-        """
+    def take(self, *, wait: bool) -> Flight | None:
+        """See `ShardLink`."""
         try:
-            return self._channel.acquire(self._timeout_s if wait else 0.0)
+            slot = self._channel.acquire(self._deadlines.ceiling_s if wait else 0.0)
         except DeadlineError as error:
             if not wait:
                 return None
             raise self._explain(error) from None
         except ServerError as error:
             raise self._explain(error) from None
+        flight: Flight = slot.owner
+        return flight
 
     def send(
         self,
-        slot: HostSlot,
+        flight: Flight,
         layer: int,
         start: int,
         hidden: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
         to: CallCounters,
-    ) -> Flight | None:
-        """Sends the rows of one chunk that need this server; None, and the slot is free again, if there is none.
-
-        Args:
-            slot: from `take_slot`; `release` gives it back.
-            layer: running number of the MoE layer.
-            start: number of the chunk's first row in the call.
-            hidden: (n, hidden) of the chunk, any device.
-            ids: (n, top_k) int64 expert numbers.
-            weights: (n, top_k).
-            to: where the call is counted.
-
-        Raises:
-            PayloadError: a value does not fit the payload dtype.
-            ServerError: the channel is closed or no slot comes free in time.
-        """
-        channel, layout = self._channel, self.layout
+    ) -> bool:
+        """See `ShardLink`."""
+        assert isinstance(flight, _RemoteFlight)
+        channel, layout, slot = self._channel, self.layout, flight.slot
         try:
-            flight: Flight = slot.owner
             if flight.packer.takes(hidden, ids, weights):
                 n_rows, index = self._pack_few(flight, layer, start, hidden, ids, weights)
             else:
                 n_rows, index = self._pack(flight, layer, start, hidden, ids, weights)
             if n_rows == 0:
                 channel.release(slot)
-                return None
+                return False
             header = flight.header
             header.kind = Kind.DISPATCH
             header.dtype_out, header.dtype_back = layout.dtype_out, layout.dtype_back
@@ -155,7 +176,8 @@ class ExpertLink:
             header.epoch, header.layer, header.top_k, header.rows = self._epoch, layer, layout.top_k, n_rows
             header.flags = Flag.WEIGHTS_F32 if weights.dtype == torch.float32 else Flag.NONE
             header.body_bytes = layout.dispatch_body_bytes(n_rows)
-            header.timeout_us = self._timeout_us
+            flight.deadline_s = self.deadline_s(n_rows)
+            header.timeout_us = int(flight.deadline_s * 1e6)
             header.queue_us = header.compute_us = header.code = 0
             header.pack_into(slot.request)
             n_bytes = HEADER_BYTES + header.body_bytes
@@ -163,16 +185,18 @@ class ExpertLink:
         except BaseException as error:
             channel.release(slot)
             raise self._explain(error) if isinstance(error, ServerError) else error from None
+        flight.sent_at = perf_counter()
         flight.layer, flight.start, flight.n_rows, flight.index = layer, start, n_rows, index
         flight.chunk_rows = ids.shape[0]
+        self.n_calls += 1
         to.calls += 1
         to.rows += n_rows
         to.bytes_out += n_bytes
-        return flight
+        return True
 
     def _pack(
         self,
-        flight: Flight,
+        flight: _RemoteFlight,
         layer: int,
         start: int,
         hidden: torch.Tensor,
@@ -199,7 +223,7 @@ class ExpertLink:
 
     def _pack_few(
         self,
-        flight: Flight,
+        flight: _RemoteFlight,
         layer: int,
         start: int,
         hidden: torch.Tensor,
@@ -216,29 +240,36 @@ class ExpertLink:
             raise PayloadError(f"{_where(layer, start, index, bad)}: hidden states {what}")
         return packer.n_rows, index
 
-    def receive(self, flight: Flight, to: CallCounters) -> torch.Tensor:
-        """Waits for the sum that answers ``flight``: (n_rows, hidden) in the payload dtype, valid until `release`.
-
-        Raises:
-            DeadlineError: no answer within the dispatch timeout.
-            ServerError: the server refused, failed or is gone.
-            PayloadError: the server's result does not fit the payload dtype.
-        """
+    def receive(self, flight: Flight, to: CallCounters, within_s: float | None = None) -> torch.Tensor | None:
+        """See `ShardLink`."""
+        assert isinstance(flight, _RemoteFlight)
         slot = flight.slot
+        # Whoever was waited for before may have used up the time; a reply that is here counts all the same.
+        left_s = max(min(LOOK_S, flight.deadline_s), flight.sent_at + flight.deadline_s - perf_counter())
+        wait_s = left_s if within_s is None else min(within_s, left_s)
+        gives_up = wait_s < left_s
         try:
-            n_bytes = self._channel.wait(slot, self._timeout_s)
+            n_bytes = self._channel.wait(slot, wait_s, keep=gives_up)
+        except DeadlineError:
+            if gives_up:
+                return None
+            raise DeadlineError(f"{self.name}: no reply within {flight.deadline_s:.3g} s") from None
         except ServerError as error:
             raise self._explain(error) from None
         header = flight.header
-        header.unpack_from(slot.reply)
-        if header.request_id != flight.request_id:
-            raise ServerError(f"expert server {self.info.address}: reply to another request")
-        if header.kind == Kind.ERROR:
-            raise self._error(flight, header)
         try:
-            self.layout.check_combine(header, n_bytes, flight.n_rows)
+            header.unpack_from(slot.reply)
+            if header.request_id != flight.request_id:
+                raise ProtocolError("reply to another request")
+            if header.kind != Kind.ERROR:
+                if header.epoch != self._epoch:
+                    raise ProtocolError(f"reply of epoch {header.epoch}, this lease has {self._epoch}")
+                self.layout.check_combine(header, n_bytes, flight.n_rows)
         except ServerError as error:
             raise self._explain(error) from None
+        if header.kind == Kind.ERROR:
+            raise self._error(flight, header)
+        self._recent_s = max(perf_counter() - flight.sent_at, RECENT * self._recent_s)
         to.bytes_back += n_bytes
         flight.queue_s, flight.compute_s = header.queue_us * 1e-6, header.compute_us * 1e-6
         to.queue_s += flight.queue_s
@@ -246,38 +277,40 @@ class ExpertLink:
         return flight.views.combine(flight.n_rows)
 
     def release(self, flight: Flight) -> None:
-        """Gives the slot of ``flight`` back; if its reply was not received it is dropped when it comes."""
+        """See `ShardLink`."""
+        assert isinstance(flight, _RemoteFlight)
         flight.index = None
         self._channel.release(flight.slot)
 
-    def close(self) -> None:
-        """Ends the lease and frees the channel. Idempotent."""
+    def close(self, *, grace_s: float = LEAVE_S) -> None:
+        """Frees the channel and ends the lease, waiting up to ``grace_s`` for the server to confirm. Idempotent."""
+        self._leaving = True
         for slot in self._channel.slots:
             slot.owner.views.drop()
         self._channel.close()
-        self._lease.close()
+        self._lease.close(grace_s)
         self._client.close()
 
     def _explain(self, error: ServerError) -> ServerError:
         """The error with the server's address, and with the lease's reason if that has ended."""
         address = self.info.address
         if isinstance(error, DeadlineError):
-            return DeadlineError(f"expert server {address}: {error}")
+            return DeadlineError(f"{self.name}: {error}")
         # A closed channel shows first; why it was closed comes over the lease a moment later.
-        reason = self._lease.why_ended(END_REASON_TIMEOUT_S if type(error) is ServerError else 0)
+        is_puzzling = type(error) is ServerError and not self._leaving
+        reason = self._lease.why_ended(END_REASON_TIMEOUT_S if is_puzzling else 0)
         if reason is not None:
             return ServerError(reason)
         text = str(error)
-        return type(error)(text if address in text else f"expert server {address}: {text}")
+        return type(error)(text if address in text else f"{self.name}: {text}")
 
-    def _error(self, flight: Flight, header: FrameHeader) -> Exception:
+    def _error(self, flight: _RemoteFlight, header: FrameHeader) -> Exception:
         text = read_error_text(flight.slot.reply, header.body_bytes)
-        address = self.info.address
-        if header.code == ErrorCode.PAYLOAD:
+        if header.code == ErrorCode.PAYLOAD and header.rows < flight.n_rows:
             where = _where(flight.layer, flight.start, flight.index, header.rows)
-            return PayloadError(f"{where}: expert output {text} (expert server {address})")
+            return PayloadError(f"{where}: expert output {text} ({self.name})")
         kind = CapacityError if header.code == ErrorCode.CAPACITY else ServerError
-        return kind(f"expert server {address}: {text}")
+        return kind(f"{self.name}: {text}")
 
 
 def _where(layer: int, start: int, index: torch.Tensor | None, row: int) -> str:

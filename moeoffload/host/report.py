@@ -56,11 +56,14 @@ class Report:
     run: RunFacts
     phases: dict[str, dict[str, Any]]
     servers: list[dict[str, Any]]
+    recovery: dict[str, Any]
     layers: dict[str, list[dict[str, Any]]] | None
 
     @classmethod
-    def collect(cls, model: ModelFacts, run: RunFacts, recorder: Recorder, links: Sequence[ExpertLink]) -> Report:
-        """Takes the figures of ``recorder`` and ``links`` as they stand."""
+    def collect(
+        cls, model: ModelFacts, run: RunFacts, recorder: Recorder, links: Sequence[ExpertLink], recovery: dict[str, Any]
+    ) -> Report:
+        """Takes the figures of ``recorder`` and ``links`` as they stand; ``recovery`` is what befell the servers."""
         totals = recorder.phases
         servers = [
             asdict(link.info)
@@ -71,7 +74,7 @@ class Report:
         ]
         phases = {name: _phase(phase) for name, phase in totals.items()}
         layers = {name: [asdict(times) for times in layers] for name, layers in recorder.layers.items()}
-        return cls(model, run, phases, servers, layers if recorder.profile else None)
+        return cls(model, run, phases, servers, recovery, layers if recorder.profile else None)
 
     @property
     def prompt_tokens(self) -> int:
@@ -94,6 +97,7 @@ class Report:
             "completion_tokens": self.completion_tokens,
             "phases": self.phases,
             "servers": self.servers,
+            "recovery": self.recovery,
         }
         if self.layers is not None:
             data["layers"] = self.layers
@@ -101,7 +105,10 @@ class Report:
 
     def table(self) -> RenderableType:
         """Tables for a terminal: the phases, then the servers."""
-        return Group(self._phase_table(), self._server_table())
+        tables = [self._phase_table(), self._server_table()]
+        if any(count for name, count in self.recovery.items() if name != "events"):
+            tables.append(self._recovery_table())
+        return Group(*tables)
 
     def _phase_table(self) -> Table:
         table = Table(title=f"{self.model.model_type} · mode {self.run.mode} · payload {self.run.payload_dtype}")
@@ -161,6 +168,14 @@ class Report:
                 rows.setdefault(label, []).append(cell)
         for label, row in rows.items():
             table.add_row(label, *row)
+        return table
+
+    def _recovery_table(self) -> Table:
+        table = Table(title="faults")
+        counts = {name: count for name, count in self.recovery.items() if name != "events" and count}
+        for name in counts:
+            table.add_column(name.replace("_", " "), justify="right")
+        table.add_row(*(f"{count:,}" for count in counts.values()))
         return table
 
 

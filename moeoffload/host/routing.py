@@ -10,8 +10,10 @@ import torch
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import SettingError
+from moeoffload.text import one_line
 
 VERSION: Final = 1
+MAX_BYTES: Final = 64 << 20
 
 
 class RoutingCounter:
@@ -47,17 +49,25 @@ def read_routing_stats(path: Path, checkpoint: Checkpoint) -> list[list[int]]:
         SettingError: the file is not one, or is of another model.
     """
     try:
-        data = json.loads(path.read_text())
-        version, digest = data["version"], data["model_digest"]
-        counts = [[int(count) for count in layer] for layer in data["counts"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingError(f"routing-stats: {path} is no file of `moeoffload profile` ({error!r})") from None
+        with path.open("rb") as stream:
+            data = json.loads(stream.read(MAX_BYTES + 1)[:MAX_BYTES])
+        version, digest = data["version"], str(data["model_digest"])
+        counts = [[_count(count) for count in layer] for layer in data["counts"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        what = one_line(repr(error), 200)
+        raise SettingError(f"routing-stats: {path} is no file of `moeoffload profile` ({what})") from None
     if version != VERSION:
-        raise SettingError(f"routing-stats: {path} has version {version}, expected {VERSION}")
+        raise SettingError(f"routing-stats: {path} has version {str(version)[:20]!r}, expected {VERSION}")
     if digest != checkpoint.digest:
         raise SettingError(
-            f"routing-stats: {path} is of another model (digest {digest[:12]}, not {checkpoint.digest[:12]})"
+            f"routing-stats: {path} is of another model (digest {digest[:12]!r}, not {checkpoint.digest[:12]})"
         )
     if [len(layer) for layer in counts] != [layer.n_experts for layer in checkpoint.layers]:
         raise SettingError(f"routing-stats: {path} does not have one count for each expert")
     return counts
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{str(value)[:20]!r} is no count")
+    return value

@@ -15,12 +15,16 @@ from moeoffload.devices import device_name, resolve_device
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.fleet import Fleet, OnProgress
 from moeoffload.host.granularity import Granularity
+from moeoffload.host.link import ExpertLink
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.model import bind_experts, load_dense_model, load_tokenizer
 from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
+from moeoffload.host.recovery_log import RecoveryLog
 from moeoffload.host.report import ModelFacts, Report, RunFacts
 from moeoffload.host.routing import read_routing_stats
+from moeoffload.host.second_opinion import SecondOpinion
+from moeoffload.host.shard import recovery_figures
 from moeoffload.host.spawn import ServerSpec
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.payload import PayloadDtype
@@ -66,7 +70,7 @@ class OffloadedModel:
         tokenizer: its tokenizer.
         settings: the settings it was opened with.
         checkpoint: the files it came from.
-        links: the expert servers, in order of placement.
+        shards: the parts of the experts that servers compute, in order of placement.
     """
 
     def __init__(
@@ -100,8 +104,8 @@ class OffloadedModel:
             self.model = load_dense_model(self.checkpoint, self._device)
             self.tokenizer = load_tokenizer(self.checkpoint)
             self._local = LocalExperts(self.checkpoint, local, self._device) if local.n_experts else None
-            self.links = attached.result()
-            self._finish(stack)
+            self.shards = attached.result()
+            self._finish(stack, fleet.log)
             self._stack = stack.pop_all()
 
     def _local_table(self, usage: Sequence[Sequence[int]] | None) -> ExpertTable:
@@ -114,11 +118,21 @@ class OffloadedModel:
             usage,
         )
 
-    def _finish(self, stack: contextlib.ExitStack) -> None:
+    @property
+    def links(self) -> list[ExpertLink]:
+        """The expert servers, in order of placement; of a server that is lost the last link."""
+        return [shard.known for shard in self.shards]
+
+    def _finish(self, stack: contextlib.ExitStack, log: RecoveryLog) -> None:
         settings, checkpoint = self.settings, self.checkpoint
-        self.recorder = Recorder(len(self.links), len(checkpoint.layers), profile=settings.profile)
+        self._log = log
+        self.recorder = Recorder(len(self.shards), len(checkpoint.layers), profile=settings.profile)
         granularity = Granularity(settings.mode, settings.hot_slice, settings.pipeline)
-        self.dispatcher = Dispatcher(self.links, granularity, self.recorder, self._local)
+        second = None
+        if settings.hedge_ms or settings.verify_percent:
+            coarsest = max((checkpoint.dtype, self._payload.torch_dtype), key=lambda dtype: torch.finfo(dtype).eps)
+            second = SecondOpinion(settings.hedge_ms / 1000, settings.verify_percent / 100, coarsest, log)
+        self.dispatcher = Dispatcher(self.shards, granularity, self.recorder, self._local, second)
         bind_experts(self.model, checkpoint, self.dispatcher.for_layer)
         if settings.fast_dense and self._device.type == "cpu":
             stack.callback(accelerate_dense(self.model))
@@ -128,7 +142,8 @@ class OffloadedModel:
             [layer.module_name for layer in checkpoint.layers],
             self.recorder,
             lambda n_rows: granularity.pipeline_plan(n_rows, least),
-            settings.dispatch_timeout_s,
+            # The chunk before may have to wait for a dispatch, and then to read the experts of a lost server.
+            settings.dispatch_timeout_s + settings.load_timeout_s,
         )
         stack.callback(self.pipeline.close)
         self.dispatcher.on_layer = self.pipeline.experts_asked
@@ -157,7 +172,7 @@ class OffloadedModel:
             host_device=str(self._device),
             host_device_name=device_name(self._device),
         )
-        return Report.collect(facts, run, self.recorder, self.links)
+        return Report.collect(facts, run, self.recorder, self.links, recovery_figures(self.shards, self._log))
 
     @property
     def pool_creations(self) -> int:

@@ -8,9 +8,11 @@ from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.huge_pages import prefer_huge_pages
 from moeoffload.kernels.layer import KernelChoice, LayerKernels, prepare_layer, warm_up
 from moeoffload.kernels.local import local_experts, register_local_experts
+from moeoffload.kernels.program import COMPUTE_DTYPES
 from moeoffload.kernels.workspace import KernelWorkspace
 
 __all__ = [
+    "COMPUTE_DTYPES",
     "ExpertKernel",
     "GroupedKernel",
     "KernelChoice",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from moeoffload.kernels import words
 from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.layout import ExpertsLayout, lay_out, n_experts_of, why_not
+from moeoffload.kernels.phases import N_HIT, N_PRESENT, SUM_COLUMNS
 from moeoffload.kernels.program import (
     ITEM_GROUPS,
     experts_program,
@@ -19,6 +21,7 @@ from moeoffload.kernels.program import (
     threads_for,
     yield_address,
 )
+from moeoffload.kernels.tile import WEIGHT_ROWS
 from moeoffload.kernels.triton_experts import MAX_ROWS, few_rows_kernel
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
 
@@ -104,6 +107,35 @@ class LayerKernels:
         else:
             self._tiled.run(rows, slots, weights, out, workspace or self._workspace)
 
+    def in_steps(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        step_s: Callable[[], float],
+        workspace: KernelWorkspace | None = None,
+    ) -> Iterator[None]:
+        """As a call, with the same bits, but in steps: ``out`` is written when the iterator is at its end.
+
+        Between two steps calls of this and of other layers may run, in another workspace. Kernels that cannot be
+        interrupted (the grouped one, those of a GPU) make one step.
+
+        Args:
+            rows, slots, weights, out: see `__call__`; not to be touched before the end.
+            step_s: about how many seconds the next step may take; a step is at least one item of a phase.
+            workspace: see `__call__`.
+
+        Raises:
+            IndexError, ValueError: see `__call__`.
+        """
+        self._check(rows, slots, weights, out)
+        few = self._few_rows is not None and slots.shape[0] <= MAX_ROWS
+        if self.falls_back or few or not slots.numel():
+            self(rows, slots, weights, out)
+        else:
+            yield from self._tiled.in_steps(rows, slots, weights, out, workspace or self._workspace, step_s)
+
     def _check_slots(self, slots: torch.Tensor) -> None:
         if slots.device.type != "cpu":
             return
@@ -132,6 +164,15 @@ class LayerKernels:
             raise ValueError(f"dtypes of rows, slots, weights, out are {dtypes}; the compute dtype is {self.dtype}")
         if not out.is_contiguous():
             raise ValueError("out is not contiguous")
+
+
+_COUNTER_OF: Final = {words.UP_PHASE: 0, words.ACTIVATE_PHASE: 1, words.DOWN_PHASE: 2, words.SUM_PHASE: 3}
+"""Number of a phase's line of counters."""
+
+
+def _items(n_out: int) -> int:
+    """Items that a projection with so many weight rows has for each expert, when it is computed in steps."""
+    return -(-(n_out // WEIGHT_ROWS) // ITEM_GROUPS)
 
 
 class TiledExperts:
@@ -177,13 +218,29 @@ class TiledExperts:
         workspace: KernelWorkspace,
     ) -> None:
         """See `LayerKernels`; everything has been checked but the slots."""
+        # What the call block points to stays alive as long as this.
+        rows, slots, weights = rows.contiguous(), slots.contiguous(), weights.contiguous()
+        arena, n_threads = self._prepare(rows, slots, weights, out, workspace)
+        if self._is_fused:
+            if n_threads == 1:
+                self._phases(arena, words.PLAN_PHASE | words.COMPUTE_PHASES, 1)
+            else:
+                self._phases(arena, words.PLAN_PHASE, 1)
+                self._phases(arena, words.COMPUTE_PHASES, n_threads)
+        else:
+            self._run_with_torch(arena, n_threads)
+
+    def _prepare(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        workspace: KernelWorkspace,
+    ) -> tuple[Arena, int]:
+        """Fills the call block in with contiguous tensors; returns its arena and the number of threads for it."""
         n_rows, top_k = slots.shape
         arena = workspace.arena(self.shape, n_rows, top_k)
-        rows, slots, weights = (
-            rows.contiguous(),
-            slots.contiguous(),
-            weights.contiguous(),
-        )
         call, buffers = arena.call, arena.buffers
         call[words.LAYER] = self._block_address
         call[words.ROWS] = rows.data_ptr()
@@ -197,21 +254,65 @@ class TiledExperts:
         call[words.UP] = call[words.DOWN] = buffers[words.UP].data_ptr()
         call[words.ACTIVATED] = buffers[words.ACTIVATED].data_ptr()
         call[words.OPERANDS] = buffers[words.OPERANDS].data_ptr() if self.shape.converts_rows else call[words.ROWS]
-        n_threads = threads_for(min(n_rows * top_k, self.shape.n_experts) * self._expert_bytes)
-        if self._is_fused:
-            if n_threads == 1:
-                self._phases(arena, words.PLAN_PHASE | words.COMPUTE_PHASES, 1)
-            else:
-                self._phases(arena, words.PLAN_PHASE, 1)
-                self._phases(arena, words.COMPUTE_PHASES, n_threads)
-        else:
-            self._run_with_torch(arena, n_threads)
+        call[words.LIMIT] = words.NO_LIMIT
+        return arena, threads_for(min(n_rows * top_k, self.shape.n_experts) * self._expert_bytes)
 
-    def _phases(self, arena: Arena, phases: int, n_threads: int) -> None:
+    def in_steps(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        workspace: KernelWorkspace,
+        step_s: Callable[[], float],
+    ) -> Iterator[None]:
+        """See `LayerKernels.in_steps`; everything has been checked but the slots."""
+        rows, slots, weights = rows.contiguous(), slots.contiguous(), weights.contiguous()
+        arena, n_threads = self._prepare(rows, slots, weights, out, workspace)
+        module, shape, call = self._experts, self.shape, arena.call
+        self._phases(arena, words.PLAN_PHASE, 1)
+        plan = (ctypes.c_int32 * 2).from_address(call[words.PLAN])
+        n_present, n_hit = plan[N_PRESENT], plan[N_HIT]
+        n_sums = rows.shape[0] * -(-shape.hidden // SUM_COLUMNS)
+        yield from self._steps(arena, words.UP_PHASE, n_hit * _items(shape.up_columns), n_threads, step_s)
+        if self._is_fused:
+            yield from self._steps(arena, words.ACTIVATE_PHASE, n_present, n_threads, step_s)
+        elif n_present:
+            values = arena.matrix(words.UP, (n_present, shape.up_columns), self._dtype)
+            values = module._apply_gate(values) if module.has_gate else module.act_fn(values)
+            activated = values.to(self._row_dtype).contiguous()
+            call[words.ACTIVATED] = activated.data_ptr()
+            yield
+        yield from self._steps(arena, words.DOWN_PHASE, n_hit * _items(shape.hidden), n_threads, step_s)
+        if module.has_post_expert_norm and n_present:
+            values = arena.matrix(words.UP, (n_present, shape.hidden), self._dtype)
+            values = module.post_expert_norm(values).contiguous()
+            call[words.DOWN] = values.data_ptr()
+            yield
+        yield from self._steps(arena, words.SUM_PHASE, n_sums, n_threads, step_s)
+
+    def _steps(
+        self, arena: Arena, phase: int, n_items: int, n_threads: int, step_s: Callable[[], float]
+    ) -> Iterator[None]:
+        """One phase, whose items take about the same time, a few items at a time."""
+        call = arena.call
+        claimed = words.COUNTERS + _COUNTER_OF[phase] * words.COUNTER_WORDS
+        done, size = 0, n_threads
+        while done < n_items:
+            call[claimed] = done  # threads have claimed beyond the limit
+            call[words.LIMIT] = end = min(done + size, n_items)
+            started = perf_counter()
+            self._phases(arena, phase, n_threads, ITEM_GROUPS)
+            took_s = perf_counter() - started
+            size = max(n_threads, min(int((end - done) * step_s() / (took_s + 1e-9)), 4 * (end - done)))
+            done = end
+            yield
+
+    def _phases(self, arena: Arena, phases: int, n_threads: int, item_groups: int = 1 << 30) -> None:
         call = arena.call
         call[words.PHASES] = phases
         if n_threads == 1:
-            call[words.ITEM_GROUPS] = 1 << 30
+            call[words.ITEM_GROUPS] = item_groups
             self._program.run(arena.address)
         else:
             call[words.YIELD] = yield_address()

@@ -3,7 +3,8 @@
 plan -> up projections -> activation -> down projections -> weighted sum. Each phase's work is cut into items that
 threads claim one after the other, and a phase begins when all items of the one before are finished: a thread that gets
 no core holds nobody up. The results do not depend on who did what. "Positions" are routes sorted by expert. A phase
-returns its number of items; ``counter`` is the address of how many are claimed, followed by how many are finished.
+returns its number of items; ``counter`` is the address of how many are claimed, followed by how many are finished;
+items from ``limit`` on are left for another time.
 """
 
 from __future__ import annotations
@@ -214,6 +215,7 @@ def project(
     out: Any,
     item_groups: int,
     counter: int,
+    limit: int,
 ) -> int:
     """Every present route times its expert's matrix (n_out, inner): ``out`` (positions, n_out)."""
     hit, first, row_of, _, identity, _ = plan_parts(plan, n_experts, n_routes)
@@ -223,7 +225,7 @@ def project(
     n_items = plan[N_HIT] * per_expert
     while True:
         item = claim(counter)
-        if item >= n_items:
+        if item >= n_items or item >= limit:
             return n_items
         group = item // per_expert
         start = (item - group * per_expert) * item_groups
@@ -273,12 +275,12 @@ def exp(x: Any) -> Any:
 
 
 @njit(nogil=True, error_model="numpy")
-def silu_times_up(plan: Any, inter: int, values: Any, out: Any, counter: int) -> int:
+def silu_times_up(plan: Any, inter: int, values: Any, out: Any, counter: int, limit: int) -> int:
     """``out = silu(gate) * up`` for ``values`` (positions, [gate | up]); rounds after each step to their type."""
     one = np.float32(1.0)
     while True:
         position = claim(counter)
-        if position >= plan[N_PRESENT]:
+        if position >= plan[N_PRESENT] or position >= limit:
             return plan[N_PRESENT]
         gate = values[position * 2 * inter : position * 2 * inter + inter]
         up = values[position * 2 * inter + inter : (position + 1) * 2 * inter]
@@ -303,6 +305,7 @@ def weighted_sum(
     rounds: bool,
     out: Any,
     counter: int,
+    limit: int,
 ) -> None:
     """``out[row] = sum of values[position] * weight`` over the row's routes in their order, in float32.
 
@@ -313,7 +316,7 @@ def weighted_sum(
     n_items = n_rows * per_row
     while True:
         item = claim(counter)
-        if item >= n_items:
+        if item >= n_items or item >= limit:
             return
         row = item // per_row
         start = (item - row * per_row) * SUM_COLUMNS

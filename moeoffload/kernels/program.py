@@ -48,7 +48,7 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
         n_rows, top_k, phases = (call[words.N_ROWS], call[words.TOP_K], call[words.PHASES])
         n_routes = n_rows * top_k
         counters = address + np.int64(words.COUNTERS * 8)
-        item_groups = call[words.ITEM_GROUPS]
+        item_groups, limit = call[words.ITEM_GROUPS], call[words.LIMIT]
         yield_address = call[words.YIELD]
         plan = view(call[words.PLAN], np.int32, plan_words(n_experts, n_routes))
         operands = view(call[words.OPERANDS], row_type, n_rows * hidden)
@@ -84,10 +84,11 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
                 up,
                 item_groups,
                 counters,
+                limit,
             )
         if phases & words.ACTIVATE_PHASE:
             wait_for_items(counters, n_items, yield_address)
-            n_items = silu_times_up(plan, inter, up, activated, counters + 64)
+            n_items = silu_times_up(plan, inter, up, activated, counters + 64, limit)
         if phases & words.DOWN_PHASE:
             wait_for_items(counters + 64, n_items, yield_address)
             weights = view(layer[words.DOWN_WEIGHT], weight_type, n_experts * hidden * inter)
@@ -107,16 +108,19 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
                 down,
                 item_groups,
                 counters + 128,
+                limit,
             )
         if phases & words.SUM_PHASE:
             wait_for_items(counters + 128, n_items, yield_address)
             out = view(call[words.OUT], np.float32, n_rows * hidden)
             if call[words.WEIGHTS_ARE_F32]:
                 route_weights = view(call[words.WEIGHTS], np.float32, n_routes)
-                weighted_sum(plan, n_experts, n_rows, top_k, hidden, down, route_weights, False, out, counters + 192)
+                weighted_sum(
+                    plan, n_experts, n_rows, top_k, hidden, down, route_weights, False, out, counters + 192, limit
+                )
             else:
                 rounded = view(call[words.WEIGHTS], weight_type, n_routes)
-                weighted_sum(plan, n_experts, n_rows, top_k, hidden, down, rounded, True, out, counters + 192)
+                weighted_sum(plan, n_experts, n_rows, top_k, hidden, down, rounded, True, out, counters + 192, limit)
 
     return experts_entry
 
@@ -140,8 +144,9 @@ def _make_linear_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable[
             mode = 1 if call[words.BIAS] != 0 else 0
             out = view(call[words.OUT], weight_type, n_rows * n_out)
             counter = address + np.int64(words.COUNTERS * 8)
+            groups = call[words.ITEM_GROUPS]
             project(
-                plan, 1, n_rows, weights, n_out, n_in, operands, True, bias, mode, out, call[words.ITEM_GROUPS], counter
+                plan, 1, n_rows, weights, n_out, n_in, operands, True, bias, mode, out, groups, counter, words.NO_LIMIT
             )
 
     return linear_entry

@@ -38,6 +38,9 @@ OPERANDS: Final = 15
 """(n_rows, hidden) row dtype: the rows themselves if they have it."""
 BAD_ROUTE: Final = 16
 """Written by the plan: -1, or a route whose slot does not exist."""
+LIMIT: Final = 17
+"""No item from this number on is computed, in any phase: so a call can be computed in steps, phase by phase."""
+NO_LIMIT: Final = 1 << 62
 COUNTERS: Final = 24
 """One cache line per phase: how many of its items are claimed, and how many finished."""
 COUNTER_WORDS: Final = 8

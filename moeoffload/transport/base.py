@@ -128,13 +128,13 @@ class HostChannel(ABC):
         """
 
     @abstractmethod
-    def wait(self, slot: HostSlot, timeout_s: float) -> int:
+    def wait(self, slot: HostSlot, timeout_s: float, *, keep: bool = False) -> int:
         """Waits for the reply to what was sent from ``slot``; returns its length in bytes, in ``slot.reply``.
 
         Raises:
-            DeadlineError: no reply within ``timeout_s`` seconds; the slot is then abandoned: after its ``release`` it
-                comes free only when the late reply has arrived (which is dropped and counted in ``n_stale``), so
-                nothing is overwritten.
+            DeadlineError: no reply within ``timeout_s`` seconds. With ``keep`` it can be waited for again. Without, the
+                slot is abandoned: after its ``release`` it comes free only when the late reply has arrived (which is
+                dropped and counted in ``n_stale``), so nothing is overwritten.
             ProtocolError: the reply has an impossible length.
             ServerError: the channel was closed, by either side.
         """
@@ -142,6 +142,11 @@ class HostChannel(ABC):
     @abstractmethod
     def release(self, slot: HostSlot) -> None:
         """Gives a slot back; once after each ``acquire``, whether or not something was sent or received."""
+
+    @property
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """Whether every slot is free."""
 
     @abstractmethod
     def close(self) -> None:

@@ -146,7 +146,7 @@ class PooledHostChannel(HostChannel):
         self._ids[slot.index] += len(self.slots)
         self._states[slot.index] = SlotState.SENT
 
-    def wait(self, slot: HostSlot, timeout_s: float) -> int:
+    def wait(self, slot: HostSlot, timeout_s: float, *, keep: bool = False) -> int:
         """See `HostChannel.wait`."""
         index = slot.index
         if self._states[index] != SlotState.SENT:
@@ -159,7 +159,8 @@ class PooledHostChannel(HostChannel):
             finally:
                 self._leave()
         except DeadlineError:
-            self._abandon(slot)
+            if not keep:
+                self._abandon(slot)
             raise DeadlineError(f"{self.name}: no reply in slot {index} within {timeout_s:g} s") from None
         except BaseException:
             self._abandon(slot)
@@ -195,6 +196,11 @@ class PooledHostChannel(HostChannel):
                 self._wake()  # the last thread to leave frees
                 return
         self._dispose()
+
+    @property
+    def is_idle(self) -> bool:
+        """See `HostChannel.is_idle`."""
+        return len(self._free_slots) == len(self.slots)
 
     # -- for the transports
 
@@ -328,6 +334,6 @@ def write_error_frame(header: FrameHeader, frame: memoryview, request_id: int, c
     """Writes an error frame into ``frame``, the text cut to what fits; returns its length in bytes."""
     room = len(frame) - HEADER_BYTES
     header.kind, header.request_id, header.code = Kind.ERROR, request_id, code
-    header.body_bytes = write_error_text(frame, text.encode()[:room].decode(errors="ignore"))
+    header.body_bytes = write_error_text(frame, text.encode(errors="replace")[:room].decode(errors="ignore"))
     header.pack_into(frame)
     return HEADER_BYTES + header.body_bytes

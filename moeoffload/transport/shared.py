@@ -7,6 +7,7 @@ A request or reply costs its sender one ring entry or line and one semaphore pos
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from time import perf_counter
 from typing import Final
 
@@ -40,6 +41,9 @@ class SharedHostEnd(PooledHostChannel):
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
         words = self._words
+        while self._segment.reply_semaphores[slot.index].value:
+            self._segment.reply_semaphores[slot.index].acquire(0)
+            self.n_stale += 1  # the reply before, once more: nobody has asked for anything since
         self._awaited[slot.index] = request_id
         self._mark_sent(slot)
         with self._ring:  # the n-th post must come after the n-th entry
@@ -149,14 +153,18 @@ class SharedServerEnd(PooledServerChannel):
         at = self._segment.reply_at(slot.index)
         request_id = self._taken[slot.index]
         self._words[at], self._words[at + 1] = n_bytes, request_id
-        self._segment.reply_semaphores[slot.index].release()
+        try:
+            self._segment.reply_semaphores[slot.index].release()
+        except OSError:
+            self.n_dropped += 1  # the host has filled its semaphore up to the brim; it has tokens enough
         self._words[at + 2] = request_id
 
     def _close(self) -> None:
         self._words[SERVER_CLOSED] = 1
         self._segment.request_semaphore.release()
         for semaphore in self._segment.reply_semaphores:
-            semaphore.release()
+            with suppress(OSError):  # full: its host is awake anyway
+                semaphore.release()
         if self._reader is not threading.current_thread():
             self._reader.join()  # it frees the segment
 

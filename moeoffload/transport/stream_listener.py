@@ -30,6 +30,8 @@ from moeoffload.transport.zmq_socket import (
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, peek_request_id
 
 READ_POLL_S: Final = 0.5
+READ_AHEAD: Final = 16
+"""Messages read before work that has come is done, though there is more to read: a host may send junk without end."""
 FAREWELL_MS: Final = 200
 """How long a closing listener tries to tell its hosts so."""
 QUEUED_OUT: Final = 1 << 15
@@ -266,6 +268,7 @@ class StreamListener:
     def _read(self) -> None:
         likely = False
         worker: StreamServerEnd | None = None
+        n_read = 0
         while True:
             with self._using:
                 if self._closing:
@@ -277,13 +280,14 @@ class StreamListener:
                     readable, received = False, None
                 self._reader_waits = not readable and worker is None
             likely = False
+            n_read += 1
             if received is not None:
                 channel, slot, n_bytes = received
                 channel.received(slot, n_bytes)
                 if worker not in (None, channel):
                     worker.do_work()
-                worker = channel
-            elif not readable and worker is not None:
+                worker, n_read = channel, 0
+            elif worker is not None and (not readable or n_read >= READ_AHEAD):
                 worker.do_work()
                 worker = None
             elif not readable:

@@ -14,7 +14,8 @@ import torch
 
 from moeoffload.errors import CapacityError, ProtocolError
 from moeoffload.payload import PayloadDtype
-from moeoffload.wire.header import HEADER_BYTES, FrameHeader
+from moeoffload.text import one_line
+from moeoffload.wire.header import HEADER_BYTES, FrameHeader, Kind
 
 WEIGHT_BYTES: Final = 4
 SLOT_BYTES: Final = 2
@@ -118,13 +119,15 @@ class FrameLayout:
             ProtocolError: naming the field that differs.
         """
         if (
-            header.rows == rows
+            header.kind == Kind.COMBINE
+            and header.rows == rows
             and header.dtype_back == self.dtype_back
             and header.body_bytes == self.combine_body_bytes(rows)
             and frame_bytes == HEADER_BYTES + header.body_bytes
         ):
             return
         for name, value, expected in (
+            ("kind", header.kind, int(Kind.COMBINE)),
             ("rows", header.rows, rows),
             ("dtype_back", header.dtype_back, int(self.dtype_back)),
             ("body_bytes", header.body_bytes, self.combine_body_bytes(rows)),
@@ -155,12 +158,12 @@ def _view(frame: memoryview, dtype: torch.dtype, offset: int, rows: int, columns
 
 def write_error_text(frame: memoryview, text: str) -> int:
     """Writes ``text`` as the body of an error frame, cut to what fits; returns its length in bytes."""
-    data = text.encode()[:MAX_ERROR_TEXT_BYTES]
+    data = text.encode(errors="replace")[:MAX_ERROR_TEXT_BYTES]
     frame[HEADER_BYTES : HEADER_BYTES + len(data)] = data
     return len(data)
 
 
 def read_error_text(frame: memoryview, body_bytes: int) -> str:
-    """The text of an error frame; never reads beyond the frame nor more than the allowed length."""
+    """The text of an error frame as one line; never reads beyond the frame nor more than the allowed length."""
     end = min(len(frame), HEADER_BYTES + min(body_bytes, MAX_ERROR_TEXT_BYTES))
-    return bytes(frame[HEADER_BYTES:end]).decode(errors="replace")
+    return one_line(bytes(frame[HEADER_BYTES:end]).decode(errors="replace"), MAX_ERROR_TEXT_BYTES)

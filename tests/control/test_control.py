@@ -207,7 +207,7 @@ def test_draining_keeps_attached_hosts_refuses_new_ones_and_ends_with_the_last(s
     client = ControlClient(server.address)
     client.connect(STEP_TIMEOUT_S)
     try:
-        with open_model(DEMO, experts=[server.address], threads=1) as model:
+        with open_model(DEMO, experts=[server.address], threads=1, required=True) as model:
             before = logits_of(model)
             assert client.drain(STEP_TIMEOUT_S) == 1
             assert health_of(server.address, "") == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -237,7 +237,7 @@ def test_a_stopping_server_tells_its_hosts_so(start_server: StartServer) -> None
     client.connect(STEP_TIMEOUT_S)
     try:
         lease = client.attach(STEP_TIMEOUT_S)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGINT)
         assert lease.why_ended(STEP_TIMEOUT_S) == f"expert server {server.address}: the server is stopping"
         assert server.process.wait(READY_TIMEOUT_S) == 0
     finally:

@@ -41,8 +41,10 @@ def test_two_processes_with_certificates_and_a_token_give_the_right_answer(
     words = [f"--{name.replace('_', '-')}={value}" for name, value in site.good.items() if name != "experts"]
     result = commands.run(
         "moeoffload",
-        *("run", site.root / "demo", "--experts", site.server.address, *words, "--threads", "1"),
-        *("--transport", "stream", "--prompt", "add 17 25 =", "--report", report, "--log-level", "debug"),
+        "run",
+        site.root / "demo",
+        *("--experts", site.server.address, *words, "--threads", "1"),
+        *("--transport", "stream", "--prompt", "add 17 25 =", "--report", str(report), "--log-level", "debug"),
     )
     assert (result.code, result.out.strip()) == (0, "42"), result.err
     assert "stream" in json.dumps(json.loads(report.read_text()))

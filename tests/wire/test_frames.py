@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moeoffload.errors import CapacityError, ProtocolError
 from moeoffload.payload import PayloadDtype
+from moeoffload.text import one_line
 from moeoffload.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -20,6 +21,7 @@ from moeoffload.wire import (
     read_error_text,
     write_error_text,
 )
+from moeoffload.wire.layout import MAX_ERROR_TEXT_BYTES
 
 u8, u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (8, 16, 32, 64))
 headers = st.builds(
@@ -128,8 +130,9 @@ def test_error_text_is_cut_to_what_fits_and_never_read_beyond_its_frame(text: st
     n_bytes = write_error_text(frame, text)
     assert n_bytes <= layout.reply_bytes - HEADER_BYTES
     read = read_error_text(frame, n_bytes)
-    assert text.startswith(read.rstrip("\N{REPLACEMENT CHARACTER}"))
-    assert len(read_error_text(frame, 2**63)) <= 4096
+    assert one_line(text, MAX_ERROR_TEXT_BYTES).startswith(read.rstrip("\N{REPLACEMENT CHARACTER}."))
+    assert read.isprintable()
+    assert len(read_error_text(frame, 2**63)) <= MAX_ERROR_TEXT_BYTES
 
 
 def test_views_of_repeated_row_counts_are_made_once_and_the_cache_is_bounded() -> None:

@@ -51,16 +51,18 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., activate: _Optional[_Union[Activate, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("welcome", "offer", "ready", "closing")
+    __slots__ = ("welcome", "offer", "ready", "closing", "draining")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     CLOSING_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     offer: Offer
     ready: Ready
     closing: Closing
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., closing: _Optional[_Union[Closing, _Mapping]] = ...) -> None: ...
+    draining: Draining
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., closing: _Optional[_Union[Closing, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "host_version", "host")
@@ -79,7 +81,7 @@ class Welcome(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
 
 class Activate(_message.Message):
-    __slots__ = ("model_digest", "compute_dtype", "table_digest", "hidden_size", "top_k", "dtype_out", "dtype_back", "batch_capacity", "n_slots", "transport", "shared_bytes", "stream_key")
+    __slots__ = ("model_digest", "compute_dtype", "table_digest", "hidden_size", "top_k", "dtype_out", "dtype_back", "batch_capacity", "n_slots", "transport", "shared_bytes", "kernel", "stream_key")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     TABLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +93,7 @@ class Activate(_message.Message):
     N_SLOTS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_FIELD_NUMBER: _ClassVar[int]
     STREAM_KEY_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     compute_dtype: str
@@ -103,8 +106,9 @@ class Activate(_message.Message):
     n_slots: int
     transport: str
     shared_bytes: int
+    kernel: str
     stream_key: str
-    def __init__(self, model_digest: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., table_digest: _Optional[str] = ..., hidden_size: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype_out: _Optional[str] = ..., dtype_back: _Optional[str] = ..., batch_capacity: _Optional[int] = ..., n_slots: _Optional[int] = ..., transport: _Optional[str] = ..., shared_bytes: _Optional[int] = ..., stream_key: _Optional[str] = ...) -> None: ...
+    def __init__(self, model_digest: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., table_digest: _Optional[str] = ..., hidden_size: _Optional[int] = ..., top_k: _Optional[int] = ..., dtype_out: _Optional[str] = ..., dtype_back: _Optional[str] = ..., batch_capacity: _Optional[int] = ..., n_slots: _Optional[int] = ..., transport: _Optional[str] = ..., shared_bytes: _Optional[int] = ..., kernel: _Optional[str] = ..., stream_key: _Optional[str] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("batch_capacity", "channels", "kernel", "timings")
@@ -154,6 +158,10 @@ class Ready(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Closing(_message.Message):
     __slots__ = ("reason",)

@@ -1,0 +1,78 @@
+"""Files: headers of safetensors, their index, routing statistics."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, TensorIndex, open_reader
+from moeoffload.errors import ModelError, SettingError
+from moeoffload.host.routing import VERSION, read_routing_stats
+
+_SHARD = "model-00001-of-00001.safetensors"
+_HEADER = {"__metadata__": {"format": "pt"}, "a": {"dtype": "BF16", "shape": [2, 4], "data_offsets": [0, 16]}}
+_DIGEST = "d" * 64
+_CHECKPOINT: Any = SimpleNamespace(digest=_DIGEST, layers=[SimpleNamespace(n_experts=3)] * 2)
+
+
+def _safetensors(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header + bytes(16)
+
+
+def _read(folder: Path) -> None:
+    index = TensorIndex.open(folder)
+    with open_reader() as reader:
+        for tensor in index:
+            if tensor.nbytes > 1 << 20:
+                raise AssertionError("a tensor that is larger than its file")
+            if tensor.dtype in ("F32", "BF16", "I64"):
+                reader.read(tensor)
+                if tensor.shape and tensor.shape[0]:
+                    reader.read_rows(tensor, [0, tensor.shape[0] - 1])
+    index.main_dtype()
+
+
+def make() -> Callable[[bytes], None]:
+    """The function to be fuzzed."""
+    root = Path(tempfile.mkdtemp(prefix="moeoffload-fuzz-"))
+    single, sharded, stats = root / "single", root / "sharded", root / "stats.json"
+    single.mkdir()
+    sharded.mkdir()
+    (sharded / _SHARD).write_bytes(_safetensors(json.dumps(_HEADER).encode()))
+
+    def one_input(data: bytes) -> None:
+        kind, rest = (data[0] if data else 0) % 4, data[1:]
+        try:
+            if kind == 0:
+                (single / SINGLE_FILE).write_bytes(rest)
+                _read(single)
+            elif kind == 1:  # with a length that fits
+                (single / SINGLE_FILE).write_bytes(_safetensors(rest))
+                _read(single)
+            elif kind == 2:
+                (sharded / INDEX_FILE).write_bytes(rest)
+                _read(sharded)
+            else:
+                stats.write_bytes(rest)
+                read_routing_stats(stats, _CHECKPOINT)
+        except (ModelError, SettingError):
+            pass
+
+    return one_input
+
+
+def seeds() -> dict[str, bytes]:
+    """Inputs made of real files."""
+    header = json.dumps(_HEADER).encode()
+    index = json.dumps({"metadata": {"total_size": 16}, "weight_map": {"a": _SHARD}}).encode()
+    stats = json.dumps({"version": VERSION, "model_digest": _DIGEST, "tokens": 2, "counts": [[1, 0, 1]] * 2}).encode()
+    return {
+        "file": b"\0" + _safetensors(header),
+        "header": b"\1" + header,
+        "index": b"\2" + index,
+        "stats": b"\3" + stats,
+    }

@@ -1,0 +1,64 @@
+"""What a user writes on the command line or into the environment: addresses, sizes, devices, paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from moeoffload.errors import SettingError
+from moeoffload.expert_server.calibrate import Pace
+from moeoffload.setting_values import (
+    Address,
+    check_file_to_read,
+    check_file_to_write,
+    check_folder,
+    read_addresses,
+    read_device,
+    read_listen,
+    read_size,
+)
+
+_READERS: tuple[Callable[[str], object], ...] = (
+    read_addresses,
+    read_listen,
+    read_size,
+    read_device,
+    Pace.parse,
+    lambda text: check_folder(Path(text)),
+    lambda text: check_file_to_write(Path(text)),
+    lambda text: check_file_to_read(Path(text)),
+)
+
+
+def make() -> Callable[[bytes], None]:
+    """The function to be fuzzed."""
+
+    def one_input(data: bytes) -> None:
+        if not data:
+            return
+        text = data[1:].decode(errors="surrogateescape")  # as Python reads arguments
+        try:
+            value = _READERS[data[0] % len(_READERS)](text)
+        except (ValueError, SettingError):
+            return
+        if isinstance(value, Address) and Address.parse(value, lowest_port=0) != value:
+            raise AssertionError(f"{value!r} is not in one spelling")
+        if isinstance(value, int) and value < 0:
+            raise AssertionError(f"a size of {value}")
+
+    return one_input
+
+
+def seeds() -> dict[str, bytes]:
+    """Inputs that are allowed."""
+    texts = (
+        "10.0.0.1:50051,[::1]:7,box-2.lan:1",
+        "0.0.0.0:0",
+        "64MiB",
+        "cuda:1",
+        "factor=4,above=64:8",
+        "/tmp",
+        "x",
+        "/",
+    )
+    return {f"{number}": bytes([number]) + text.encode() for number, text in enumerate(texts)}

@@ -1,0 +1,129 @@
+"""Whose request is computed next: every host gets the same share of the time, brief requests at half the price.
+
+Each host has a clock of the compute time it has used; the host with the least is next. A host that had nothing to do
+starts where the others are, so nobody saves time up. Start-time fair queueing, with the time that was really used.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final, Generic, TypeVar
+
+BRIEF_ROWS: Final = 16
+"""Requests of up to so many rows are decode- or verify-shaped: another host's long request is interrupted for them."""
+BRIEF_PRICE: Final = 0.5
+"""Somebody waits for each token: a host that decodes beside one that floods gets two thirds of the time, not half."""
+SMALL_IN_A_ROW: Final = 16
+"""After so many small requests of one host its large ones have a turn."""
+_LEAST_STEP_S: Final = 0.2e-3
+_LARGEST_STEP_S: Final = 4e-3
+_STEP_PART: Final = 0.25
+_WEIGHT: Final = 0.125
+"""Of the newest brief request in the mean of what they take."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Share(Generic[T]):
+    """What one host waits for, and the time it has used. Anyone may append; only who computes takes."""
+
+    key: str
+    """Who the host is."""
+    small: deque[T] = field(default_factory=deque)
+    large: deque[T] = field(default_factory=deque)
+    used_s: float = 0.0
+    brief_s: float = _LARGEST_STEP_S
+    """What a brief request takes, on average."""
+    is_idle: bool = True
+    """Whether it had nothing to do when last looked at."""
+    n_users: int = 1
+    _in_a_row: int = 0
+
+    def next(self) -> tuple[T, bool]:
+        """Takes the next request; whether it is a large one. There must be one."""
+        if self.small and not (self.large and self._in_a_row >= SMALL_IN_A_ROW):
+            self._in_a_row += 1
+            return self.small.popleft(), False
+        self._in_a_row = 0
+        return self.large.popleft(), True
+
+    def charge(self, took_s: float, price: float) -> None:
+        """Counts a request that took so many seconds."""
+        if price == BRIEF_PRICE:
+            self.brief_s += _WEIGHT * (took_s - self.brief_s)
+        self.used_s += took_s * price
+
+
+class FairShares(Generic[T]):
+    """The shares of all attached hosts. `pick` and `rival` are for the thread that computes."""
+
+    def __init__(self) -> None:
+        self._shares: tuple[Share[T], ...] = ()
+        self._clock_s = 0.0
+        """Where the host that was served last stood: a host that comes starts there."""
+        self._lock = threading.Lock()
+
+    @property
+    def n_shares(self) -> int:
+        """Hosts that have one."""
+        return len(self._shares)
+
+    def join(self, key: str) -> Share[T]:
+        """The share of the host ``key``, the same for all its leases; `leave` gives it back."""
+        with self._lock:
+            for share in self._shares:
+                if share.key == key:
+                    share.n_users += 1
+                    return share
+            share = Share(key)
+            self._shares = (*self._shares, share)
+            return share
+
+    def leave(self, share: Share[T]) -> list[T]:
+        """One lease of the host has ended; returns what will not be served any more, if that was the last."""
+        with self._lock:
+            share.n_users -= 1
+            if share.n_users:
+                return []
+            self._shares = tuple(other for other in self._shares if other is not share)
+        return [*share.small, *share.large]
+
+    def has_small(self) -> bool:
+        """Whether any host waits for a small request."""
+        return any(share.small for share in self._shares)
+
+    def pick(self) -> Share[T] | None:
+        """The host whose turn it is; None if nobody waits."""
+        return self._least(None)
+
+    def rival(self, running: Share[T], clock_s: float) -> Share[T] | None:
+        """The host whose small request comes before what ``running`` computes and has used up to ``clock_s`` for."""
+        self._clock_s = max(self._clock_s, clock_s)
+        share = self._least(running)
+        return share if share is not None and share.used_s <= clock_s else None
+
+    def step_s(self, running: Share[T]) -> float:
+        """How long others can wait: a part of what a brief request of theirs takes."""
+        others = min((share.brief_s for share in self._shares if share is not running), default=_LARGEST_STEP_S)
+        return min(max(others * _STEP_PART, _LEAST_STEP_S), _LARGEST_STEP_S)
+
+    def _least(self, running: Share[T] | None) -> Share[T] | None:
+        """The least share that waits: for anything if nothing runs, for a small request beside ``running``."""
+        best = None
+        for share in self._shares:
+            if share is running:
+                continue
+            if not share.small and not share.large:
+                share.is_idle = True
+                continue
+            if share.is_idle:
+                share.is_idle = False
+                share.used_s = max(share.used_s, self._clock_s)
+            if (running is None or share.small) and (best is None or share.used_s < best.used_s):
+                best = share
+        if running is None and best is not None:
+            self._clock_s = max(self._clock_s, best.used_s)
+        return best

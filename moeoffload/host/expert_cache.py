@@ -1,0 +1,173 @@
+"""Routed experts on the host for a while: read from the checkpoint when needed, the least recently used go."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.kernels import COMPUTE_DTYPES, KernelWorkspace, LayerKernels, prepare_layer, warm_up
+
+READ_BYTES: Final = 256 << 20
+"""Experts are read in groups of at most so many bytes, beside the cache itself."""
+_META: Final = torch.device("meta")
+
+_Shape = tuple[int | None, tuple[tuple[str, tuple[int, ...]], ...]]
+
+
+class ExpertCache:
+    """Computes any experts of a model with at most ``n_bytes`` of them in memory. Thread-safe, one call at a time.
+
+    A row's sum has the same bits as from a server with the same kernel and device: experts are added in the order of
+    the row, wherever they lie.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, n_bytes: int, device: torch.device) -> None:
+        self._checkpoint = checkpoint
+        self._n_bytes = n_bytes
+        self._device = device
+        self._lock = threading.Lock()
+        self._shapes = [_shape_of(checkpoint, layer.index) for layer in checkpoint.layers]
+        self._pools: dict[_Shape, _Pool] = {}
+
+    def warm_up(self) -> None:
+        """Compiles what computes the experts, or loads it, so that no dispatch waits for that."""
+        if self._device.type == "cpu" and self._checkpoint.dtype in COMPUTE_DTYPES:
+            warm_up((self._checkpoint.dtype,))
+
+    @property
+    def n_read(self) -> int:
+        """Experts read from the checkpoint so far."""
+        return sum(pool.n_read for pool in self._pools.values())
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the experts in memory."""
+        return sum(pool.resident_bytes for pool in self._pools.values())
+
+    def compute(
+        self, layer: int, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Writes the weighted sum of some experts of one layer.
+
+        Args:
+            layer: running number of the MoE layer.
+            rows: (n, hidden) in the compute dtype.
+            experts: (n, top_k) int64 expert numbers, -1 for those to leave out.
+            weights: (n, top_k) float32 or the compute dtype, see `LayerKernels`.
+            out: (n, hidden) float32; overwritten.
+
+        Raises:
+            ModelError: the checkpoint cannot be read.
+        """
+        with self._lock:
+            pool = self._pool(layer)
+            for start, end, needed in _parts(experts, pool.n_slots):
+                table = pool.slots_of(layer, needed)
+                pool.kernels(rows[start:end], table[experts[start:end]], weights[start:end], out[start:end])
+
+    def _pool(self, layer: int) -> _Pool:
+        shape = self._shapes[layer]
+        pool = self._pools.get(shape)
+        if pool is None:
+            checkpoint = self._checkpoint
+            alike = [checkpoint.layers[i] for i, other in enumerate(self._shapes) if other == shape]
+            share = self._n_bytes // len(set(self._shapes))
+            n_slots = min(share // alike[0].expert_bytes, sum(each.n_experts for each in alike))
+            pool = self._pools[shape] = _Pool(checkpoint, layer, max(checkpoint.top_k, n_slots), self._device)
+        return pool
+
+
+class _Pool:
+    """Room for ``n_slots`` experts of layers whose experts have the same shape."""
+
+    def __init__(self, checkpoint: Checkpoint, layer: int, n_slots: int, device: torch.device) -> None:
+        self.n_slots = n_slots
+        self.n_read = 0
+        self._checkpoint = checkpoint
+        self._device = device
+        self._slots: OrderedDict[tuple[int, int], int] = OrderedDict()
+        # Made and filled outside of inference mode: a tensor of that mode could not be changed outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._module = checkpoint.empty_experts(layer, n_slots, device)
+            self.kernels: LayerKernels = prepare_layer(self._module, KernelWorkspace())
+
+    @property
+    def resident_bytes(self) -> int:
+        layers = self._checkpoint.layers
+        return sum(layers[layer].expert_bytes for layer, _ in self._slots)
+
+    def slots_of(self, layer: int, needed: Sequence[int]) -> torch.Tensor:
+        """(n_experts + 1,) int64: the slot of each needed expert; the last entry, that of expert -1, is -1."""
+        table = torch.full((self._checkpoint.layers[layer].n_experts + 1,), -1, dtype=torch.int64)
+        missing = []
+        for expert in needed:
+            slot = self._slots.get((layer, expert))
+            if slot is None:
+                missing.append(expert)
+            else:
+                self._slots.move_to_end((layer, expert))
+                table[expert] = slot
+        kept = set(needed)
+        step = max(1, READ_BYTES // self._checkpoint.layers[layer].expert_bytes)
+        for at in range(0, len(missing), step):
+            self._read(layer, missing[at : at + step], kept, table)
+        return table.to(self._device)
+
+    def _read(self, layer: int, experts: Sequence[int], kept: set[int], table: torch.Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            read = self._checkpoint.build_experts(layer, experts, self._device)
+            for i, expert in enumerate(experts):
+                slot = self._free_slot(layer, kept)
+                for name, parameter in self._module.named_parameters():
+                    values = read.get_parameter(name)
+                    if _is_per_expert(parameter, self.n_slots):
+                        parameter[slot].copy_(values[i])
+                    else:
+                        parameter.copy_(values)
+                self._slots[layer, expert] = slot
+                table[expert] = slot
+        self.n_read += len(experts)
+
+    def _free_slot(self, layer: int, kept: set[int]) -> int:
+        if len(self._slots) < self.n_slots:
+            return len(self._slots)
+        oldest = next(key for key in self._slots if key[0] != layer or key[1] not in kept)
+        return self._slots.pop(oldest)
+
+
+def _is_per_expert(parameter: torch.Tensor, n_experts: int) -> bool:
+    return parameter.dim() > 0 and parameter.shape[0] == n_experts
+
+
+def _shape_of(checkpoint: Checkpoint, layer: int) -> _Shape:
+    """Equal for layers that can share a pool: same shapes, and every parameter belongs to single experts."""
+    one, two = (checkpoint.empty_experts(layer, n, _META) for n in (1, 2))
+    shared = any(one.get_parameter(name).shape == parameter.shape for name, parameter in two.named_parameters())
+    return layer if shared else None, _parameter_shapes(one)
+
+
+def _parameter_shapes(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+
+
+def _parts(experts: torch.Tensor, most: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Cuts rows (n, top_k) where they would need more than ``most`` experts: first row, row after the last, experts."""
+    needed = [expert for expert in experts.unique().tolist() if expert >= 0]
+    if len(needed) <= most:
+        yield 0, experts.shape[0], needed
+        return
+    start = 0
+    wanted: set[int] = set()
+    for row, chosen in enumerate(experts.tolist()):
+        more = {expert for expert in chosen if expert >= 0}
+        if len(wanted | more) > most:
+            yield start, row, sorted(wanted)
+            start, wanted = row, set()
+        wanted |= more
+    yield start, experts.shape[0], sorted(wanted)

@@ -1,0 +1,112 @@
+"""The host as the last to compute a lost server's experts: same rows in, same rounding, same sums out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Final
+
+import torch
+
+from moeoffload.errors import PayloadError
+from moeoffload.host.auto_slice import SliceLearner
+from moeoffload.host.counters import CallCounters
+from moeoffload.host.expert_cache import ExpertCache
+from moeoffload.host.flight import Flight
+from moeoffload.payload import describe_bad_row, encode_rows, first_bad_row
+from moeoffload.placement import ExpertTable
+from moeoffload.wire import FrameLayout
+
+NAME: Final = "this host"
+
+
+@dataclass(slots=True, eq=False)
+class _LocalFlight(Flight):
+    rows: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+
+
+class FallbackLink:
+    """Computes the experts of ``table`` on the host, from a cache that all shards share."""
+
+    name = NAME
+    n_slots = 2
+
+    def __init__(
+        self, table: ExpertTable, n_experts: list[int], cache: ExpertCache, layout: FrameLayout, dtype: torch.dtype
+    ) -> None:
+        """``n_experts`` counts those of each layer; ``layout`` and the compute ``dtype`` are the servers'."""
+        self.table = table
+        self.layout = layout
+        self.learner = SliceLearner([], layout.capacity, layout.capacity)
+        self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
+        self.holds_none = [not held for held in table.layers]
+        self.n_calls = 0
+        self._cache = cache
+        self._dtype = dtype
+        self._held = [_mask(held, n) for held, n in zip(table.layers, n_experts, strict=True)]
+
+    def take(self, *, wait: bool) -> Flight | None:
+        """See `ShardLink`."""
+        return _LocalFlight(self)
+
+    def send(
+        self,
+        flight: Flight,
+        layer: int,
+        start: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        to: CallCounters,
+    ) -> bool:
+        """See `ShardLink`: takes the rows as a frame would; computed when they are received, while others compute."""
+        assert isinstance(flight, _LocalFlight)
+        held = self._held[layer].to(ids.device)[ids]
+        hit = held.any(dim=1)
+        n_hit = int(hit.sum())
+        if n_hit == 0:
+            return False
+        flight.layer, flight.start, flight.chunk_rows, flight.n_rows = layer, start, ids.shape[0], n_hit
+        flight.index = None if n_hit == ids.shape[0] else hit.nonzero().squeeze(1)
+        experts = torch.where(held, ids, -1)
+        if flight.index is not None:
+            hidden, experts, weights = hidden[flight.index], experts[flight.index], weights[flight.index]
+        payload = self.layout.dtype_out
+        rows = torch.empty(hidden.shape, dtype=payload.torch_dtype, device=hidden.device)
+        encode_rows(hidden, rows, payload, where=lambda row: f"layer {layer}, row {start + row} of a chunk")
+        flight.rows, flight.experts = rows.to(self._dtype), experts
+        flight.weights = weights if weights.dtype == torch.float32 else weights.to(self._dtype)
+        return True
+
+    def receive(self, flight: Flight, to: CallCounters, within_s: float | None = None) -> torch.Tensor | None:
+        """See `ShardLink`."""
+        assert isinstance(flight, _LocalFlight)
+        rows, experts, weights = flight.rows, flight.experts, flight.weights
+        assert rows is not None
+        assert experts is not None
+        assert weights is not None
+        started = perf_counter()
+        sums = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+        self._cache.compute(flight.layer, rows, experts, weights, sums)
+        out = sums.to(self.layout.dtype_back.torch_dtype)
+        bad = first_bad_row(out)
+        if bad is not None:
+            what = describe_bad_row(sums[bad], self.layout.dtype_back)
+            raise PayloadError(f"layer {flight.layer}: expert output {what} ({self.name})")
+        flight.compute_s, flight.queue_s = perf_counter() - started, 0.0
+        self.n_calls += 1
+        return out
+
+    def release(self, flight: Flight) -> None:
+        """See `ShardLink`."""
+
+    def close(self) -> None:
+        """See `ShardLink`."""
+
+
+def _mask(held: tuple[int, ...], n_experts: int) -> torch.Tensor:
+    mask = torch.zeros(n_experts, dtype=torch.bool)
+    mask[list(held)] = True
+    return mask

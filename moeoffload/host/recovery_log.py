@@ -1,0 +1,82 @@
+"""What happened to expert servers during a run: counted for the report, one line each in the log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any, Final
+
+logger = logging.getLogger(__name__)
+
+KEPT_EVENTS: Final = 256
+"""The newest events; a report does not grow without bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``at_s`` counts from the opening of the model; ``seconds`` is how long the server was away, or 0."""
+
+    at_s: float
+    server: str
+    what: str
+    why: str
+    seconds: float = 0.0
+
+
+class RecoveryLog:
+    """Thread-safe counters and events of one open model."""
+
+    def __init__(self) -> None:
+        self._started = perf_counter()
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(
+            ("lost", "returned", "drained", "hedged", "hedge_wins", "verified", "replica_calls", "stale"), 0
+        )
+        self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self._away: Counter[str] = Counter()
+        """By server how many parts of the experts it is not used for: one line in the log is enough for all of them."""
+
+    def count(self, what: str, n: int = 1) -> None:
+        """``n`` more of ``what``; ``stale`` are replies that came late, twice or unasked."""
+        with self._lock:
+            self._counts[what] += n
+
+    def lost(self, server: str, why: str, instead: str) -> None:
+        """A server is not used from now on."""
+        level = self._left(server)
+        logger.log(level, "%s; its experts are computed by %s", why, instead)
+        self._note("lost", server, why)
+
+    def drained(self, server: str, instead: str) -> None:
+        """A server asked to be left."""
+        level = self._left(server)
+        logger.log(level, "expert server %s is draining; its experts are computed by %s", server, instead)
+        self._note("drained", server, "it is draining")
+
+    def returned(self, server: str, away_s: float) -> None:
+        """A server is used again."""
+        with self._lock:
+            self._away[server] -= 1
+            level = logging.INFO if self._away[server] else logging.WARNING
+        logger.log(level, "expert server %s is back after %.1f s", server, away_s)
+        self._note("returned", server, "it answers again", away_s)
+
+    def _left(self, server: str) -> int:
+        """The log level of its line."""
+        with self._lock:
+            self._away[server] += 1
+            return logging.INFO if self._away[server] > 1 else logging.WARNING
+
+    def _note(self, what: str, server: str, why: str, seconds: float = 0.0) -> None:
+        with self._lock:
+            self._counts[what] += 1
+            self._events.append(Event(perf_counter() - self._started, server, what, why, seconds))
+
+    def to_json(self, **more: int) -> dict[str, Any]:
+        """For the report; ``more`` is what links that are open have counted."""
+        with self._lock:
+            counts = {name: count + more.pop(name, 0) for name, count in self._counts.items()}
+            return counts | more | {"events": [asdict(event) for event in self._events]}

@@ -1,0 +1,229 @@
+"""One part of the experts and everybody who can compute it: its server, servers with a replica, the host itself.
+
+The parts stay the same for the whole run, whoever computes them. So a part's sums are rounded and added as if nothing
+had happened, and a run that loses servers gives the tokens of one that does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, Final
+
+from moeoffload.errors import DeadlineError, MoeOffloadError, ServerError
+from moeoffload.host.fallback import FallbackLink
+from moeoffload.host.flight import ShardLink
+from moeoffload.host.link import ExpertLink
+from moeoffload.host.recovery_log import RecoveryLog
+from moeoffload.placement import ExpertTable
+
+logger = logging.getLogger(__name__)
+
+FIRST_TRY_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 2.0
+IDLE_POLL_S: Final = 0.01
+JOIN_S: Final = 5.0
+
+Attach = Callable[[], ExpertLink]
+"""Opens a link to a server, with its experts loaded; raises MoeOffloadError."""
+
+
+class Holder:
+    """A server that has, or had, a shard. ``link`` is None while it cannot be used."""
+
+    def __init__(self, address: str, attach: Attach, link: ExpertLink) -> None:
+        self.address = address
+        self.attach = attach
+        self.link: ExpertLink | None = link
+        self.known = link
+        """The last link, also while it is lost; for the report."""
+
+
+class Shard:
+    """Who computes one part of the experts now, and who is next. Thread-safe.
+
+    Attributes:
+        table: the experts.
+        current: who computes them; read for every call, without a lock.
+    """
+
+    def __init__(
+        self, table: ExpertTable, holders: Sequence[Holder], fallback: FallbackLink | None, patience_s: float,
+        log: RecoveryLog, stopping: threading.Event,
+    ) -> None:  # fmt: skip
+        """``holders`` in the order of preference, all attached; without ``fallback`` the host itself never computes.
+
+        ``patience_s`` is how long a call waits for a lost server to return when nobody else is left.
+        """
+        self.table = table
+        self.holders = holders
+        self.fallback = fallback
+        self._patience_s = patience_s
+        self._log = log
+        self._stopping = stopping
+        self._lock = threading.Lock()
+        self._returned = threading.Condition(self._lock)
+        self._menders: list[threading.Thread] = []
+        first = holders[0].link
+        assert first is not None
+        self.current: ShardLink = first
+        for holder in holders:
+            self._watch(holder.known)
+
+    @property
+    def known(self) -> ExpertLink:
+        """The last link to the preferred server."""
+        return self.holders[0].known
+
+    def standby(self, busy: ShardLink) -> ShardLink | None:
+        """Another server than ``busy`` that can compute the same now."""
+        return next((holder.link for holder in self.holders if holder.link not in (None, busy)), None)
+
+    def checker(self, link: ShardLink) -> ShardLink | None:
+        """Who can compute again what ``link`` has computed: a replica, or the host."""
+        other = self.standby(link)
+        return other if other is not None else self.fallback if self.fallback is not link else None
+
+    def replace(self, lost: ShardLink, error: ServerError) -> ShardLink:
+        """Who computes from now on, after ``lost`` has failed with ``error``.
+
+        Raises:
+            ServerError: nobody is left, and nobody came back in time.
+        """
+        deadline = perf_counter() + (0.0 if isinstance(error, DeadlineError) else self._patience_s)
+        with self._lock:
+            self._lose(lost, str(error))
+            while (link := self._choose()) is None or link is lost:
+                left_s = deadline - perf_counter()
+                if left_s <= 0 or self._stopping.is_set() or link is lost:
+                    raise type(error)(f"{error}; {self._nobody()}") from None
+                self._returned.wait(left_s)
+            return link
+
+    def retire(self, leaving: ExpertLink) -> None:
+        """A server wants to be left: others compute from now on, what is in flight is finished first."""
+        with self._lock:
+            holder = self._holder_of(leaving)
+            if holder is None or self._stopping.is_set():
+                return
+            holder.link = None
+            chosen = self._choose()
+            if chosen is None:
+                holder.link = leaving  # it has until its own limit to finish the run
+                logger.warning("%s is draining, and nobody else can compute its experts", leaving.name)
+                return
+            if self.current is leaving:
+                self._log.drained(holder.address, chosen.name)
+            self.current = chosen
+            self._start_mending(holder, leaving, leaving.deadline_s(leaving.layout.capacity))
+
+    def close(self) -> None:
+        """Frees all links; the stopping event was set before. Idempotent."""
+        with self._lock:
+            self._returned.notify_all()
+            links = [holder.link for holder in self.holders if holder.link is not None]
+            menders = list(self._menders)
+        for link in links:
+            link.close()
+        for mender in menders:
+            mender.join(JOIN_S)
+
+    # -- with the lock held
+
+    def _choose(self) -> ShardLink | None:
+        link = next((holder.link for holder in self.holders if holder.link is not None), None)
+        return link if link is not None else self.fallback
+
+    def _holder_of(self, link: ShardLink) -> Holder | None:
+        return next((holder for holder in self.holders if holder.link is link), None)
+
+    def _lose(self, link: ShardLink, why: str) -> None:
+        holder = self._holder_of(link)
+        if holder is None or holder.link is None or self._stopping.is_set():
+            return  # another thread was first, or the run is over
+        gone, holder.link = holder.link, None
+        chosen = self._choose()
+        if self.current is gone:
+            self._log.lost(holder.address, why, chosen.name if chosen is not None else "nobody until it is back")
+        else:
+            logger.info("%s; it held a replica", why)
+        if chosen is not None:
+            self.current = chosen
+        self._start_mending(holder, gone, 0.0)
+
+    def _start_mending(self, holder: Holder, link: ExpertLink, finish_s: float) -> None:
+        self._menders = [thread for thread in self._menders if thread.is_alive()]
+        name = f"mend-{holder.address}"
+        mender = threading.Thread(target=self._mend, args=(holder, link, finish_s), name=name, daemon=True)
+        self._menders.append(mender)
+        mender.start()
+
+    def _nobody(self) -> str:
+        if self.fallback is None:
+            return "no other server holds its experts, and the settings forbid that the host computes them"
+        return "nobody else can compute its experts"
+
+    # -- from threads of their own
+
+    def _watch(self, link: ExpertLink) -> None:
+        link.watch(on_end=lambda why: self._ended(link, why), on_drain=lambda: self.retire(link))
+
+    def _ended(self, link: ExpertLink, why: str) -> None:
+        with self._lock:
+            self._lose(link, why)
+
+    def _mend(self, holder: Holder, link: ExpertLink, finish_s: float) -> None:
+        """Closes a link once its flights have landed, then tries to attach to the server again until it is back."""
+        gone_at = perf_counter()
+        while not link.is_idle and perf_counter() - gone_at < finish_s and not self._stopping.wait(IDLE_POLL_S):
+            pass
+        self._count(holder, link)
+        link.close(grace_s=finish_s)
+        pause_s, told = FIRST_TRY_S, ""
+        while not self._stopping.wait(pause_s):
+            try:
+                back = holder.attach()
+            except MoeOffloadError as error:
+                if str(error) != told:
+                    logger.info("not back yet: %s", error)
+                told, pause_s = str(error), min(2 * pause_s, LONGEST_PAUSE_S)
+                continue
+            except Exception:
+                if not self._stopping.is_set():
+                    logger.exception("expert server %s: attaching again failed", holder.address)
+                return
+            self._adopt(holder, back, perf_counter() - gone_at)
+            return
+
+    def _adopt(self, holder: Holder, link: ExpertLink, away_s: float) -> None:
+        with self._lock:
+            is_late = self._stopping.is_set()
+            if not is_late:
+                holder.link = holder.known = link
+                chosen = self._choose()
+                assert chosen is not None
+                if chosen is link:
+                    self._log.returned(holder.address, away_s)
+                self.current = chosen
+                self._returned.notify_all()
+        if is_late:
+            link.close()
+        else:
+            self._watch(link)  # outside the lock: it calls back at once if the link has ended again
+
+    def _count(self, holder: Holder, link: ExpertLink) -> None:
+        self._log.count("stale", link.n_stale)
+        if holder is not self.holders[0]:
+            self._log.count("replica_calls", link.n_calls)
+
+
+def recovery_figures(shards: Sequence[Shard], log: RecoveryLog) -> dict[str, Any]:
+    """The report's part about faults: what was counted so far, with what open links have counted."""
+    links = [(holder.link, holder is shard.holders[0]) for shard in shards for holder in shard.holders]
+    return log.to_json(
+        stale=sum(link.n_stale for link, _ in links if link is not None),
+        replica_calls=sum(link.n_calls for link, first in links if link is not None and not first),
+        fallback_calls=sum(shard.fallback.n_calls for shard in shards if shard.fallback is not None),
+    )

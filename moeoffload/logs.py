@@ -1,0 +1,73 @@
+"""How logs are written: one line for one event whatever it quotes, and no disk filled by a peer that repeats itself."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from time import monotonic
+from typing import Final, TextIO
+
+from moeoffload.text import one_line
+
+MAX_LINE: Final = 4096
+BURST: Final = 50
+"""Lines of one kind within `WINDOW_S` seconds; those above are counted only."""
+WINDOW_S: Final = 10.0
+_MAX_KINDS: Final = 256
+
+
+class OneLineFormatter(logging.Formatter):
+    """Messages become one printable line; a traceback that follows one is indented, so that it is known for one."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return one_line(super().formatMessage(record), MAX_LINE)
+
+    def formatException(self, ei: object) -> str:
+        """See `logging.Formatter`."""
+        text = super().formatException(ei)  # type: ignore[arg-type]
+        return "\n".join(f"  | {one_line(line, MAX_LINE)}" for line in text.splitlines())
+
+
+class FloodFilter(logging.Filter):
+    """Lets `BURST` records of one kind (logger, level, text without its values) through in `WINDOW_S` seconds.
+
+    The first one of a later window says how many were left out.
+    """
+
+    def __init__(self, burst: int = BURST, window_s: float = WINDOW_S) -> None:
+        super().__init__()
+        self._burst = burst
+        self._window_s = window_s
+        self._kinds: OrderedDict[tuple[str, int, str], list[float]] = OrderedDict()
+        """By kind: when its window began, how many there were in it."""
+        self._lock = threading.Lock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter`."""
+        kind = (record.name, record.levelno, str(record.msg)[:200])
+        now = monotonic()
+        with self._lock:
+            window = self._kinds.setdefault(kind, [now, 0.0])
+            self._kinds.move_to_end(kind)
+            if len(self._kinds) > _MAX_KINDS:
+                self._kinds.popitem(last=False)
+            left_out = 0
+            if now - window[0] > self._window_s:
+                left_out = max(0, int(window[1]) - self._burst)
+                window[:] = [now, 0.0]
+            window[1] += 1
+            if window[1] > self._burst:
+                return False
+        if left_out:
+            record.msg, record.args = f"{record.getMessage()} ({left_out} more like it were left out)", None
+        return True
+
+
+def log_to(stream: TextIO, level: str, form: str) -> None:
+    """Sends all logs of ``level`` and above to ``stream``, in the format ``form`` of the `logging` module."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(OneLineFormatter(form))
+    handler.addFilter(FloodFilter())
+    logging.basicConfig(level=level, handlers=[handler])

@@ -1,0 +1,305 @@
+"""Peers that mean harm on the control plane hold no threads, forge no lines and put nothing into others' hands."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from conftest import DEMO, StartServer
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.control.admission import MAX_UNSAID, Admission, Patience
+from moeoffload.control.client import ControlClient
+from moeoffload.control.outside import checked_parameters, checked_timings, tidy
+from moeoffload.control.protocol import PROTOCOL_VERSION
+from moeoffload.control.service import MAX_CALLS, ExpertServicer
+from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
+from moeoffload.errors import ProtocolError, ServerError
+from moeoffload.placement import ExpertTable
+
+SOON_S = 10.0
+SERVICE = "/moeoffload.v1.ExpertService"
+
+
+class FakeLease:
+    """A lease whose load lasts until it is told to end."""
+
+    lease_id = "1"
+
+    def __init__(self) -> None:
+        self.closed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.goes_on = threading.Event()
+
+    def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
+        yield pb.LoadProgress(total_bytes=1)
+        assert self.goes_on.wait(SOON_S)
+
+    def activate(self, request: pb.Activate) -> pb.Offer:
+        assert self.goes_on.wait(SOON_S)
+        return pb.Offer()
+
+    def accept(self, request: pb.Accept) -> pb.Ready:
+        return pb.Ready(epoch=1)
+
+    def close(self, reason: str) -> None:
+        self.closed.put(reason)
+
+
+class FakeBackend:
+    def __init__(self) -> None:
+        self.lease = FakeLease()
+        self.hellos: list[pb.Hello] = []
+
+    def open_lease(self, hello: pb.Hello, peer: str, say: Callable[[pb.AttachReply], None]) -> FakeLease:
+        self.hellos.append(hello)
+        return self.lease
+
+    def find_lease(self, lease_id: str) -> FakeLease:
+        return self.lease
+
+    def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
+        return pb.DescribeReply(protocol_version=PROTOCOL_VERSION)
+
+
+Serve = Callable[..., tuple[grpc.Channel, FakeBackend]]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """A listening control plane with short patience and a backend that does nothing."""
+    with contextlib.ExitStack() as stack:
+
+        def start(first_s: float = 60, call_s: float = 60, step_s: float = 60) -> tuple[grpc.Channel, FakeBackend]:
+            backend: Any = FakeBackend()
+            patience = Patience(first_s, call_s)
+            pool = ThreadPoolExecutor(MAX_CALLS)
+            server = grpc.server(pool, interceptors=[Admission(patience)], maximum_concurrent_rpcs=MAX_CALLS)
+            servicer = ExpertServicer(backend, step_s)
+            pb_grpc.add_ExpertServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+            port = server.add_insecure_port("127.0.0.1:0")
+            server.start()
+            stack.callback(lambda: server.stop(0).wait(SOON_S))
+            return stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}")), backend
+
+        yield start
+
+
+def silent() -> Iterator[bytes]:
+    """Requests that never come; ends with the test."""
+    time.sleep(SOON_S * 6)
+    yield b""
+
+
+def raw_call(channel: grpc.Channel, method: str, requests: Iterator[bytes], timeout: float | None = None) -> Any:
+    """Sends bytes as the requests of a method."""
+    return channel.stream_stream(f"{SERVICE}/{method}", None, None)(requests, timeout=timeout)
+
+
+def code_of(call: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert isinstance(caught.value, grpc.Call)
+    return caught.value.code()
+
+
+def describe(channel: grpc.Channel) -> pb.DescribeReply:
+    reply: pb.DescribeReply = channel.unary_unary(f"{SERVICE}/Describe", None, pb.DescribeReply.FromString)(
+        b"", timeout=SOON_S
+    )
+    return reply
+
+
+@pytest.mark.parametrize("method", ["Attach", "Describe", "LoadExperts", "Calibrate"])
+def test_a_call_that_says_nothing_is_ended(serve: Serve, method: str) -> None:
+    channel, _ = serve(first_s=0.2)
+    # Whoever sends the head of a call alone looks like this on the wire, also where one request is expected.
+    call = raw_call(channel, method, silent(), timeout=SOON_S)
+    assert code_of(call) is grpc.StatusCode.CANCELLED
+
+
+def test_calls_that_say_nothing_leave_threads_for_others(serve: Serve) -> None:
+    channel, _ = serve()
+    calls = [raw_call(channel, "Attach", silent()) for _ in range(3 * MAX_CALLS)]
+    deadline = time.monotonic() + SOON_S
+    while sum(not call.done() for call in calls) > MAX_UNSAID:
+        assert time.monotonic() < deadline, "too many are still open"
+        time.sleep(0.01)
+    for _ in range(5):
+        assert describe(channel).protocol_version == PROTOCOL_VERSION
+    for call in calls:
+        call.cancel()
+
+
+def test_a_host_that_does_not_go_on_attaching_loses_its_lease(serve: Serve) -> None:
+    channel, backend = serve(step_s=0.2)
+    attach = pb_grpc.ExpertServiceStub(channel).Attach  # type: ignore[no-untyped-call]
+    outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+    call = attach(iter(outgoing.get, None), timeout=SOON_S)
+    outgoing.put(pb.AttachRequest(hello=pb.Hello(protocol_version=PROTOCOL_VERSION)))
+    assert next(call).welcome.lease_id == "1"
+    assert code_of(call) is grpc.StatusCode.FAILED_PRECONDITION
+    assert "more than 0.2 s for a step" in backend.lease.closed.get(timeout=SOON_S)
+
+
+def test_an_attached_host_and_one_that_loads_may_be_silent(serve: Serve) -> None:
+    channel, backend = serve(first_s=0.2, call_s=0.2, step_s=0.2)
+    backend.lease.goes_on.set()
+    stub = pb_grpc.ExpertServiceStub(channel)  # type: ignore[no-untyped-call]
+    outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+    call = stub.Attach(iter(outgoing.get, None), timeout=60)
+    outgoing.put(pb.AttachRequest(hello=pb.Hello(protocol_version=PROTOCOL_VERSION)))
+    assert next(call).welcome.lease_id == "1"
+    backend.lease.goes_on.clear()
+    load = stub.LoadExperts(pb.LoadExpertsRequest(lease_id="1"), timeout=60)
+    assert next(load).total_bytes == 1
+    time.sleep(0.8)
+    backend.lease.goes_on.set()
+    assert list(load) == []
+    outgoing.put(pb.AttachRequest(activate=pb.Activate()))
+    assert next(call).WhichOneof("step") == "offer"
+    outgoing.put(pb.AttachRequest(accept=pb.Accept()))
+    assert next(call).ready.epoch == 1
+    time.sleep(0.8)
+    outgoing.put(None)
+    assert list(call) == []
+    assert backend.lease.closed.get(timeout=SOON_S) == "the host ended the lease"
+
+
+def test_a_second_call_of_a_lease_beside_the_first_is_refused(serve: Serve) -> None:
+    channel, backend = serve()
+    stub = pb_grpc.ExpertServiceStub(channel)  # type: ignore[no-untyped-call]
+    load = stub.LoadExperts(pb.LoadExpertsRequest(lease_id="1"), timeout=SOON_S)
+    next(load)
+    assert (
+        code_of(stub.LoadExperts(pb.LoadExpertsRequest(lease_id="1"), timeout=SOON_S))
+        is grpc.StatusCode.FAILED_PRECONDITION
+    )
+    backend.lease.goes_on.set()
+    assert list(load) == []
+
+
+def test_a_flood_of_steps_ends_the_attach_and_is_not_kept(serve: Serve) -> None:
+    channel, backend = serve()
+    n_taken = 0
+
+    def flood() -> Iterator[pb.AttachRequest]:
+        nonlocal n_taken
+        yield pb.AttachRequest(hello=pb.Hello(protocol_version=PROTOCOL_VERSION))
+        for n_taken in range(1000):
+            yield pb.AttachRequest(activate=pb.Activate(transport="x" * 1_000_000))
+
+    call = pb_grpc.ExpertServiceStub(channel).Attach(flood(), timeout=SOON_S)  # type: ignore[no-untyped-call]
+    next(call)
+    time.sleep(0.5)
+    backend.lease.goes_on.set()
+    assert code_of(call) is grpc.StatusCode.FAILED_PRECONDITION
+    assert n_taken < 100, "what is not read holds the sender back"
+
+
+@pytest.mark.parametrize("method", ["Describe", "Stats", "Drain", "Calibrate", "LoadExperts", "Attach"])
+def test_bytes_that_are_no_message_are_refused_in_one_line(
+    serve: Serve, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    channel, _ = serve()
+    call = raw_call(channel, method, iter([b"\xff\xff\xff\xff"]), timeout=SOON_S)
+    expected = grpc.StatusCode.FAILED_PRECONDITION if method == "Attach" else grpc.StatusCode.INVALID_ARGUMENT
+    assert code_of(call) is expected
+    assert "4 bytes that are no message" in (call.details() or "")
+    assert "Traceback" not in caplog.text
+
+
+def test_names_of_a_host_forge_no_lines_of_the_log(serve: Serve) -> None:
+    channel, backend = serve()
+    hello = pb.Hello(
+        protocol_version=PROTOCOL_VERSION, host="me\nERROR forged\x1b[2J\u202e" + "x" * 9999, host_version="1\r2"
+    )
+    stub = pb_grpc.ExpertServiceStub(channel)  # type: ignore[no-untyped-call]
+    list(stub.Attach(iter([pb.AttachRequest(hello=hello)]), timeout=SOON_S))
+    kept = backend.hellos[0]
+    assert kept.host.startswith("me ERROR forged?[2J?xxx")
+    assert (len(kept.host), kept.host_version) == (128, "1 2")
+
+
+def test_health_watch_takes_no_thread(start_server: StartServer) -> None:
+    server = start_server()
+    with grpc.insecure_channel(server.address) as channel:
+        request = health_pb2.HealthCheckRequest(service="x" * 1000)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=SOON_S)
+        assert code_of(watch) is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_lease_cannot_store_experts_under_the_name_of_another_model(start_server: StartServer) -> None:
+    server = start_server()
+    checkpoint = Checkpoint.open(DEMO)
+    model = pb.ModelReference(reference=str(DEMO), digest=checkpoint.digest, compute_dtype="bf16")
+    table = ExpertTable(tuple((0,) for _ in checkpoint.layers))
+    client = ControlClient(server.address)
+    try:
+        client.connect(SOON_S * 3)
+        for field, value in (("digest", "0" * 64), ("compute_dtype", "f32")):
+            lease = client.attach(SOON_S * 3)
+            assert lease.calibrate(model, SOON_S * 3)
+            other = pb.ModelReference()
+            other.CopyFrom(model)
+            setattr(other, field, value)
+            with pytest.raises(ServerError, match=r"model digest|compute dtype"):
+                lease.load(other, table, progress=lambda loaded, total: None, timeout_s=SOON_S * 3)
+            lease.close()
+        assert client.stats(SOON_S).resident_bytes == 0
+    finally:
+        client.close()
+
+
+def test_a_server_that_answers_what_nobody_asked_ends_the_lease(serve: Serve) -> None:
+    class Flooding(pb_grpc.ExpertServiceServicer):
+        def Attach(self, requests: Iterator[pb.AttachRequest], context: grpc.ServicerContext) -> Iterator[Message]:
+            yield pb.AttachReply(welcome=pb.Welcome(lease_id="1\n2"))
+            while context.is_active():
+                yield pb.AttachReply(ready=pb.Ready(epoch=1))
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    pb_grpc.add_ExpertServiceServicer_to_server(Flooding(), server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    client = ControlClient(f"127.0.0.1:{port}")
+    try:
+        lease = client.attach(SOON_S)
+        assert lease.lease_id == "1 2"
+        assert "nobody asked for" in (lease.why_ended(SOON_S) or "")
+    finally:
+        client.close()
+        server.stop(0).wait(SOON_S)
+
+
+@pytest.mark.parametrize(
+    "timing",
+    [(0, 1.0), (1, 0.0), (1, -1.0), (1, float("nan")), (1, float("inf")), (1, 1e300)],
+    ids=str,
+)
+def test_timings_that_are_none_are_refused(timing: tuple[int, float]) -> None:
+    good = pb.Timing(rows=1, seconds=1e-5)
+    assert checked_timings([good]) == [(1, 1e-5)]
+    with pytest.raises(ProtocolError, match="timing"):
+        checked_timings([good, pb.Timing(rows=timing[0], seconds=timing[1])])
+    with pytest.raises(ProtocolError, match="timings"):
+        checked_timings([good] * 100)
+
+
+def test_parameters_of_a_channel_are_bounded() -> None:
+    with pytest.raises(ProtocolError, match="2000 characters"):
+        checked_parameters(pb.ChannelOffer(parameters={"segment": "x" * 2000}))
+    with pytest.raises(ProtocolError, match="100 channel parameters"):
+        checked_parameters(pb.ChannelOffer(parameters={str(n): "" for n in range(100)}))
+    reply = pb.DescribeReply(device_name="a\nb", transports=["shared"], batch_capacity=7)
+    tidy(reply)
+    assert reply == pb.DescribeReply(device_name="a b", transports=["shared"], batch_capacity=7)

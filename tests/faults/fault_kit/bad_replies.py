@@ -1,0 +1,149 @@
+"""Runs inside an expert server process: spoils the next replies as told through a pipe; all else is the real server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Final
+
+from moeoffload.transport.base import ServerSlot
+from moeoffload.transport.pool import PooledServerChannel, write_error_frame
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, peek_request_id
+
+LATE_S: Final = 3.0
+SLOW_S: Final = 0.02
+
+Reply = Callable[[PooledServerChannel, ServerSlot, int], None]
+_send: Final[Reply] = PooledServerChannel.reply
+
+
+def _half(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+    """The header promises a whole frame, half of it is announced."""
+    _send(channel, slot, max(HEADER_BYTES, n_bytes // 2))
+
+
+def _die(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+    """The process is gone when half of the reply is in the slot."""
+    middle = HEADER_BYTES + (n_bytes - HEADER_BYTES) // 2
+    slot.reply[middle:n_bytes] = b"\xff" * (n_bytes - middle)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _damaged(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+    """A bit of the header is wrong."""
+    slot.reply[24] ^= 0x10
+    _send(channel, slot, n_bytes)
+
+
+def _unwritten(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+    """A reply is announced where none was written."""
+    slot.reply[:HEADER_BYTES] = bytes(HEADER_BYTES)
+    _send(channel, slot, n_bytes)
+
+
+def _rewritten(change: Callable[[FrameHeader], None]) -> Reply:
+    def reply(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+        header = FrameHeader()
+        header.unpack_from(slot.reply)
+        change(header)
+        header.pack_into(slot.reply)
+        _send(channel, slot, n_bytes)
+
+    return reply
+
+
+def _older(header: FrameHeader) -> None:
+    header.request_id = max(1, header.request_id - 64)
+
+
+def _other_epoch(header: FrameHeader) -> None:
+    header.epoch += 1
+
+
+def _twice(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+    """The same reply is sent a second time."""
+    _send(channel, slot, n_bytes)
+    with channel._lock:
+        if not channel._closed and not channel._busy[slot.index]:
+            channel._send_reply(slot, n_bytes)
+
+
+def _late(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+    """The reply comes when nobody waits for it any more."""
+    timer = threading.Timer(LATE_S, _send, (channel, slot, n_bytes))
+    timer.daemon = True
+    timer.start()
+
+
+def _never(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+    """There is no reply."""
+
+
+def _slowly(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+    time.sleep(SLOW_S)
+    _send(channel, slot, n_bytes)
+
+
+def _failed(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+    """The server says that it failed."""
+    request_id = peek_request_id(slot.reply)
+    text = "a failure on purpose"
+    _send(channel, slot, write_error_frame(FrameHeader(), slot.reply, request_id, ErrorCode.INTERNAL, text))
+
+
+def _wrong_sums(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+    """A valid frame with other numbers in it: the sign of every second value is turned."""
+    if peek_kind(slot) == Kind.COMBINE:
+        body = slot.reply[HEADER_BYTES:n_bytes]
+        body[1::4] = bytes(value ^ 0x80 for value in body[1::4])
+    _send(channel, slot, n_bytes)
+
+
+def peek_kind(slot: ServerSlot) -> int:
+    """The kind of the frame in the reply area."""
+    return int(slot.reply[5])
+
+
+SPOILERS: Final[dict[str, Reply]] = {
+    "half": _half,
+    "die": _die,
+    "damaged": _damaged,
+    "unwritten": _unwritten,
+    "older": _rewritten(_older),
+    "other epoch": _rewritten(_other_epoch),
+    "twice": _twice,
+    "late": _late,
+    "never": _never,
+    "slowly": _slowly,
+    "failed": _failed,
+    "wrong sums": _wrong_sums,
+}
+
+
+def spoil_replies(orders: Connection) -> None:
+    """From now on each order ``(name, n)`` of the pipe spoils the next ``n`` replies of this process."""
+    ordered: deque[Reply] = deque()
+
+    def reply(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+        try:
+            spoiler = ordered.popleft()
+        except IndexError:
+            spoiler = _send
+        spoiler(channel, slot, n_bytes)
+
+    def listen() -> None:
+        try:
+            while True:
+                name, n = orders.recv()
+                ordered.extend([SPOILERS[name]] * n)
+                orders.send(name)
+        except EOFError:
+            pass
+
+    PooledServerChannel.reply = reply  # type: ignore[method-assign, assignment]
+    threading.Thread(target=listen, name="bad-replies", daemon=True).start()

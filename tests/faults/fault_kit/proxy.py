@@ -1,0 +1,185 @@
+"""A TCP proxy in a process of its own, in front of all ports of one server: cuts, stalls, slows and corrupts a link.
+
+It listens at a loopback address of its own at the very port numbers of the server, so a host that is given that address
+reaches the control plane and the announced data plane through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+import struct
+from collections.abc import Coroutine
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from fault_kit.processes import CONTEXT, STEP_TIMEOUT_S, start_process
+
+MAGIC: Final = b"MOEX"
+CHUNK: Final = 1 << 16
+_HEADER_BYTE: Final = 24
+_RESET: Final = struct.pack("ii", 1, 0)
+
+
+class _Forwarder:
+    """Runs in the proxy's process."""
+
+    def __init__(self, here: str, target: str) -> None:
+        self._here, self._target = here, target
+        self._servers: dict[int, asyncio.Server] = {}
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._delay_s = 0.0
+        self._n_corrupt = 0
+        self._ports: list[int] = []
+
+    async def forward(self, ports: list[int]) -> None:
+        """Listens at exactly these ports."""
+        self._ports = ports
+        for port in set(self._servers) - set(ports):
+            self._servers.pop(port).close()
+        for port in ports:
+            if port not in self._servers:
+                connected = functools.partial(self._connected, port)
+                self._servers[port] = await asyncio.start_server(connected, self._here, port)
+
+    async def cut(self) -> None:
+        """Resets all connections; new ones are refused."""
+        ports = self._ports
+        await self.forward([])
+        self._ports = ports
+        for writer in list(self._writers):
+            sock = writer.get_extra_info("socket")
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            writer.transport.abort()
+
+    async def stall(self) -> None:
+        """Nothing passes; connections stay."""
+        self._flows.clear()
+
+    async def slow(self, delay_s: float) -> None:
+        """Every piece is late by so many seconds."""
+        self._delay_s = delay_s
+
+    async def corrupt(self, n: int) -> None:
+        """Turns one bit in the header of each of the next ``n`` frames, whichever way they go."""
+        self._n_corrupt = n
+
+    async def mend(self) -> None:
+        """Everything passes as it is."""
+        self._delay_s, self._n_corrupt = 0.0, 0
+        self._flows.set()
+        await self.forward(self._ports)
+
+    async def _connected(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection(self._target, port)
+        except OSError:
+            writer.transport.abort()
+            return
+        pair = (writer, far_writer)
+        for each in pair:
+            each.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._writers.update(pair)
+        try:
+            ways = (self._pump(reader, far_writer), self._pump(far_reader, writer))
+            await asyncio.wait([asyncio.ensure_future(way) for way in ways], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._writers.difference_update(pair)
+            for each in pair:
+                each.close()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while data := await reader.read(CHUNK):
+                await self._flows.wait()
+                if self._delay_s:
+                    await asyncio.sleep(self._delay_s)
+                writer.write(self._spoiled(data) if self._n_corrupt else data)
+                await writer.drain()
+
+    def _spoiled(self, data: bytes) -> bytes:
+        at = data.find(MAGIC)
+        if at < 0 or len(data) <= at + _HEADER_BYTE:
+            return data
+        self._n_corrupt -= 1
+        spoiled = bytearray(data)
+        spoiled[at + _HEADER_BYTE] ^= 0x10
+        return bytes(spoiled)
+
+    def obey(self, orders: Connection) -> None:
+        """Called when there is an order, ``(name, arguments)``; answers when it is carried out."""
+        loop = asyncio.get_running_loop()
+        try:
+            name, arguments = orders.recv()
+        except EOFError:
+            loop.stop()
+            return
+        order: Coroutine[Any, Any, None] = getattr(self, name)(*arguments)
+        task = loop.create_task(order)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: orders.send(repr(done.exception())))
+
+
+def _run(orders: Connection, here: str, target: str) -> None:
+    """In the child."""
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)  # connections that are cut are no news here
+
+    async def begin() -> None:
+        forwarder = _Forwarder(here, target)
+        asyncio.get_running_loop().add_reader(orders.fileno(), forwarder.obey, orders)
+
+    loop.run_until_complete(begin())
+    loop.run_forever()
+
+
+class Proxy:
+    """The proxy process of one server: ``here`` is the address where hosts find it. ``close`` it."""
+
+    def __init__(self, here: str, target: str) -> None:
+        self.here = here
+        self._orders, theirs = CONTEXT.Pipe()
+        self._process = start_process(_run, theirs, here, target)
+        theirs.close()
+
+    def forward(self, ports: list[int]) -> None:
+        """Listens at these ports, and at no other; see `_Forwarder` for this and the next ones."""
+        self._order("forward", ports)
+
+    def cut(self) -> None:
+        self._order("cut")
+
+    def stall(self) -> None:
+        self._order("stall")
+
+    def slow(self, delay_s: float) -> None:
+        self._order("slow", delay_s)
+
+    def corrupt(self, n: int) -> None:
+        self._order("corrupt", n)
+
+    def mend(self) -> None:
+        self._order("mend")
+
+    def close(self) -> None:
+        """Ends the process. Idempotent."""
+        if not self._orders.closed:
+            self._orders.close()
+            self._process.kill()
+            self._process.join(STEP_TIMEOUT_S)
+            self._process.close()
+
+    def _order(self, name: str, *arguments: Any) -> None:
+        self._orders.send((name, arguments))
+        if not self._orders.poll(STEP_TIMEOUT_S):
+            raise TimeoutError(f"the proxy at {self.here} does not {name}")
+        answer = self._orders.recv()
+        if answer != "None":
+            raise RuntimeError(f"the proxy at {self.here}: {name}: {answer}")

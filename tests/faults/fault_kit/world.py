@@ -1,0 +1,250 @@
+"""Two servers behind proxies and a host that keeps its model open while faults strike, one generation each."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Final
+
+from fault_kit.clock import LayerClock
+from fault_kit.generation import DEMO, fixed_prompts, generate_all
+from fault_kit.leaks import Holding, descendants, settled, shm_left, shm_names
+from fault_kit.outcome import Outcome
+from fault_kit.processes import wait_for
+from fault_kit.schedule import Fault, Setup
+from fault_kit.second_host import SecondHost
+from fault_kit.station import Station
+from moeoffload.control.client import ControlClient
+from moeoffload.host.session import open_model
+
+DEADLINE_S: Final = 2.0
+FLOOR_S: Final = 0.5
+SPARE: Final = 1.2
+"""What is noticed within the deadline plus a fifth counts as in time."""
+WHOLE_TIMEOUT_S: Final = 10.0
+"""A server that works again has to be in use within this."""
+HANG_S: Final = 60.0
+SETTLE_S: Final = 12.0
+"""Longer than gRPC needs to give up a connection that nobody closed."""
+RPC_TIMEOUT_S: Final = 10.0
+
+
+class _Warnings(logging.Handler):
+    """Collects what the host warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class World:
+    """Use it in a ``with`` block: `open` the model in some setup, `run` faults, `shut` it, and again.
+
+    Attributes:
+        host: the open model, None while there is none.
+        expected: the tokens of an undisturbed generation, per prompt.
+        n_layer_calls: of such a generation.
+    """
+
+    def __init__(self, folder: Path, other_model: Path) -> None:
+        self.other_model = other_model
+        self.host: Any = None
+        self.expected: list[list[int]] = []
+        self.n_layer_calls = 0
+        self.prompts = fixed_prompts()
+        self._folder = folder
+        self._setup: Setup | None = None
+        self._second: SecondHost | None = None
+        self._shm_before = shm_names()
+        self._warnings = _Warnings()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end_second)
+            self.stations = [Station(folder) for _ in range(2)]
+            for station in self.stations:
+                stack.callback(station.close)
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="generation")
+            stack.callback(self._pool.shutdown)
+            logging.getLogger("moeoffload.host").addHandler(self._warnings)
+            stack.callback(logging.getLogger("moeoffload.host").removeHandler, self._warnings)
+            stack.callback(self._close_host)
+            self._stack = stack.pop_all()
+
+    @property
+    def addresses(self) -> list[str]:
+        return [station.address for station in self.stations]
+
+    def open(self, setup: Setup, **options: Any) -> None:
+        """Opens the model and generates undisturbed; ``options`` are settings beside those of ``setup``."""
+        assert self.host is None
+        keywords: dict[str, Any] = {
+            "threads": 1,
+            "device": "cpu",
+            "transport": setup.transport,
+            "replicas": 2 if setup.rescue == "replica" else 1,
+            "fallback_gib": 1.0,
+            "dispatch_timeout_s": DEADLINE_S,
+            "dispatch_floor_s": FLOOR_S,
+            "connect_timeout_s": 5.0,
+        } | options
+        # What libraries make once and keep is there after a first opening.
+        open_model(DEMO, experts=self.addresses, **keywords).close()
+        self._alone = [Holding.of(pid) for pid in self._pids()]
+        self._setup = setup
+        self.host = open_model(DEMO, experts=self.addresses, **keywords)
+        self.clock = LayerClock(self.host.dispatcher)
+        self.expected = self.generate()
+        self.clock.start()
+        if self.generate() != self.expected:
+            raise RuntimeError("two undisturbed generations differ")
+        self.n_layer_calls = len(self.clock.ticks)
+        self._processes = descendants() - {station.server.pid for station in self.stations}
+        self._n_leases = [_leases(station) for station in self.stations]
+        self._whole = [Holding.of(pid) for pid in self._pids()]
+
+    def shut(self) -> list[str]:
+        """Closes the model; returns what is left on both sides that was not there before it was opened."""
+        self._close_host()
+        return settled(lambda: self._left(self._alone), SETTLE_S)
+
+    def generate(self) -> list[list[int]]:
+        """The tokens of one generation, per prompt.
+
+        Raises:
+            TimeoutError: it hangs.
+        """
+        return self._pool.submit(generate_all, self.host, self.prompts).result(HANG_S)
+
+    def run(self, fault: Fault) -> Outcome:
+        """One generation under ``fault``, the way back, and a look at what is left."""
+        assert fault.setup == self._setup
+        station = self.stations[fault.victim]
+        at = max(1, int(fault.at * self.n_layer_calls))
+        outcome = Outcome(
+            fault.number, fault.kind.name, str(fault.setup), fault.victim, at, fault.lasts_s, limit_s=DEADLINE_S * SPARE
+        )
+        before, n_warnings = self.recovery(), len(self._warnings.lines)
+        if fault.kind.second_host:
+            self._second = SecondHost(self._folder, DEMO, self.addresses, transport=fault.setup.transport)
+        acts = ThreadPoolExecutor(1, thread_name_prefix="fault")
+        struck: list[Future[None]] = []
+
+        def strike() -> None:
+            struck.append(acts.submit(fault.kind.strike, self, station))
+            if fault.before_frames:
+                struck[0].result(HANG_S)
+            struck.append(acts.submit(self._repair, fault, station))
+
+        try:
+            self.clock.start(at, strike)
+            outcome.same_tokens = self.generate() == self.expected
+            outcome.pause_s = self.clock.longest_pause()
+            for act in struck:
+                act.result(HANG_S)
+            outcome.whole_s = self._wait_whole()
+            self.clock.start()
+            outcome.same_tokens &= self.generate() == self.expected
+        except TimeoutError as error:
+            outcome.error = f"hang: {error}"
+        except Exception as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+        acts.shutdown()
+        self.clock.start()
+        if outcome.whole_s is not None:
+            outcome.leaks = settled(self._leaks, SETTLE_S)
+        after = self.recovery()
+        for name in ("lost", "returned", "replica_calls", "fallback_calls", "stale"):
+            setattr(outcome, name, after[name] - before[name])
+        outcome.lost += after["drained"] - before["drained"]
+        outcome.warnings = len(self._warnings.lines) - n_warnings
+        return outcome
+
+    def recovery(self) -> dict[str, Any]:
+        """The section of the host's report."""
+        section: dict[str, Any] = self.host.report().to_json()["recovery"]
+        return section
+
+    def warnings_since(self, n: int) -> list[str]:
+        return self._warnings.lines[n:]
+
+    def kill_second_host(self) -> None:
+        """See `Scene`."""
+        assert self._second is not None
+        self._second.kill()
+
+    def holdings(self) -> dict[str, Holding]:
+        """What the host and the servers hold now."""
+        return dict(zip(("host", "server 0", "server 1"), map(Holding.of, self._pids()), strict=True))
+
+    def in_use(self) -> bool:
+        """Whether the host is attached to every server as it was at first, by what both sides say."""
+        recovery = self.recovery()
+        if recovery["lost"] + recovery["drained"] != recovery["returned"]:
+            return False
+        return [_leases(station) for station in self.stations] == self._n_leases
+
+    def close(self) -> None:
+        """Ends everything. Idempotent."""
+        self._stack.close()
+
+    def _close_host(self) -> None:
+        if self.host is not None:
+            self.host.close()
+            del self.clock
+            self.host = None
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _repair(self, fault: Fault, station: Station) -> None:
+        time.sleep(fault.lasts_s)
+        fault.kind.repair(self, station)
+
+    def _wait_whole(self) -> float | None:
+        started = perf_counter()
+        with contextlib.suppress(TimeoutError):
+            wait_for(self.in_use, "all servers in use", WHOLE_TIMEOUT_S)
+            return perf_counter() - started
+        return None
+
+    def _pids(self) -> list[int]:
+        return [os.getpid(), *(station.server.pid for station in self.stations)]
+
+    def _leaks(self) -> list[str]:
+        left = self._left(self._whole)
+        more = descendants() - {station.server.pid for station in self.stations} - self._processes
+        return [*left, *(f"process {pid}" for pid in sorted(more))]
+
+    def _left(self, before: list[Holding]) -> list[str]:
+        names = ("host", "server 0", "server 1")
+        now = [Holding.of(pid) for pid in self._pids()]
+        left = [f"{name}: {what}" for name, n, b in zip(names, now, before, strict=True) for what in n.beyond(b)]
+        return [*left, *(f"/dev/shm: {name}" for name in shm_left(self._shm_before, *self._pids()))]
+
+    def _end_second(self) -> None:
+        if self._second is not None:
+            self._second.kill()
+
+
+def _leases(station: Station) -> int:
+    """How many hosts the server knows, asked past the proxy; -1 if it does not answer."""
+    client = ControlClient(station.server.address)
+    try:
+        return int(client.stats(RPC_TIMEOUT_S).leases)
+    except Exception:
+        return -1
+    finally:
+        client.close()

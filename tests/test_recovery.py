@@ -1,0 +1,247 @@
+"""A lost, slow or wrong expert server: who computes instead, with which bits, and what the host says of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEMO, RunningServer, StartServer
+
+from moeoffload import OffloadedModel, open_model
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.errors import DisagreementError, PlacementError, ServerError
+from moeoffload.host.expert_cache import ExpertCache
+from moeoffload.kernels import prepare_layer
+from moeoffload.placement import ExpertTable, MemoryOffer, place_replicas
+
+N_TOKENS = 48
+BACK_S = 60
+# All sums of this server are wrong by a half.
+WRONG = """
+from moeoffload.kernels.layer import LayerKernels
+right = LayerKernels.__call__
+def wrong(self, rows, slots, weights, out, workspace=None):
+    right(self, rows, slots, weights, out, workspace)
+    out.mul_(1.5)
+LayerKernels.__call__ = wrong
+"""
+
+
+def tokens_of(offloaded: OffloadedModel, n_prompt: int = 24) -> list[int]:
+    prompt = torch.randint(5, 30, (1, n_prompt), generator=torch.Generator().manual_seed(7))
+    out = offloaded.model.generate(
+        prompt, max_new_tokens=N_TOKENS, min_new_tokens=N_TOKENS, do_sample=False, pad_token_id=0
+    )
+    result: list[int] = out[0].tolist()
+    return result
+
+
+def after_layer_calls(offloaded: OffloadedModel, n: int, do: Callable[[], None]) -> None:
+    """Calls ``do`` once, when the experts of a layer are asked for the ``n``-th time from now on."""
+    before, left = offloaded.dispatcher.on_layer, [n]
+
+    def on_layer(layer: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            do()
+        if before is not None:
+            before(layer)
+
+    offloaded.dispatcher.on_layer = on_layer
+
+
+def recovery(offloaded: OffloadedModel) -> dict[str, int]:
+    figures: dict[str, int] = offloaded.report().to_json()["recovery"]
+    return figures
+
+
+def wait_until_back(offloaded: OffloadedModel) -> None:
+    deadline = time.monotonic() + BACK_S
+    while any(shard.current is not shard.holders[0].link for shard in offloaded.shards):
+        assert time.monotonic() < deadline, "the server is not used again"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("transport", ["shared", "stream"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_killed_server_costs_no_token(start_server: StartServer, transport: str, replicas: int) -> None:
+    servers = [start_server(), start_server()]
+    addresses = [server.address for server in servers]
+    with open_model(DEMO, experts=addresses, transport=transport, replicas=replicas, threads=1) as offloaded:
+        # Placement goes by measured speed, and with it the rounding of sums: the reference is of this placement.
+        expected = tokens_of(offloaded)
+        after_layer_calls(offloaded, 21, servers[1].process.kill)
+        assert tokens_of(offloaded) == expected
+        figures = recovery(offloaded)
+        assert figures["lost"] == 1
+        assert (figures["replica_calls"] > 0) == (replicas == 2)
+        assert (figures["fallback_calls"] > 0) == (replicas == 1)
+        assert tokens_of(offloaded) == expected
+
+
+def test_a_kill_in_the_middle_of_a_pipelined_prompt_changes_no_logit(start_server: StartServer) -> None:
+    servers = [start_server(), start_server()]
+    prompt = torch.randint(5, 30, (1, 600), generator=torch.Generator().manual_seed(3))
+    with open_model(DEMO, experts=[server.address for server in servers], threads=1) as offloaded, torch.no_grad():
+        undisturbed = offloaded.model(prompt, logits_to_keep=1).logits
+        after_layer_calls(offloaded, 5, servers[0].process.kill)
+        assert torch.equal(offloaded.model(prompt, logits_to_keep=1).logits, undisturbed)
+        assert recovery(offloaded)["lost"] == 1
+
+
+def test_a_stopped_server_is_replaced_at_the_deadline_and_used_again(start_server: StartServer) -> None:
+    server = start_server()
+    with open_model(DEMO, experts=[server.address], dispatch_floor_s=0.5, threads=1) as offloaded:
+        expected = tokens_of(offloaded)
+        after_layer_calls(offloaded, 21, lambda: server.process.send_signal(signal.SIGSTOP))
+        assert tokens_of(offloaded) == expected
+        server.process.send_signal(signal.SIGCONT)
+        wait_until_back(offloaded)
+        before = recovery(offloaded)["fallback_calls"]
+        assert tokens_of(offloaded) == expected
+        figures = recovery(offloaded)
+        assert (figures["lost"], figures["returned"], figures["fallback_calls"]) == (1, 1, before)
+
+
+def test_a_server_told_to_stop_hands_over_and_ends_with_zero(start_server: StartServer) -> None:
+    server = start_server()
+    with open_model(DEMO, experts=[server.address], threads=1) as offloaded:
+        expected = tokens_of(offloaded)
+        after_layer_calls(offloaded, 21, server.process.terminate)
+        assert tokens_of(offloaded) == expected
+        assert server.process.wait(BACK_S) == 0
+        figures = recovery(offloaded)
+        assert (figures["drained"], figures["lost"]) == (1, 0)
+
+
+def test_the_next_server_on_that_port_is_used(start_server: StartServer) -> None:
+    server = start_server()
+    with open_model(DEMO, experts=[server.address], threads=1) as offloaded:
+        expected = tokens_of(offloaded)
+        server.process.kill()
+        server.process.wait()
+        start_server("--listen", server.address)
+        wait_until_back(offloaded)
+        assert tokens_of(offloaded) == expected
+        assert recovery(offloaded)["returned"] == 1
+
+
+def test_a_required_server_that_is_lost_ends_the_call_with_one_line(start_server: StartServer) -> None:
+    server = start_server()
+    options: dict[str, Any] = {"dispatch_floor_s": 0.5, "required": True, "threads": 1}
+    with open_model(DEMO, experts=[server.address], **options) as offloaded:
+        after_layer_calls(offloaded, 21, server.process.kill)
+        with pytest.raises(ServerError, match=rf"{server.address}.*forbid that the host computes them") as raised:
+            tokens_of(offloaded)
+        assert "\n" not in str(raised.value)
+
+
+def test_a_late_reply_makes_a_replica_compute_the_same(start_server: StartServer) -> None:
+    servers = [start_server(), start_server()]
+    addresses = [server.address for server in servers]
+    options: dict[str, Any] = {"replicas": 2, "hedge_ms": 30, "dispatch_floor_s": 30, "threads": 1}
+    with open_model(DEMO, experts=addresses, **options) as offloaded:
+        process = servers[0].process
+        expected = tokens_of(offloaded)
+        after_layer_calls(offloaded, 21, lambda: stop_for(process.send_signal, 1.0))
+        assert tokens_of(offloaded) == expected
+        figures = recovery(offloaded)
+        assert figures["hedged"] >= figures["hedge_wins"] >= 1
+        assert figures["lost"] == 0
+
+
+def stop_for(send_signal: Callable[[int], None], seconds: float) -> None:
+    send_signal(signal.SIGSTOP)
+    threading.Timer(seconds, send_signal, [signal.SIGCONT]).start()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_verification_accepts_right_servers_and_names_a_wrong_one(start_server: StartServer, replicas: int) -> None:
+    right: list[RunningServer] = [start_server(), start_server()]
+    options: dict[str, Any] = {"replicas": replicas, "verify_percent": 100, "threads": 1}
+    with open_model(DEMO, experts=[server.address for server in right], **options) as offloaded:
+        assert len(tokens_of(offloaded)) > N_TOKENS
+        assert recovery(offloaded)["verified"] > N_TOKENS
+    wrong = start_server(patch=WRONG)
+    disagree = pytest.raises(DisagreementError, match=f"{wrong.address}.*disagree: layer")
+    with open_model(DEMO, experts=[right[0].address, wrong.address], **options) as offloaded, disagree:
+        tokens_of(offloaded)
+
+
+def test_the_cache_computes_any_experts_in_little_memory_with_the_bits_of_all_at_once() -> None:
+    checkpoint = Checkpoint.open(DEMO)
+    layer = checkpoint.layers[0]
+    device = torch.device("cpu")
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(64, checkpoint.hidden_size, generator=generator).to(checkpoint.dtype)
+    ids = torch.rand(64, layer.n_experts, generator=generator).argsort(1)[:, : checkpoint.top_k].contiguous()
+    weights = torch.rand(ids.shape, generator=generator)
+    together = torch.empty(rows.shape)
+    prepare_layer(checkpoint.build_experts(0, range(layer.n_experts), device))(rows, ids, weights, together)
+    room = checkpoint.top_k + 1
+    cache = ExpertCache(checkpoint, room * layer.expert_bytes, device)
+    for _ in range(2):
+        out = torch.empty(rows.shape)
+        cache.compute(0, rows, ids, weights, out)
+        assert torch.equal(out, together)
+        assert cache.resident_bytes <= room * layer.expert_bytes
+    assert cache.n_read > layer.n_experts, "a cache this small reads some experts again"
+    roomy = ExpertCache(checkpoint, 1 << 30, device)
+    for _ in range(3):
+        roomy.compute(0, rows, ids, weights, out)
+    assert roomy.n_read == len(ids.unique())
+
+
+def test_replicas_lie_on_other_servers_with_room() -> None:
+    tables = [ExpertTable(((0, 1),)), ExpertTable(((2,),)), ExpertTable(((3,),))]
+    offers = [MemoryOffer("a", 20), MemoryOffer("b", 40), MemoryOffer("c", 10)]
+    assert place_replicas(tables, [10], offers, 1) == [[0], [1], [2]]
+    roomy = [MemoryOffer(name, 40) for name in "abc"]
+    assert place_replicas(tables, [10], roomy, 2) == [[0, 1], [1, 2], [2, 0]]
+    with pytest.raises(PlacementError, match="replicas is 4, but there are 3 expert servers"):
+        place_replicas(tables, [10], roomy, 4)
+    with pytest.raises(PlacementError, match="3 copies of the routed experts do not fit"):
+        place_replicas(tables, [10], offers, 3)
+
+
+def test_a_server_that_comes_back_with_another_kernel_or_model_is_refused_by_name(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level("INFO", "moeoffload.host")
+    server = start_server()
+    with open_model(DEMO, experts=[server.address], threads=1) as offloaded:
+        expected = tokens_of(offloaded)
+        server.process.kill()
+        server.process.wait()
+        changed = start_server("--listen", server.address, "--kernel", "grouped")
+        wait_for_log(caplog, "kernel is tiled (host), grouped here")
+        changed.process.kill()
+        changed.process.wait()
+        other = shutil.copytree(DEMO, tmp_path / "other")
+        config = json.loads((other / "config.json").read_text())
+        (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+        start_server("--listen", server.address, "--model", str(other))
+        wait_for_log(caplog, "model digest is")
+        assert tokens_of(offloaded) == expected
+        assert recovery(offloaded)["returned"] == 0
+
+
+def test_a_replica_must_compute_with_the_same_kernel(start_server: StartServer) -> None:
+    addresses = [start_server().address, start_server("--kernel", "grouped").address]
+    with pytest.raises(ServerError, match=r"kernel is .* here"):
+        open_model(DEMO, experts=addresses, replicas=2, threads=1)
+
+
+def wait_for_log(caplog: pytest.LogCaptureFixture, words: str) -> None:
+    deadline = time.monotonic() + BACK_S
+    while words not in caplog.text:
+        assert time.monotonic() < deadline, caplog.text
+        time.sleep(0.05)
