@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from command_lines import ROOT, STEP_TIMEOUT_S, Commands, one_line_error
+from command_lines import CLEAN_TIMEOUT_S, ROOT, STEP_TIMEOUT_S, Commands, one_line_error, wait_until
 from conftest import DEMO, RunningServer, expert_server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -153,6 +153,42 @@ def test_half_open_and_senseless_connections_do_no_harm(site: Site) -> None:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
             while plain.recv(1000):
                 pass
+
+
+def test_a_host_that_is_killed_behind_tls_frees_its_lease(site: Site) -> None:
+    code = (
+        "import sys, time\n"
+        "from moeoffload.control.client import ControlClient\n"
+        "from moeoffload.control.credentials import HostCredentials\n"
+        "from moeoffload.settings import HostSettings\n"
+        "settings = HostSettings.load(dict(word.split('=', 1) for word in sys.argv[1:]))\n"
+        "lease = ControlClient(settings.experts[0], HostCredentials.of(settings)).attach(60)\n"
+        "print('attached', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    words = [f"{name}={value[0] if name == 'experts' else value}" for name, value in site.good.items()]
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    with process, contextlib.closing(site.client()) as client:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "attached\n"
+        assert client.stats(STEP_TIMEOUT_S).leases == 1
+        process.kill()
+        wait_until(lambda: client.stats(STEP_TIMEOUT_S).leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+
+
+def test_connections_through_tls_leave_nothing_behind(site: Site) -> None:
+    server = psutil.Process(site.server.process.pid)
+
+    def use(n_hosts: int) -> None:
+        for _ in range(n_hosts):
+            with contextlib.closing(site.client()) as client:
+                # As much as a message may hold comes through in many pieces, and the front waits for the slow side.
+                client.describe(STEP_TIMEOUT_S, model_digest="x" * (3 << 20))
+
+    use(2)
+    before = server.num_fds(), server.num_threads()
+    use(8)
+    wait_until(lambda: (server.num_fds(), server.num_threads()) <= before, "descriptors as before", CLEAN_TIMEOUT_S)
 
 
 def test_a_host_with_tls_is_told_of_a_server_without(three_servers: list[str], site: Site) -> None:

@@ -14,9 +14,11 @@ from transport.ends import SIZES, SOON_S, call, echo, eventually
 from transport.tcp import Proxy, bare_dealer
 
 from moeoffload.errors import DeadlineError, ProtocolError, ServerError
-from moeoffload.transport import HostChannel, StreamKeys, StreamListener, StreamServerEnd, open_channel
+from moeoffload.transport import ChannelSizes, HostChannel, StreamKeys, StreamListener, StreamServerEnd, open_channel
 from moeoffload.transport.stream import StreamHostEnd
-from moeoffload.wire import HEADER_BYTES
+from moeoffload.transport.stream_keys import encrypt_host_end
+from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG
+from moeoffload.wire import HEADER_BYTES, FrameHeader
 
 LIMIT = 64 * 1024
 PATTERN = os.urandom(64)
@@ -103,6 +105,39 @@ def test_several_hosts_reach_their_own_channels(listener: StreamListener, refuse
     assert refused.reasons == []
     for _, host, _ in ends:
         host.close()
+
+
+@pytest.mark.parametrize("n_bytes", [PIECE_BYTES - HEADER_BYTES, PIECE_BYTES, 3 * PIECE_BYTES + 5])
+def test_large_frames_travel_whole(n_bytes: int) -> None:
+    sizes = ChannelSizes(2, 4 * PIECE_BYTES, 4 * PIECE_BYTES)
+    listener = StreamListener(max_request_bytes=sizes.request_bytes, encrypted=True)
+    keys = StreamKeys.new()
+    offer = listener.open_channel(sizes, echo, keys.public).offer
+    host = open_channel(offer, host="127.0.0.1", timeout_s=SOON_S, keys=keys)
+    body = os.urandom(n_bytes)
+    assert call(host, body) == body
+    host.close()
+    listener.close()
+
+
+def test_a_sealed_message_beyond_the_limit_never_gets_in(listener: StreamListener) -> None:
+    channel, host, keys = attached(listener)
+    host.close()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.ROUTING_ID, b"m" * 32)
+        encrypt_host_end(dealer, keys, listener.public_key.encode())
+        dealer.connect(f"tcp://127.0.0.1:{listener.port}")
+        frame = bytearray(HEADER_BYTES)
+        FrameHeader(request_id=8).pack_into(memoryview(frame))
+        dealer.setsockopt(zmq.RCVTIMEO, int(SOON_S * 1000))
+        dealer.send_multipart([TAG.pack(8, 0, HEADER_BYTES), frame])
+        assert dealer.recv_multipart()[1] == frame
+        dealer.setsockopt(zmq.RCVTIMEO, 300)
+        dealer.send_multipart([TAG.pack(4, 0, 2**30), bytes(PIECE_BYTES + 1)])
+        with pytest.raises(zmq.Again):
+            dealer.recv()
+    assert channel.n_dropped == 0
 
 
 def test_a_host_that_reconnects_goes_on(listener: StreamListener) -> None:
