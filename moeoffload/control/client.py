@@ -27,7 +27,7 @@ _END = None
 MAX_UNREAD: Final = 4
 """Answers to steps of an attach that may wait; the host sends one step at a time."""
 LOOK_S: Final = 0.5
-"""How long a connection may take until the host looks why."""
+"""How long a connection may take until the host looks why, twice as long each further time."""
 
 
 class ControlClient:
@@ -53,11 +53,13 @@ class ControlClient:
         deadline = monotonic() + timeout_s
         ready = grpc.channel_ready_future(self._channel)
         try:
+            look_s = LOOK_S
             while (left_s := deadline - monotonic()) > 0:
                 try:
-                    ready.result(timeout=min(LOOK_S, left_s))
+                    ready.result(timeout=min(look_s, left_s))
                     return
                 except grpc.FutureTimeoutError:
+                    look_s *= 2
                     # gRPC goes on trying, whatever the reason: it may be one that no waiting heals.
                     if reason := why_not(self.address, self._credentials, max(0.1, deadline - monotonic())):
                         raise ServerError(f"expert server {self.address}: {reason}") from None

@@ -100,9 +100,15 @@ def _abort(context: grpc.ServicerContext, error: MoeOffloadError) -> None:
 class ExpertServicer(pb_grpc.ExpertServiceServicer):
     """Translates between gRPC and the backend; refuses other protocol versions; ties leases to their streams."""
 
-    def __init__(self, backend: ExpertBackend, step_s: float = STEP_S) -> None:
+    def __init__(
+        self,
+        backend: ExpertBackend,
+        step_s: float = STEP_S,
+        peer: Callable[[grpc.ServicerContext], str | None] = lambda context: context.peer(),
+    ) -> None:
         self._backend = backend
         self._step_s = step_s
+        self._peer = peer
         self._working: dict[str, grpc.ServicerContext] = {}
         """By lease the call that runs beside its stream: one at a time."""
         self._lock = threading.Lock()
@@ -181,7 +187,9 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
                             f"this server speaks {PROTOCOL_VERSION}"
                         )
                     tidy(event.hello)
-                    peer = context.peer().rpartition(":")[0]  # without the port, which each connection has of its own
+                    peer = (self._peer(context) or "").rpartition(":")[
+                        0
+                    ]  # without the port, which each connection has of its own
                     lease = self._backend.open_lease(event.hello, peer, events.put)
                     yield pb.AttachReply(welcome=pb.Welcome(lease_id=lease.lease_id))
                 elif step == "activate":
@@ -273,7 +281,8 @@ class ControlServer:
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        pb_grpc.add_ExpertServiceServicer_to_server(ExpertServicer(backend), server)  # type: ignore[no-untyped-call]
+        servicer = ExpertServicer(backend, peer=gate.peer)
+        pb_grpc.add_ExpertServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         # It writes a traceback for every text in the head of a call that is not UTF-8, and goes on.
         logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         health_servicer = _Health()

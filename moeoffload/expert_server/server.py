@@ -148,7 +148,7 @@ class ExpertServer:
             roots=ModelRoots(
                 self.settings.model_root,
                 self.credentials.any_model,
-                lambda reason: self.refusals.add(hello.host, reason),
+                lambda reason: self.refusals.add(f"{peer} {hello.host}", reason),
             ),
             kernel=self.settings.kernel.value,
         )
