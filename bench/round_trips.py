@@ -36,6 +36,7 @@ from moeoffload.transport import (
     ServerChannel,
     ServerSlot,
     SharedServerEnd,
+    StreamKeys,
     StreamListener,
     open_channel,
 )
@@ -97,6 +98,13 @@ def serve_shared(pipe: Connection) -> None:
 def serve_stream(pipe: Connection) -> None:
     listener = StreamListener(max_request_bytes=SIZES.request_bytes)
     serve_until_closed(pipe, listener.open_channel(SIZES, echo).offer)
+    listener.close()
+
+
+def serve_stream_curve(pipe: Connection) -> None:
+    listener = StreamListener(max_request_bytes=SIZES.request_bytes, encrypted=True)
+    keys = StreamKeys.new()
+    serve_until_closed(pipe, (listener.open_channel(SIZES, echo, keys.public).offer, keys))
     listener.close()
 
 
@@ -188,8 +196,8 @@ def serve_until_closed(pipe: Connection, address: Any) -> None:
 
 
 @contextlib.contextmanager
-def call_channel(offer: Any) -> Iterator[Call]:
-    host: HostChannel = open_channel(offer, host="127.0.0.1", timeout_s=TIMEOUT_S)
+def call_channel(offer: Any, keys: StreamKeys | None = None) -> Iterator[Call]:
+    host: HostChannel = open_channel(offer, host="127.0.0.1", timeout_s=TIMEOUT_S, keys=keys)
     header = FrameHeader()
 
     def call(n_bytes: int) -> None:
@@ -296,6 +304,7 @@ CONTENDERS: dict[str, tuple[Callable[[Connection], None] | None, Callable[[Any],
     "ZeroMQ tcp": (serve_zeromq, call_zeromq),
     "ZeroMQ tcp, buffers": (serve_zeromq_buffers, call_zeromq_buffers),
     "stream": (serve_stream, call_channel),
+    "stream, CURVE": (serve_stream_curve, lambda offer_and_keys: call_channel(*offer_and_keys)),
     "gRPC unary": (serve_grpc, call_grpc),
 }
 

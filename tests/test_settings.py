@@ -93,6 +93,13 @@ BAD = {
     "local_experts_gib": ["-1", "65537", "nan", "all"],
     "routing_stats": [".", "no/such/file.json"],
     "fast_dense": ["maybe", "2"],
+    "tls_cert": [".", "no/such/file.pem"],
+    "tls_key": [".", "no/such/file.key"],
+    "tls_ca": [".", "no/such/file.pem"],
+    "client_ca": [".", "no/such/file.pem"],
+    "token_file": [".", "no/such/token"],
+    "insecure": ["maybe", "2"],
+    "model_root": ["no/such/folder", __file__, "/,no/such/folder"],
     "model": [],  # any text may be a model id; empty text is refused with the rest
 }
 BAD_CASES = [(model, info, bad) for model in MODELS for info in model.infos() for bad in BAD[info.name]]
@@ -152,6 +159,11 @@ def test_defaults_of_host() -> None:
         "local_experts_gib": 0.0,
         "routing_stats": None,
         "fast_dense": True,
+        "tls_ca": None,
+        "tls_cert": None,
+        "tls_key": None,
+        "token_file": None,
+        "insecure": False,
     }
 
 
@@ -170,6 +182,12 @@ def test_defaults_of_expert_server() -> None:
         "model": None,
         "log_level": "info",
         "kernel": "auto",
+        "tls_cert": None,
+        "tls_key": None,
+        "client_ca": None,
+        "token_file": None,
+        "insecure": False,
+        "model_root": (),
         "drain_timeout_s": 30.0,
     }
 

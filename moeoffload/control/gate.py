@@ -42,16 +42,21 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
             return handler
         return _guarded(handler, self._admit)
 
+    def peer(self, context: grpc.ServicerContext) -> str | None:
+        """Who calls, as gRPC writes peers; None if the call did not come through the TLS front that there is."""
+        peer = str(context.peer())
+        if self.peer_of is None:
+            return peer
+        place = split_peer(peer)
+        return self.peer_of(place[1]) if place is not None else None
+
     def _admit(self, context: grpc.ServicerContext) -> None:
         """Returns if the caller may go on; otherwise ends the call."""
-        peer = context.peer()
+        peer = self.peer(context)
+        if peer is None:
+            self._refuse(context, context.peer(), "it went around TLS", grpc.StatusCode.UNAUTHENTICATED)
+            raise AssertionError("abort raises")
         place = split_peer(peer)
-        if self.peer_of is not None:
-            known = self.peer_of(place[1]) if place is not None else None
-            if known is None:
-                self._refuse(context, peer, "it went around TLS", grpc.StatusCode.UNAUTHENTICATED)
-            peer = str(known)
-            place = split_peer(peer)
         if self._credentials.token is not None:
             self._check_token(context, peer, self._credentials.token)
         if self._credentials.same_user:

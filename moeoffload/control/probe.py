@@ -9,7 +9,7 @@ from typing import Final
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.settings import Address
 
-PROBE_S: Final = 2.0
+PROBE_S: Final = 1.0
 _LISTEN_S: Final = 0.5
 """How long a server may take to object to a certificate after the handshake, which TLS 1.3 allows it to."""
 _WRONG_NAME: Final = (62, 64)
@@ -23,7 +23,7 @@ def why_not(address: str, credentials: HostCredentials, timeout_s: float) -> str
     Args:
         address: HOST:PORT.
         credentials: what this host shows.
-        timeout_s: deadline in seconds; 2 seconds are enough.
+        timeout_s: deadline in seconds; a second or two are enough.
     """
     place = Address(address)
     try:

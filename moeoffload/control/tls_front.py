@@ -155,37 +155,29 @@ class _Pipe(asyncio.Protocol):
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._to: asyncio.Transport | None = None
-        self._own: asyncio.Transport | None = None
         self._early: list[bytes] = []
 
     def join(self, own: asyncio.Transport, to: asyncio.Transport) -> None:
         """From now on what arrives on ``own`` goes to ``to``."""
-        self._own, self._to = own, to
+        self._to = to
         own.set_write_buffer_limits(_BUFFER_BYTES)
         for data in self._early:
             to.write(data)
         self._early.clear()
 
     def data_received(self, data: bytes) -> None:
-        if self._to is None or self._own is None:
-            self._early.append(
-                data
-            )  # what came with the end of the handshake; reading pauses until both sides are there
-            return
-        self._to.write(data)
-        if self._to.get_write_buffer_size() > _BUFFER_BYTES:
-            self._own.pause_reading()
-            asyncio.get_running_loop().create_task(self._resume())
+        if self._to is None:
+            self._early.append(data)  # came with the end of the handshake; reading pauses until both sides are there
+        else:
+            self._to.write(data)
 
-    async def _resume(self) -> None:
-        assert self._to is not None
-        assert self._own is not None
-        while self._to.get_write_buffer_size() > _BUFFER_BYTES // 2:
-            if self.ended.done() or self._to.is_closing():
-                return
-            await asyncio.sleep(0.01)
-        if not self._own.is_closing():
-            self._own.resume_reading()
+    def pause_writing(self) -> None:
+        if self._to is not None:
+            self._to.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._to is not None:
+            self._to.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.ended.done():

@@ -16,9 +16,12 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from moeoffload.errors import ProtocolError
+from moeoffload.transport.zmq_socket import PIECE_BYTES
 
 KEY_CHARACTERS: Final = 40
 """A key is 32 bytes, written as 40 characters of Z85."""
+_SEAL_BYTES: Final = 33
+"""What CURVE adds to a message: command name, nonce, flags and the authenticator."""
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 _DOMAIN: Final = "moeoffload"
@@ -59,9 +62,14 @@ def check_key(text: str, of_whom: str) -> bytes:
 
 def encrypt_host_end(socket: zmq.Socket[bytes], keys: StreamKeys, server: bytes) -> None:
     """Lets a socket that is not connected yet talk to the owner of the key ``server`` alone."""
+    _admit_sealed_pieces(socket)
     socket.setsockopt(zmq.CURVE_SERVERKEY, server)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+
+
+def _admit_sealed_pieces(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + _SEAL_BYTES)
 
 
 class Door:
@@ -83,6 +91,7 @@ class Door:
         self._questions = socket.context.socket(zmq.REP)
         self._questions.setsockopt(zmq.LINGER, 0)
         self._questions.bind(_ZAP_ENDPOINT)
+        _admit_sealed_pieces(socket)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)

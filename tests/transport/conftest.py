@@ -7,11 +7,19 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from moeoffload.transport import ChannelSizes, Deliver, SharedServerEnd, StreamListener, loopback_pair, open_channel
+from moeoffload.transport import (
+    ChannelSizes,
+    Deliver,
+    SharedServerEnd,
+    StreamKeys,
+    StreamListener,
+    loopback_pair,
+    open_channel,
+)
 
 from .ends import SIZES, Ends, echo
 
-TRANSPORTS = ("loopback", "shared", "stream")
+TRANSPORTS = ("loopback", "shared", "stream", "stream encrypted")
 
 OpenEnds = Callable[..., Ends]
 
@@ -27,10 +35,11 @@ def both_ends(transport: str, deliver: Deliver = echo, sizes: ChannelSizes = SIZ
             stack.callback(server.close)
             ends = Ends(open_channel(server.offer, host="", timeout_s=10), server)
         else:
-            listener = StreamListener(max_request_bytes=sizes.request_bytes)
+            encrypted, keys = transport == "stream encrypted", StreamKeys.new()
+            listener = StreamListener(max_request_bytes=sizes.request_bytes, encrypted=encrypted)
             stack.callback(listener.close)
-            channel = listener.open_channel(sizes, deliver)
-            ends = Ends(open_channel(channel.offer, host="127.0.0.1", timeout_s=10), channel)
+            channel = listener.open_channel(sizes, deliver, keys.public)
+            ends = Ends(open_channel(channel.offer, host="127.0.0.1", timeout_s=10, keys=keys), channel)
         stack.callback(ends.server.close)
         stack.callback(ends.host.close)
         yield ends

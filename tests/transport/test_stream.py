@@ -414,9 +414,10 @@ def test_a_host_that_is_forgotten_frees_itself(listener: StreamListener) -> None
     assert [channel() for channel in channels] == [None, None]
 
 
-def test_threads_and_descriptors_return_to_the_start() -> None:
+@pytest.mark.parametrize("transport", ["stream", "stream encrypted"])
+def test_threads_and_descriptors_return_to_the_start(transport: str) -> None:
     def use() -> None:
-        with both_ends("stream", echo, ChannelSizes(2, 2**20, 2**20)) as ends:
+        with both_ends(transport, echo, ChannelSizes(2, 2**20, 2**20)) as ends:
             for n_bytes in (10, 2**20 - HEADER_BYTES):
                 assert len(call(ends.host, bytes(n_bytes))) == n_bytes
 

@@ -1,0 +1,249 @@
+"""Rows on the stream transport: nobody on the way can read them, and each host reaches its own channel only."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import zmq
+from transport.ends import SIZES, SOON_S, call, echo, eventually
+from transport.tcp import Proxy, bare_dealer
+
+from moeoffload.errors import DeadlineError, ProtocolError, ServerError
+from moeoffload.transport import ChannelSizes, HostChannel, StreamKeys, StreamListener, StreamServerEnd, open_channel
+from moeoffload.transport.stream import StreamHostEnd
+from moeoffload.transport.stream_keys import encrypt_host_end
+from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG
+from moeoffload.wire import HEADER_BYTES, FrameHeader
+
+LIMIT = 64 * 1024
+PATTERN = os.urandom(64)
+
+
+class Recorder(Proxy):
+    """A proxy that keeps what passes it."""
+
+    def __init__(self, port: int) -> None:
+        self.captured = bytearray()
+        super().__init__(port)
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:  # type: ignore[override]
+        tap, far = socket.socketpair()
+        copier = threading.Thread(target=self._copy, args=(source, tap))
+        copier.start()
+        super()._forward(far, sink)
+        copier.join(SOON_S)
+
+    def _copy(self, source: socket.socket, tap: socket.socket) -> None:
+        with tap:
+            try:
+                while data := source.recv(65536):
+                    self.captured += data
+                    tap.sendall(data)
+            except OSError:
+                pass
+
+
+class Refused:
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def __call__(self, peer: str, reason: str) -> None:
+        self.reasons.append(reason)
+
+    def said(self, words: str) -> bool:
+        return any(words in reason for reason in self.reasons)
+
+
+@pytest.fixture
+def refused() -> Refused:
+    return Refused()
+
+
+@pytest.fixture
+def listener(refused: Refused) -> Iterator[StreamListener]:
+    listener = StreamListener(max_request_bytes=LIMIT, encrypted=True, on_refused=refused)
+    yield listener
+    listener.close()
+
+
+def attached(listener: StreamListener) -> tuple[StreamServerEnd, HostChannel, StreamKeys]:
+    keys = StreamKeys.new()
+    channel = listener.open_channel(SIZES, echo, keys.public)
+    return channel, open_channel(channel.offer, host="127.0.0.1", timeout_s=SOON_S, keys=keys, encrypted=True), keys
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_a_capture_of_the_wire_shows_rows_only_without_encryption(encrypted: bool) -> None:
+    listener = StreamListener(max_request_bytes=LIMIT, encrypted=encrypted)
+    proxy = Recorder(listener.port)
+    keys = StreamKeys.new()
+    offer = listener.open_channel(SIZES, echo, keys.public).offer
+    offer = replace(offer, parameters=offer.parameters | {"port": str(proxy.port)})
+    host = open_channel(offer, host="127.0.0.1", timeout_s=SOON_S, keys=keys)
+    assert call(host, PATTERN * 100) == PATTERN * 100
+    host.close()
+    proxy.close()
+    listener.close()
+    assert len(proxy.captured) > 2 * 100 * len(PATTERN), "both ways were captured"
+    assert (PATTERN in proxy.captured) == (not encrypted)
+    assert keys.secret.encode() not in proxy.captured
+
+
+def test_several_hosts_reach_their_own_channels(listener: StreamListener, refused: Refused) -> None:
+    ends = [attached(listener) for _ in range(3)]
+    for n, (_, host, _) in enumerate(ends):
+        assert call(host, bytes([n]) * 1000) == bytes([n]) * 1000
+    ends[0][0].close()
+    with pytest.raises(ServerError, match="closed"):
+        call(ends[0][1])
+    assert call(ends[1][1], b"on") == b"on"
+    assert refused.reasons == []
+    for _, host, _ in ends:
+        host.close()
+
+
+@pytest.mark.parametrize("n_bytes", [PIECE_BYTES - HEADER_BYTES, PIECE_BYTES, 3 * PIECE_BYTES + 5])
+def test_large_frames_travel_whole(n_bytes: int) -> None:
+    sizes = ChannelSizes(2, 4 * PIECE_BYTES, 4 * PIECE_BYTES)
+    listener = StreamListener(max_request_bytes=sizes.request_bytes, encrypted=True)
+    keys = StreamKeys.new()
+    offer = listener.open_channel(sizes, echo, keys.public).offer
+    host = open_channel(offer, host="127.0.0.1", timeout_s=SOON_S, keys=keys)
+    body = os.urandom(n_bytes)
+    assert call(host, body) == body
+    host.close()
+    listener.close()
+
+
+def test_a_sealed_message_beyond_the_limit_never_gets_in(listener: StreamListener) -> None:
+    channel, host, keys = attached(listener)
+    host.close()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.ROUTING_ID, b"m" * 32)
+        encrypt_host_end(dealer, keys, listener.public_key.encode())
+        dealer.connect(f"tcp://127.0.0.1:{listener.port}")
+        frame = bytearray(HEADER_BYTES)
+        FrameHeader(request_id=8).pack_into(memoryview(frame))
+        dealer.setsockopt(zmq.RCVTIMEO, int(SOON_S * 1000))
+        dealer.send_multipart([TAG.pack(8, 0, HEADER_BYTES), frame])
+        assert dealer.recv_multipart()[1] == frame
+        dealer.setsockopt(zmq.RCVTIMEO, 300)
+        dealer.send_multipart([TAG.pack(4, 0, 2**30), bytes(PIECE_BYTES + 1)])
+        with pytest.raises(zmq.Again):
+            dealer.recv()
+    assert channel.n_dropped == 0
+
+
+def test_a_host_that_reconnects_goes_on(listener: StreamListener) -> None:
+    proxy = Proxy(listener.port)
+    keys = StreamKeys.new()
+    offer = listener.open_channel(SIZES, echo, keys.public).offer
+    offer = replace(offer, parameters=offer.parameters | {"port": str(proxy.port)})
+    host = open_channel(offer, host="127.0.0.1", timeout_s=SOON_S, keys=keys)
+    assert call(host, b"before") == b"before"
+    proxy.cut()
+    proxy.mend()
+    answers: list[bytes] = []
+
+    def answered() -> bool:
+        try:
+            answers.append(call(host, b"after", timeout_s=0.5))
+        except DeadlineError:  # sent into the old connection
+            return False
+        return True
+
+    eventually(answered)
+    assert answers == [b"after"]
+    host.close()
+    proxy.close()
+
+
+def test_a_key_that_was_never_admitted_is_refused(listener: StreamListener, refused: Refused) -> None:
+    channel, host, _ = attached(listener)
+    with pytest.raises(DeadlineError):
+        open_channel(channel.offer, host="127.0.0.1", timeout_s=0.5, keys=StreamKeys.new())
+    eventually(lambda: refused.said("not of an open lease"))
+    assert call(host, b"undisturbed") == b"undisturbed"
+    host.close()
+
+
+def test_the_key_of_a_session_that_has_ended_is_refused(listener: StreamListener, refused: Refused) -> None:
+    channel, host, stolen = attached(listener)
+    host.close()
+    channel.close()
+    with pytest.raises(DeadlineError):
+        open_channel(channel.offer, host="127.0.0.1", timeout_s=0.5, keys=stolen)
+    eventually(lambda: refused.said("not of an open lease"))
+
+
+def test_the_public_key_of_another_session_cannot_be_claimed(listener: StreamListener, refused: Refused) -> None:
+    _, host, keys = attached(listener)
+    with pytest.raises(ServerError, match="in use by another lease"):
+        listener.open_channel(SIZES, echo, keys.public)
+    assert refused.said("that of another open lease")
+    assert call(host, b"undisturbed") == b"undisturbed"
+    host.close()
+
+
+def test_the_routing_id_of_another_session_is_of_no_use(listener: StreamListener, refused: Refused) -> None:
+    victim, host, _ = attached(listener)
+    assert call(host, b"mine") == b"mine"
+    mine = StreamKeys.new()
+    own = listener.open_channel(SIZES, echo, mine.public)
+    before = listener.n_unknown
+    server_key = listener.public_key.encode()
+    thief = StreamHostEnd(SIZES, f"tcp://127.0.0.1:{listener.port}", victim.routing_id, (mine, server_key))
+    with pytest.raises(DeadlineError):
+        thief.greet(0.6)
+    assert refused.said("routing id of another lease")
+    assert listener.n_unknown > before
+    assert victim.routing_id == b"", "nothing of the victim's is sent where the thief sits"
+    assert (victim.n_dropped, own.n_dropped) == (0, 0)
+    thief.close()
+    host.close()
+
+
+def test_who_speaks_no_curve_is_refused(listener: StreamListener, refused: Refused) -> None:
+    channel, host, _ = attached(listener)
+    with bare_dealer(listener.port, channel.routing_id) as dealer:
+        dealer.setsockopt(zmq.RCVTIMEO, 300)
+        dealer.send_multipart([bytes(16), bytes(HEADER_BYTES)])
+        with pytest.raises(zmq.Again):
+            dealer.recv()
+    eventually(lambda: refused.said("does not speak CURVE"))
+    assert (listener.n_unknown, channel.n_dropped) == (0, 0)
+    assert call(host, b"undisturbed") == b"undisturbed"
+    host.close()
+
+
+@pytest.mark.parametrize("key", ["", "x", "\N{SNOWMAN}" * 40, "~" * 40, "0" * 41])
+def test_what_is_no_key_is_refused(listener: StreamListener, key: str) -> None:
+    with pytest.raises(ProtocolError, match="stream key of the host"):
+        listener.open_channel(SIZES, echo, key)
+    if key:
+        channel, host, _ = attached(listener)
+        offer = replace(channel.offer, parameters=channel.offer.parameters | {"server_key": key})
+        with pytest.raises(ProtocolError, match="stream key of the server"):
+            open_channel(offer, host="127.0.0.1", timeout_s=1, keys=StreamKeys.new())
+        host.close()
+
+
+def test_a_host_that_wants_encryption_takes_nothing_less() -> None:
+    plain = StreamListener(max_request_bytes=LIMIT)
+    offer = plain.open_channel(SIZES, echo).offer
+    with pytest.raises(ProtocolError, match="without encryption"):
+        open_channel(offer, host="127.0.0.1", timeout_s=1, keys=StreamKeys.new(), encrypted=True)
+    plain.close()
+
+
+def test_secrets_are_not_in_reprs(listener: StreamListener) -> None:
+    keys = StreamKeys.new()
+    channel = listener.open_channel(SIZES, echo, keys.public)
+    assert keys.secret not in repr(keys)
+    assert listener.public_key not in repr(channel.offer)
