@@ -23,7 +23,7 @@ LEASE_S = 30.0
 BACK_S = 10.0
 STEP_S = 10.0
 QUICK_S, PATIENT_S = 0.5, 30.0
-"""How long the two hosts wait for a reply at least: a busy machine must not look like a lost server to the other one."""
+"""The least that the two hosts wait for a reply: a busy machine must not look like a lost server to the other one."""
 
 
 @pytest.fixture
