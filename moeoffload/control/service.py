@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from moeoffload.control.protocol import PROTOCOL_VERSION, RETRY_AFTER, SERVER_OPTIONS
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
-from moeoffload.errors import BusyError, CapacityError, MoeOffloadError, ServerError
+from moeoffload.errors import BusyError, CapacityError, MoeOffloadError, ServerError, SystemLimitError
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,9 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
             logger.error("calibration failed: %s", error)
             _abort(context, error)
             raise
+        except OSError as error:
+            _abort(context, SystemLimitError.of(error))
+            raise
 
     def LoadExperts(self, request: pb.LoadExpertsRequest, context: grpc.ServicerContext) -> Iterator[pb.LoadProgress]:
         """See the proto file."""
@@ -116,6 +119,8 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         except MoeOffloadError as error:
             logger.error("loading failed: %s", error)
             _abort(context, error)
+        except OSError as error:
+            _abort(context, SystemLimitError.of(error))
 
     def Attach(
         self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext
@@ -154,6 +159,10 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         except MoeOffloadError as error:
             reason = str(error)
             _abort(context, error)
+        except OSError as error:
+            reason = str(SystemLimitError.of(error))
+            logger.error("a host could not be attached: %s", reason)
+            _abort(context, SystemLimitError.of(error))
         finally:
             if lease is not None:
                 lease.close(reason)
