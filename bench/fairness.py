@@ -239,13 +239,14 @@ def measure(
         first = flooder.progress()
         time.sleep(seconds)
         second = flooder.progress()
-        times, most = [], 0
+        most = 0
+        beside_ms: list[float] = []
         for _ in range(8):
-            times += dispatch_ms(quiet, seconds / 4)
+            beside_ms += dispatch_ms(quiet, seconds / 4)
             most = max(most, server.memory_info().rss)
         third = flooder.progress()
         after = server.memory_info().rss
-    beside = percentiles(times)
+    beside = percentiles(beside_ms)
     return Row(
         transport,
         n_rows,

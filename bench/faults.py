@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated
 
 import fault_path  # noqa: F401  (before what it makes importable)
-import torch
 import typer
 from fault_kit.outcome import HEADINGS, Outcome, summary, table_rows
 from fault_kit.schedule import SETUPS, Fault, draw_faults
@@ -25,20 +24,17 @@ from fault_results import write_results
 from rich.console import Console
 from rich.table import Table
 
-from moeoffload.checkpoint.synthetic import write_tiny
-
 
 def run_faults(faults: list[Fault], console: Console) -> tuple[list[Outcome], dict[str, list[str]]]:
     """The outcomes, and what was left after the model was closed in each setup."""
     outcomes: list[Outcome] = []
     closing: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        other_model = write_tiny("mixtral", Path(folder) / "other", dtype=torch.float32)
         for setup in SETUPS:
             chosen = [fault for fault in faults if fault.setup == setup]
             while chosen:
                 # A world in which something is broken for good is no place for the next fault.
-                with World(Path(folder), other_model) as world:
+                with World(Path(tempfile.mkdtemp(dir=folder))) as world:
                     world.open(setup)
                     healthy = True
                     while chosen and healthy:

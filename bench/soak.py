@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated
 
 import fault_path  # noqa: F401  (before what it makes importable)
-import torch
 import typer
 from fault_kit.outcome import Outcome, summary
 from fault_kit.schedule import SETUPS, Fault, draw_faults
@@ -27,8 +26,6 @@ from fault_kit.world import World
 from fault_results import write_results
 from rich.console import Console
 from rich.table import Table
-
-from moeoffload.checkpoint.synthetic import write_tiny
 
 FAULTS_PER_OPENING = 6
 WARM_UP = 0.25
@@ -84,30 +81,28 @@ def soak(minutes: float, seed: int, console: Console) -> tuple[list[Sample], lis
     outcomes: list[Outcome] = []
     started = time.monotonic()
     faults = faults_forever(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        other_model = write_tiny("mixtral", Path(folder) / "other", dtype=torch.float32)
-        with World(Path(folder), other_model) as world:
-            left: list[str] = []
-            while time.monotonic() - started < minutes * 60:
-                fault = next(faults)
-                world.open(fault.setup)
-                for n in range(FAULTS_PER_OPENING):
-                    outcome = world.run(fault)
-                    outcomes.append(outcome)
-                    if not outcome.ok:
-                        console.print(f"{outcome}", markup=False)
-                    for who, holding in world.holdings().items():
-                        if who != f"server {VICTIM}":
-                            sample = (holding.resident_mib, holding.descriptors, holding.threads)
-                            samples.append(Sample(time.monotonic() - started, str(fault.setup), who, *sample))
-                    if n < FAULTS_PER_OPENING - 1:
-                        fault = next(faults)
-                left += world.shut()
-                console.print(
-                    f"{time.monotonic() - started:.0f} s, {len(outcomes)} runs, host {samples[-2].resident_mib:.0f}, "
-                    f"server {samples[-1].resident_mib:.0f} MiB",
-                    highlight=False,
-                )
+    with tempfile.TemporaryDirectory() as folder, World(Path(tempfile.mkdtemp(dir=folder))) as world:
+        left: list[str] = []
+        while time.monotonic() - started < minutes * 60:
+            fault = next(faults)
+            world.open(fault.setup)
+            for n in range(FAULTS_PER_OPENING):
+                outcome = world.run(fault)
+                outcomes.append(outcome)
+                if not outcome.ok:
+                    console.print(f"{outcome}", markup=False)
+                for who, holding in world.holdings().items():
+                    if who != f"server {VICTIM}":
+                        sample = (holding.resident_mib, holding.descriptors, holding.threads)
+                        samples.append(Sample(time.monotonic() - started, str(fault.setup), who, *sample))
+                if n < FAULTS_PER_OPENING - 1:
+                    fault = next(faults)
+            left += world.shut()
+            console.print(
+                f"{time.monotonic() - started:.0f} s, {len(outcomes)} runs, host {samples[-2].resident_mib:.0f}, "
+                f"server {samples[-1].resident_mib:.0f} MiB",
+                highlight=False,
+            )
     return samples, outcomes, left
 
 

@@ -59,16 +59,32 @@ def memory_budget(device: torch.device, memory_gib: float | None) -> int:
     Raises:
         SettingError: more was asked for than the device has.
     """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-    else:
-        memory = psutil.virtual_memory()
-        free, total = memory.available, memory.total
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
     if memory_gib is None:
-        return int(free * FREE_SHARE[device.type])
+        return int(free_now(device) * FREE_SHARE[device.type])
     if memory_gib * GIB > total:
         raise SettingError(f"memory-gib: {memory_gib:g} is more than {device} has ({total / GIB:.4g} GiB)")
     return int(memory_gib * GIB)
+
+
+def free_now(device: torch.device) -> int:
+    """Bytes that can still be taken: free on the GPU, or available in this machine and allowed to this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(int(psutil.virtual_memory().available), _cgroup_room())
+
+
+def _cgroup_room(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process' control group (version 2) may still take; no limit: a very large number."""
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit == "max":
+            return 1 << 62
+        # The system drops cached file pages when memory is asked for.
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, int(limit) - int(used) + int(stat.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return 1 << 62
 
 
 def trim_heap() -> None:

@@ -54,6 +54,14 @@ class CapacityError(ServerError):
     """A frame holds more rows, or needs more bytes, than the other side said it takes."""
 
 
+class BusyError(CapacityError):
+    """An expert server has no room now; the message says what is taken. ``retry_after_s``: seconds to wait."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class PayloadError(MoeOffloadError):
     """A value cannot be carried in the payload dtype (overflow or not finite); the message names layer and row."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from moeoffload.checkpoint.tensors import read_json
 from moeoffload.errors import ModelError
 
 CONFIG_FILE = "config.json"
+_COUNT = re.compile(r"(num|n)_\w*(layers?|experts?|heads?|groups?)")
+_MAX_COUNT = 32_767
 
 
 def read_config(folder: Path) -> Any:
@@ -27,6 +30,7 @@ def read_config(folder: Path) -> Any:
             f"{folder / CONFIG_FILE}: model_type {model_type!r} is not known to the installed transformers"
         )
     _refuse_quantised(folder, model_type, raw)
+    _refuse_absurd(folder, raw)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a config class may raise anything over a value that it does not expect
@@ -37,6 +41,15 @@ def first_line(error: Exception) -> str:
     """The first line of an error's message, or its class name when it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def _refuse_absurd(folder: Path, raw: dict[str, Any]) -> None:
+    """The model is built from these numbers, without weights; a damaged one must not fill the memory with modules."""
+    sections = [raw, *(value for value in raw.values() if isinstance(value, dict))]
+    for section in sections:
+        for key, value in section.items():
+            if _COUNT.fullmatch(key) and isinstance(value, int | float) and not 0 <= value <= _MAX_COUNT:
+                raise ModelError(f"{folder / CONFIG_FILE}: {key} is {str(value)[:20]}, allowed are 0 to {_MAX_COUNT}")
 
 
 def _refuse_quantised(folder: Path, model_type: str, raw: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from moeoffload.errors import ModelError
+from moeoffload.text import one_line
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -203,7 +204,8 @@ def _read_shards(folder: Path) -> Iterator[StoredTensor]:
     for name, shard in weight_map.items():
         # A shard is a neighbour of the index; anything else could lead the reader out of the folder.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ModelError(f"{folder / INDEX_FILE}: tensor {name!r} is in {shard!r}, no safetensors file here")
+            where = f"{folder / INDEX_FILE}: tensor {one_line(name, 200)} is in {shard!r}"
+            raise ModelError(f"{where}, which is no safetensors file here")
         wanted.setdefault(shard, set()).add(name)
     missing = sorted(shard for shard in wanted if not (folder / shard).is_file())
     if missing:
@@ -242,14 +244,15 @@ def _read_header(file: Path) -> list[StoredTensor]:
 def _parse_entry(file: Path, start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
     first, last = (_number(position) for position in entry["data_offsets"])
     if len(entry["shape"]) > _MAX_DIMENSIONS:
-        raise ModelError(f"{file}: damaged: tensor {name!r} has {len(entry['shape'])} dimensions")
+        raise ModelError(f"{file}: damaged: tensor {one_line(name, 200)} has {len(entry['shape'])} dimensions")
     shape = tuple(_number(length) for length in entry["shape"])
     tensor = StoredTensor(name, file, str(entry["dtype"]), shape, start + first, last - first)
     dtype = DTYPES.get(tensor.dtype)
     # A dtype that torch lacks (4-bit packings) has no checkable length; it is refused when somebody wants to read it.
     expected = math.prod(shape) * dtype.itemsize if dtype is not None else tensor.nbytes
     if tensor.nbytes < 0 or tensor.nbytes != expected:
-        raise ModelError(f"{file}: damaged: tensor {name!r} of {expected} bytes has the byte range {first}..{last}")
+        what = f"tensor {one_line(name, 200)} of {expected} bytes"
+        raise ModelError(f"{file}: damaged: {what} has the byte range {first}..{last}")
     return tensor
 
 

@@ -117,10 +117,13 @@ class Admission(grpc.ServerInterceptor):
         method = handler_call_details.method.rpartition("/")[2]
         read = functools.partial(self._requests, handler.request_deserializer or bytes, method)
         if handler.request_streaming:
-            inner = handler.stream_stream if handler.response_streaming else handler.stream_unary
+            inner = handler.stream_stream  # there is no other kind here
 
             def behavior(raw: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-                return inner(read(raw, context), context)
+                try:
+                    yield from inner(read(raw, context), context)
+                except ProtocolError as error:
+                    context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         else:
             inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
 

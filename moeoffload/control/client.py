@@ -6,7 +6,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from time import monotonic
 from typing import Final
 
@@ -16,10 +16,10 @@ from moeoffload import __version__
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.outside import MAX_NAME, checked_items, checked_timings, tidy
 from moeoffload.control.probe import why_not
-from moeoffload.control.protocol import CLIENT_OPTIONS, PROTOCOL_VERSION
+from moeoffload.control.protocol import CLIENT_OPTIONS, MOST_RETRY_AFTER_S, PROTOCOL_VERSION, RETRY_AFTER
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
-from moeoffload.errors import DeadlineError, ProtocolError, ServerError
+from moeoffload.errors import BusyError, CapacityError, DeadlineError, ProtocolError, ServerError
 from moeoffload.placement import ExpertTable
 from moeoffload.text import one_line
 
@@ -95,6 +95,7 @@ class ControlClient:
         """Opens the lease: everything this host has on the server lives as long as it.
 
         Raises:
+            BusyError: it has no room now.
             ServerError: the server refuses, or does not answer within ``timeout_s``.
         """
         return Lease(self, timeout_s)
@@ -137,7 +138,22 @@ class ControlClient:
             return ServerError(f"{where}: something answers there, but it is not a moeoffload expert server")
         if code is grpc.StatusCode.UNAVAILABLE:
             return ServerError(f"{where}: connection lost during {step}; is moeoffload-expert still running there?")
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            retry_after_s = _retry_after_s(error)
+            text = f"{where}: {details}"
+            return CapacityError(text) if retry_after_s is None else BusyError(text, retry_after_s)
         return ServerError(f"{where}: {details}")
+
+
+def _retry_after_s(error: grpc.RpcError) -> float | None:
+    """When the server says that it may have room again, in seconds; None if it does not say."""
+    metadata: Iterable[tuple[str, str | bytes]] = (
+        error.trailing_metadata() if isinstance(error, grpc.Call) else ()
+    ) or ()
+    for name, value in metadata:
+        if name == RETRY_AFTER and isinstance(value, str) and value.isascii() and value.isdigit():
+            return min(int(value[:9]) / 1000, MOST_RETRY_AFTER_S)
+    return None
 
 
 class Lease:
@@ -156,6 +172,7 @@ class Lease:
         self._ended = threading.Event()
         self.end_reason: str | None = None
         """Why the lease ended, or None while it holds."""
+        self._failure: ServerError | None = None
         self._call = client._stub.Attach(iter(self._outgoing.get, _END))
         self._reader = threading.Thread(target=self._read, name=f"lease-{client.address}", daemon=True)
         self._reader.start()
@@ -269,6 +286,8 @@ class Lease:
                 f"expert server {self._client.address}: no {expected} within {self._timeout_s:g} s of attaching"
             ) from None
         if reply is None:
+            if self._failure is not None:
+                raise self._failure
             raise ServerError(self.end_reason or f"expert server {self._client.address}: the lease ended")
         step = reply.WhichOneof("step")
         if step != expected:
@@ -291,7 +310,8 @@ class Lease:
                     reason = f"expert server {self._client.address}: it sent answers that nobody asked for"
                     break
         except grpc.RpcError as error:
-            reason = str(self._client._translate(error, "Attach"))
+            self._failure = self._client._translate(error, "Attach")
+            reason = str(self._failure)
         with self._lock:
             self.end_reason = "the lease was closed" if self._closed else reason
             callbacks, self._on_end = self._on_end, []

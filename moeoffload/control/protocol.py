@@ -17,6 +17,10 @@ MAX_MESSAGE_BYTES: Final = 4 << 20
 KEEPALIVE_S: Final = 5
 KEEPALIVE_TIMEOUT_S: Final = 5
 
+RETRY_AFTER: Final = "retry-after-ms"
+"""Trailing metadata of a refusal that is only for now."""
+MOST_RETRY_AFTER_S: Final = 60.0
+
 _LIMITS: Final = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -19,20 +19,20 @@ from moeoffload.control.admission import Admission, Patience
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.gate import Gate
 from moeoffload.control.outside import tidy
-from moeoffload.control.protocol import PROTOCOL_VERSION, SERVER_OPTIONS
+from moeoffload.control.protocol import PROTOCOL_VERSION, RETRY_AFTER, SERVER_OPTIONS
 from moeoffload.control.tls_front import TlsFront
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
-from moeoffload.errors import CapacityError, DeadlineError, MoeOffloadError, ProtocolError, ServerError
+from moeoffload.errors import BusyError, CapacityError, DeadlineError, MoeOffloadError, ProtocolError, ServerError
 from moeoffload.refusals import Refusals
 from moeoffload.text import one_line
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
-MAX_CALLS = 48
+MAX_CALLS = 128
 """Threads, and calls at a time: attached hosts, one call of each beside it, those that have not said yet what they
-want, and enough for the short ones."""
+want, and enough for the short ones. One more is refused at once."""
 STEP_S = 60.0
 """Seconds that a host may take between the steps of an attach, beside its calls that run."""
 MAX_UNREAD = 4
@@ -90,6 +90,13 @@ def _status(error: MoeOffloadError) -> grpc.StatusCode:
     return grpc.StatusCode.FAILED_PRECONDITION
 
 
+def _abort(context: grpc.ServicerContext, error: MoeOffloadError) -> None:
+    """Ends the call with the error's status and one line of text, and says when to try again if that can help."""
+    if isinstance(error, BusyError):
+        context.set_trailing_metadata(((RETRY_AFTER, str(int(error.retry_after_s * 1000))),))
+    context.abort(_status(error), one_line(str(error)))
+
+
 class ExpertServicer(pb_grpc.ExpertServiceServicer):
     """Translates between gRPC and the backend; refuses other protocol versions; ties leases to their streams."""
 
@@ -137,9 +144,8 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
             with self._works(request.lease_id, context) as lease:
                 return lease.calibrate(request)
         except MoeOffloadError as error:
-            why = one_line(str(error))
-            logger.error("calibration failed: %s", why)
-            context.abort(_status(error), why)
+            logger.error("calibration failed: %s", one_line(str(error)))
+            _abort(context, error)
             raise
 
     def LoadExperts(self, request: pb.LoadExpertsRequest, context: grpc.ServicerContext) -> Iterator[pb.LoadProgress]:
@@ -148,9 +154,8 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
             with self._works(request.lease_id, context) as lease:
                 yield from lease.load(request)
         except MoeOffloadError as error:
-            why = one_line(str(error))
-            logger.error("loading failed: %s", why)
-            context.abort(_status(error), why)
+            logger.error("loading failed: %s", one_line(str(error)))
+            _abort(context, error)
 
     def Attach(
         self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext
@@ -198,7 +203,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
             reason = event
         except MoeOffloadError as error:
             reason = one_line(str(error))
-            context.abort(_status(error), reason)
+            _abort(context, error)
         finally:
             if lease is not None:
                 lease.close(reason)
@@ -276,7 +281,10 @@ class ControlServer:
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        pb_grpc.add_ExpertServiceServicer_to_server(ExpertServicer(backend, peer=gate.peer), server)  # type: ignore[no-untyped-call]
+        servicer = ExpertServicer(backend, peer=gate.peer)
+        pb_grpc.add_ExpertServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        # It writes a traceback for every text in the head of a call that is not UTF-8, and goes on.
+        logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         health_servicer = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -15,7 +15,7 @@ from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.protocol import dtype_of
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
-from moeoffload.errors import CapacityError, MoeOffloadError, ServerError
+from moeoffload.errors import BusyError, CapacityError, MoeOffloadError, ServerError
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
 from moeoffload.expert_server.model_roots import ModelRoots
@@ -30,6 +30,10 @@ from moeoffload.wire import MAX_SLOTS, FrameLayout, SlotViews
 logger = logging.getLogger(__name__)
 
 GIB: Final = 1 << 30
+RETRY_AFTER_S: Final = 1.0
+LEAST_ROWS: Final = 32
+ROWS_FOR_OTHERS: Final = 128
+"""No host takes the room for these rows, unless it is the last that there is."""
 CALIBRATION_ROWS: Final = 64
 CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
@@ -73,6 +77,8 @@ class HostLease:
     ) -> None:
         self.lease_id = secrets.token_hex(16)
         self.host = host
+        self.limited_as = ""
+        """Whose number of leases this one counts for."""
         self.epoch = epoch
         self._say = say
         self._limits = limits
@@ -165,8 +171,11 @@ class HostLease:
         for layer, experts in zip(checkpoint.layers, table.layers, strict=True):
             if not experts:
                 continue
-            with lean_heap():
-                self._load_layer(checkpoint, layer.index, experts)
+            try:
+                with lean_heap():
+                    self._load_layer(checkpoint, layer.index, experts)
+            except CapacityError as error:
+                raise self._no_room(str(error)) from None
             loaded += len(experts) * layer.expert_bytes
             yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
         self._table = table
@@ -245,9 +254,11 @@ class HostLease:
         largest = max(layer.expert_bytes for layer in checkpoint.layers)
         row_bytes = batch_row_bytes(hidden, top_k, largest, checkpoint.dtype.itemsize, n_slots)
         room = max(0, self._store.free_bytes)
-        capacity = min(request.batch_capacity, self._limits.batch_capacity, room // row_bytes)
+        # Some room is left for hosts that come later: they share the experts, but need batches of their own.
+        rows = max(room // row_bytes - ROWS_FOR_OTHERS, min(room // row_bytes, LEAST_ROWS))
+        capacity = min(request.batch_capacity, self._limits.batch_capacity, rows)
         if capacity < 1:
-            raise CapacityError(
+            raise self._no_room(
                 f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
                 "give the server more memory, or use fewer slots"
             )
@@ -265,6 +276,12 @@ class HostLease:
         self._reserved = capacity * row_bytes
         self._store.reserve(self._reserved)
         return int(capacity)
+
+    def _no_room(self, text: str) -> CapacityError:
+        """That something does not fit: now, if other hosts have what is missing, or at all."""
+        if self._engine.shares.n_shares > 1:
+            return BusyError(f"{text} (busy: other hosts use this server)", RETRY_AFTER_S)
+        return CapacityError(text)
 
     def _activate(self, layout: FrameLayout, checkpoint: Checkpoint) -> None:
         self._active = ActiveHost(

@@ -19,11 +19,11 @@ from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.service import ControlServer
 from moeoffload.control.v1 import expert_service_pb2 as pb
-from moeoffload.devices import device_name, memory_budget, resolve_device
-from moeoffload.errors import ServerError
+from moeoffload.devices import device_name, free_now, memory_budget, resolve_device
+from moeoffload.errors import BusyError, ServerError
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.lease import ChannelFactory, HostLease, ServerLimits
+from moeoffload.expert_server.lease import RETRY_AFTER_S, ChannelFactory, HostLease, ServerLimits
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.refusals import Refusals
@@ -33,7 +33,9 @@ from moeoffload.wire import MAX_FRAME_BYTES
 
 logger = logging.getLogger(__name__)
 
-MAX_HOSTS: Final = 8
+MAX_LEASES: Final = 32
+MAX_LEASES_OF_ONE: Final = 16
+"""Of one host, or one machine on the network: it cannot take all of them. One host may need several: one per shard."""
 STOP_GRACE_S: Final = 2.0
 
 
@@ -71,7 +73,7 @@ class ExpertServer:
         device = resolve_device(settings.device, last=True)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        store = ExpertStore(memory_budget(device, settings.memory_gib))
+        store = ExpertStore(memory_budget(device, settings.memory_gib), lambda: free_now(device))
         engine = Engine(pace or Pace())
         factories: dict[str, ChannelFactory] = {}
         listener = None
@@ -153,8 +155,15 @@ class ExpertServer:
         with self._lock:
             if self._draining:
                 raise ServerError("this server is draining and takes no new hosts")
-            if len(self._leases) >= MAX_HOSTS:
-                raise ServerError(f"this server has {MAX_HOSTS} hosts attached, which is its limit")
+            # Processes of this machine are told apart by their names: they are the same user's.
+            who = f"{peer} {hello.host}" if _is_loopback(peer) else peer
+            of_one = sum(lease.limited_as == who for lease in self._leases.values())
+            if len(self._leases) >= MAX_LEASES or of_one >= MAX_LEASES_OF_ONE:
+                raise BusyError(
+                    f"this server has {len(self._leases)} leases, {of_one} of this host; "
+                    f"its limits are {MAX_LEASES} and {MAX_LEASES_OF_ONE}",
+                    RETRY_AFTER_S,
+                )
             lease = HostLease(
                 hello.host,
                 f"{peer} {hello.host}",
@@ -166,6 +175,7 @@ class ExpertServer:
                 factories=self.factories,
                 on_close=self._forget,
             )
+            lease.limited_as = who
             self._leases[lease.lease_id] = lease
         logger.info("%s (moeoffload %s): lease opened", hello.host, hello.host_version)
         return lease
@@ -227,6 +237,10 @@ def _traced_bytes() -> int:
         return 0
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
+
+
+def _is_loopback(peer: str) -> bool:
+    return peer.startswith(("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:"))
 
 
 def _numeric(host: str) -> str:

@@ -33,8 +33,10 @@ class _Resident:
 class ExpertStore:
     """Keeps experts while at least one lease uses them. Thread-safe; ``budget_bytes`` is never exceeded."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, free_now: Callable[[], int] = lambda: 1 << 62) -> None:
+        """``free_now`` says how many bytes the device really has left, whatever the budget."""
         self.budget_bytes = budget_bytes
+        self._free_now = free_now
         self._residents: dict[LayerKey, _Resident] = {}
         self._reserved_bytes = 0
         self._lock = threading.Lock()
@@ -49,8 +51,8 @@ class ExpertStore:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the budget that neither experts nor batches have taken."""
-        return self.budget_bytes - self.resident_bytes - self._reserved_bytes
+        """Bytes of the budget that neither experts nor batches have taken, as far as they are really there."""
+        return min(self.budget_bytes - self.resident_bytes - self._reserved_bytes, self._free_now())
 
     def offered_bytes(self, model_digest: str, compute_dtype: str) -> int:
         """Bytes that a host with this model may fill: what is free, and what of its model is resident already."""

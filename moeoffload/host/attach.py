@@ -17,6 +17,7 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.link import Deadlines, ExpertLink, LinkInfo
+from moeoffload.host.patience import while_busy
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
 from moeoffload.security_settings import is_loopback
@@ -78,7 +79,8 @@ def take_lease(candidate: Candidate, plan: AttachPlan) -> Lease:
     Raises:
         ServerError: it refuses, or does not answer in time.
     """
-    return candidate.client.attach(plan.settings.connect_timeout_s)
+    timeout_s = plan.settings.connect_timeout_s
+    return while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
 
 
 def calibrate(lease: Lease, plan: AttachPlan) -> list[tuple[int, float]]:
@@ -109,7 +111,7 @@ def attach(
     candidate = connect(server.address, plan.checkpoint, timeout_s, server.credentials)
     try:
         opened(candidate.client)
-        lease = candidate.client.attach(timeout_s)
+        lease = while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
         try:
             return _attach(candidate, lease, table, plan, kernel)
         except BaseException:

@@ -19,12 +19,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient
 from moeoffload.control.generate import OUTPUT, generate
-from moeoffload.control.protocol import PROTOCOL_VERSION, dtype_label
+from moeoffload.control.protocol import PROTOCOL_VERSION, RETRY_AFTER, dtype_label
 from moeoffload.control.service import SERVICE_NAME
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.errors import ServerError
-from moeoffload.expert_server.server import MAX_HOSTS
+from moeoffload.expert_server.server import MAX_LEASES, MAX_LEASES_OF_ONE
 from moeoffload.host.generate import prepare_prompt
 from moeoffload.host.session import OffloadedModel, open_model
 from moeoffload.placement import ExpertTable
@@ -63,8 +63,8 @@ class RawHost:
         reply: pb.AttachReply = next(self._stream)
         return reply
 
-    def hello(self) -> str:
-        return self.send(hello=pb.Hello(protocol_version=PROTOCOL_VERSION, host="test")).welcome.lease_id
+    def hello(self, name: str = "test") -> str:
+        return self.send(hello=pb.Hello(protocol_version=PROTOCOL_VERSION, host=name)).welcome.lease_id
 
     def load(self, request: pb.LoadExpertsRequest) -> list[pb.LoadProgress]:
         return list(self.stub.LoadExperts(request, timeout=STEP_TIMEOUT_S))
@@ -244,12 +244,23 @@ def test_a_stopping_server_tells_its_hosts_so(start_server: StartServer) -> None
         client.close()
 
 
-def test_one_host_more_than_the_limit_is_refused(server: RunningServer) -> None:
+def test_one_lease_more_than_the_limits_is_told_to_come_back(server: RunningServer) -> None:
     with contextlib.ExitStack() as stack:
-        for _ in range(MAX_HOSTS):
-            stack.enter_context(raw_host(server.address)).hello()
-        with raw_host(server.address) as one_more, pytest.raises(grpc.RpcError, match=f"{MAX_HOSTS} hosts"):
-            one_more.hello()
+
+        def refuse(name: str, words: str) -> None:
+            with raw_host(server.address) as one_more, pytest.raises(grpc.RpcError, match=words) as caught:
+                one_more.hello(name)
+            assert isinstance(caught.value, grpc.Call)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            metadata = dict(caught.value.trailing_metadata() or ())
+            assert int(metadata[RETRY_AFTER]) > 0
+
+        for _ in range(MAX_LEASES_OF_ONE):
+            stack.enter_context(raw_host(server.address)).hello("first")
+        refuse("first", f"{MAX_LEASES_OF_ONE} of this host")
+        for _ in range(MAX_LEASES - MAX_LEASES_OF_ONE):
+            stack.enter_context(raw_host(server.address)).hello("second")
+        refuse("third", f"{MAX_LEASES} leases, 0 of this host")
     with raw_host(server.address) as host:
         wait_until(lambda: host.stats().leases == 0, "the end of all leases", CLEAN_TIMEOUT_S)
 

@@ -101,6 +101,10 @@ class ServerProcess:
         """SIGTERM; returns the exit code."""
         return self._end(signal.SIGTERM, timeout_s)
 
+    def tell(self, number: signal.Signals) -> None:
+        """Sends it and does not wait."""
+        os.kill(self.pid, number)
+
     def pause(self) -> None:
         """SIGSTOP: the process is there and does nothing."""
         os.kill(self.pid, signal.SIGSTOP)

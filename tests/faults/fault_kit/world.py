@@ -12,6 +12,8 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Final
 
+import torch
+
 from fault_kit.clock import LayerClock
 from fault_kit.generation import DEMO, fixed_prompts, generate_all
 from fault_kit.leaks import Holding, descendants, settled, shm_left, shm_names
@@ -20,6 +22,7 @@ from fault_kit.processes import wait_for
 from fault_kit.schedule import Fault, Setup
 from fault_kit.second_host import SecondHost
 from fault_kit.station import Station
+from moeoffload.checkpoint.synthetic import write_tiny
 from moeoffload.control.client import ControlClient
 from moeoffload.host.session import open_model
 
@@ -50,13 +53,14 @@ class World:
     """Use it in a ``with`` block: `open` the model in some setup, `run` faults, `shut` it, and again.
 
     Attributes:
+        other_model: a checkpoint that is not the demo.
         host: the open model, None while there is none.
         expected: the tokens of an undisturbed generation, per prompt.
         n_layer_calls: of such a generation.
     """
 
-    def __init__(self, folder: Path, other_model: Path) -> None:
-        self.other_model = other_model
+    def __init__(self, folder: Path) -> None:
+        self.other_model = write_tiny("mixtral", folder / "other", dtype=torch.float32)
         self.host: Any = None
         self.expected: list[list[int]] = []
         self.n_layer_calls = 0

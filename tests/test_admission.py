@@ -1,0 +1,103 @@
+"""A server whose memory is full: later hosts of the same model get smaller batches, then a typed 'busy'."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from command_lines import STEP_TIMEOUT_S
+from conftest import DEMO, StartServer
+
+from moeoffload import open_model
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.control.client import ControlClient, Lease
+from moeoffload.devices import _cgroup_room
+from moeoffload.errors import BusyError
+from moeoffload.expert_server.server import MAX_LEASES_OF_ONE
+from moeoffload.expert_server.store import ExpertStore
+from moeoffload.host.patience import while_busy
+from moeoffload.placement import batch_row_bytes
+
+SLOTS = 4
+
+
+def budget_gib(n_rows: int) -> str:
+    """Memory for all experts of the demo model and so many rows, as an option."""
+    about = Checkpoint.open(DEMO)
+    row = batch_row_bytes(
+        about.hidden_size,
+        about.top_k,
+        max(layer.expert_bytes for layer in about.layers),
+        about.dtype.itemsize,
+        SLOTS,
+    )
+    need = sum(layer.n_experts * layer.expert_bytes for layer in about.layers)
+    return str((need + n_rows * row) / (1 << 30))
+
+
+def test_a_second_host_finds_room_on_a_server_that_the_first_has_filled(start_server: StartServer) -> None:
+    server = start_server("--memory-gib", budget_gib(300))
+    prompt = torch.tensor([[7, 8, 9, 10]])
+    with (
+        open_model(DEMO, experts=[server.address], slots=SLOTS, device="cpu") as first,
+        open_model(DEMO, experts=[server.address], slots=SLOTS, device="cpu") as second,
+        torch.inference_mode(),
+    ):
+        capacities = [offloaded.links[0].layout.capacity for offloaded in (first, second)]
+        assert 150 < capacities[0] < 300
+        assert 32 <= capacities[1] <= 128
+        assert torch.equal(first.model(prompt).logits, second.model(prompt).logits)
+
+
+def test_a_host_waits_for_a_lease_to_come_free(start_server: StartServer) -> None:
+    server = start_server()
+    client = ControlClient(server.address)
+    leases: list[Lease] = []
+    try:
+        client.connect(STEP_TIMEOUT_S)
+        leases += [client.attach(STEP_TIMEOUT_S) for _ in range(MAX_LEASES_OF_ONE)]
+        with pytest.raises(BusyError, match=f"{MAX_LEASES_OF_ONE} of this host") as caught:
+            client.attach(STEP_TIMEOUT_S)
+        assert caught.value.retry_after_s > 0
+        with pytest.raises(BusyError):
+            while_busy(lambda: client.attach(STEP_TIMEOUT_S), caught.value.retry_after_s / 2)
+        threading.Timer(0.2, leases.pop().close).start()
+        leases.append(while_busy(lambda: client.attach(STEP_TIMEOUT_S), STEP_TIMEOUT_S))
+    finally:
+        for lease in leases:
+            lease.close()
+        client.close()
+
+
+def test_it_is_not_asked_more_often_than_the_server_says() -> None:
+    asked: list[float] = []
+
+    def attempt() -> str:
+        asked.append(time.monotonic())
+        if len(asked) < 3:
+            raise BusyError("full", 0.1)
+        return "room"
+
+    assert while_busy(attempt, STEP_TIMEOUT_S) == "room"
+    assert all(later - earlier >= 0.1 for earlier, later in itertools.pairwise(asked))
+
+
+def test_the_budget_is_no_more_than_what_is_really_free() -> None:
+    free = 1000
+    store = ExpertStore(600, lambda: free)
+    assert store.free_bytes == 600
+    free = 100
+    assert store.free_bytes == 100
+
+
+def test_the_limit_of_the_control_group_counts_without_what_can_be_dropped(tmp_path: Path) -> None:
+    assert _cgroup_room(tmp_path) > 1 << 60, "no such limit here"
+    for name, text in (("memory.max", "1000"), ("memory.current", "900"), ("memory.stat", "anon 1\ninactive_file 200")):
+        (tmp_path / name).write_text(text + "\n")
+    assert _cgroup_room(tmp_path) == 300
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _cgroup_room(tmp_path) > 1 << 60

@@ -1,0 +1,222 @@
+"""Who is served when: the order in which the engine computes the requests of several hosts. Nothing is timed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from moeoffload.errors import ServerError
+from moeoffload.expert_server.calibrate import Pace
+from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
+from moeoffload.expert_server.fair_share import SMALL_IN_A_ROW, FairShares
+from moeoffload.expert_server.workspace import Workspace
+from moeoffload.payload import PayloadDtype
+from moeoffload.transport import ChannelOffer, ChannelSizes, ServerChannel, ServerSlot
+from moeoffload.wire import HEADER_BYTES, FrameHeader, FrameLayout, Kind, SlotViews
+
+SOON_S = 20.0
+LAYOUT = FrameLayout(hidden=1024, top_k=2, dtype_out=PayloadDtype.F32, dtype_back=PayloadDtype.F32, capacity=64)
+LARGE, BRIEF = 64, 1
+N_STEPS = 20
+
+
+@dataclass
+class Kernel:
+    """Stands for a layer: notes what is computed; a call in steps has so many, and ``between`` runs before each."""
+
+    log: list[str]
+    name: str
+    between: Callable[[int], None] = lambda step: None
+    n_experts: int = 4
+
+    def __call__(self, rows: torch.Tensor, slots: Any, weights: Any, out: torch.Tensor, workspace: Any = None) -> None:
+        out.copy_(rows)
+        self.log.append(f"{self.name}{rows.shape[0]}")
+
+    def in_steps(
+        self, rows: torch.Tensor, slots: Any, weights: Any, out: torch.Tensor, step_s: Any, workspace: Any = None
+    ) -> Iterator[None]:
+        for step in range(N_STEPS):
+            self.between(step)
+            self.log.append(f"{self.name}.")
+            yield
+        self(rows, slots, weights, out)
+
+
+class Channel(ServerChannel):
+    """Stands for a transport: hands requests to the engine and counts the replies."""
+
+    name = "test"
+
+    def __init__(self, n_slots: int) -> None:
+        n_bytes = LAYOUT.request_bytes
+        self.slots = tuple(
+            ServerSlot(i, memoryview(bytearray(n_bytes)), memoryview(bytearray(LAYOUT.reply_bytes)))
+            for i in range(n_slots)
+        )
+        self.offer = ChannelOffer("test", ChannelSizes(n_slots, n_bytes, LAYOUT.reply_bytes))
+        self.replies = threading.Semaphore(0)
+
+    def reply(self, slot: ServerSlot, n_bytes: int) -> None:
+        self.replies.release()
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Host:
+    """One attached host of the engine."""
+
+    engine: Engine
+    name: str
+    log: list[str]
+    between: Callable[[int], None] = lambda step: None
+    n_slots: int = 64
+    _next: int = 0
+    channel: Channel = field(init=False)
+
+    def __post_init__(self) -> None:
+        kernel: Any = Kernel(self.log, self.name, lambda step: self.between(step))
+        self.channel = Channel(self.n_slots)
+        self.share = self.engine.shares.join(self.name)
+        workspace = Workspace(LAYOUT, torch.float32, torch.device("cpu"))
+        self.active = ActiveHost(1, LAYOUT, [kernel], torch.float32, workspace, self.share)
+        for slot in self.channel.slots:
+            slot.owner = SlotContext(self.active, SlotViews(LAYOUT, slot.request, slot.reply))
+
+    def submit(self, n_rows: int) -> Callable[[], None] | None:
+        slot = self.channel.slots[self._next % self.n_slots]
+        self._next += 1
+        body = LAYOUT.dispatch_body_bytes(n_rows)
+        FrameHeader(
+            Kind.DISPATCH, LAYOUT.dtype_out, LAYOUT.dtype_back, 1, 1, top_k=2, rows=n_rows, body_bytes=body
+        ).pack_into(slot.request)
+        slot.n_bytes = HEADER_BYTES + body
+        return self.engine.submit(self.channel, slot)
+
+    def wait(self, n_replies: int) -> None:
+        for _ in range(n_replies):
+            assert self.channel.replies.acquire(timeout=SOON_S), f"{self.name} got no reply; so far {self.log}"
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine(Pace())
+    yield engine
+    engine.stop(SOON_S)
+
+
+def test_a_brief_request_waits_for_one_step_of_anothers_long_ones_at_most(engine: Engine) -> None:
+    log: list[str] = []
+    quiet, flooder = Host(engine, "a", log), Host(engine, "b", log)
+
+    def at_step(step: int) -> None:
+        if step == 5 and "a1" not in log:
+            quiet.submit(BRIEF)
+
+    flooder.between = at_step
+    for _ in range(4):
+        flooder.submit(LARGE)
+    engine.start()
+    quiet.wait(1)
+    flooder.wait(4)
+    assert log[:7] == ["b."] * 6 + ["a1"]
+    assert log.count("b64") == 4
+    assert log.count("b.") == 4 * N_STEPS
+
+
+def test_a_lone_host_is_computed_in_one_go(engine: Engine) -> None:
+    log: list[str] = []
+    host = Host(engine, "a", log)
+    engine.start()
+    host.submit(LARGE)
+    host.wait(1)
+    work = host.submit(BRIEF)
+    assert work is not None, "the thread that receives computes it"
+    work()
+    assert log == ["a64", "a1"]
+
+
+def test_brief_requests_without_end_leave_the_other_host_its_part(engine: Engine) -> None:
+    log: list[str] = []
+    greedy, other = Host(engine, "a", log), Host(engine, "b", log)
+
+    def always_one_more(step: int) -> None:
+        if len(greedy.share.small) < 2:
+            greedy.submit(BRIEF)
+
+    other.between = always_one_more
+    other.submit(LARGE)
+    engine.start()
+    other.wait(1)
+    assert log.count("b.") == N_STEPS
+    assert "a1" in log
+
+
+def test_large_requests_of_two_hosts_take_turns_though_one_has_many(engine: Engine) -> None:
+    log: list[str] = []
+    flooder, other = Host(engine, "b", log), Host(engine, "a", log)
+    for _ in range(40):
+        flooder.submit(LARGE)
+    other.submit(LARGE)
+    engine.start()
+    other.wait(1)
+    flooder.wait(40)
+    done = [entry for entry in log if entry in ("a64", "b64")]
+    assert done.index("a64") <= 1, done
+
+
+def test_small_requests_of_a_host_do_not_starve_its_large_one(engine: Engine) -> None:
+    log: list[str] = []
+    host = Host(engine, "a", log)
+    host.submit(LARGE)
+    for _ in range(3 * SMALL_IN_A_ROW):
+        host.submit(BRIEF)
+    engine.start()
+    host.wait(1 + 3 * SMALL_IN_A_ROW)
+    assert log.index("a64") == SMALL_IN_A_ROW
+
+
+def test_a_lease_that_ends_while_it_waits_for_the_compute_thread_is_told_so(engine: Engine) -> None:
+    share = engine.shares.join("a")  # the engine is not started: nothing is computed
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        with pytest.raises(ServerError, match="the lease ended") as caught:
+            engine.run(lambda: None, share, SOON_S)
+        told.append(caught.value)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while not share.large:
+        pass
+    engine.leave(share)
+    waiting.join(SOON_S)
+    assert told
+    engine.start()
+
+
+def test_leases_of_one_host_have_one_share_and_who_comes_later_saved_nothing_up() -> None:
+    shares: FairShares[str] = FairShares()
+    first, again, late = shares.join("a"), shares.join("a"), shares.join("b")
+    assert first is again
+    assert shares.n_shares == 2
+    for _ in range(3):
+        first.small.append("a")
+        picked = shares.pick()
+        assert picked is first
+        picked.next()
+        picked.charge(1.0, 1.0)
+    late.small.append("b")
+    first.small.append("a")
+    assert shares.pick() is late
+    assert 2.0 <= late.used_s <= 3.0, "it starts where the others are"
+    assert shares.leave(first) == []
+    assert shares.n_shares == 2
+    assert shares.leave(first) == ["a"]
+    assert shares.n_shares == 1
