@@ -46,14 +46,13 @@ def serve(
     on first, for up to --drain-timeout-s; Ctrl-C, or a second SIGTERM, stops it at once.
     """
     log_to(sys.stderr, settings.log_level.value.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # A pipe and not an Event: a handler runs in the very thread that waits, where the Event's lock may be held.
+    # The number of a signal goes into the pipe in whichever thread it arrives. A handler in Python runs in this thread
+    # only, and not before it stops waiting: a signal that another thread takes would not wake it.
     stopped, stop = os.pipe()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        os.write(stop, b"t" if number == signal.SIGTERM else b"s")
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    os.set_blocking(stop, False)
+    signal.set_wakeup_fd(stop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _in_the_pipe)
 
     if not Path("/dev/nvidiactl").exists() and "TRITON_INTERPRET" not in os.environ:
         # transformers imports Triton where it finds it; without a GPU that is 130 MiB for nothing.
@@ -78,13 +77,17 @@ def serve(
         threading.Thread(target=_watch_stdin, args=(stop,), name="stdin", daemon=True).start()
     try:
         print(f"moeoffload-expert ready on {server.address} ({server.device})", flush=True)
-        if os.read(stopped, 1) == b"t":
+        if os.read(stopped, 1)[0] == signal.SIGTERM:
             log.info("draining: %d leases", server.drain())
             # Another signal, the last host's leave, or the end of patience.
             select.select([stopped], [], [], settings.drain_timeout_s)
     finally:
         server.stop()
     log.info("stopped")
+
+
+def _in_the_pipe(number: int, frame: FrameType | None) -> None:
+    """The handler of signals that are read from the pipe."""
 
 
 def _forward(event: threading.Event, stop: int) -> None:

@@ -186,9 +186,10 @@ class Shard:
             try:
                 back = holder.attach()
             except MoeOffloadError as error:
-                if str(error) != told:
-                    logger.info("not back yet: %s", error)
-                told, pause_s = str(error), min(2 * pause_s, LONGEST_PAUSE_S)
+                why = str(error)
+                if why != told:
+                    logger.info("not back yet: %s", why)  # the error itself would hold what it failed in
+                told, pause_s = why, min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             except Exception:
                 if not self._stopping.is_set():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,18 +54,3 @@ def test_a_required_server_lost_in_the_middle(
     if strike is ServerProcess.pause:
         server.resume()
     commands.check_clean()
-
-
-def test_a_signal_ends_a_server_that_nobody_uses_at_once(server: ServerProcess) -> None:
-    assert server.drain(GRACE_S) == 0
-
-
-def test_a_second_signal_ends_a_server_that_waits_for_its_hosts(server: ServerProcess, commands: Commands) -> None:
-    options = ["--device", "cpu", "--threads", "1", "--experts", server.address, "--required"]
-    prompts = [word for text in fixed_prompts()[:4] for word in ("--prompt", text)]
-    command = commands.start("moeoffload", "run", DEMO, *options, *prompts * (N_PROMPTS // 4))
-    wait_until(lambda: command.out.exists() and len(command.out.read_text().splitlines()) > 3, "the first answers")
-    server.tell(signal.SIGTERM)
-    server.tell(signal.SIGTERM)
-    assert server.reap(GRACE_S) == 0
-    assert command.wait().code == 5

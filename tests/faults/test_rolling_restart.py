@@ -16,7 +16,7 @@ from moeoffload.host.session import open_model
 
 N_SERVERS = 3
 N_TOKENS = 200
-TOKEN_S = 0.05
+TOKEN_S = 0.03
 """So that the generation lasts longer than three restarts."""
 
 

@@ -72,7 +72,8 @@ def test_a_server_restarted_with_another_model_is_refused(world: World, caplog: 
 
 @pytest.mark.parametrize("transport", ["shared", "stream"])
 def test_duplicates_are_dropped_and_counted(world: World, transport: str) -> None:
-    world.open(Setup(transport, "fallback"))
+    # Patient: on a busy machine a server may look lost for a moment.
+    world.open(Setup(transport, "fallback"), dispatch_floor_s=20.0, dispatch_timeout_s=20.0)
     try:
         before = world.recovery()
         world.stations[0].server.spoil("twice", N_TWICE)

@@ -1,49 +1,83 @@
-"""Another host of the same servers, in a process of its own, that generates until it is killed."""
+"""A host in a process of its own, that generates the same again and again until it is killed."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from fault_kit.network import enter_namespace
 from fault_kit.processes import CONTEXT, STEP_TIMEOUT_S, redirect, start_process
 
+N_TOKENS = 32
 
-def _generate(pipe: Connection, log: Path, model: Path, options: dict[str, Any]) -> None:
+
+@dataclass(frozen=True)
+class Progress:
+    """What the host has done so far."""
+
+    n_generations: int
+    results: list[list[int]]
+    """Every different list of tokens that came out; one, if all is well."""
+    recovery: dict[str, Any]
+
+
+def _generate(pipe: Connection, log: Path, model: Path, namespace: str | None, options: dict[str, Any]) -> None:
     """In the child."""
     redirect(log)
+    if namespace is not None:
+        enter_namespace(namespace)
     import torch
 
     from moeoffload.host.session import open_model
 
     with open_model(model, **options) as offloaded:
         ids = (torch.arange(24) * 7).remainder(200).add(5).unsqueeze(0)
-        said = False
-        while not pipe.poll():
-            tokens = offloaded.model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=32, max_new_tokens=32
-            )
-            if not said:
-                pipe.send(tokens[0].tolist())
-                said = True
+        asked = {"do_sample": False, "min_new_tokens": N_TOKENS, "max_new_tokens": N_TOKENS}
+        results: list[list[int]] = []
+        for n in range(1, 1 << 40):
+            tokens = offloaded.model.generate(ids, attention_mask=torch.ones_like(ids), **asked)[0].tolist()
+            if tokens not in results:
+                results.append(tokens)
+            if pipe.poll():
+                pipe.recv()
+                pipe.send(Progress(n, results, offloaded.report().to_json()["recovery"]))
 
 
 class SecondHost:
-    """Started, attached and generating when it is made."""
+    """Started, attached and generating when it is made, in float32, since what it generates means nothing."""
 
-    def __init__(self, folder: Path, model: Path, experts: Sequence[str], **options: Any) -> None:
+    def __init__(
+        self, folder: Path, model: Path, experts: Sequence[str], *, namespace: str | None = None, **options: Any
+    ) -> None:
         self._pipe, theirs = CONTEXT.Pipe()
-        options |= {"experts": list(experts), "threads": 1, "device": "cpu"}
-        self._process = start_process(_generate, theirs, folder / "second-host.log", model, options)
+        options |= {"experts": list(experts), "threads": 1, "device": "cpu", "model_dtype": "f32"}
+        log = folder / f"second-host-{id(self)}.log"
+        self._process = start_process(_generate, theirs, log, model, namespace, options)
         theirs.close()
-        if not self._pipe.poll(STEP_TIMEOUT_S):
-            raise TimeoutError("the second host does not generate")
-        self.tokens: list[int] = self._pipe.recv()
+        self._log = log.with_suffix(".err")
+        self.tokens = self.progress().results[0]
+
+    def progress(self) -> Progress:
+        """What it has done so far; waits for the end of a generation.
+
+        Raises:
+            RuntimeError: it ended, or takes too long; the message holds the end of its log.
+        """
+        try:
+            self._pipe.send("?")
+            if self._pipe.poll(STEP_TIMEOUT_S):
+                told: Progress = self._pipe.recv()
+                return told
+        except (EOFError, OSError):
+            pass
+        raise RuntimeError(f"the second host does not answer:\n{self._log.read_text()[-4000:]}")
 
     @property
     def pid(self) -> int:

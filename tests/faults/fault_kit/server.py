@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import os
 import signal
 import sys
+import time
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -18,12 +20,16 @@ from fault_kit.bad_replies import spoil_replies
 from fault_kit.processes import CONTEXT, STEP_TIMEOUT_S, redirect, start_process, wait_for
 
 OPTIONS: Final = ("--device", "cpu", "--threads", "1", "--memory-gib", "1", "--exit-with-stdin")
+STACKS_S: Final = 0.5
+DRAIN_TIMEOUT_S: Final = 40.0
+"""Longer than a server waits for its hosts."""
 _numbers = itertools.count()
 
 
 def _serve(stdin: Connection, orders: Connection, log: Path, words: list[str]) -> None:
     """In the child: what the console script does, with replies that can be spoiled."""
     redirect(log)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.dup2(stdin.fileno(), 0)
     stdin.close()
     sys.stdin = os.fdopen(0, closefd=False)
@@ -97,7 +103,7 @@ class ServerProcess:
         """kill -9."""
         self._end(signal.SIGKILL)
 
-    def drain(self, timeout_s: float = STEP_TIMEOUT_S) -> int:
+    def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> int:
         """SIGTERM; returns the exit code."""
         return self._end(signal.SIGTERM, timeout_s)
 
@@ -126,13 +132,19 @@ class ServerProcess:
         process.join(timeout_s)
         code = process.exitcode
         if code is None:
-            raise TimeoutError(f"server {self.address} did not end within {timeout_s:g} s")
+            raise TimeoutError(f"server {self.address} did not end within {timeout_s:g} s\n{self._stacks()}")
         for pipe in (self._stdin, self._orders):
             if pipe is not None:
                 pipe.close()
         process.close()
         self._process = self._stdin = self._orders = None
         return code
+
+    def _stacks(self) -> str:
+        """Where the threads of the process are, and what it logged last."""
+        os.kill(self.pid, signal.SIGUSR1)
+        time.sleep(STACKS_S)
+        return self.log_text[-6000:]
 
     def _end(self, number: signal.Signals, timeout_s: float = STEP_TIMEOUT_S) -> int:
         os.kill(self.pid, number)
