@@ -12,15 +12,21 @@ from servers import machine
 
 
 def write_results(
-    path: Path, benchmark: str, settings: dict[str, Any], figures: dict[str, Any], rows: Sequence[Any]
+    path: Path,
+    benchmark: str,
+    settings: dict[str, Any],
+    rows: Sequence[Any],
+    figures: dict[str, Any],
+    runs: Sequence[Any],
 ) -> None:
-    """Writes settings, what was found and the single ``rows`` (dataclasses), with the machine it ran on."""
+    """Writes ``rows`` (dataclasses) for a table, totals, and the single ``runs`` (dataclasses) behind them."""
     data = {
         "benchmark": benchmark,
         "machine": machine(),
         "settings": settings,
-        "figures": figures,
         "rows": [asdict(row) for row in rows],
+        "figures": figures,
+        "runs": [asdict(run) for run in runs],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2) + "\n")

@@ -12,12 +12,13 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
 import fault_path  # noqa: F401  (before what it makes importable)
 import typer
-from fault_kit.outcome import HEADINGS, Outcome, summary, table_rows
+from fault_kit.outcome import KindRow, Outcome, kind_rows, summary
 from fault_kit.schedule import SETUPS, Fault, draw_faults
 from fault_kit.world import DEADLINE_S, FLOOR_S, SPARE, WHOLE_TIMEOUT_S, World
 from fault_results import write_results
@@ -56,6 +57,10 @@ def _line(n: int, of: int, outcome: Outcome) -> str:
     return "; ".join([text, *outcome.leaks, outcome.error] if outcome.error else [text, *outcome.leaks])
 
 
+def _cell(value: str | float | None) -> str:
+    return "never" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
 def main(
     n: Annotated[int, typer.Option("--n", help="Faults; one generation each.")] = 200,
     seed: Annotated[int, typer.Option("--seed", help="Start of the random numbers that draw them.")] = 1,
@@ -64,11 +69,14 @@ def main(
     console = Console(stderr=True)
     started = time.monotonic()
     outcomes, closing = run_faults(draw_faults(n, seed), console)
+    rows = kind_rows(outcomes)
     table = Table(title=f"{n} faults, seed {seed}, 2 servers; deadline of a dispatch {FLOOR_S:g} to {DEADLINE_S:g} s")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "fault" else "right")
-    for row in table_rows(outcomes):
-        table.add_row(*row)
+    for field in fields(KindRow):
+        left_side = field.name == "fault"
+        heading = field.name.replace("_", " ")
+        table.add_column(heading, justify="left" if left_side else "right", no_wrap=left_side)
+    for row in rows:
+        table.add_row(*(_cell(value) for value in vars(row).values()))
     Console(width=160).print(table)
     left = [f"{setup}: {what}" for setup, leaks in closing.items() for what in leaks]
     print(f"left after closing: {'; '.join(left) or 'nothing'}")
@@ -82,7 +90,7 @@ def main(
     }
     figures = summary(outcomes) | {"left_after_closing": left, "seconds": time.monotonic() - started}
     if json is not None:
-        write_results(json, "faults", settings, figures, outcomes)
+        write_results(json, "faults", settings, rows, figures, outcomes)
     if left or not all(outcome.ok for outcome in outcomes):
         sys.exit(1)
 

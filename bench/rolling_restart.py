@@ -9,21 +9,24 @@ from __future__ import annotations
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import fault_path  # noqa: F401  (before what it makes importable)
 import tasks
 import typer
 from fault_kit.generation import DEMO
-from fault_kit.rolling import rolling_restart
+from fault_kit.rolling import Rolling, rolling_restart
 from fault_kit.server import ServerProcess
 from fault_results import write_results
 
 from moeoffload.host.session import open_model
 
 N_SERVERS = 3
+
+
+def _totals(result: Rolling) -> dict[str, Any]:
+    return {name: value for name, value in vars(result).items() if name != "restarts"}
 
 
 def main(
@@ -64,8 +67,7 @@ def main(
     )
     if json is not None:
         settings = {"tokens": tokens, "token_ms": token_ms, "replicas": replicas, "transport": transport}
-        figures = {name: value for name, value in asdict(result).items() if name != "restarts"}
-        write_results(json, "rolling_restart", settings, figures | {"recovery": recovery}, result.restarts)
+        write_results(json, "rolling_restart", settings, result.restarts, _totals(result) | recovery, [])
     codes = [restart.exit_code for restart in result.restarts]
     if result.equal_tokens != result.tokens or codes != [0] * N_SERVERS or not result.finished:
         sys.exit(1)

@@ -153,8 +153,7 @@ def main(
     print(f"{len(outcomes) - bad} of {len(outcomes)} runs as they should be; left after closing: {left or 'nothing'}")
     if json is not None:
         settings = {"minutes": minutes, "seed": seed, "warm_up": WARM_UP, "limits": LIMITS}
-        figures_of = summary(outcomes) | {"left_after_closing": left, "trends": [vars(row) for row in rows]}
-        write_results(json, "soak", settings, figures_of, samples)
+        write_results(json, "soak", settings, rows, summary(outcomes) | {"left_after_closing": left}, samples)
     if bad or left or not all(row.flat for row in rows):
         sys.exit(1)
 
