@@ -91,6 +91,8 @@ print(compiled.ctypes(21))
     script.write_text(code)
     command = [sys.executable, str(script)]
     environment = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    # Python writes its own caches half, too, and does not notice.
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env=environment, check=False
     )
