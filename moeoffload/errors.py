@@ -5,6 +5,9 @@ The message is one line that says what was wrong, with what value, and what woul
 
 from __future__ import annotations
 
+import errno
+import resource
+
 
 class MoeOffloadError(Exception):
     """Base of all errors that moeoffload raises on purpose. ``exit_code`` is what the command line returns."""
@@ -71,4 +74,22 @@ class PayloadError(MoeOffloadError):
 class DisagreementError(MoeOffloadError):
     """Two computed the same and do not agree: a device or a server gives wrong results; names both."""
 
+    exit_code = 8
+
+
+class SystemLimitError(MoeOffloadError):
+    """The system gave something up: file descriptors, disk space, access to a file. The message says what to change."""
+
     exit_code = 7
+
+    @classmethod
+    def of(cls, error: OSError) -> SystemLimitError:
+        """What a user can do about ``error``."""
+        if error.errno == errno.EMFILE or (error.errno is None and "files open" in str(error)):  # as posix_ipc says it
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return cls(
+                f"too few file descriptors: this process may have {soft}; raise that with 'ulimit -n' (at most {hard})"
+            )
+        if error.errno == errno.ENFILE:
+            return cls("too few file descriptors on this machine; raise fs.file-max")
+        return cls(f"{error.filename or 'the system'}: {error.strerror or error}")

@@ -23,7 +23,15 @@ from moeoffload.control.protocol import PROTOCOL_VERSION, RETRY_AFTER, SERVER_OP
 from moeoffload.control.tls_front import TlsFront
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
-from moeoffload.errors import BusyError, CapacityError, DeadlineError, MoeOffloadError, ProtocolError, ServerError
+from moeoffload.errors import (
+    BusyError,
+    CapacityError,
+    DeadlineError,
+    MoeOffloadError,
+    ProtocolError,
+    ServerError,
+    SystemLimitError,
+)
 from moeoffload.refusals import Refusals
 from moeoffload.text import one_line
 
@@ -147,6 +155,9 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
             logger.error("calibration failed: %s", one_line(str(error)))
             _abort(context, error)
             raise
+        except OSError as error:
+            _abort(context, SystemLimitError.of(error))
+            raise
 
     def LoadExperts(self, request: pb.LoadExpertsRequest, context: grpc.ServicerContext) -> Iterator[pb.LoadProgress]:
         """See the proto file."""
@@ -156,6 +167,8 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         except MoeOffloadError as error:
             logger.error("loading failed: %s", one_line(str(error)))
             _abort(context, error)
+        except OSError as error:
+            _abort(context, SystemLimitError.of(error))
 
     def Attach(
         self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext
@@ -204,6 +217,10 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         except MoeOffloadError as error:
             reason = one_line(str(error))
             _abort(context, error)
+        except OSError as error:
+            reason = str(SystemLimitError.of(error))
+            logger.error("a host could not be attached: %s", reason)
+            _abort(context, SystemLimitError.of(error))
         finally:
             if lease is not None:
                 lease.close(reason)

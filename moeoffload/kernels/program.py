@@ -242,9 +242,9 @@ def compile_entry(entry: Callable[..., Any], returns: Any = types.void, n_argume
     signature = returns(*[types.int64] * n_arguments)
     try:
         return numba.cfunc(signature, nopython=True, cache=True)(entry)
-    except RuntimeError as error:
-        # numba found no folder for its cache that can be written.
-        logger.info("compiled kernels are not kept on disk: %s", error)
+    except (RuntimeError, OSError) as error:
+        # numba found no folder for its cache that can be written, or it is full.
+        logger.warning("compiled kernels are not kept on disk, each start compiles them again: %s", error)
         return numba.cfunc(signature, nopython=True)(entry)
 
 

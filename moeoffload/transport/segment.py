@@ -16,6 +16,7 @@ two lines share a cache line.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -111,7 +112,8 @@ class Segment:
             return cls(name, sizes, shm.fd, create=True)
         except BaseException as error:
             unlink(name, sizes.n_slots)
-            if isinstance(error, OSError):
+            # Too few descriptors are another matter; posix_ipc gives that no number.
+            if isinstance(error, OSError) and error.errno not in (None, errno.EMFILE, errno.ENFILE):
                 raise _no_room(needed) from error
             raise
         finally:

@@ -52,9 +52,17 @@ class FrameSocket:
     """
 
     def __init__(self, kind: int, *, n_queued_out: int) -> None:
-        """Makes the socket; with ``n_queued_out`` pieces on their way to one peer, no more are taken."""
+        """Makes the socket; with ``n_queued_out`` pieces on their way to one peer, no more are taken.
+
+        Raises:
+            OSError: there are too few file descriptors.
+        """
         context = zmq.Context(io_threads=1)
-        self.socket = context.socket(kind)
+        try:
+            self.socket = context.socket(kind)
+        except zmq.ZMQError as error:
+            context.term()
+            raise OSError(error.errno, str(error)) from None
         # Not IMMEDIATE: it would drop messages that have arrived but were not read when the connection broke.
         for option, value in (
             (zmq.LINGER, 0),

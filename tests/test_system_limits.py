@@ -1,0 +1,100 @@
+"""Too few descriptors, no room on disk: one clear line, and a server that goes on serving."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from command_lines import STEP_TIMEOUT_S
+from conftest import DEMO, ROOT, StartServer
+
+from moeoffload import open_model
+from moeoffload.control.client import ControlClient
+from moeoffload.errors import ServerError, SystemLimitError
+from moeoffload.transport import ChannelSizes, SharedServerEnd
+
+RUN_TIMEOUT_S = 120
+
+
+def test_a_server_with_too_few_descriptors_refuses_the_host_and_goes_on(start_server: StartServer) -> None:
+    server = start_server()
+    pid = server.process.pid
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    with open_model(DEMO, experts=[server.address], device="cpu"):
+        pass  # what is opened once for all hosts is open now
+    client = ControlClient(server.address)
+    client.connect(STEP_TIMEOUT_S)
+    try:
+        tight = psutil.Process(pid).num_fds() + 2
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (tight, limits[1]))
+        with pytest.raises(ServerError) as caught:
+            open_model(DEMO, experts=[server.address], device="cpu", connect_timeout_s=5).close()
+        assert "\n" not in str(caught.value)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        with open_model(DEMO, experts=[server.address], device="cpu"):
+            assert client.stats(STEP_TIMEOUT_S).leases == 1
+        assert server.process.poll() is None
+    finally:
+        client.close()
+
+
+def test_too_few_descriptors_are_not_taken_for_a_full_dev_shm() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="files open") as caught:
+            SharedServerEnd(ChannelSizes(1, 4096, 4096), lambda channel, slot: None).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "ulimit -n" in str(SystemLimitError.of(caught.value))
+
+
+def test_a_host_with_too_few_descriptors_says_what_to_raise() -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))"
+    code = f"from moeoffload.cli import host_app; import numpy, safetensors; {limit}; host_app.main()"
+    command = [sys.executable, "-c", code, "run", str(DEMO), "--prompt", "add 1 2 =", "--device", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    assert done.returncode in (ServerError.exit_code, SystemLimitError.exit_code), (
+        done.stderr
+    )  # its server's, or its own
+    assert "Traceback" not in done.stderr
+    assert "too few file descriptors: this process may have 12" in done.stderr
+
+
+def test_a_report_on_a_full_disk_is_one_line_after_the_answer(start_server: StartServer) -> None:
+    server = start_server()
+    command = [sys.executable, "-m", "moeoffload.cli.host_app", "run", str(DEMO), "--experts", server.address]
+    command += ["--device", "cpu", "--prompt", "add 17 25 =", "--max-new-tokens", "8", "--report", "/dev/full"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    assert done.returncode == SystemLimitError.exit_code, done.stderr
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "42" in done.stdout
+
+
+def test_kernels_are_compiled_though_they_cannot_be_kept_on_disk(tmp_path: Path) -> None:
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
+from numba import types
+from moeoffload.kernels.program import compile_entry
+def twice(x):
+    return 2 * x
+compiled = compile_entry(twice, types.int64)
+print(compiled.ctypes(21))
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    command = [sys.executable, str(script)]
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    # Python writes its own caches half, too, and does not notice.
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env=environment, check=False
+    )
+    assert done.stdout.strip() == "42", done.stderr
+    assert "not kept on disk" in done.stderr
