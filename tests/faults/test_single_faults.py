@@ -91,7 +91,9 @@ def test_duplicates_are_dropped_and_counted(world: World, transport: str) -> Non
 
 def test_an_encrypted_stream_notices_every_bit(tmp_path: Path) -> None:
     setup = Setup("stream", "fallback")
-    with World(tmp_path, "--insecure", "--model-root", str(DEMO)) as world:  # what makes a server on loopback encrypt, too
+    with World(
+        tmp_path, "--insecure", "--model-root", str(DEMO)
+    ) as world:  # what makes a server on loopback encrypt, too
         world.open(setup)
         outcome = world.run(Fault(0, setup, CORRUPTED, 1, 0.3, 0.0, before_frames=True))
         assert outcome.ok, outcome
