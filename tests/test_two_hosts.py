@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Commands, wait_until
-from conftest import DEMO, RunningServer, expert_server, local_model
+from conftest import DEMO, RunningServer, StartServer, expert_server, local_model
 
 from moeoffload.checkpoint.synthetic import write_tiny
 from moeoffload.control.client import ControlClient
@@ -133,3 +133,23 @@ def test_two_host_processes_at_once_get_the_text_that_each_gets_alone(
     for result in [command.wait() for command in together]:
         assert (result.code, result.out) == (0, alone.out), result.err
     commands.check_clean()
+
+
+# Says where the memory grows that all hosts' calls work in.
+WATCHED = """
+import sys, threading
+from moeoffload.kernels.layer import LayerKernels
+reserve = LayerKernels.reserve
+def watched(self, *arguments):
+    print("reserved in thread", threading.current_thread().name, file=sys.stderr, flush=True)
+    reserve(self, *arguments)
+LayerKernels.reserve = watched
+"""
+
+
+def test_a_host_that_attaches_moves_no_memory_under_the_calls_of_another(start_server: StartServer) -> None:
+    server = start_server(patch=WATCHED)
+    with open_on(server, DEMO) as first, open_on(server, DEMO, "bf16"):
+        generate(first.model, 0)
+    lines = [line for line in server.log_text.splitlines() if line.startswith("reserved in thread")]
+    assert set(lines) == {"reserved in thread engine"}

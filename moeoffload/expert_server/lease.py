@@ -292,8 +292,13 @@ class HostLease:
             workspace=Workspace(layout, checkpoint.dtype, self._limits.device),
             share=self._share,
         )
-        for kernels in self._modules.values():
-            kernels.reserve(layout.capacity, layout.top_k)
+
+        def reserve() -> None:
+            for kernels in self._modules.values():
+                kernels.reserve(layout.capacity, layout.top_k)
+
+        # Where nobody computes meanwhile: a workspace that grows lets go of memory that another host's call may be in.
+        self._engine.run(reserve, self._share, CALIBRATION_TIMEOUT_S)
 
     def _time_first_layer(self, layout: FrameLayout, checkpoint: Checkpoint) -> list[tuple[int, float]]:
         """What calls of several sizes take on one of the resident layers; it also warms everything up."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from fault_kit.generation import DEMO
 from fault_kit.kinds import KINDS
 from fault_kit.processes import wait_for
 from fault_kit.schedule import Fault, Setup
@@ -13,6 +15,7 @@ from fault_kit.world import WHOLE_TIMEOUT_S, World
 from moeoffload.control.client import ControlClient
 
 STOPPED = next(kind for kind in KINDS if kind.name == "stopped")
+CORRUPTED = next(kind for kind in KINDS if kind.name == "frame corrupted on the link")
 LONGER_THAN_DEADLINE_S = 3.5
 N_TWICE = 5
 
@@ -83,4 +86,16 @@ def test_duplicates_are_dropped_and_counted(world: World, transport: str) -> Non
         assert after["stale"] - before["stale"] == N_TWICE
         assert after["lost"] == before["lost"]
     finally:
+        assert world.shut() == []
+
+
+def test_an_encrypted_stream_notices_every_bit(tmp_path: Path) -> None:
+    setup = Setup("stream", "fallback")
+    with World(
+        tmp_path, "--insecure", "--model-root", str(DEMO)
+    ) as world:  # what makes a server on loopback encrypt, too
+        world.open(setup)
+        outcome = world.run(Fault(0, setup, CORRUPTED, 1, 0.3, 0.0, before_frames=True))
+        assert outcome.ok, outcome
+        assert outcome.lost == outcome.returned == 1
         assert world.shut() == []

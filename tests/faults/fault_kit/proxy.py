@@ -18,6 +18,9 @@ from typing import Any, Final
 from fault_kit.processes import CONTEXT, STEP_TIMEOUT_S, start_process
 
 MAGIC: Final = b"MOEX"
+CURVE: Final = b"\x07MESSAGE"
+CURVE_FRAME_BYTES: Final = 128
+"""No heartbeat is as long."""
 CHUNK: Final = 1 << 16
 _HEADER_BYTE: Final = 24
 _RESET: Final = struct.pack("ii", 1, 0)
@@ -67,7 +70,10 @@ class _Forwarder:
         self._delay_s = delay_s
 
     async def corrupt(self, n: int) -> None:
-        """Turns one bit in the header of each of the next ``n`` frames, whichever way they go."""
+        """Turns one bit in each of the next ``n`` frames, whichever way they go.
+
+        In their headers, where frames can be read; of an encrypted stream anywhere in what is long enough to be one.
+        """
         self._n_corrupt = n
 
     async def mend(self) -> None:
@@ -105,6 +111,8 @@ class _Forwarder:
 
     def _spoiled(self, data: bytes) -> bytes:
         at = data.find(MAGIC)
+        if at < 0 and CURVE in data and len(data) >= CURVE_FRAME_BYTES:
+            at = data.find(CURVE) + len(CURVE)
         if at < 0 or len(data) <= at + _HEADER_BYTE:
             return data
         self._n_corrupt -= 1

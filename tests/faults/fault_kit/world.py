@@ -59,7 +59,7 @@ class World:
         n_layer_calls: of such a generation.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *server_options: str) -> None:
         self.other_model = write_tiny("mixtral", folder / "other", dtype=torch.float32)
         self.host: Any = None
         self.expected: list[list[int]] = []
@@ -72,7 +72,7 @@ class World:
         self._warnings = _Warnings()
         with contextlib.ExitStack() as stack:
             stack.callback(self._end_second)
-            self.stations = [Station(folder) for _ in range(2)]
+            self.stations = [Station(folder, *server_options) for _ in range(2)]
             for station in self.stations:
                 stack.callback(station.close)
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="generation")
