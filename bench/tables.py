@@ -24,6 +24,10 @@ def _share(part: str) -> Cell:
     return lambda row: f"{100 * row['parts'].get(part, 0.0) / sum(row['parts'].values()):.1f} %"
 
 
+def _count(name: str) -> Cell:
+    return lambda row: "–" if row[name] is None else f"{row[name]:,}"
+
+
 # Benchmark -> its tables; a table is its columns, by heading.
 COLUMNS: dict[str, list[dict[str, Cell]]] = {
     "overhead": [
@@ -105,6 +109,16 @@ COLUMNS: dict[str, list[dict[str, Cell]]] = {
             "95th percentile µs": lambda row: f"{row['p95_us']:,.1f}",
             "limit": lambda row: row["limit"] or "–",
             "limit µs": lambda row: f"{row['limit_us']:,.1f}" if row["limit_us"] else "–",
+        }
+    ],
+    "fuzz": [
+        {"part": lambda row: row["part"]}
+        | {name: _count(name) for name in ("inputs", "good", "refused", "dropped", "crashes", "hangs")}
+        | {
+            "over limit": _count("over_limit"),
+            "seconds": lambda row: f"{row['seconds']:.0f}",
+            "server MiB": lambda row: f"{row['server_mib']:,.0f}" if row["server_mib"] else "–",
+            "descriptors": _count("descriptors"),
         }
     ],
     "memory": [

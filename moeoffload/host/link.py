@@ -274,7 +274,10 @@ class ExpertLink:
         flight.queue_s, flight.compute_s = header.queue_us * 1e-6, header.compute_us * 1e-6
         to.queue_s += flight.queue_s
         to.compute_s += flight.compute_s
-        return flight.views.combine(flight.n_rows)
+        try:
+            return flight.views.combine(flight.n_rows)
+        except ServerError as error:
+            raise self._explain(error) from None
 
     def release(self, flight: Flight) -> None:
         """See `ShardLink`."""

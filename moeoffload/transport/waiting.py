@@ -96,8 +96,14 @@ class AdaptiveSpin:
 
 
 def _sleep(semaphore: posix_ipc.Semaphore, timeout_s: float) -> None:
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
         semaphore.acquire(timeout_s)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        except BaseException:
+            # Another thread may have taken the signal: its handler then raises here before anything was set.
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            raise

@@ -7,6 +7,7 @@ from typing import Final, Generic, TypeVar
 
 import torch
 
+from moeoffload.errors import ServerError
 from moeoffload.wire.layout import DispatchViews, FrameLayout
 
 # Decode and verify steps repeat a few small row counts for ever; prefill brings large ones of any number.
@@ -45,8 +46,8 @@ class SlotViews:
     def __init__(self, layout: FrameLayout, request: memoryview, reply: memoryview) -> None:
         self._request = request
         self._reply = reply
-        self._dispatch = _Views(lambda rows: layout.dispatch_views(self._request, rows))
-        self._combine = _Views(lambda rows: layout.combine_view(self._reply, rows))
+        self._dispatch = _Views(lambda rows: layout.dispatch_views(_there(self._request), rows))
+        self._combine = _Views(lambda rows: layout.combine_view(_there(self._reply), rows))
 
     @property
     def n_created(self) -> int:
@@ -54,11 +55,15 @@ class SlotViews:
         return self._dispatch.n_created + self._combine.n_created
 
     def dispatch(self, rows: int) -> DispatchViews:
-        """Views on a dispatch body of ``rows`` rows in the request buffer."""
+        """Views on a dispatch body of ``rows`` rows in the request buffer.
+
+        Raises:
+            ServerError: the buffers were dropped, by another thread.
+        """
         return self._dispatch.get(rows)
 
     def combine(self, rows: int) -> torch.Tensor:
-        """View (rows, hidden) on a combine body in the reply buffer."""
+        """View (rows, hidden) on a combine body in the reply buffer; raises as `dispatch` does."""
         return self._combine.get(rows)
 
     def drop(self) -> None:
@@ -66,3 +71,9 @@ class SlotViews:
         self._dispatch.clear()
         self._combine.clear()
         self._request = self._reply = memoryview(b"")
+
+
+def _there(buffer: memoryview) -> memoryview:
+    if not buffer:
+        raise ServerError("its channel was closed meanwhile")
+    return buffer

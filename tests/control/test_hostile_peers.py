@@ -152,7 +152,7 @@ def test_a_host_that_does_not_go_on_attaching_loses_its_lease(serve: Serve) -> N
 
 
 def test_an_attached_host_and_one_that_loads_may_be_silent(serve: Serve) -> None:
-    channel, backend = serve(first_s=0.2, call_s=0.2, step_s=0.2)
+    channel, backend = serve(first_s=2, call_s=2, step_s=2)
     backend.lease.goes_on.set()
     stub = pb_grpc.ExpertServiceStub(channel)  # type: ignore[no-untyped-call]
     outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
@@ -162,14 +162,14 @@ def test_an_attached_host_and_one_that_loads_may_be_silent(serve: Serve) -> None
     backend.lease.goes_on.clear()
     load = stub.LoadExperts(pb.LoadExpertsRequest(lease_id="1"), timeout=60)
     assert next(load).total_bytes == 1
-    time.sleep(0.8)
+    time.sleep(2.5)
     backend.lease.goes_on.set()
     assert list(load) == []
     outgoing.put(pb.AttachRequest(activate=pb.Activate()))
     assert next(call).WhichOneof("step") == "offer"
     outgoing.put(pb.AttachRequest(accept=pb.Accept()))
     assert next(call).ready.epoch == 1
-    time.sleep(0.8)
+    time.sleep(2.5)
     outgoing.put(None)
     assert list(call) == []
     assert backend.lease.closed.get(timeout=SOON_S) == "the host ended the lease"

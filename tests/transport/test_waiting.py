@@ -112,6 +112,29 @@ def test_what_a_signal_handler_raises_is_not_lost_in_a_sleep(semaphore: posix_ip
         signal.signal(signal.SIGALRM, previous)
 
 
+def test_a_signal_that_another_thread_takes_leaves_none_blocked(semaphore: posix_ipc.Semaphore) -> None:
+    """As in a real host, whose control plane has threads; else Ctrl-C and SIGTERM would do nothing from then on."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous, over = signal.signal(signal.SIGALRM, interrupt), threading.Event()
+    other = threading.Thread(target=over.wait, args=(30.0,))
+    other.start()
+    try:
+        for _ in range(20):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            with pytest.raises(KeyboardInterrupt):
+                AdaptiveSpin(0).acquire(semaphore, Bell().address, 1, 0.1)
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        over.set()
+        other.join()
+
+
 def test_looking_lets_other_threads_have_the_interpreter() -> None:
     """The bell is rung by a Python thread, which could not run if looking kept the interpreter lock."""
     bell = Bell()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeoffload.errors import CapacityError, ProtocolError
+from moeoffload.errors import CapacityError, ProtocolError, ServerError
 from moeoffload.payload import PayloadDtype
 from moeoffload.text import one_line
 from moeoffload.wire import (
@@ -148,3 +148,14 @@ def test_views_of_repeated_row_counts_are_made_once_and_the_cache_is_bounded() -
     assert len(views._dispatch._large) <= 32
     assert views.dispatch(1) is decode, "prefill of any length leaves the views of decode steps alone"
     assert isinstance(views.combine(3), torch.Tensor)
+
+
+def test_views_of_a_closed_channel_are_an_error_of_the_server() -> None:
+    layout = FrameLayout(64, 2, PayloadDtype.F32, PayloadDtype.F32, 4)
+    views = SlotViews(layout, memoryview(bytearray(layout.request_bytes)), memoryview(bytearray(layout.reply_bytes)))
+    assert views.combine(1).shape == (1, 64)
+    views.drop()
+    with pytest.raises(ServerError, match="closed meanwhile"):
+        views.combine(2)
+    with pytest.raises(ServerError, match="closed meanwhile"):
+        views.dispatch(1)
