@@ -26,8 +26,8 @@ _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 _DOMAIN: Final = "moeoffload"
 _NO_CURVE: Final = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-"""And never HANDSHAKE_FAILED_PROTOCOL: under a monitor of that event libzmq 4.3.5 does not close a connection when the seal
-of a message is broken; it stops to read it, and in the end aborts the process."""
+"""And never HANDSHAKE_FAILED_PROTOCOL: under a monitor of that event libzmq 4.3.5 does not close a connection when the
+seal of a message is broken; it stops to read it, and in the end aborts the process."""
 
 OnRefused = Callable[[str, str], None]
 """Told the peer and the reason."""
