@@ -194,7 +194,8 @@ class Shard:
             except Exception:
                 if not self._stopping.is_set():
                     logger.exception("expert server %s: attaching again failed", holder.address)
-                return
+                pause_s = LONGEST_PAUSE_S
+                continue
             self._adopt(holder, back, perf_counter() - gone_at)
             return
 
