@@ -54,6 +54,9 @@ class _Context:
             raise AssertionError(f"details that are not one short line: {details!r}")
         raise _AbortedError
 
+    def set_trailing_metadata(self, metadata: object) -> None:
+        """Nobody reads it."""
+
     def cancel(self) -> None:
         """Nobody is there."""
 
@@ -91,7 +94,7 @@ class _Plane:
             threads=1,
         )
         self._server = ExpertServer.start(settings)
-        self._servicer = ExpertServicer(self._server, step_s=5)
+        self._servicer = ExpertServicer(self._server, peer=lambda context: "ipv4:127.0.0.1:1", step_s=5)
         stream.StreamHostEnd = _Unreachable  # type: ignore[misc, assignment]
 
     def call(self, number: int, data: bytes) -> None:
