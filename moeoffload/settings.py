@@ -369,6 +369,11 @@ class ExpertServerSettings(ServerSecuritySettings, CommonSettings):
         Field(description="The most requests in flight for each host."),
         Setting(unit="requests", panel=Panel.CHANNEL),
     ] = 16
+    stream_port: Annotated[
+        int,
+        Field(ge=0, le=65535, description="The TCP port of the stream transport, beside that of --listen."),
+        Setting(default_means="a free one, which hosts are told", panel=Panel.CHANNEL),
+    ] = 0
     drain_timeout_s: Annotated[
         float,
         Field(gt=0, le=86400, description="The longest wait for hosts to move on when the server is told to stop."),

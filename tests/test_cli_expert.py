@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -178,3 +179,23 @@ def test_a_server_reads_its_own_copy_of_the_model_if_it_has_one(
     load_demo(start_server("--model", str(copy)).address, elsewhere)
     with pytest.raises(ServerError, match=elsewhere):
         load_demo(server.address, elsewhere)
+
+
+def test_the_port_of_the_stream_transport_can_be_chosen(start_server: StartServer) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = start_server("--stream-port", str(port), "--transport", "stream")
+    with socket.create_connection(("127.0.0.1", port), timeout=5):
+        pass
+    taken = subprocess.run(
+        [sys.executable, "-m", "moeoffload.cli.expert_app", "--listen", "127.0.0.1:0", "--stream-port", str(port)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert taken.returncode == 5
+    assert str(port) in taken.stderr
+    assert "Traceback" not in taken.stderr
+    assert server.process.poll() is None

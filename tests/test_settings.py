@@ -71,6 +71,7 @@ BAD = {
     "hedge_ms": ["-1", "60001", "soon"],
     "verify_percent": ["-1", "101", "all"],
     "dispatch_floor_s": ["0", "3601", "nan"],
+    "stream_port": ["-1", "65536", "any"],
     "drain_timeout_s": ["0", "86401", "never"],
     "profile": ["maybe", "2"],
     "gpu": ["-1", "cuda:0"],
@@ -188,6 +189,7 @@ def test_defaults_of_expert_server() -> None:
         "token_file": None,
         "insecure": False,
         "model_root": (),
+        "stream_port": 0,
         "drain_timeout_s": 30.0,
     }
 

@@ -83,6 +83,7 @@ class ExpertServer:
         if settings.transport in (TransportChoice.AUTO, TransportChoice.STREAM):
             listener = StreamListener(
                 _numeric(settings.listen.host),
+                settings.stream_port,
                 max_request_bytes=MAX_FRAME_BYTES,
                 encrypted=credentials.encrypt_rows,
                 on_refused=refusals.add,
