@@ -12,10 +12,10 @@ from typing import Final, Protocol
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.control.protocol import dtype_of
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, MoeOffloadError, ServerError
+from moeoffload.expert_server.agreement import check_model, check_table, compare, read_dtype, read_payload
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
 from moeoffload.expert_server.model_roots import ModelRoots
@@ -25,7 +25,7 @@ from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels, prep
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
 from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel, ServerSlot, Work
-from moeoffload.wire import MAX_SLOTS, FrameLayout, SlotViews
+from moeoffload.wire import FrameLayout, SlotViews
 
 logger = logging.getLogger(__name__)
 
@@ -131,12 +131,12 @@ class HostLease:
         """The server's copy of the host's model; opened once."""
         checkpoint = self._opened
         if checkpoint is None:
-            dtype = _dtype("compute dtype", model.compute_dtype)
+            dtype = read_dtype("compute dtype", model.compute_dtype)
             revision = model.revision or None
             reference = self._limits.model or self._limits.roots.resolve(model.reference, revision)
             checkpoint = Checkpoint.open(reference, dtype=dtype, revision=revision)
         # Every time: hosts share experts by digest and dtype, and nobody may put others there under these names.
-        _check_model(model, checkpoint)
+        check_model(model, checkpoint)
         self._opened = checkpoint
         return checkpoint
 
@@ -154,7 +154,7 @@ class HostLease:
             self._loads = True
         try:
             checkpoint = self._open_checkpoint(request.model)
-            table = _check_table(request, checkpoint)
+            table = check_table(request, checkpoint)
         except BaseException:
             self._loads = False
             raise
@@ -211,13 +211,13 @@ class HostLease:
             raise ServerError("activate came before the experts were loaded")
         if self._active is not None:
             raise ServerError("this lease is active already")
-        _compare("model digest", request.model_digest, checkpoint.digest)
-        _compare("expert table", request.table_digest, table.digest)
-        _compare("compute dtype", request.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
-        _compare("hidden size", request.hidden_size, checkpoint.hidden_size)
-        _compare("top-k", request.top_k, checkpoint.top_k)
-        dtype_out = _payload("payload dtype out", request.dtype_out)
-        dtype_back = _payload("payload dtype back", request.dtype_back)
+        compare("model digest", request.model_digest, checkpoint.digest)
+        compare("expert table", request.table_digest, table.digest)
+        compare("compute dtype", request.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
+        compare("hidden size", request.hidden_size, checkpoint.hidden_size)
+        compare("top-k", request.top_k, checkpoint.top_k)
+        dtype_out = read_payload("payload dtype out", request.dtype_out)
+        dtype_back = read_payload("payload dtype back", request.dtype_back)
         for field, value in (("batch capacity", request.batch_capacity), ("number of slots", request.n_slots)):
             if value < 1:
                 raise ServerError(f"{field} is {value} (host), at least 1 is needed")
@@ -235,7 +235,7 @@ class HostLease:
         ]
         kernel = self._kernel_name(capacity)
         if request.kernel:
-            _compare("kernel", request.kernel, kernel)
+            compare("kernel", request.kernel, kernel)
         offer = pb.Offer(batch_capacity=capacity, kernel=kernel, timings=timings)
         for name in transports:
             offer.channels.append(self._open(name, sizes, request.stream_key))
@@ -414,45 +414,3 @@ class HostLease:
             self._store.release(key)
         logger.info("%s: lease ended (%s)", self.host, reason)
         self._on_close(self)
-
-
-def _dtype(field: str, label: str) -> torch.dtype:
-    try:
-        return dtype_of(label)
-    except KeyError:
-        raise ServerError(f"{field} is {label!r} (host), allowed are f32, f16 and bf16") from None
-
-
-def _payload(field: str, label: str) -> PayloadDtype:
-    return PayloadDtype.from_torch(_dtype(field, label))
-
-
-def _compare(field: str, host: str | int, here: str | int) -> None:
-    if host != here:
-        raise ServerError(f"{field} is {str(host)[:24]} (host), {str(here)[:24]} here")
-
-
-def _check_model(model: pb.ModelReference, checkpoint: Checkpoint) -> None:
-    """Raises ServerError unless ``checkpoint`` is what the host calls ``model``."""
-    here = checkpoint.digest
-    if model.digest != here:
-        raise ServerError(f"model digest is {model.digest[:12]} (host), {here[:12]} for {checkpoint.path} here")
-    _compare("compute dtype", model.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
-
-
-def _check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> ExpertTable:
-    """The table of a load request, checked against the model: known layers and experts, each at most once."""
-    if len(request.layers) != len(checkpoint.layers):
-        raise ServerError(f"expert table has {len(request.layers)} layers, the model has {len(checkpoint.layers)}")
-    tables: list[tuple[int, ...]] = []
-    for wanted, layer in zip(request.layers, checkpoint.layers, strict=True):
-        # Longer than the model has experts: not even looked at.
-        experts = tuple(wanted.experts[: layer.n_experts + 1])
-        known = wanted.layer == layer.index and all(expert < layer.n_experts for expert in experts)
-        if not known or len(set(experts)) != len(experts) or len(experts) > MAX_SLOTS:
-            raise ServerError(
-                f"expert table: layer {wanted.layer} names experts the model does not have, or one twice "
-                f"(layer {layer.index} has {layer.n_experts})"
-            )
-        tables.append(experts)
-    return ExpertTable(tuple(tables))
