@@ -18,6 +18,7 @@ from moeoffload.transport.segment import HOST_CLOSED, SERVER_CLOSED, Segment
 from moeoffload.transport.waiting import SPIN_LIMIT_S, AdaptiveSpin
 from moeoffload.wire import HEADER_BYTES, ErrorCode
 
+MOST_SPARE: Final = 8
 READ_POLL_S: Final = 0.5
 """A sleeping reader looks this often whether it was closed, should the wake-up have been lost with its process."""
 
@@ -41,9 +42,7 @@ class SharedHostEnd(PooledHostChannel):
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
         words = self._words
-        while self._segment.reply_semaphores[slot.index].value:
-            self._segment.reply_semaphores[slot.index].acquire(0)
-            self.n_stale += 1  # the reply before, once more: nobody has asked for anything since
+        self._drop_spare_replies(slot.index)
         self._awaited[slot.index] = request_id
         self._mark_sent(slot)
         with self._ring:  # the n-th post must come after the n-th entry
@@ -52,6 +51,15 @@ class SharedHostEnd(PooledHostChannel):
             words[at], words[at + 1], words[at + 2] = slot.index, n_bytes, request_id
             self._segment.request_semaphore.release()
             words[at + 3] = self._n_sent
+
+    def _drop_spare_replies(self, index: int) -> None:
+        """Drops the reply before, should it come once more: nobody has asked for anything since."""
+        semaphore = self._segment.reply_semaphores[index]
+        for _ in range(MOST_SPARE):  # a server may have posted any number
+            if not semaphore.value:
+                return
+            semaphore.acquire(0)
+            self.n_stale += 1
 
     def _await_reply(self, slot: HostSlot, deadline: float) -> int:
         index = slot.index

@@ -13,28 +13,38 @@ from moeoffload.errors import ProtocolError
 from moeoffload.transport import ServerChannel, ServerSlot, SharedServerEnd, open_channel
 from moeoffload.transport.segment import SHM_FOLDER
 
-from .ends import SIZES, SOON_S, call, echo, eventually, send
+from .ends import SIZES, SOON_S, OnDemand, call, echo, eventually, receive, send
 
 
-def fill(name: str) -> None:
-    """Sets a semaphore to the most that one can hold; its owner's next post fails."""
+def open_semaphore(name: str) -> mmap.mmap:
     descriptor = os.open(Path(SHM_FOLDER, name), os.O_RDWR)
-    with mmap.mmap(descriptor, 0) as memory:
-        memory[:4] = (2**31 - 1).to_bytes(4, "little")
-    os.close(descriptor)
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def fill(semaphore: mmap.mmap) -> None:
+    """Sets a semaphore to the most that one can hold; its owner's next post fails."""
+    semaphore[:4] = (2**31 - 1).to_bytes(4, "little")
 
 
 def test_a_host_that_fills_its_semaphores_ends_no_thread_of_the_server() -> None:
-    server = SharedServerEnd(SIZES, echo)
+    on_demand = OnDemand()
+    server = SharedServerEnd(SIZES, on_demand)
     other = SharedServerEnd(SIZES, echo)
     try:
         name = server.offer.parameters["segment"].removeprefix("/")
-        for index in range(SIZES.n_slots):
-            fill(f"sem.{name}-r{index}")
+        semaphores = [open_semaphore(f"sem.{name}-r{index}") for index in range(SIZES.n_slots)]
         host = open_channel(server.offer, host="", timeout_s=SOON_S)
         with contextlib.closing(open_channel(other.offer, host="", timeout_s=SOON_S)) as good:
-            for number in range(2 * SIZES.n_slots):
-                assert call(host, b"%d" % number) == b"%d" % number
+            for _ in range(2 * SIZES.n_slots):
+                slot = host.acquire(SOON_S)
+                request_id = send(host, slot, b"more")
+                fill(semaphores[slot.index])
+                on_demand.answer()
+                assert receive(host, slot, request_id) == b"more"
+                host.release(slot)
             assert call(good, b"other") == b"other"
         assert server.n_dropped >= 1, "a token that did not fit"
         host.close()
