@@ -25,7 +25,7 @@ _SEAL_BYTES: Final = 33
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 _DOMAIN: Final = "moeoffload"
-_NO_CURVE: Final = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+_COMINGS_AND_GOINGS: Final = zmq.Event.ACCEPTED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 """And never HANDSHAKE_FAILED_PROTOCOL: under a monitor of that event libzmq 4.3.5 does not close a connection when the
 seal of a message is broken; it stops to read it, and in the end aborts the process."""
 
@@ -98,7 +98,9 @@ class Door:
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody gets in when nobody answers
-        self._failures = socket.get_monitor_socket(_NO_CURVE)
+        self._connections = socket.get_monitor_socket(_COMINGS_AND_GOINGS)
+        self._shaking_hands: set[int] = set()
+        """Descriptors of connections that are open and for which no key was seen yet."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._answer, name="stream-door", daemon=True)
         self._thread.start()
@@ -118,23 +120,37 @@ class Door:
             self._thread.join()
             os.close(self._wake_fd)
             self._socket.disable_monitor()
-            self._failures.close(0)
+            self._connections.close(0)
             self._questions.close()
 
     def _answer(self) -> None:
         poller = zmq.Poller()
         poller.register(self._questions, zmq.POLLIN)
-        poller.register(self._failures, zmq.POLLIN)
+        poller.register(self._connections, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self._wake_fd in ready:
                 return
-            if self._failures in ready:
-                recv_monitor_message(self._failures)
-                self._on_refused("a peer on the stream port", "it does not speak CURVE, or broke the handshake off")
+            self._follow_connections()
             if self._questions in ready:
-                self._questions.send_multipart(self._decide(self._questions.recv_multipart()))
+                question = self._questions.recv_multipart()
+                self._follow_connections()  # who asks has been accepted before
+                # Neither the question nor the event of success says whose it is: the few others that shake hands at
+                # this moment are forgotten too, and their failure goes without a word.
+                self._shaking_hands.clear()
+                self._questions.send_multipart(self._decide(question))
+
+    def _follow_connections(self) -> None:
+        while self._connections.poll(0):
+            event = recv_monitor_message(self._connections)
+            if event["event"] == zmq.Event.ACCEPTED:
+                self._shaking_hands.add(int(event["value"]))
+            elif event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._shaking_hands.clear()
+            elif int(event["value"]) in self._shaking_hands:
+                self._shaking_hands.remove(int(event["value"]))
+                self._on_refused("a peer on the stream port", "it does not speak CURVE, or broke the handshake off")
 
     def _decide(self, question: list[bytes]) -> list[bytes]:
         if len(question) < 7 or question[0] != _ZAP_VERSION:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -206,6 +207,30 @@ def test_the_routing_id_of_another_session_is_of_no_use(listener: StreamListener
     assert victim.routing_id == b"", "nothing of the victim's is sent where the thief sits"
     assert (victim.n_dropped, own.n_dropped) == (0, 0)
     thief.close()
+    host.close()
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+"""Of ZMTP 3.0, with the mechanism that encrypts nothing."""
+
+
+@pytest.mark.parametrize(
+    ("sent", "leaves_first"),
+    [(GREETING, False), (GREETING, True), (GREETING[:20], True), (b"GET / HTTP/1.1\r\n\r\n", True), (b"", True)],
+)
+def test_every_broken_handshake_is_told_once(
+    listener: StreamListener, refused: Refused, sent: bytes, leaves_first: bool
+) -> None:
+    _, host, _ = attached(listener)
+    with socket.create_connection(("127.0.0.1", listener.port), SOON_S) as peer:
+        peer.sendall(sent)
+        if not leaves_first:
+            with contextlib.suppress(ConnectionResetError):
+                while peer.recv(4096):
+                    pass
+    eventually(lambda: refused.said("does not speak CURVE"))
+    assert call(host, b"undisturbed") == b"undisturbed"
+    assert len(refused.reasons) == 1
     host.close()
 
 
