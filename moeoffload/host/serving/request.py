@@ -1,0 +1,96 @@
+"""What a client asks of the engine, and what the engine tells while it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, Protocol
+
+MAX_ALTERNATIVES: Final = 20
+"""Log probabilities of at most so many tokens are given at each position, as in OpenAI's API."""
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended, in OpenAI's words; CANCELLED and ERROR are ours."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen. Temperature 0 is greedy.
+
+    ``top_k`` 0 and ``top_p`` 1 leave all tokens in. The same ``seed`` gives the same tokens, whatever else runs; None
+    takes a fresh one. ``alternatives``: None for no log probabilities, else how many besides the chosen token's.
+    ``bias`` is added to the logits of tokens.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    alternatives: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bias: dict[int, float] = field(default_factory=dict)
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """One token of an answer. ``alternatives``: the most likely tokens and their log probabilities, best first."""
+
+    token: int
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Something happened to a request: a token, its end, or both. ``error`` says what failed; ``reused_tokens`` is how
+    many tokens of the prompt were taken from the cache."""
+
+    choice: TokenChoice | None = None
+    finish: FinishReason | None = None
+    error: Exception | None = None
+    reused_tokens: int = 0
+
+
+OnProgress = Callable[[Progress], None]
+"""Called from the engine's thread, in order, until one with ``finish`` has come; must not block."""
+
+
+class Ticket(Protocol):
+    """A submitted request."""
+
+    @property
+    def request_id(self) -> str:
+        """Unique in this process."""
+
+    def cancel(self) -> None:
+        """Ends it; from any thread, at any time, more than once. Its room is free within one step."""
+
+
+class RequestEngine(Protocol):
+    """What the HTTP server needs of the engine; every method may be called from any thread."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that prompt and answer of one request may have together."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken: warmed up, not draining, not failed."""
+
+    def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> Ticket:
+        """Queues a request.
+
+        Raises:
+            PromptError: the prompt is empty or does not fit.
+            BusyError: the queue is full or the engine drains; says after how many seconds to come again.
+        """

@@ -1,0 +1,112 @@
+"""What the engine has done and does now, for /metrics, /stats, the dashboard and ``moeoffload top``.
+
+The engine's thread counts; others take a `ServingStats.snapshot`. Counting is a few additions per step.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+LATENCY_BOUNDS_S: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
+ROW_BOUNDS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts of values up to each bound (inclusive), and beyond the last."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    total: float = 0.0
+    n: int = 0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float) -> None:
+        """Counts one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+        self.n += 1
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Requests by what became of them; running and waiting are as of now."""
+
+    running: int = 0
+    waiting: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    rejected: int = 0
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Tokens of prompts (of which reused were not computed again) and of answers."""
+
+    prompt: int = 0
+    reused: int = 0
+    completion: int = 0
+
+
+@dataclass(slots=True)
+class CacheUse:
+    """Memory of keys and values."""
+
+    used_tokens: int = 0
+    kept_tokens: int = 0
+    """Of no running request, kept to be reused."""
+    total_tokens: int = 0
+    total_bytes: int = 0
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Where the seconds of all steps went; parts as in docs/report.md."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    dense_s: float = 0.0
+    pack_s: float = 0.0
+    wire_s: float = 0.0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    local_s: float = 0.0
+    combine_s: float = 0.0
+    other_s: float = 0.0
+
+
+class ServingStats:
+    """All figures of one engine."""
+
+    def __init__(self) -> None:
+        self.started = time.time()
+        self.requests = RequestCounts()
+        self.tokens = TokenCounts()
+        self.cache = CacheUse()
+        self.steps = StepTimes()
+        self.first_token_s = Histogram(LATENCY_BOUNDS_S)
+        self.between_tokens_s = Histogram(LATENCY_BOUNDS_S)
+        self.step_rows = Histogram(ROW_BOUNDS)
+        """Rows (tokens) of each step."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """All figures as plain data; may be a step old."""
+        return {
+            "time": time.time(),
+            "uptime_s": time.time() - self.started,
+            "requests": asdict(self.requests),
+            "tokens": asdict(self.tokens),
+            "cache": asdict(self.cache),
+            "steps": asdict(self.steps),
+            "first_token_s": asdict(self.first_token_s),
+            "between_tokens_s": asdict(self.between_tokens_s),
+            "step_rows": asdict(self.step_rows),
+        }
