@@ -72,7 +72,7 @@ class _Request:
 
 
 class ServingEngine:
-    """Answers requests with an open model. Use it in a ``with`` block, or `close` it; the model is its own until then."""
+    """Answers requests with an open model, which is its own until `close`. Use it in a ``with`` block, or close it."""
 
     def __init__(self, offloaded: OffloadedModel, settings: EngineSettings) -> None:
         """Starts the engine's thread, which runs the model once to warm up.

@@ -52,7 +52,7 @@ def paged_attention(
     parts = []
     for i in range(1, len(query_ends)):
         n_queries, n_keys = query_ends[i] - query_ends[i - 1], key_ends[i] - key_ends[i - 1]
-        mask = None if n_queries == 1 or n_queries == n_keys else seen_keys(n_queries, n_keys, None, query.device)
+        mask = None if n_queries in (1, n_keys) else seen_keys(n_queries, n_keys, None, query.device)
         if window is not None and n_keys > window:
             mask = seen_keys(n_queries, n_keys, window, query.device)
         part, _ = attend(

@@ -1,4 +1,4 @@
-"""transformers' continuous batching, one step at a time: its scheduler and paged cache, our loop, attention and sampling.
+"""transformers' continuous batching, one step at a time: its scheduler and paged cache; loop and sampling are ours.
 
 Its own loop ends for good when one forward pass fails, and knows neither seeds per request nor alternatives.
 """
