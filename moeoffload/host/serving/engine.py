@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from dataclasses import dataclass
+from enum import StrEnum
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Final, Protocol
@@ -20,6 +21,7 @@ import torch
 from moeoffload.errors import BusyError, MoeOffloadError, PromptError, ServerError
 from moeoffload.host.recorder import DECODE, PREFILL
 from moeoffload.host.serving.paged_batch import CacheLimits, Member, PagedBatch
+from moeoffload.host.serving.ping_pong import PingPong, Preference
 from moeoffload.host.serving.request import (
     FinishReason,
     OnProgress,
@@ -40,6 +42,14 @@ _IDLE_WAIT_S: Final = 0.5
 _STOP_TIMEOUT_S: Final = 30.0
 
 
+class PingPongChoice(StrEnum):
+    """Whether steps run in two groups; AUTO times both."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 class EngineSettings(Protocol):
     """What the engine needs of the settings."""
 
@@ -48,6 +58,7 @@ class EngineSettings(Protocol):
     kv_gib: float
     prefill_chunk: int
     prefix_reuse: bool
+    ping_pong: PingPongChoice
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +111,8 @@ class ServingEngine:
         """See `RequestEngine`."""
         self.stats.cache.total_tokens = self._batch.capacity_tokens
         self.stats.cache.total_bytes = self._batch.capacity_bytes
+        self._ping_pong = PingPong(offloaded.model, offloaded.dispatcher, offloaded.recorder)
+        self._preference = Preference()
         self._numbers = itertools.count()
         self._requests: dict[str, _Request] = {}
         self._new: deque[_Request] = deque()
@@ -179,6 +192,7 @@ class ServingEngine:
         self._stopping = True
         self._wake.set()
         self._thread.join(_STOP_TIMEOUT_S)
+        self._ping_pong.close()
         self._batch.close()
 
     def __enter__(self) -> ServingEngine:
@@ -222,11 +236,13 @@ class ServingEngine:
         self._count_requests()
         if not members:
             return False
+        two = self._splits(members)
         started = perf_counter()
         with_token = [member for member in members if member.has_token]
-        self._offloaded.recorder.next_phase = DECODE if all(member.n_rows == 1 for member in members) else PREFILL
+        decoding = all(member.n_rows == 1 for member in members)
+        self._offloaded.recorder.next_phase = DECODE if decoding else PREFILL
         try:
-            logits = self._batch.forward(len(with_token))
+            logits = self._batch.forward(len(with_token), self._ping_pong.run if two else None)
         except MoeOffloadError as error:
             logger.warning("a step of %d requests failed: %s", len(members), error)
             for request_id in list(self._batch.fail()):
@@ -243,13 +259,23 @@ class ServingEngine:
         ]
         self._batch.commit([choice.token for choice in choices])
         ended = perf_counter()
+        if decoding:
+            self._preference.took(len(members), two, ended - started)
         steps = self.stats.steps
         steps.steps += 1
+        steps.in_two_groups += two
         steps.seconds += ended - started
         self.stats.step_rows.add(sum(member.n_rows for member in members))
         for member, choice in zip(with_token, choices, strict=True):
             self._tell(self._requests[member.request_id], choice, ended)
         return True
+
+    def _splits(self, members: list[Member]) -> bool:
+        """Whether the next step is run in two groups."""
+        wanted = self._settings.ping_pong
+        if len(members) < 2 or wanted is PingPongChoice.OFF or not self._batch.can_split:
+            return False
+        return wanted is PingPongChoice.ON or self._preference.wants_two(len(members))
 
     def _take_changes(self) -> None:
         with self._changing:

@@ -114,6 +114,8 @@ class PagedBatch:
         self._cache = self._work.cache
         self.reuses = bool(self._cache.use_prefix_sharing)
         """Whether beginnings of prompts are used again."""
+        self.can_split = self._work.inputs_and_outputs.attention_mask is None
+        """Whether a step can be run in parts: there is no mask over all of it."""
         self.capacity_tokens: int = self._cache.num_blocks * limits.page_tokens
         self.capacity_bytes: int = self._cache.cache_tensor.numel()
 
