@@ -110,6 +110,17 @@ def read_device(value: Any) -> Any:
     return device
 
 
+def check_folder_to_read(path: Path | None) -> Path | None:
+    """A folder that exists."""
+    if path is None:
+        return None
+    with _path_errors_as_value_errors():
+        path = path.expanduser()
+        if not path.is_dir():
+            raise ValueError(f"{path} is no folder")
+    return path
+
+
 def check_folder(path: Path | None) -> Path | None:
     """A folder that exists and takes files, or that can be made; it is not made here."""
     if path is None:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, ValidationInfo, field_validator
 
+from moeoffload.generation_settings import GenerationSettings
 from moeoffload.recovery_settings import RecoverySettings
 from moeoffload.security_settings import HostSecuritySettings, ServerSecuritySettings
 from moeoffload.setting_sources import Panel, Setting, SettingsBase
@@ -155,7 +156,7 @@ class CommonSettings(SettingsBase):
     ] = None
 
 
-class HostSettings(HostSecuritySettings, RecoverySettings, CommonSettings):
+class HostSettings(HostSecuritySettings, RecoverySettings, GenerationSettings, CommonSettings):
     """The settings of the side that owns the model."""
 
     experts: Annotated[
@@ -271,21 +272,6 @@ class HostSettings(HostSecuritySettings, RecoverySettings, CommonSettings):
             panel=Panel.COMPUTE,
         ),
     ] = ModelDtypeChoice.AUTO
-    max_new_tokens: Annotated[
-        int,
-        Field(ge=1, description="The most tokens to generate."),
-        Setting(unit="tokens", panel=Panel.GENERATION),
-    ] = 256
-    temperature: Annotated[
-        float,
-        Field(ge=0, le=5, description="Spread of the sampling."),
-        Setting(default_means="greedy, always the likeliest token", panel=Panel.GENERATION),
-    ] = 0.0
-    seed: Annotated[
-        int | None,
-        Field(ge=-(2**63), le=2**63 - 1, description="Start of the random numbers that sampling draws."),
-        Setting(allowed="an integer of 64 bits", default_means="a new one each run", panel=Panel.GENERATION),
-    ] = None
     profile: Annotated[
         bool,
         Field(description="Also record each layer's times in the report."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -10,6 +11,7 @@ import torch
 from transformers import TextStreamer
 
 from moeoffload.errors import PromptError
+from moeoffload.host.guesses import guess_options, guesses_after_prompt
 from moeoffload.host.kv_cache import generation_cache
 from moeoffload.host.session import OffloadedModel
 
@@ -30,6 +32,19 @@ class _Streamer(TextStreamer):
     def __init__(self, tokenizer: Any, stream: TextIO) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stream = stream
+        self.on_tokens: Callable[[int], None] | None = None
+        """Told how many tokens have come, the prompt's aside."""
+
+    def put(self, value: torch.Tensor) -> None:
+        """See `TextStreamer`, which takes one token at a time."""
+        if self.next_tokens_are_prompt:
+            super().put(value)
+            return
+        tokens = value.reshape(-1)
+        if self.on_tokens is not None:
+            self.on_tokens(tokens.numel())
+        for token in tokens:
+            super().put(token.reshape(1))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """See `TextStreamer`: called with each piece of text as soon as it is certain."""
@@ -82,6 +97,14 @@ def generate(offloaded: OffloadedModel, prompt: PreparedPrompt, stream: TextIO) 
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         options["pad_token_id"] = tokenizer.eos_token_id
     options.update(generation_cache(offloaded.model))
-    tokens = offloaded.model.generate(**prompt.inputs, **options, streamer=_Streamer(tokenizer, stream))
-    completion: torch.Tensor = tokens[0, prompt.inputs["input_ids"].shape[1] :]
+    streamer = _Streamer(tokenizer, stream)
+    n_prompt = prompt.inputs["input_ids"].shape[1]
+    guessing = guess_options(offloaded)
+    if not guessing:
+        tokens = offloaded.model.generate(**prompt.inputs, **options, streamer=streamer)
+    else:
+        with offloaded.recorder.speculating(n_prompt) as speculation, guesses_after_prompt(offloaded.model):
+            streamer.on_tokens = speculation.got
+            tokens = offloaded.model.generate(**prompt.inputs, **options, **guessing, streamer=streamer)
+    completion: torch.Tensor = tokens[0, n_prompt:]
     return completion

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from moeoffload.checkpoint import BUILDING, Checkpoint
@@ -63,6 +64,24 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
         return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # depends on the tokenizer's kind
         raise ModelError(f"{checkpoint.path}: its tokenizer cannot be read: {_one_line(error)}") from error
+
+
+def load_draft_model(folder: Path, model: Any) -> Any:
+    """The whole model in ``folder``, on the device and in the dtype of ``model``, to guess its tokens.
+
+    Raises:
+        ModelError: it cannot be loaded, or has another vocabulary.
+    """
+    try:
+        draft = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=model.dtype, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # as in `load_dense_model`
+        raise ModelError(f"--draft-model: {folder}: transformers cannot load it: {_one_line(error)}") from error
+    mine, other = (each.config.get_text_config().vocab_size for each in (model, draft))
+    if mine != other:
+        raise ModelError(f"--draft-model: {folder} has a vocabulary of {other} tokens, the model one of {mine}")
+    return draft.to(model.device).eval()
 
 
 def _one_line(error: Exception) -> str:

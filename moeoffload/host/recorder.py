@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
@@ -26,6 +27,40 @@ class LayerTimes:
     local_s: float = 0.0
     wait_s: float = 0.0
     combine_s: float = 0.0
+
+
+@dataclass(slots=True)
+class GuessCounts:
+    """Tokens that were guessed, those of them that turned out right, the passes that verified them, and all tokens of
+    the answers: one of each pass, and the right guesses."""
+
+    guessed: int = 0
+    right: int = 0
+    passes: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+
+    def add(self, guessed: int, right: int, passes: int, tokens: int, prompt_tokens: int) -> None:
+        """Adds one answer. A right guess may be cut off by the end of the answer, so ``right`` may be a little low."""
+        self.prompt_tokens += prompt_tokens
+        self.guessed += guessed
+        self.right += max(0, right)
+        self.passes += passes
+        self.tokens += tokens
+
+
+class Speculation:
+    """One answer that is given with guesses."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.n_tokens = 0
+        """Tokens of the answer so far."""
+
+    def got(self, n_tokens: int) -> None:
+        """To be called with the tokens that a pass has made certain; what follows is decoding."""
+        self.n_tokens += n_tokens
+        self._recorder.next_phase = DECODE
 
 
 class Recorder:
@@ -52,6 +87,8 @@ class Recorder:
         self._started = 0.0
         self._last_end = 0.0
         n_layers = self.n_layers if self.profile else 0
+        self.guesses: GuessCounts | None = None
+        """Of answers with guesses; None if there were none."""
         self.layers = {name: [LayerTimes() for _ in range(n_layers)] for name in PHASES}
 
     @property
@@ -71,6 +108,24 @@ class Recorder:
             for name, counters in own.items():
                 add_counters(total[name], counters)
         return total
+
+    @contextlib.contextmanager
+    def speculating(self, prompt_tokens: int) -> Iterator[Speculation]:
+        """While a prompt of so many tokens is answered with guesses; whoever answers it fills in what was kept."""
+        self.next_phase = PREFILL
+        before = self.phases
+        answer = Speculation(self)
+        try:
+            yield answer
+        finally:
+            self.next_phase = None
+            now = self.phases
+            rows = sum(now[name].tokens - before[name].tokens for name in PHASES) - prompt_tokens
+            passes = sum(now[name].forwards - before[name].forwards for name in PHASES)
+            if passes and self.guesses is None:
+                self.guesses = GuessCounts()
+            if passes and self.guesses is not None:
+                self.guesses.add(rows - passes + 1, answer.n_tokens - passes, passes, answer.n_tokens, prompt_tokens)
 
     def watch(self, model: nn.Module) -> Callable[[], None]:
         """Times the forward passes of ``model``; returns a function that stops it."""

@@ -57,6 +57,7 @@ class Report:
     phases: dict[str, dict[str, Any]]
     servers: list[dict[str, Any]]
     recovery: dict[str, Any]
+    guesses: dict[str, Any] | None
     layers: dict[str, list[dict[str, Any]]] | None
 
     @classmethod
@@ -74,16 +75,20 @@ class Report:
         ]
         phases = {name: _phase(phase) for name, phase in totals.items()}
         layers = {name: [asdict(times) for times in layers] for name, layers in recorder.layers.items()}
-        return cls(model, run, phases, servers, recovery, layers if recorder.profile else None)
+        guesses = _guesses(recorder, phases)
+        return cls(model, run, phases, servers, recovery, guesses, layers if recorder.profile else None)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that were prefilled."""
-        return int(self.phases["prefill"]["tokens"])
+        """Tokens that were prefilled; guesses that were verified with them do not count."""
+        return int(self.guesses["prompt_tokens"] if self.guesses is not None else self.phases["prefill"]["tokens"])
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens that forward passes produced: one for each sequence of a prefill, one for each decoded token."""
+        """Tokens that forward passes produced: one for each sequence of a prefill, one for each decoded token, or as
+        many as guesses were right and one for each pass."""
+        if self.guesses is not None:
+            return int(self.guesses["tokens"])
         return int(self.phases["prefill"]["sequences"] + self.phases["decode"]["tokens"])
 
     def to_json(self) -> dict[str, Any]:
@@ -99,6 +104,8 @@ class Report:
             "servers": self.servers,
             "recovery": self.recovery,
         }
+        if self.guesses is not None:
+            data["guesses"] = self.guesses
         if self.layers is not None:
             data["layers"] = self.layers
         return data
@@ -106,6 +113,8 @@ class Report:
     def table(self) -> RenderableType:
         """Tables for a terminal: the phases, then the servers."""
         tables = [self._phase_table(), self._server_table()]
+        if self.guesses is not None:
+            tables.append(self._guess_table(self.guesses))
         if any(count for name, count in self.recovery.items() if name != "events"):
             tables.append(self._recovery_table())
         return Group(*tables)
@@ -170,6 +179,21 @@ class Report:
             table.add_row(label, *row)
         return table
 
+    @staticmethod
+    def _guess_table(guesses: dict[str, Any]) -> Table:
+        table = Table(title="guesses")
+        cells = {
+            "guessed": f"{guesses['guessed']:,}",
+            "right": f"{guesses['right']:,}",
+            "accepted": f"{guesses['acceptance']:.0%}",
+            "tokens per pass": f"{guesses['tokens_per_pass']:.2f}",
+            "calls per token": f"{guesses['calls_per_token']:.2f}",
+        }
+        for name in cells:
+            table.add_column(name, justify="right")
+        table.add_row(*cells.values())
+        return table
+
     def _recovery_table(self) -> Table:
         table = Table(title="faults")
         counts = {name: count for name, count in self.recovery.items() if name != "events" and count}
@@ -177,6 +201,18 @@ class Report:
             table.add_column(name.replace("_", " "), justify="right")
         table.add_row(*(f"{count:,}" for count in counts.values()))
         return table
+
+
+def _guesses(recorder: Recorder, phases: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    counts = recorder.guesses
+    if counts is None:
+        return None
+    calls = sum(phase["calls"] for phase in phases.values())
+    return asdict(counts) | {
+        "acceptance": counts.right / counts.guessed if counts.guessed else 0.0,
+        "tokens_per_pass": counts.tokens / counts.passes,
+        "calls_per_token": calls / counts.tokens if counts.tokens else 0.0,
+    }
 
 
 def _phase(phase: PhaseCounters) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from moeoffload.host.fleet import Fleet, OnProgress
 from moeoffload.host.granularity import Granularity
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.local_experts import LocalExperts
-from moeoffload.host.model import bind_experts, load_dense_model, load_tokenizer
+from moeoffload.host.model import bind_experts, load_dense_model, load_draft_model, load_tokenizer
 from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.recovery_log import RecoveryLog
@@ -68,6 +68,7 @@ class OffloadedModel:
     Attributes:
         model: an ordinary transformers model.
         tokenizer: its tokenizer.
+        draft: the model that guesses tokens, or None.
         settings: the settings it was opened with.
         checkpoint: the files it came from.
         shards: the parts of the experts that servers compute, in order of placement.
@@ -103,6 +104,8 @@ class OffloadedModel:
             # The dense layers load while the servers load theirs.
             self.model = load_dense_model(self.checkpoint, self._device)
             self.tokenizer = load_tokenizer(self.checkpoint)
+            folder = settings.draft_model
+            self.draft = load_draft_model(folder, self.model) if folder is not None else None
             self._local = LocalExperts(self.checkpoint, local, self._device) if local.n_experts else None
             self.shards = attached.result()
             self._finish(stack, fleet.log)

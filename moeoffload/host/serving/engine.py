@@ -139,6 +139,15 @@ class ServingEngine:
         """See `RequestEngine`."""
         return self._thread.is_alive() and not self._draining and not self._stopping
 
+    @property
+    def n_open(self) -> int:
+        """Requests that were taken and have not ended."""
+        return len(self._requests)
+
+    def idle_cache_tokens(self) -> int:
+        """Tokens in the cache that belong to requests; when none is open, and a step has passed, that is 0."""
+        return self._batch.cache_tokens()[0]
+
     def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> _Request:
         """See `RequestEngine`.
 

@@ -1,0 +1,55 @@
+"""Many clients of a `ServingEngine`, in one process."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from moeoffload.host.serving.engine import PingPongChoice, ServingEngine
+from moeoffload.host.serving.request import FinishReason, Progress, SamplingOptions
+
+TIMEOUT_S = 120
+
+
+@dataclass
+class Limits:
+    """Settings of an engine for small tests."""
+
+    max_running: int = 32
+    max_waiting: int = 64
+    kv_gib: float = 0.02
+    prefill_chunk: int = 512
+    prefix_reuse: bool = True
+    ping_pong: PingPongChoice = PingPongChoice.AUTO
+
+
+@dataclass
+class Answer:
+    """What has come of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+    ticket: Any = None
+
+    def take(self, progress: Progress) -> None:
+        assert not self.over.is_set(), "nothing comes after the end"
+        self.progress.append(progress)
+        if progress.choice is not None:
+            self.tokens.append(progress.choice.token)
+        if progress.finish is not None:
+            self.over.set()
+
+    @property
+    def finish(self) -> FinishReason | None:
+        assert self.over.wait(TIMEOUT_S), "no end"
+        return self.progress[-1].finish
+
+
+def ask(engine: ServingEngine, prompt: list[int], max_tokens: int = 24, **options: Any) -> Answer:
+    """Submits a request; greedy unless told otherwise."""
+    answer = Answer()
+    options.setdefault("temperature", 0.0)
+    answer.ticket = engine.submit(prompt, SamplingOptions(max_tokens=max_tokens, **options), answer.take)
+    return answer

@@ -1,0 +1,178 @@
+"""Requests that are computed together: each gets the answer that it would get alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEMO
+from tasks import prompts
+
+from moeoffload import open_model
+from moeoffload.errors import BusyError, PromptError
+from moeoffload.host.serving.engine import PingPongChoice, ServingEngine
+from moeoffload.host.serving.request import FinishReason
+from moeoffload.host.session import OffloadedModel
+
+from .client import Answer, Limits, ask
+
+
+@pytest.fixture(scope="module")
+def offloaded(three_servers: list[str]) -> Iterator[OffloadedModel]:
+    with open_model(DEMO, experts=three_servers[:2], device="cpu", threads=1) as opened:
+        yield opened
+
+
+@pytest.fixture
+def engine(offloaded: OffloadedModel) -> Iterator[ServingEngine]:
+    with ServingEngine(offloaded, Limits()) as running:
+        yield running
+
+
+def encoded(offloaded: OffloadedModel, text: str) -> list[int]:
+    ids: list[int] = offloaded.tokenizer(text)["input_ids"]
+    return ids
+
+
+def held_out(offloaded: OffloadedModel, n: int) -> list[list[int]]:
+    return [encoded(offloaded, text) for text in prompts(n, seed=5)]
+
+
+def alone(offloaded: OffloadedModel, prompt: list[int], n_tokens: int) -> list[int]:
+    with torch.inference_mode():
+        out = offloaded.model.generate(torch.tensor([prompt]), max_new_tokens=n_tokens, do_sample=False, pad_token_id=0)
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("ping_pong", list(PingPongChoice))
+def test_32_requests_at_once_get_the_tokens_they_get_alone(
+    offloaded: OffloadedModel, ping_pong: PingPongChoice
+) -> None:
+    wanted = held_out(offloaded, 32)
+    expected = [alone(offloaded, prompt, 24) for prompt in wanted]
+    with ServingEngine(offloaded, Limits(ping_pong=ping_pong)) as engine:
+        answers = [ask(engine, prompt) for prompt in wanted]
+        assert {answer.finish for answer in answers} == {FinishReason.STOP}
+        steps = engine.stats.steps
+    assert [answer.tokens for answer in answers] == expected
+    if ping_pong is not PingPongChoice.AUTO:
+        assert (steps.in_two_groups > 0) == (ping_pong is PingPongChoice.ON)
+
+
+def test_long_prompts_are_cut_and_do_not_keep_others_waiting(offloaded: OffloadedModel) -> None:
+    generator = random.Random(1)
+    long = [[generator.randrange(5, 60) for _ in range(900)] for _ in range(2)]
+    short = held_out(offloaded, 2)
+    with ServingEngine(offloaded, Limits(prefill_chunk=128, max_running=8)) as engine:
+        slow = [ask(engine, prompt, 4, ignore_eos=True) for prompt in long]
+        quick = [ask(engine, prompt) for prompt in short]
+        done_first = [answer.finish for answer in quick]
+        assert not any(answer.over.is_set() for answer in slow), "short prompts share the steps of long ones"
+        assert done_first == [FinishReason.STOP] * 2
+        assert [answer.finish for answer in slow] == [FinishReason.LENGTH] * 2
+        assert engine.stats.step_rows.counts[-1] == 0
+    assert [answer.tokens for answer in quick] == [alone(offloaded, prompt, 24) for prompt in short]
+    assert [len(answer.tokens) for answer in slow] == [4, 4]
+
+
+def test_the_second_turn_of_a_conversation_computes_what_is_new_only(offloaded: OffloadedModel) -> None:
+    generator = random.Random(2)
+    first = [generator.randrange(5, 60) for _ in range(2000)]
+    with ServingEngine(offloaded, Limits()) as engine:
+        answer = ask(engine, first, 16, ignore_eos=True)
+        assert answer.finish is FinishReason.LENGTH
+        rows = [rows_sent(offloaded)]
+        second = ask(engine, [*first, *answer.tokens, *first[:20]], 16, ignore_eos=True)
+        assert second.finish is FinishReason.LENGTH
+        rows.append(rows_sent(offloaded))
+    assert second.progress[-1].reused_tokens >= 2000
+    assert rows[1] - rows[0] <= 0.05 * rows[0]
+    with ServingEngine(offloaded, Limits(prefix_reuse=False)) as engine:
+        computed = ask(engine, [*first, *answer.tokens, *first[:20]], 16, ignore_eos=True)
+        assert computed.finish is FinishReason.LENGTH
+    assert computed.progress[-1].reused_tokens == 0
+    assert computed.tokens == second.tokens
+
+
+def rows_sent(offloaded: OffloadedModel) -> int:
+    return sum(server.rows for phase in offloaded.recorder.phases.values() for server in phase.servers)
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(offloaded: OffloadedModel, engine: ServingEngine) -> None:
+    prompt = held_out(offloaded, 1)[0]
+    options: dict[str, Any] = {"temperature": 8.0, "seed": 7, "ignore_eos": True}
+    by_itself = ask(engine, prompt, **options)
+    assert by_itself.finish is FinishReason.LENGTH
+    others = [ask(engine, prompt, temperature=8.0, seed=seed, ignore_eos=True) for seed in range(7)]
+    again = ask(engine, prompt, **options)
+    assert [answer.finish for answer in [*others, again]] == [FinishReason.LENGTH] * 8
+    assert again.tokens == by_itself.tokens
+    assert len({tuple(answer.tokens) for answer in others}) > 1
+
+
+def test_log_probabilities_are_the_models(offloaded: OffloadedModel) -> None:
+    prompt = held_out(offloaded, 1)[0]
+    with ServingEngine(offloaded, Limits()) as engine:
+        answer = ask(engine, prompt, 3, alternatives=4, ignore_eos=True)
+        assert answer.finish is FinishReason.LENGTH
+    with torch.inference_mode():
+        logits = offloaded.model(torch.tensor([[*prompt, *answer.tokens[:-1]]])).logits[0, -3:].float()
+    for row, progress in zip(logits.log_softmax(-1), answer.progress, strict=True):
+        assert progress.choice is not None
+        best = row.topk(4)
+        assert progress.choice.logprob == pytest.approx(float(row[progress.choice.token]), abs=0.1)
+        assert progress.choice.alternatives[0][0] == int(best.indices[0])
+        assert [value for _, value in progress.choice.alternatives] == pytest.approx(best.values.tolist(), abs=0.1)
+
+
+def test_a_bias_and_penalties_change_the_choice(offloaded: OffloadedModel, engine: ServingEngine) -> None:
+    prompt = held_out(offloaded, 1)[0]
+    assert ask(engine, prompt, 4, bias={9: 100.0}, ignore_eos=True).finish is FinishReason.LENGTH
+    biased = ask(engine, prompt, 4, bias={9: 100.0}, ignore_eos=True)
+    assert biased.finish is FinishReason.LENGTH
+    assert biased.tokens == [9] * 4
+    varied = ask(engine, prompt, 4, bias={9: 50.0, 10: 49.0}, presence_penalty=2.0, ignore_eos=True)
+    assert varied.finish is FinishReason.LENGTH
+    assert varied.tokens[:2] == [9, 10]
+
+
+def test_what_cannot_be_taken_is_refused(offloaded: OffloadedModel) -> None:
+    with ServingEngine(offloaded, Limits(max_running=2, max_waiting=3)) as engine:
+        with pytest.raises(PromptError, match="empty"):
+            ask(engine, [])
+        with pytest.raises(PromptError, match="context holds"):
+            ask(engine, [5] * engine.context_tokens)
+        with pytest.raises(PromptError, match="answer may have"):
+            ask(engine, [5] * 10, engine.context_tokens)
+        taken: list[Answer] = []
+        waits: list[float] = []
+        for _ in range(256):
+            try:
+                taken.append(ask(engine, [5, 6, 7], 60, ignore_eos=True))
+            except BusyError as error:
+                waits.append(error.retry_after_s)
+        assert min(waits) >= 1
+        assert 5 <= len(taken) < 256
+        assert {answer.finish for answer in taken} == {FinishReason.LENGTH}
+        assert engine.stats.requests.rejected == len(waits) == 256 - len(taken)
+        assert engine.drain(10)
+        assert not engine.is_ready
+        with pytest.raises(BusyError, match="shutting down"):
+            ask(engine, [5])
+
+
+def test_more_than_the_cache_holds_is_computed_all_the_same(offloaded: OffloadedModel) -> None:
+    """Requests that run out of room for keys and values are put back and start again; nobody notices."""
+    wanted = held_out(offloaded, 12)
+    with ServingEngine(offloaded, Limits(kv_gib=0.0004, prefix_reuse=False)) as engine:
+        assert engine.stats.cache.total_tokens < 12 * 60
+        answers = [ask(engine, prompt, 60, ignore_eos=True) for prompt in wanted]
+        assert {answer.finish for answer in answers} == {FinishReason.LENGTH}
+    with ServingEngine(offloaded, Limits()) as engine:
+        roomy = [ask(engine, prompt, 60, ignore_eos=True) for prompt in wanted]
+        assert {answer.finish for answer in roomy} == {FinishReason.LENGTH}
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in roomy]

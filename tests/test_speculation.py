@@ -1,0 +1,79 @@
+"""Tokens that are guessed ahead and verified in one pass: fewer dispatches, the same text."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_lines import Commands
+from conftest import DEMO
+
+from moeoffload import open_model
+from moeoffload.host.generate import generate, prepare_prompt
+
+PROMPTS = ["sort abcabca =", "count z zazbzcz =", "add 111 111 =", "reverse abababa ="]
+"""Their answers, and what the model babbles after them, repeat parts of them."""
+
+
+def answers(
+    folder_of_draft: Path | None = None, *, experts: list[str], n_tokens: int, prompt_lookup: int = 0
+) -> tuple[list[str], dict[str, Any]]:
+    texts = []
+    with open_model(
+        DEMO,
+        experts=experts,
+        device="cpu",
+        max_new_tokens=n_tokens,
+        prompt_lookup=prompt_lookup,
+        draft_model=folder_of_draft,
+        mode="batched",
+    ) as offloaded:
+        offloaded.model.generation_config.eos_token_id = None  # so that there is much to guess
+        for text in PROMPTS:
+            out = io.StringIO()
+            generate(offloaded, prepare_prompt(offloaded, text, chat=False), out)
+            texts.append(out.getvalue())
+        report = offloaded.report()
+    report.table()
+    return texts, report.to_json()
+
+
+@pytest.mark.parametrize("how", ["prompt lookup", "draft model"])
+def test_guesses_change_no_text_and_save_calls(three_servers: list[str], how: str) -> None:
+    n_tokens, n_servers = 60, 2
+    experts = three_servers[:n_servers]
+    plain, before = answers(experts=experts, n_tokens=n_tokens)
+    if how == "prompt lookup":
+        texts, report = answers(experts=experts, n_tokens=n_tokens, prompt_lookup=8)
+    else:
+        texts, report = answers(DEMO, experts=experts, n_tokens=n_tokens)
+    assert texts == plain
+    assert "guesses" not in before
+    guesses = report["guesses"]
+    assert report["completion_tokens"] == guesses["tokens"] == before["completion_tokens"] == n_tokens * len(PROMPTS)
+    assert report["prompt_tokens"] == before["prompt_tokens"]
+    assert guesses["tokens"] == guesses["passes"] + guesses["right"]
+    assert 0 < guesses["right"] <= guesses["guessed"]
+    layers = report["model"]["moe_layers"]
+    n_calls = sum(phase["calls"] for phase in report["phases"].values())
+    # Every pass is one dispatch for each layer and server, however many guesses it verifies.
+    assert n_calls <= guesses["passes"] * layers * n_servers
+    assert guesses["calls_per_token"] == pytest.approx(n_calls / guesses["tokens"])
+    assert guesses["passes"] < 0.7 * guesses["tokens"]
+
+
+def test_guesses_from_the_command_line(commands: Commands, three_servers: list[str]) -> None:
+    words = ["run", str(DEMO), "--experts", three_servers[0], "--no-chat", "--prompt", "reverse abababa ="]
+    plain = commands.run("moeoffload", *words)
+    guessed = commands.run("moeoffload", *words, "--prompt-lookup", "5")
+    assert (guessed.code, guessed.out) == (0, plain.out)
+    assert "tokens per pass" in guessed.err
+
+
+def test_a_draft_model_that_does_not_fit_is_refused(commands: Commands, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused = commands.run("moeoffload", "run", str(DEMO), "--prompt", "x", "--draft-model", str(tmp_path / "empty"))
+    assert refused.code == 3
+    assert "--draft-model" in refused.err.splitlines()[-1]
