@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 import typer
@@ -99,7 +99,16 @@ def ask(engine: ServingEngine, prompt: list[int], n_tokens: int) -> Answer:
     return answer
 
 
-def latencies(answers: Sequence[Answer]) -> dict[str, float]:
+class Latencies(TypedDict, total=False):
+    """Milliseconds to the first token, and between two."""
+
+    first_p50: float
+    first_p95: float
+    between_p50: float
+    between_p95: float
+
+
+def latencies(answers: Sequence[Answer]) -> Latencies:
     first = sorted(1e3 * (answer.came[0] - answer.sent) for answer in answers)
     between = sorted(1e3 * (b - a) for answer in answers for a, b in zip(answer.came, answer.came[1:], strict=False))
     return {
@@ -173,7 +182,7 @@ class Bench:
                         n,
                         speed,
                         self.limit(n, two=way == "two groups"),
-                        **(latencies(seen[way]) if way in seen else {}),
+                        **(latencies(seen[way]) if way in seen else Latencies()),
                         rows_per_call=rows / n_calls if n_calls else None,
                     )
                 )
