@@ -13,7 +13,7 @@ import torch
 from moeoffload.errors import ServerError
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
-from moeoffload.expert_server.fair_share import SMALL_IN_A_ROW, FairShares
+from moeoffload.expert_server.fair_share import BRIEF_PRICE, SMALL_IN_A_ROW, FairShares
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.payload import PayloadDtype
 from moeoffload.transport import ChannelOffer, ChannelSizes, ServerChannel, ServerSlot
@@ -220,3 +220,37 @@ def test_leases_of_one_host_have_one_share_and_who_comes_later_saved_nothing_up(
     assert shares.n_shares == 2
     assert shares.leave(first) == ["a"]
     assert shares.n_shares == 1
+
+
+def turns(calls: dict[str, float], flooders: str, n: int) -> str:
+    """Who is served in ``n`` turns. A call of each host takes so long; who is no flooder asks again one turn later."""
+    shares: FairShares[str] = FairShares()
+    hosts = {name: shares.join(name) for name in calls}
+    order = ""
+    for _ in range(n):
+        for name, share in hosts.items():
+            if not share.small and (name in flooders or not order.endswith(name)):
+                share.small.append(name)
+        picked = shares.pick()
+        assert picked is not None
+        picked.next()
+        order += picked.key
+        picked.charge(calls[picked.key], BRIEF_PRICE)
+    return order
+
+
+@pytest.mark.parametrize("length", [0.7, 1.0, 1.1, 1.4])
+def test_a_decode_step_waits_for_one_brief_request_of_a_flood_not_two(length: float) -> None:
+    assert "bb" not in turns({"a": length, "b": 1.0}, "b", 200)[20:]
+
+
+def test_hosts_that_take_turns_do_not_forget_a_third() -> None:
+    order = turns({"a": 1.1, "b": 1.0, "c": 0.9}, "", 300)
+    assert min(order.count(name) for name in "abc") >= 95
+    order = turns({"a": 1.1, "b": 1.0, "c": 0.9}, "bc", 300)
+    assert min(order.count(name) for name in "abc") >= 70
+
+
+def test_turns_are_for_calls_of_like_length_else_time_counts() -> None:
+    order = turns({"a": 4.0, "b": 1.0}, "ab", 1000)
+    assert 3.0 <= order.count("b") / order.count("a") <= 4.5

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_lines import wait_until
 from conftest import DEMO, RunningServer, StartServer
 
 from moeoffload import OffloadedModel, open_model
@@ -70,6 +74,17 @@ def wait_until_back(offloaded: OffloadedModel) -> None:
         time.sleep(0.02)
 
 
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """What is freed here has not waited for Python to collect what refers to each other."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("transport", ["shared", "stream"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_killed_server_costs_no_token(start_server: StartServer, transport: str, replicas: int) -> None:
@@ -101,10 +116,13 @@ def test_a_stopped_server_is_replaced_at_the_deadline_and_used_again(start_serve
     server = start_server()
     with open_model(DEMO, experts=[server.address], dispatch_floor_s=0.5, threads=1) as offloaded:
         expected = tokens_of(offloaded)
-        after_layer_calls(offloaded, 21, lambda: server.process.send_signal(signal.SIGSTOP))
-        assert tokens_of(offloaded) == expected
-        server.process.send_signal(signal.SIGCONT)
-        wait_until_back(offloaded)
+        lost = weakref.ref(offloaded.links[0])
+        with no_collection():
+            after_layer_calls(offloaded, 21, lambda: server.process.send_signal(signal.SIGSTOP))
+            assert tokens_of(offloaded) == expected
+            server.process.send_signal(signal.SIGCONT)
+            wait_until_back(offloaded)
+            wait_until(lambda: lost() is None, "the end of the lost link, with its segment and its sockets")
         before = recovery(offloaded)["fallback_calls"]
         assert tokens_of(offloaded) == expected
         figures = recovery(offloaded)
@@ -188,15 +206,16 @@ def test_the_cache_computes_any_experts_in_little_memory_with_the_bits_of_all_at
     prepare_layer(checkpoint.build_experts(0, range(layer.n_experts), device))(rows, ids, weights, together)
     room = checkpoint.top_k + 1
     cache = ExpertCache(checkpoint, room * layer.expert_bytes, device)
-    for _ in range(2):
-        out = torch.empty(rows.shape)
-        cache.compute(0, rows, ids, weights, out)
-        assert torch.equal(out, together)
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            out = torch.empty(rows.shape)
+            cache.compute(0, rows, ids, weights, out)
+            assert torch.equal(out, together)
         assert cache.resident_bytes <= room * layer.expert_bytes
     assert cache.n_read > layer.n_experts, "a cache this small reads some experts again"
     roomy = ExpertCache(checkpoint, 1 << 30, device)
     for _ in range(3):
-        roomy.compute(0, rows, ids, weights, out)
+        roomy.compute(0, rows, ids, weights, torch.empty(rows.shape))
     assert roomy.n_read == len(ids.unique())
 
 

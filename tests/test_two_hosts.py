@@ -153,3 +153,21 @@ def test_a_host_that_attaches_moves_no_memory_under_the_calls_of_another(start_s
         generate(first.model, 0)
     lines = [line for line in server.log_text.splitlines() if line.startswith("reserved in thread")]
     assert set(lines) == {"reserved in thread engine"}
+
+
+def machine_code(pid: int) -> int:
+    """Pieces of memory with code that was compiled while the process ran."""
+    lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return sum("x" in words[1] and len(words) == 5 for words in lines)
+
+
+def test_hosts_that_come_and_go_leave_no_compiled_code(server: RunningServer, stats: ControlClient) -> None:
+    """What a compiler made is never freed, so nothing may be compiled, or loaded, once per host."""
+    pieces = []
+    for _ in range(5):
+        with open_on(server, DEMO):
+            pass
+        wait_until(lambda: stats.stats(STEP_TIMEOUT_S).leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+        pieces.append(machine_code(server.process.pid))
+    assert pieces[0] > 0
+    assert pieces[-1] == pieces[0]

@@ -262,7 +262,8 @@ class Lease:
         """Calls ``callback`` when the server wants its hosts to move on; at once if it does already."""
         with self._lock:
             if not self._draining:
-                self._on_drain.append(callback)
+                if self.end_reason is None:
+                    self._on_drain.append(callback)
                 return
         callback()
 
@@ -312,9 +313,11 @@ class Lease:
         except grpc.RpcError as error:
             self._failure = self._client._translate(error, "Attach")
             reason = str(self._failure)
+            error.__traceback__ = None  # the error is the call itself, and would keep this frame, the lease and more
         with self._lock:
             self.end_reason = "the lease was closed" if self._closed else reason
             callbacks, self._on_end = self._on_end, []
+            self._on_drain = []  # whoever waits for the end of a lease or of its server refers to what has the lease
         self._ended.set()
         self._replies.put(None)
         for callback in callbacks:

@@ -175,7 +175,7 @@ class Engine:
         """Computes the small requests that wait, unless another thread computes: that one will, when it is done."""
         while not self._n_tokens and self.shares.has_small() and self._computing.acquire(blocking=False):
             try:
-                while (share := self.shares.pick()) is not None and share.small:
+                while (share := self._pick()) is not None and share.small:
                     self._serve_next(share)
             finally:
                 self._computing.release()
@@ -225,16 +225,20 @@ class Engine:
         while self._tokens.get() is not _STOP:
             with self._computing:
                 # Up to one large request, for which this token may have been; small ones also have other ways.
-                while (share := self.shares.pick()) is not None and not self._serve_next(share):
+                while (share := self._pick()) is not None and not self._serve_next(share):
                     pass
             with self._counting:
                 self._n_tokens -= 1
             self.compute_small()
 
-    def _serve_next(self, share: HostShare) -> bool:
-        """Serves the next request of a host that waits; whether that was a large one."""
+    def _pick(self) -> HostShare | None:
+        """Whose turn it is; what has arrived by now counts."""
         if self.shares.n_shares > 1:
             os.sched_yield()  # as in `_give_way`
+        return self.shares.pick()
+
+    def _serve_next(self, share: HostShare) -> bool:
+        """Serves the next request of a host that waits; whether that was a large one."""
         started = perf_counter()
         self._given_s = 0.0
         request, is_large = share.next()

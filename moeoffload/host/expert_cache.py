@@ -116,10 +116,13 @@ class _Pool:
         kept = set(needed)
         step = max(1, READ_BYTES // self._checkpoint.layers[layer].expert_bytes)
         for at in range(0, len(missing), step):
-            self._read(layer, missing[at : at + step], kept, table)
+            self._read(layer, missing[at : at + step], kept)
+        # Here: the table is of the caller's mode, inference or not, and reading is outside of that.
+        for expert in missing:
+            table[expert] = self._slots[layer, expert]
         return table.to(self._device)
 
-    def _read(self, layer: int, experts: Sequence[int], kept: set[int], table: torch.Tensor) -> None:
+    def _read(self, layer: int, experts: Sequence[int], kept: set[int]) -> None:
         with torch.inference_mode(False), torch.no_grad():
             read = self._checkpoint.build_experts(layer, experts, self._device)
             for i, expert in enumerate(experts):
@@ -131,7 +134,6 @@ class _Pool:
                     else:
                         parameter.copy_(values)
                 self._slots[layer, expert] = slot
-                table[expert] = slot
         self.n_read += len(experts)
 
     def _free_slot(self, layer: int, kept: set[int]) -> int:

@@ -132,8 +132,9 @@ class ExpertLink:
 
     @property
     def n_created(self) -> int:
-        """Frames and views made so far."""
-        return sum(1 + slot.owner.views.n_created for slot in self._channel.slots)
+        """Frames and views made so far; 0 when closed."""
+        flights = [slot.owner for slot in self._channel.slots]
+        return sum(1 + flight.views.n_created for flight in flights if flight is not None)
 
     def take(self, *, wait: bool) -> Flight | None:
         """See `ShardLink`."""
@@ -145,7 +146,9 @@ class ExpertLink:
             raise self._explain(error) from None
         except ServerError as error:
             raise self._explain(error) from None
-        flight: Flight = slot.owner
+        flight: Flight | None = slot.owner
+        if flight is None:
+            raise self._explain(ServerError("the link is closed"))
         return flight
 
     def send(
@@ -289,7 +292,10 @@ class ExpertLink:
         """Frees the channel and ends the lease, waiting up to ``grace_s`` for the server to confirm. Idempotent."""
         self._leaving = True
         for slot in self._channel.slots:
-            slot.owner.views.drop()
+            # They refer to each other and to this link: its memory goes now, and not when Python comes to collect it.
+            flight, slot.owner = slot.owner, None
+            if flight is not None:
+                flight.views.drop()
         self._channel.close()
         self._lease.close(grace_s)
         self._client.close()

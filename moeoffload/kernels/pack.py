@@ -131,12 +131,17 @@ def _make_encode(payload: Any, stamp: int) -> Callable[[int, int, int, int], int
     return encode
 
 
+@functools.cache
+def _encode_program(payload: torch.dtype) -> tuple[Any, Callable[[int, int, int, int], int]]:
+    compiled = compile_entry(_make_encode(WEIGHT_TYPES[payload], source_stamp()), types.int64, 4)
+    return compiled, ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(compiled.address)
+
+
 class SumEncoder:
     """Writes float32 sums into a reply of the payload dtype. Thread-safe."""
 
     def __init__(self, payload: torch.dtype) -> None:
-        self._kept = compile_entry(_make_encode(WEIGHT_TYPES[payload], source_stamp()), types.int64, 4)
-        self._run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(self._kept.address)
+        self._kept, self._run = _encode_program(payload)
 
     def encode(self, sums: torch.Tensor, out: torch.Tensor) -> int | None:
         """Writes ``sums`` (n, hidden) float32 into ``out`` (n, hidden) of the payload dtype, contiguous on the CPU.
@@ -149,7 +154,7 @@ class SumEncoder:
 
 
 @functools.cache
-def _program(source: torch.dtype, payload: torch.dtype) -> tuple[Any, Callable[[int], None]]:
+def _pack_program(source: torch.dtype, payload: torch.dtype) -> tuple[Any, Callable[[int], None]]:
     compiled = compile_entry(_make_pack(WEIGHT_TYPES[source], WEIGHT_TYPES[payload], source_stamp()))
     return compiled, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
 
@@ -167,7 +172,7 @@ class RowPacker:
         self.n_rows = 0
         self.bad_row: int | None = None
         self._source = source
-        self._kept, self._run = _program(source, payload)
+        self._kept, self._run = _pack_program(source, payload)
         self._index = torch.empty(MAX_ROWS, dtype=torch.int64)
         self._call = (ctypes.c_int64 * _WORDS)()
         self._address = ctypes.addressof(self._call)

@@ -238,7 +238,10 @@ def linear_program(dtype: torch.dtype) -> Program:
 
 
 def compile_entry(entry: Callable[..., Any], returns: Any = types.void, n_arguments: int = 1) -> Any:
-    """Compiles a function of int64 arguments to a C function, or loads it from the on-disk cache."""
+    """Compiles a function of int64 arguments to a C function, or loads it from the on-disk cache.
+
+    The machine code stays until the process ends: callers keep one for each variant, not one for each object.
+    """
     signature = returns(*[types.int64] * n_arguments)
     try:
         return numba.cfunc(signature, nopython=True, cache=True)(entry)
