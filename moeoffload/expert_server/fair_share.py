@@ -50,11 +50,11 @@ class Share(Generic[T]):
         self._in_a_row = 0
         return self.large.popleft(), True
 
-    def charge(self, took_s: float, price: float) -> None:
-        """Counts a request that took so many seconds."""
+    def charge(self, took_s: float, price: float, part: float = 1.0) -> None:
+        """Counts a call that took so many seconds, of which this host had a part."""
         if price == BRIEF_PRICE:
             self.brief_s += _WEIGHT * (took_s - self.brief_s)
-        self.used_s += took_s * price
+        self.used_s += took_s * price * part
 
 
 class FairShares(Generic[T]):
@@ -65,6 +65,11 @@ class FairShares(Generic[T]):
         self._clock_s = 0.0
         """Where the host that was served last stood: a host that comes starts there."""
         self._lock = threading.Lock()
+
+    @property
+    def all(self) -> tuple[Share[T], ...]:
+        """Those of all attached hosts."""
+        return self._shares
 
     @property
     def n_shares(self) -> int:
