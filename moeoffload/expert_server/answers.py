@@ -11,12 +11,13 @@ from time import perf_counter
 import torch
 
 from moeoffload.errors import MoeOffloadError
-from moeoffload.expert_server.arena import Arena, HostArena, KernelInput
+from moeoffload.expert_server.arena import HostArena, KernelInput
 from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.calibrate import Pace
-from moeoffload.expert_server.counters import EngineCounters
+from moeoffload.expert_server.counters import EngineCounters, member_class
 from moeoffload.expert_server.fair_share import BRIEF_ROWS, FairShares
 from moeoffload.expert_server.requests import (
+    HostShare,
     Job,
     Request,
     RequestError,
@@ -27,6 +28,7 @@ from moeoffload.expert_server.requests import (
 )
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import describe_bad_row
+from moeoffload.transport.base import ServerSlot
 from moeoffload.wire import ErrorCode
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ class Answers:
 
     def __init__(self, shares: FairShares[Request | Job], pace: Pace, counters: EngineCounters) -> None:
         self._shares = shares
-        self._pace = pace
+        self._pace = pace if pace.slows else None
         self._counters = counters
         self._urgent_workspace = KernelWorkspace()
         """For brief batches between the steps of a long call."""
@@ -58,8 +60,22 @@ class Answers:
             return None
 
     @torch.inference_mode()
-    def serve(self, batch: Batch, pause: Pause | None) -> None:
-        """Answers all members of a batch. Without ``pause`` it interrupts another one and is not interrupted itself."""
+    def serve(self, request: Request, pause: Pause | None) -> None:
+        """Answers one request. Without ``pause`` it interrupts another one and is not interrupted itself."""
+        slot = request[1]
+        context: SlotContext = slot.owner
+        if context.host.closed:
+            return
+        try:
+            n_bytes = self._serve_alone(slot, context, pause)
+        except Exception as error:
+            self._refuse(request, error)
+        else:
+            self._send(request, n_bytes)
+
+    def serve_batch(self, batch: Batch, pause: Pause | None) -> None:
+        """Answers all members of a batch; as `serve`."""
+        self._counters.collect_s += batch.collect_s
         if len(batch.members) > 1:
             try:
                 self._serve_together(batch, pause)
@@ -67,31 +83,33 @@ class Answers:
             except Exception as error:
                 # One of them is at fault, and it is not known which: each is computed and told its fate alone.
                 logger.warning("a batch of %d requests is computed one by one: %s", len(batch.members), error)
-        for request, n_rows in zip(batch.members, batch.rows, strict=True):
-            if not request[1].owner.host.closed:
-                self._serve_alone(request, n_rows, batch, pause)
+        for request in batch.members:
+            self.serve(request, pause)
 
-    def _serve_alone(self, request: Request, n_rows: int, batch: Batch, pause: Pause | None) -> None:
-        slot = request[1]
-        context: SlotContext = slot.owner
+    def _serve_alone(self, slot: ServerSlot, context: SlotContext, pause: Pause | None) -> int:
+        """Computes one request into its reply buffer; returns the length of the reply frame in bytes."""
         started = perf_counter()
-        try:
-            arena, views = context.host.workspace.arena(n_rows), context.views
-            reply = views.combine(n_rows)  # the lease may end meanwhile
-            call = arena.fill(views.dispatch(n_rows), n_rows, batch.weights_dtype, batch.experts.n_experts)
-            given_s = self._run(batch, call, pause)
-        except IndexError:
-            text = f"layer {context.header.layer}: slots must be -1 to {batch.experts.n_experts - 1}"
-            self._refuse(request, RequestError(ErrorCode.BAD_SLOT, text))
-            return
-        except Exception as error:
-            self._refuse(request, error)
-            return
+        experts = check(slot, context)
+        host, views, n_rows = context.host, context.views, context.header.rows
+        arena = host.workspace.arena(n_rows)
+        reply = views.combine(n_rows)  # the lease may end meanwhile
+        call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts)
+        given_s = self._run(experts, call, host.share, 1, pause)
+        bad = arena.finish(call, reply)
+        if bad is not None:
+            raise _bad_sums(context, call, bad)
         took_s = perf_counter() - started - given_s
         wait_s = started - slot.received_at
-        self._counters.add_batch(1, wait_s, batch.collect_s, took_s)
-        self._finish(request, n_rows, arena, call, reply, wait_s, given_s, took_s)
+        counters = self._counters
+        counters.members[0] += 1
+        counters.batch_wait_s += wait_s
+        counters.compute_s += took_s
+        counters.requests += 1
+        counters.rows += n_rows
+        counters.queue_s += wait_s
+        return write_sums_header(slot, context, wait_s + given_s, took_s)
 
+    @torch.inference_mode()
     def _serve_together(self, batch: Batch, pause: Pause | None) -> None:
         """One call for all members; raises before anything was sent if it cannot be made."""
         started = perf_counter()
@@ -105,79 +123,67 @@ class Answers:
             replies.append(views.combine(n_rows))
             parts.append(arena.gather(views.dispatch(n_rows), at, n_rows, weights_dtype))
             at += n_rows
-        given_s = self._run(batch, arena.part(0, at, weights_dtype), pause)
+        call = arena.part(0, at, weights_dtype)
+        given_s = self._run(batch.experts, call, batch.lead.host.share, len(members), pause)
         took_s = perf_counter() - started - given_s
-        wait_s = started - min(slot.received_at for _, slot in members)
-        self._counters.add_batch(len(members), wait_s, batch.collect_s, took_s)
+        counters = self._counters
+        counters.members[member_class(len(members))] += 1
+        counters.batch_wait_s += started - min(slot.received_at for _, slot in members)
+        counters.compute_s += took_s
         for request, n_rows, part, reply in zip(members, rows, parts, replies, strict=True):
-            own = request[1].owner.host.workspace.arena(n_rows)
+            slot = request[1]
+            context: SlotContext = slot.owner
+            if context.host.closed:
+                continue
             # Each has its part of the call; the rest of it has waited for the others.
             own_s = took_s * n_rows / at
-            wait_s = started - request[1].received_at
-            self._finish(request, n_rows, own, part, reply, wait_s, given_s + took_s - own_s, own_s)
+            wait_s = started - slot.received_at
+            try:
+                bad = context.host.workspace.arena(n_rows).finish(part, reply)
+                if bad is not None:
+                    raise _bad_sums(context, part, bad)
+                n_bytes = write_sums_header(slot, context, wait_s + given_s + took_s - own_s, own_s)
+            except Exception as error:
+                self._refuse(request, error)
+                continue
+            counters.requests += 1
+            counters.rows += n_rows
+            counters.queue_s += wait_s
+            self._send(request, n_bytes)
 
-    def _run(self, batch: Batch, call: KernelInput, pause: Pause | None) -> float:
-        """The kernel call; returns the seconds of it that others had.
-
-        Raises:
-            IndexError: a slot that does not exist; nothing was computed.
-        """
-        started = perf_counter()
-        experts, given_s, n_rows = batch.experts, 0.0, call.slots.shape[0]
-        if pause is None:
-            experts(call.rows, call.slots, call.weights, call.out, self._urgent_workspace)
-        elif n_rows == 1 or self._shares.n_shares == 1 or len(batch.members) == n_rows <= BRIEF_ROWS:
-            # Single rows are not interrupted for others of their kind, whether they are alone or together.
-            experts(call.rows, call.slots, call.weights, call.out)
-        else:
-            step_s = functools.partial(self._shares.step_s, batch.lead.host.share)
-            for _ in experts.in_steps(call.rows, call.slots, call.weights, call.out, step_s):
-                given_s += pause()
-        if self._pace.slows:
-            given_s += self._hold(batch, call, started + given_s, pause)
+    def _run(
+        self, experts: LayerKernels, call: KernelInput, share: HostShare, n_members: int, pause: Pause | None
+    ) -> float:
+        """The kernel call in the turn of this host; returns the seconds of it that others had."""
+        started = perf_counter() if self._pace is not None else 0.0
+        given_s, n_rows = 0.0, call.slots.shape[0]
+        try:
+            if pause is None:
+                experts(call.rows, call.slots, call.weights, call.out, self._urgent_workspace)
+            elif n_rows == 1 or self._shares.n_shares == 1 or n_members == n_rows <= BRIEF_ROWS:
+                # Single rows are not interrupted for others of their kind, whether they are alone or together.
+                experts(call.rows, call.slots, call.weights, call.out)
+            else:
+                step_s = functools.partial(self._shares.step_s, share)
+                for _ in experts.in_steps(call.rows, call.slots, call.weights, call.out, step_s):
+                    given_s += pause()
+        except IndexError:
+            raise RequestError(ErrorCode.BAD_SLOT, f"slots must be -1 to {experts.n_experts - 1}") from None
+        if self._pace is not None:
+            left_s = self._pace.missing_s(call.slots, perf_counter() - started - given_s)
+            given_s += self._hold(left_s, share, pause)
         return given_s
 
-    def _hold(self, batch: Batch, call: KernelInput, started: float, pause: Pause | None) -> float:
+    def _hold(self, left_s: float, share: HostShare, pause: Pause | None) -> float:
         """Makes a call of a simulated slow server as long as it has to be; returns the seconds that others had."""
-        left_s, given_s = self._pace.missing_s(call.slots, perf_counter() - started), 0.0
+        given_s = 0.0
         while left_s > 0:
-            step_s = min(left_s, self._shares.step_s(batch.lead.host.share))
+            step_s = min(left_s, self._shares.step_s(share))
             time.sleep(step_s)
             left_s -= step_s
             if pause is not None:
                 given_s += pause()
         return given_s
-
-    def _finish(
-        self,
-        request: Request,
-        n_rows: int,
-        arena: Arena,
-        call: KernelInput,
-        reply: torch.Tensor,
-        wait_s: float,
-        others_s: float,
-        compute_s: float,
-    ) -> None:
-        """Sends a member its sums, or says what is wrong with them."""
-        slot = request[1]
-        context: SlotContext = slot.owner
-        if context.host.closed:
-            return
-        try:
-            bad = arena.finish(call, reply)
-            if bad is not None:
-                what = describe_bad_row(call.out[bad], context.host.layout.dtype_back)
-                raise RequestError(ErrorCode.PAYLOAD, what, bad)
-            n_bytes = write_sums_header(slot, context, wait_s + others_s, compute_s)
-        except Exception as error:
-            self._refuse(request, error)
-            return
-        counters = self._counters
-        counters.requests += 1
-        counters.rows += n_rows
-        counters.queue_s += wait_s
-        self._send(request, n_bytes)
 
     def _refuse(self, request: Request, error: Exception) -> None:
         """Tells a host what was wrong with its request, or with this server."""
@@ -207,3 +213,8 @@ class Answers:
             logger.warning("epoch %d: reply not sent: %s", slot.owner.host.epoch, error)
         except Exception:  # a host can spoil the semaphores it shares; other hosts are served on
             logger.exception("epoch %d: reply not sent", slot.owner.host.epoch)
+
+
+def _bad_sums(context: SlotContext, call: KernelInput, row: int) -> RequestError:
+    """What is wrong with a row of the sums."""
+    return RequestError(ErrorCode.PAYLOAD, describe_bad_row(call.out[row], context.host.layout.dtype_back), row)

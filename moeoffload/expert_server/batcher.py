@@ -117,6 +117,15 @@ class Batcher:
         self._coalesces = coalesce
         self.window_s = window_s if coalesce else 0.0
 
+    def may_collect(self) -> bool:
+        """Whether there may be more than the one request whose turn it is."""
+        if not self._coalesces:
+            return False
+        for share in self._shares.all:
+            if share.small or share.large:
+                return True
+        return self.window_s > 0
+
     def collect(self, batch: Batch, interrupted: HostShare | None = None) -> None:
         """Adds what waits for the same experts to a batch that has begun.
 

@@ -26,18 +26,9 @@ class EngineCounters:
     queue_s: float = 0.0
     """Over all requests, from their arrival to the beginning of their call."""
     compute_s: float = 0.0
-    batches: int = 0
     members: list[int] = field(default_factory=lambda: [0] * len(MEMBER_CLASSES))
     """Batches by their number of requests, in `MEMBER_CLASSES`."""
     batch_wait_s: float = 0.0
     """Over all batches, what the member that waited longest has waited."""
     collect_s: float = 0.0
     """Of that, waited on purpose: 0 without a collection window."""
-
-    def add_batch(self, n_members: int, wait_s: float, collect_s: float, compute_s: float) -> None:
-        """Counts a call that has been computed."""
-        self.batches += 1
-        self.members[member_class(n_members)] += 1
-        self.batch_wait_s += wait_s
-        self.collect_s += collect_s
-        self.compute_s += compute_s

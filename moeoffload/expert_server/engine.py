@@ -160,24 +160,27 @@ class Engine:
         if self.shares.n_shares > 1:
             os.sched_yield()  # as in `_give_way`
         request, is_large = share.next()
-        self._given_s = 0.0
-        self._running, self._started, self._price = share, perf_counter(), 1.0
+        self._running, self._started, self._given_s = share, perf_counter(), 0.0
+        self._price = BRIEF_PRICE if is_brief(request) else 1.0
         if isinstance(request, Job):
             with torch.inference_mode():
                 request.run()
-            share.charge(perf_counter() - self._started - self._given_s, 1.0)
+        elif not self._batcher.may_collect():
+            self._answers.serve(request, self.pause)
         elif self._begin(self._batch, request, None):
-            batch = self._batch
-            self._started += batch.collect_s
-            if batch.is_brief:
-                self._price = BRIEF_PRICE
-            self._price *= batch.rows_of(share) / batch.n_rows
-            self._answers.serve(batch, self.pause)
-            batch.charge(perf_counter() - self._started - self._given_s)
-            batch.clear()
-        else:
-            share.charge(perf_counter() - self._started, BRIEF_PRICE if is_brief(request) else 1.0)
+            self._serve_batch(share)
+            return is_large
+        share.charge(perf_counter() - self._started - self._given_s, self._price)
         return is_large
+
+    def _serve_batch(self, share: HostShare) -> None:
+        """Serves the batch that was begun, in the turn of this host."""
+        batch = self._batch
+        self._started += batch.collect_s
+        self._price *= batch.rows_of(share) / batch.n_rows
+        self._answers.serve_batch(batch, self.pause)
+        batch.charge(perf_counter() - self._started - self._given_s)
+        batch.clear()
 
     def _begin(self, batch: Batch, request: Request, interrupted: HostShare | None) -> bool:
         """Makes a batch of a request and what waits for the same experts; False if there is nothing to compute."""
@@ -202,7 +205,7 @@ class Engine:
                 return  # it has to wait until this call is finished
             rival.next()
             if self._begin(batch, request, share):
-                self._answers.serve(batch, None)
+                self._answers.serve_batch(batch, None)
                 took_s = perf_counter() - now
                 batch.charge(took_s)
                 batch.clear()
