@@ -82,7 +82,7 @@ class Answers:
                 return
             except Exception as error:
                 # One of them is at fault, and it is not known which: each is computed and told its fate alone.
-                logger.warning("a batch of %d requests is computed one by one: %s", len(batch.members), error)
+                logger.debug("a batch of %d requests is computed one by one: %s", len(batch.members), error)
         for request in batch.members:
             self.serve(request, pause)
 

@@ -2,9 +2,9 @@
 
 Whose request is next says `fair_share`; each host's small ones come before its large ones. Large requests go through a
 compute thread. A small one, a decode step, is computed by the thread that received it if nobody else computes: a hop to
-another thread would cost it more than the rest of the way. With several hosts at work that thread only receives, or
-one host's frames would wait while it computes another's; and long calls are computed in steps, between which brief
-requests of other hosts have their turn.
+another thread would cost it more than the rest of the way. With several leases at work that thread only receives, or
+one's frames would wait while it computes another's; and with several hosts long calls are computed in steps, between
+which brief requests of others have their turn. What is computed with the request whose turn it is says `batcher`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moeoffload.transport.base import ServerChannel, ServerSlot, Work
 SMALL_BYTES: Final = 1 << 17
 """Frames of up to so many bytes are small."""
 RECENT_S: Final = 10.0
-"""So long after two hosts took turns the threads that receive do not compute."""
+"""So long after two leases took turns the threads that receive do not compute."""
 _STOP: Final = None
 T = TypeVar("T")
 
@@ -63,8 +63,9 @@ class Engine:
         self._price = 1.0
         self._given_s = 0.0
         """Seconds of it in which brief requests of other hosts had their turn."""
-        self._last: HostShare | None = None
-        """Of the last request, and until when it was not the only one lately (perf_counter seconds)."""
+        self._last = 0
+        """Lease of the last request, as a number that keeps nothing of it alive; and until when it was not the only one
+        lately (perf_counter seconds)."""
         self._shared_until = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -74,12 +75,12 @@ class Engine:
 
     def submit(self, channel: ServerChannel, slot: ServerSlot) -> Work | None:
         """Queues a received request; ``slot.owner`` must be its `SlotContext`. Returns what the caller has to do."""
-        share = slot.owner.host.share
+        host = slot.owner.host
+        share = host.share
         if slot.n_bytes <= SMALL_BYTES:
             share.small.append((channel, slot))
-            if not self._batcher.window_s and (
-                self.shares.n_shares == 1 or not self._takes_turns(share, slot.received_at)
-            ):
+            alone = self.shares.n_leases == 1 or not self._takes_turns(id(host), slot.received_at)
+            if alone and not self._batcher.window_s:
                 return self.compute_small
             self._wake()
         else:
@@ -87,12 +88,12 @@ class Engine:
             self._wake()
         return None
 
-    def _takes_turns(self, share: HostShare, now: float) -> bool:
-        """Whether several hosts have been at work lately."""
-        if share is not self._last:
-            if self._last is not None:
+    def _takes_turns(self, lease: int, now: float) -> bool:
+        """Whether several leases have been at work lately."""
+        if lease != self._last:
+            if self._last:
                 self._shared_until = now + RECENT_S
-            self._last = share
+            self._last = lease
         return now < self._shared_until
 
     def compute_small(self) -> None:
@@ -157,8 +158,8 @@ class Engine:
 
     def _serve_next(self, share: HostShare) -> bool:
         """Serves the next request of a host that waits, with what can be computed with it; whether that was large."""
-        if self.shares.n_shares > 1:
-            os.sched_yield()  # as in `_give_way`
+        if self.shares.n_leases > 1:
+            os.sched_yield()  # as in `_give_way`; what they have received is then in the queues
         request, is_large = share.next()
         self._running, self._started, self._given_s = share, perf_counter(), 0.0
         self._price = BRIEF_PRICE if is_brief(request) else 1.0

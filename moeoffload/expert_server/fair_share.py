@@ -65,6 +65,8 @@ class FairShares(Generic[T]):
         self._clock_s = 0.0
         """Where the host that was served last stood: a host that comes starts there."""
         self._lock = threading.Lock()
+        self.n_leases = 0
+        """Of all hosts together."""
 
     @property
     def all(self) -> tuple[Share[T], ...]:
@@ -79,6 +81,7 @@ class FairShares(Generic[T]):
     def join(self, key: str) -> Share[T]:
         """The share of the host ``key``, the same for all its leases; `leave` gives it back."""
         with self._lock:
+            self.n_leases += 1
             for share in self._shares:
                 if share.key == key:
                     share.n_users += 1
@@ -90,6 +93,7 @@ class FairShares(Generic[T]):
     def leave(self, share: Share[T]) -> list[T]:
         """One lease of the host has ended; returns what will not be served any more, if that was the last."""
         with self._lock:
+            self.n_leases -= 1
             share.n_users -= 1
             if share.n_users:
                 return []
