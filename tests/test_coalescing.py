@@ -17,9 +17,9 @@ from cpu_kernels.experts import gated_experts
 
 from moeoffload import open_model
 from moeoffload.control.client import ControlClient
+from moeoffload.expert_server.batcher import COMPARABLE
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.fair_share import BRIEF_ROWS
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.host.link import ExpertLink
@@ -180,7 +180,7 @@ def make() -> Iterator[Callable[..., Any]]:
 @pytest.mark.parametrize("transport", ["loopback", "shared"])
 def test_what_waits_of_four_hosts_is_one_call_with_the_bits_of_four(make: Any, transport: str) -> None:
     server = make(Server)
-    kinds = [(BF16, BF16, 1), (F32, F32, 3), (F16, BF16, 2), (BF16, F32, 5)]
+    kinds = [(BF16, BF16, 1), (F32, F32, 3), (F16, BF16, 2), (BF16, F32, 4)]
     hosts = [make(Host, server, f"host {i}", transport, out=out, back=back) for i, (out, back, _) in enumerate(kinds)]
     rows = [n_rows for _, _, n_rows in kinds]
     alone = [host.alone(n_rows, seed) for seed, (host, n_rows) in enumerate(zip(hosts, rows, strict=True))]
@@ -300,25 +300,41 @@ def test_a_batch_stays_within_its_first_members_memory(make: Any) -> None:
     assert server.calls == [4, 2, 3]
 
 
-def test_a_decode_step_is_joined_by_brief_requests_only_and_not_by_many_of_one_host(make: Any) -> None:
+def test_a_decode_step_of_one_host_is_joined_by_few_rows_of_another(make: Any) -> None:
     server = make(Server)
     quiet, flooder = make(Host, server, "quiet"), make(Host, server, "flooder")
     quiet.alone(1, 0)
     flooder.alone(1, 0)
-    quiet.share.used_s = 0.0
-    flooder.share.used_s = 1.0
-    quiet.share.is_idle = flooder.share.is_idle = False
     server.calls.clear()
     with server.busy():
-        slots = [flooder.send(n_rows, 1) for n_rows in (64, 10, 6, 10)]
-        flooder.waits_for(4)
+        slots = [flooder.send(n_rows, 1) for n_rows in (64, 10, 3, 1, 1)]
+        flooder.waits_for(5)
         mine = quiet.send(1, 2)
         quiet.waits_for(1)
+        for host, used_s in ((quiet, 1.0), (flooder, 2.0)):
+            host.share.used_s, host.share.is_idle = used_s, False
     assert quiet.receive(mine)[1].kind == Kind.COMBINE
     for slot in slots:
         assert flooder.receive(slot)[1].kind == Kind.COMBINE
-    assert server.calls[0] == 1 + BRIEF_ROWS
-    assert sorted(server.calls[1:]) == [10, 64]
+    assert server.calls[0] == 1 + COMPARABLE
+    assert sorted(server.calls[1:]) == [11, 64]
+
+
+def test_a_decode_step_does_not_ride_in_a_call_of_many_rows(make: Any) -> None:
+    server = make(Server)
+    quiet, other = make(Host, server, "quiet"), make(Host, server, "other")
+    quiet.alone(1, 0)
+    other.alone(1, 0)
+    server.calls.clear()
+    with server.busy():
+        slots = [quiet.send(1, 1), other.send(16, 2)]
+        quiet.waits_for(1)
+        other.waits_for(1)
+        for host, used_s in ((quiet, 2.0), (other, 1.0)):
+            host.share.used_s, host.share.is_idle = used_s, False
+    for host, slot in zip((quiet, other), slots, strict=True):
+        assert host.receive(slot)[1].kind == Kind.COMBINE
+    assert server.calls == [16, 1]
 
 
 def test_long_requests_are_joined_by_long_ones(make: Any) -> None:

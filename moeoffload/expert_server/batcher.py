@@ -2,8 +2,8 @@
 
 A batch is what one kernel call computes. It begins with the request whose turn it is and takes what else lies in the
 queues for the same resident experts, as far as the buffers of its first member hold it: their memory was counted when
-that host was attached. Brief requests ride with brief ones, long ones with long ones: a decode step must not become as
-long as somebody's prompt. No other host adds more rows than `BRIEF_ROWS`, or than the first member has.
+that host was attached. Brief requests ride with brief ones, long ones with long ones, and those of different hosts only
+with their like (`COMPARABLE`): a decode step must not become as long as somebody's prompt.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from moeoffload.expert_server.requests import HostShare, Job, Request, SlotConte
 from moeoffload.kernels import LayerKernels
 from moeoffload.wire import peek_layer
 
+COMPARABLE: Final = 4
+"""Another host adds at most so many times the rows of the first member, in requests of at least that part of them: the
+smaller of two pays for riding together with the time of the larger one."""
 _LOOK_S: Final = 0.2e-3
 """How often the queues are looked at within a collection window."""
 
@@ -74,19 +77,22 @@ class Batch:
             n_rows for (_, slot), n_rows in zip(self.members, self.rows, strict=True) if slot.owner.host.share is share
         )
 
-    def take(self, queue: deque[Request | Job], room: int) -> None:
-        """Takes what fits and has up to ``room`` rows, in the order of arrival. The queue may grow meanwhile."""
+    def take(self, queue: deque[Request | Job], least: int, room: int) -> None:
+        """Takes what goes with it, ``room`` rows in all and ``least`` in each, in the order of arrival.
+
+        The queue may grow meanwhile.
+        """
         at = 0
         while room > 0 and at < len(queue):
             request = queue[at]
-            if isinstance(request, Job) or not self._fits(request, room):
+            if isinstance(request, Job) or not self._fits(request, least, room):
                 at += 1
                 continue
             del queue[at]
             self._add(request)
             room -= self.rows[-1]
 
-    def _fits(self, request: Request, room: int) -> bool:
+    def _fits(self, request: Request, least: int, room: int) -> bool:
         slot = request[1]
         context: SlotContext = slot.owner
         host, layers = context.host, context.host.layers
@@ -99,7 +105,7 @@ class Batch:
                 return False
         except Exception:  # whatever is wrong with it: it is told in its own turn, and pays for that
             return False
-        return context.header.rows <= room and context.weights_dtype == self.weights_dtype
+        return least <= context.header.rows <= room and context.weights_dtype == self.weights_dtype
 
     def charge(self, took_s: float) -> None:
         """Shares the time of the call out among its members' hosts, by rows."""
@@ -147,14 +153,15 @@ class Batcher:
                 self._take(batch, capacity, interrupted)
 
     def _take(self, batch: Batch, capacity: int, interrupted: HostShare | None) -> None:
-        own, most = batch.lead.host.share, max(BRIEF_ROWS, batch.rows[0])
+        own, lead_rows = batch.lead.host.share, batch.rows[0]
         for share in self._shares.all:
-            if share is interrupted or not (share.small or share.large):
+            if share is interrupted:
                 continue
-            room = capacity - batch.n_rows
-            if share is not own:
-                room = min(room, most - batch.rows_of(share))
-            batch.take(share.small, room)
-            if not batch.is_brief:
-                room = min(room, capacity - batch.n_rows, room if share is own else most - batch.rows_of(share))
-                batch.take(share.large, room)
+            for queue in (share.small,) if batch.is_brief else (share.small, share.large):
+                if not queue:
+                    continue
+                if share is own:
+                    batch.take(queue, 1, capacity - batch.n_rows)
+                else:
+                    most = COMPARABLE * lead_rows - batch.rows_of(share)
+                    batch.take(queue, -(-lead_rows // COMPARABLE), min(most, capacity - batch.n_rows))
