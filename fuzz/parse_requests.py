@@ -10,7 +10,8 @@ import torch
 from shapes import EPOCH, LAYOUT, ScriptedSocket, dispatch_frame, experts, pack_messages, seal, unpack_messages
 
 from moeoffload.expert_server.calibrate import Pace
-from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
+from moeoffload.expert_server.engine import Engine
+from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import prepare_layer
 from moeoffload.transport import ChannelSizes, ServerChannel, ServerSlot, SharedServerEnd, StreamListener

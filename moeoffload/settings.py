@@ -360,6 +360,24 @@ class ExpertServerSettings(ServerSecuritySettings, CommonSettings):
         Field(ge=0, le=65535, description="The TCP port of the stream transport, beside that of --listen."),
         Setting(default_means="a free one, which hosts are told", panel=Panel.CHANNEL),
     ] = 0
+    coalesce: Annotated[
+        bool,
+        Field(description="Requests that wait for the same experts, of all hosts, are computed as one batch."),
+        Setting(panel=Panel.COMPUTE),
+    ] = True
+    collect_window_ms: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=10,
+            description="How long a brief request waits for others that could be computed with it.",
+        ),
+        Setting(
+            unit="milliseconds",
+            default_means="never; so it is, too, with a batch capacity of 1 or no-coalesce",
+            panel=Panel.COMPUTE,
+        ),
+    ] = 0.0
     drain_timeout_s: Annotated[
         float,
         Field(gt=0, le=86400, description="The longest wait for hosts to move on when the server is told to stop."),
@@ -370,6 +388,12 @@ class ExpertServerSettings(ServerSecuritySettings, CommonSettings):
         Field(description="The least serious log message that is shown."),
         Setting(panel=Panel.REPORTING),
     ] = LogLevel.INFO
+
+    @field_validator("collect_window_ms", mode="after")
+    @classmethod
+    def _no_window_for_one(cls, window: float, context: ValidationInfo) -> float:
+        can_merge = context.data.get("coalesce", True) and context.data.get("batch_capacity", 2) > 1
+        return window if can_merge else 0.0
 
     @field_validator("device", mode="after")
     @classmethod

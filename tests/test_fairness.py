@@ -12,8 +12,9 @@ import torch
 
 from moeoffload.errors import ServerError
 from moeoffload.expert_server.calibrate import Pace
-from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
+from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.fair_share import BRIEF_PRICE, SMALL_IN_A_ROW, FairShares
+from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.payload import PayloadDtype
 from moeoffload.transport import ChannelOffer, ChannelSizes, ServerChannel, ServerSlot
@@ -33,6 +34,7 @@ class Kernel:
     name: str
     between: Callable[[int], None] = lambda step: None
     n_experts: int = 4
+    is_batch_invariant: bool = False
 
     def __call__(self, rows: torch.Tensor, slots: Any, weights: Any, out: torch.Tensor, workspace: Any = None) -> None:
         out.copy_(rows)

@@ -71,6 +71,8 @@ BAD = {
     "hedge_ms": ["-1", "60001", "soon"],
     "verify_percent": ["-1", "101", "all"],
     "dispatch_floor_s": ["0", "3601", "nan"],
+    "coalesce": ["maybe", "2"],
+    "collect_window_ms": ["-1", "10.1", "nan", "long"],
     "stream_port": ["-1", "65536", "any"],
     "drain_timeout_s": ["0", "86401", "never"],
     "profile": ["maybe", "2"],
@@ -197,6 +199,8 @@ def test_defaults_of_expert_server() -> None:
         "model_root": (),
         "stream_port": 0,
         "drain_timeout_s": 30.0,
+        "coalesce": True,
+        "collect_window_ms": 0.0,
     }
 
 
@@ -373,6 +377,12 @@ def test_unknown_environment_name_warns_with_the_nearest(
 
 def test_names_of_the_other_model_are_not_unknown() -> None:
     assert unknown_names({"MOEOFFLOAD_LISTEN": "a:1", "MOEOFFLOAD_MODE": "auto", "OTHER": "1"}) == []
+
+
+def test_no_window_where_nothing_can_be_collected() -> None:
+    assert ExpertServerSettings.load({"collect_window_ms": "2.5"}).collect_window_ms == 2.5
+    for other in ({"batch_capacity": "1"}, {"coalesce": "off"}):
+        assert ExpertServerSettings.load({"collect_window_ms": "2.5", **other}).collect_window_ms == 0
 
 
 # ---------------------------------------------------------------- gpu and device of a server

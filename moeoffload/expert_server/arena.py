@@ -12,6 +12,9 @@ from moeoffload.wire import DispatchViews, FrameLayout
 
 DECODE_ROWS: Final = 8
 """Calls of at most this many rows are decode- or verify-shaped."""
+_KEPT_END: Final = 64
+_MOST_KEPT: Final = 256
+"""Views that end at or before this row are kept, up to so many."""
 
 
 class KernelInput(NamedTuple):
@@ -50,29 +53,34 @@ class HostArena:
     """The arena of kernels that run on the CPU."""
 
     def __init__(self, max_rows: int, layout: FrameLayout, compute_dtype: torch.dtype) -> None:
-        # A frame whose rows are in the compute dtype already is used as it lies in the receive buffer.
+        # A frame whose rows are in the compute dtype already is used as it lies in the receive buffer, unless it is one
+        # of several in a call.
         self._copies_rows = layout.dtype_out.torch_dtype != compute_dtype
-        self._rows = torch.empty(max_rows if self._copies_rows else 0, layout.hidden, dtype=compute_dtype)
+        self._rows = torch.empty(max_rows, layout.hidden, dtype=compute_dtype)
         self._slots = torch.empty(max_rows, layout.top_k, dtype=torch.int64)
         self._out = torch.empty(max_rows, layout.hidden, dtype=torch.float32)
         self._weights = {
             dtype: torch.empty(max_rows, layout.top_k, dtype=dtype) for dtype in {torch.float32, compute_dtype}
         }
-        self._kept: dict[tuple[int, torch.dtype], KernelInput] = {}
+        self._kept: dict[tuple[int, int, torch.dtype], KernelInput] = {}
         self._encoder = SumEncoder(layout.dtype_back.torch_dtype)
         self.n_created = 1
 
+    def part(self, start: int, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
+        """The buffers of ``n_rows`` rows from ``start`` on."""
+        key = (start, n_rows, weights_dtype)
+        part = self._kept.get(key)
+        if part is None:
+            rows = slice(start, start + n_rows)
+            part = KernelInput(self._rows[rows], self._slots[rows], self._weights[weights_dtype][rows], self._out[rows])
+            if start + n_rows <= _KEPT_END and len(self._kept) < _MOST_KEPT:
+                self._kept[key] = part
+                self.n_created += 1
+        return part
+
     def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
         """See `Arena`; the kernels check the slots."""
-        key = (n_rows, weights_dtype)
-        buffers = self._kept.get(key)
-        if buffers is None:
-            buffers = KernelInput(
-                self._rows[:n_rows], self._slots[:n_rows], self._weights[weights_dtype][:n_rows], self._out[:n_rows]
-            )
-            if n_rows <= DECODE_ROWS:
-                self._kept[key] = buffers
-                self.n_created += 1
+        buffers = self.part(0, n_rows, weights_dtype)
         # Slots are checked, so they must not change afterwards, as what a host shares with us could.
         buffers.slots.copy_(views.slots)
         buffers.weights.copy_(views.weights)
@@ -81,8 +89,19 @@ class HostArena:
         buffers.rows.copy_(views.rows)
         return buffers
 
+    def gather(self, views: DispatchViews, start: int, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
+        """As `fill`, for one of several requests of a call, whose rows come from ``start`` on.
+
+        ``views`` may be over a frame of another host, with another payload dtype.
+        """
+        part = self.part(start, n_rows, weights_dtype)
+        part.slots.copy_(views.slots)
+        part.weights.copy_(views.weights)
+        part.rows.copy_(views.rows)
+        return part
+
     def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
-        """See `Arena`."""
+        """See `Arena`; uses no buffers of its own, so ``call`` may be of another host's arena."""
         if reply.shape[0] <= MAX_ROWS:
             return self._encoder.encode(call.out, reply)
         reply.copy_(call.out)

@@ -59,11 +59,11 @@ class Share(Generic[T]):
         self._in_a_row = 0
         return self.large.popleft(), True
 
-    def charge(self, took_s: float, price: float) -> None:
-        """Counts a request that took so many seconds."""
+    def charge(self, took_s: float, price: float, part: float = 1.0) -> None:
+        """Counts a call that took so many seconds, of which this host had a part."""
         if price == BRIEF_PRICE:
             self.brief_s += _WEIGHT * (took_s - self.brief_s)
-        self.used_s += took_s * price
+        self.used_s += took_s * price * part
         self.served_at = perf_counter()
 
 
@@ -75,6 +75,13 @@ class FairShares(Generic[T]):
         self._clock_s = 0.0
         """Where the host that was served last stood: a host that comes starts there."""
         self._lock = threading.Lock()
+        self.n_leases = 0
+        """Of all hosts together."""
+
+    @property
+    def all(self) -> tuple[Share[T], ...]:
+        """Those of all attached hosts."""
+        return self._shares
 
     @property
     def n_shares(self) -> int:
@@ -84,6 +91,7 @@ class FairShares(Generic[T]):
     def join(self, key: str) -> Share[T]:
         """The share of the host ``key``, the same for all its leases; `leave` gives it back."""
         with self._lock:
+            self.n_leases += 1
             for share in self._shares:
                 if share.key == key:
                     share.n_users += 1
@@ -95,6 +103,7 @@ class FairShares(Generic[T]):
     def leave(self, share: Share[T]) -> list[T]:
         """One lease of the host has ended; returns what will not be served any more, if that was the last."""
         with self._lock:
+            self.n_leases -= 1
             share.n_users -= 1
             if share.n_users:
                 return []

@@ -17,8 +17,9 @@ from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, MoeOffloadError, ServerError
 from moeoffload.expert_server.agreement import check_model, check_table, compare, read_dtype, read_payload
 from moeoffload.expert_server.calibrate import time_layer
-from moeoffload.expert_server.engine import ActiveHost, Engine, SlotContext
+from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.model_roots import ModelRoots
+from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels, prepare_layer

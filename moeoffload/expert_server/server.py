@@ -74,7 +74,7 @@ class ExpertServer:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         store = ExpertStore(memory_budget(device, settings.memory_gib), lambda: free_now(device))
-        engine = Engine(pace or Pace())
+        engine = Engine(pace or Pace(), coalesce=settings.coalesce, collect_window_s=settings.collect_window_ms * 1e-3)
         factories: dict[str, ChannelFactory] = {}
         listener = None
         if settings.transport in (TransportChoice.AUTO, TransportChoice.SHARED):
@@ -216,6 +216,12 @@ class ExpertServer:
             python_traced_bytes=_traced_bytes(),
             dropped=self.listener.n_unknown if self.listener is not None else 0,
             refused=self.refusals.count,
+            batches=pb.BatchStats(
+                batches=sum(counters.members),
+                by_members=counters.members,
+                wait_seconds=counters.batch_wait_s,
+                collect_seconds=counters.collect_s,
+            ),
         )
 
     def drain(self) -> int:

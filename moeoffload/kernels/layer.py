@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from moeoffload.kernels import words
+from moeoffload.kernels.company import bears_company
 from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.layout import ExpertsLayout, lay_out, n_experts_of, why_not
 from moeoffload.kernels.phases import N_HIT, N_PRESENT, SUM_COLUMNS
@@ -36,12 +37,14 @@ class LayerKernels:
         hidden: elements of a row.
         dtype: the compute dtype.
         falls_back: why only the grouped kernel serves this layer; None if the tiled one does.
+        is_batch_invariant: whether a row's bits are the same whatever is computed with it in one call.
     """
 
     n_experts: int
     hidden: int
     dtype: torch.dtype
     falls_back: str | None
+    is_batch_invariant: bool
 
     def __init__(self, experts: nn.Module, workspace: KernelWorkspace, kernel: KernelChoice) -> None:
         module: Any = experts
@@ -57,6 +60,7 @@ class LayerKernels:
         self.hidden = module.down_proj.shape[-1 if module.is_transposed else -2]
         if self.falls_back is None:
             self._tiled = TiledExperts(experts, lay_out(experts))
+        self.is_batch_invariant = self.falls_back is None and self._few_rows is None and self._tiled.is_batch_invariant
 
     def kernel_for(self, n_rows: int) -> str:
         """Name of the kernel that serves a call of ``n_rows`` rows."""
@@ -208,6 +212,9 @@ class TiledExperts:
         self._block_address = ctypes.addressof(self._block)
         self._expert_bytes = (up_columns + inter) * hidden * self._dtype.itemsize
         self._is_fused = layout.fuses_activation and not self._experts.has_post_expert_norm
+        self.is_batch_invariant = self._is_fused or bears_company(
+            self._experts, up_columns=up_columns, hidden=hidden, dtype=self._dtype
+        )
 
     def run(
         self,

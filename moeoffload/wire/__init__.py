@@ -7,6 +7,7 @@ from moeoffload.wire.header import (
     Flag,
     FrameHeader,
     Kind,
+    peek_layer,
     peek_request_id,
 )
 from moeoffload.wire.layout import (
@@ -33,6 +34,7 @@ __all__ = [
     "FrameLayout",
     "Kind",
     "SlotViews",
+    "peek_layer",
     "peek_request_id",
     "read_error_text",
     "write_error_text",

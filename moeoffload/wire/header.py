@@ -31,6 +31,8 @@ _FIELDS: Final = struct.Struct("<4sBBBBQIHHIIQQIII")
 _CHECKSUM: Final = struct.Struct("<I")
 _REQUEST_ID: Final = struct.Struct("<Q")
 _REQUEST_ID_OFFSET: Final = 8
+_LAYER: Final = struct.Struct("<H")
+_LAYER_OFFSET: Final = 20
 assert _FIELDS.size + _CHECKSUM.size == HEADER_BYTES
 
 
@@ -121,3 +123,8 @@ class FrameHeader:
 def peek_request_id(buffer: memoryview) -> int:
     """The request id of the frame in ``buffer`` (at least 64 bytes), without looking at anything else."""
     return int(_REQUEST_ID.unpack_from(buffer, _REQUEST_ID_OFFSET)[0])
+
+
+def peek_layer(buffer: memoryview) -> int:
+    """The MoE layer of the frame in ``buffer`` (at least 64 bytes), without looking at anything else."""
+    return int(_LAYER.unpack_from(buffer, _LAYER_OFFSET)[0])

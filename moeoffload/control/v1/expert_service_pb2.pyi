@@ -246,7 +246,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("requests", "rows", "errors", "queue_seconds", "compute_seconds", "resident_bytes", "leases", "pool_creations", "python_traced_bytes", "dropped", "refused")
+    __slots__ = ("requests", "rows", "errors", "queue_seconds", "compute_seconds", "resident_bytes", "leases", "pool_creations", "python_traced_bytes", "dropped", "batches", "refused")
     class PoolCreationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +264,7 @@ class StatsReply(_message.Message):
     POOL_CREATIONS_FIELD_NUMBER: _ClassVar[int]
     PYTHON_TRACED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     requests: int
     rows: int
@@ -275,5 +276,18 @@ class StatsReply(_message.Message):
     pool_creations: _containers.ScalarMap[str, int]
     python_traced_bytes: int
     dropped: int
+    batches: BatchStats
     refused: int
-    def __init__(self, requests: _Optional[int] = ..., rows: _Optional[int] = ..., errors: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., pool_creations: _Optional[_Mapping[str, int]] = ..., python_traced_bytes: _Optional[int] = ..., dropped: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
+    def __init__(self, requests: _Optional[int] = ..., rows: _Optional[int] = ..., errors: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., pool_creations: _Optional[_Mapping[str, int]] = ..., python_traced_bytes: _Optional[int] = ..., dropped: _Optional[int] = ..., batches: _Optional[_Union[BatchStats, _Mapping]] = ..., refused: _Optional[int] = ...) -> None: ...
+
+class BatchStats(_message.Message):
+    __slots__ = ("batches", "by_members", "wait_seconds", "collect_seconds")
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    BY_MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COLLECT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    batches: int
+    by_members: _containers.RepeatedScalarFieldContainer[int]
+    wait_seconds: float
+    collect_seconds: float
+    def __init__(self, batches: _Optional[int] = ..., by_members: _Optional[_Iterable[int]] = ..., wait_seconds: _Optional[float] = ..., collect_seconds: _Optional[float] = ...) -> None: ...

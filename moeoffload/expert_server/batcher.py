@@ -1,0 +1,167 @@
+"""Queued requests of all hosts for the same experts become one batch; nobody waits for more to come.
+
+A batch is what one kernel call computes. It begins with the request whose turn it is and takes what else lies in the
+queues for the same resident experts, as far as the buffers of its first member hold it: their memory was counted when
+that host was attached. Brief requests ride with brief ones, long ones with long ones, and those of different hosts only
+with their like (`COMPARABLE`): a decode step must not become as long as somebody's prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Final
+
+import torch
+
+from moeoffload.expert_server.fair_share import BRIEF_PRICE, BRIEF_ROWS, FairShares
+from moeoffload.expert_server.requests import HostShare, Job, Request, SlotContext, check, is_brief
+from moeoffload.kernels import LayerKernels
+from moeoffload.wire import peek_layer
+
+COMPARABLE: Final = 4
+"""Another host adds at most so many times the rows of the first member, in requests of at least that part of them: the
+smaller of two pays for riding together with the time of the larger one."""
+_LOOK_S: Final = 0.2e-3
+"""How often the queues are looked at within a collection window."""
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """The requests of one kernel call, at least one. Made once and refilled with `begin`."""
+
+    members: list[Request] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """Of each member."""
+    n_rows: int = 0
+    experts: LayerKernels = field(init=False)
+    weights_dtype: torch.dtype = torch.float32
+    is_brief: bool = True
+    collect_s: float = 0.0
+    """Seconds it has waited for more members, on purpose."""
+
+    def begin(self, request: Request, experts: LayerKernels) -> None:
+        """Starts with a request whose header was checked."""
+        self.clear()
+        self.experts = experts
+        self.weights_dtype = request[1].owner.weights_dtype
+        self.is_brief = is_brief(request)
+        self.collect_s = 0.0
+        self._add(request)
+
+    def _add(self, request: Request) -> None:
+        n_rows = request[1].owner.header.rows
+        self.members.append(request)
+        self.rows.append(n_rows)
+        self.n_rows += n_rows
+
+    def clear(self) -> None:
+        """Lets go of its members."""
+        self.members.clear()
+        self.rows.clear()
+        self.n_rows = 0
+
+    @property
+    def lead(self) -> SlotContext:
+        """Of the member it began with, whose buffers it uses."""
+        context: SlotContext = self.members[0][1].owner
+        return context
+
+    def rows_of(self, share: HostShare) -> int:
+        """The rows of one host's members."""
+        if len(self.rows) == 1:
+            return self.n_rows if self.lead.host.share is share else 0
+        return sum(
+            n_rows for (_, slot), n_rows in zip(self.members, self.rows, strict=True) if slot.owner.host.share is share
+        )
+
+    def take(self, queue: deque[Request | Job], least: int, room: int) -> None:
+        """Takes what goes with it, ``room`` rows in all and ``least`` in each, in the order of arrival.
+
+        The queue may grow meanwhile.
+        """
+        at = 0
+        while room > 0 and at < len(queue):
+            request = queue[at]
+            if isinstance(request, Job) or not self._fits(request, least, room):
+                at += 1
+                continue
+            del queue[at]
+            self._add(request)
+            room -= self.rows[-1]
+
+    def _fits(self, request: Request, least: int, room: int) -> bool:
+        slot = request[1]
+        context: SlotContext = slot.owner
+        host, layers = context.host, context.host.layers
+        if host.closed or is_brief(request) != self.is_brief:
+            return False
+        try:
+            # What the peer can still write to is only asked whether to look closer.
+            layer = peek_layer(slot.request)
+            if layer >= len(layers) or layers[layer] is not self.experts or check(slot, context) is not self.experts:
+                return False
+        except Exception:  # whatever is wrong with it: it is told in its own turn, and pays for that
+            return False
+        return least <= context.header.rows <= room and context.weights_dtype == self.weights_dtype
+
+    def charge(self, took_s: float) -> None:
+        """Shares the time of the call out among its members' hosts, by rows."""
+        price = BRIEF_PRICE if self.is_brief else 1.0
+        for (_, slot), n_rows in zip(self.members, self.rows, strict=True):
+            slot.owner.host.share.charge(took_s, price, n_rows / self.n_rows)
+
+
+class Batcher:
+    """Fills batches from the queues of all hosts. For the thread that computes."""
+
+    def __init__(self, shares: FairShares[Request | Job], *, coalesce: bool, window_s: float) -> None:
+        """``coalesce``: whether a batch may have several members. ``window_s``: how long brief ones wait for more."""
+        self._shares = shares
+        self._coalesces = coalesce
+        self.window_s = window_s if coalesce else 0.0
+
+    def may_collect(self) -> bool:
+        """Whether there may be more than the one request whose turn it is."""
+        if not self._coalesces:
+            return False
+        for share in self._shares.all:
+            if share.small or share.large:
+                return True
+        return self.window_s > 0
+
+    def collect(self, batch: Batch, interrupted: HostShare | None = None) -> None:
+        """Adds what waits for the same experts to a batch that has begun.
+
+        ``interrupted`` is the host whose long call is interrupted for it: that one adds nothing, and the batch stays
+        brief. Kernels whose bits depend on the company of a row get no company.
+        """
+        if not self._coalesces or not batch.experts.is_batch_invariant:
+            return
+        capacity = batch.lead.host.layout.capacity
+        if interrupted is not None:
+            capacity = min(capacity, BRIEF_ROWS)
+        self._take(batch, capacity, interrupted)
+        if self.window_s and interrupted is None and batch.is_brief:
+            started = perf_counter()
+            until = batch.members[0][1].received_at + self.window_s
+            while batch.n_rows < capacity and (left_s := until - perf_counter()) > 0:
+                time.sleep(min(left_s, _LOOK_S))
+                batch.collect_s = perf_counter() - started
+                self._take(batch, capacity, interrupted)
+
+    def _take(self, batch: Batch, capacity: int, interrupted: HostShare | None) -> None:
+        own, lead_rows = batch.lead.host.share, batch.rows[0]
+        for share in self._shares.all:
+            if share is interrupted:
+                continue
+            for queue in (share.small,) if batch.is_brief else (share.small, share.large):
+                if not queue:
+                    continue
+                if share is own:
+                    batch.take(queue, 1, capacity - batch.n_rows)
+                else:
+                    most = COMPARABLE * lead_rows - batch.rows_of(share)
+                    batch.take(queue, -(-lead_rows // COMPARABLE), min(most, capacity - batch.n_rows))

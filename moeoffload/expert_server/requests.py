@@ -1,0 +1,147 @@
+"""One received request: whose it is, what its header says, and how it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moeoffload.errors import CapacityError, ProtocolError
+from moeoffload.expert_server.fair_share import BRIEF_ROWS, Share
+from moeoffload.expert_server.workspace import Workspace
+from moeoffload.kernels import LayerKernels
+from moeoffload.transport.base import ServerChannel, ServerSlot
+from moeoffload.wire import (
+    HEADER_BYTES,
+    ErrorCode,
+    Flag,
+    FrameHeader,
+    FrameLayout,
+    Kind,
+    SlotViews,
+    write_error_text,
+)
+
+
+@dataclass(slots=True, eq=False)
+class ActiveHost:
+    """What the engine needs of one attached host. ``layers`` holds its experts by MoE layer, None where it has none."""
+
+    epoch: int
+    layout: FrameLayout
+    layers: Sequence[LayerKernels | None]
+    compute_dtype: torch.dtype
+    workspace: Workspace
+    share: HostShare
+    closed: bool = False
+    brief_bytes: int = field(init=False)
+    """Frames of up to so many bytes are brief requests."""
+
+    def __post_init__(self) -> None:
+        self.brief_bytes = HEADER_BYTES + self.layout.dispatch_body_bytes(min(BRIEF_ROWS, self.layout.capacity))
+
+
+@dataclass(slots=True, eq=False)
+class SlotContext:
+    """What belongs to one slot of a host's channel; made once, when the channel is."""
+
+    host: ActiveHost
+    views: SlotViews
+    header: FrameHeader = field(default_factory=FrameHeader)
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """Of the routing weights, as the header that was checked says."""
+        return torch.float32 if self.header.flags & Flag.WEIGHTS_F32 else self.host.compute_dtype
+
+
+class RequestError(Exception):
+    """A request that is answered with an error frame."""
+
+    def __init__(self, code: ErrorCode, text: str, row: int = 0) -> None:
+        super().__init__(text)
+        self.code = code
+        self.row = row
+
+
+class Job:
+    """Something to be done on the compute thread between two requests."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.done: Future[Any] = Future()
+        self._work = work
+
+    def run(self) -> None:
+        """Does it, unless nobody waits for it any more."""
+        if not self.done.set_running_or_notify_cancel():
+            return
+        try:
+            self.done.set_result(self._work())
+        except Exception as error:  # whoever asked for it is told
+            self.done.set_exception(error)
+
+
+Request = tuple[ServerChannel, ServerSlot]
+"""``slot.owner`` is its `SlotContext`."""
+HostShare = Share[Request | Job]
+
+
+def is_brief(request: Request | Job) -> bool:
+    """Whether it is decode- or verify-shaped."""
+    return not isinstance(request, Job) and request[1].n_bytes <= request[1].owner.host.brief_bytes
+
+
+def check(slot: ServerSlot, context: SlotContext) -> LayerKernels:
+    """Reads and checks the header; returns the experts of its layer. Allocates nothing before.
+
+    Raises:
+        RequestError: the frame is not one that was agreed on, or its experts are not here.
+    """
+    host, header = context.host, context.header
+    try:
+        header.unpack_from(slot.request)
+        if header.kind != Kind.DISPATCH:
+            raise ProtocolError(f"frame kind is {header.kind}, expected {int(Kind.DISPATCH)}")
+        if header.epoch != host.epoch:
+            raise ProtocolError(f"frame epoch is {header.epoch}, this lease has {host.epoch}")
+        host.layout.check_dispatch(header, slot.n_bytes)
+        layers = host.layers
+        if header.layer >= len(layers):
+            raise ProtocolError(f"frame layer is {header.layer}, the model has {len(layers)} MoE layers")
+    except CapacityError as error:
+        raise RequestError(ErrorCode.CAPACITY, str(error)) from None
+    except ProtocolError as error:
+        raise RequestError(ErrorCode.BAD_FRAME, str(error)) from None
+    experts = layers[header.layer]
+    if experts is None:
+        raise RequestError(ErrorCode.BAD_SLOT, f"layer {header.layer}: this server holds none of its experts")
+    return experts
+
+
+def write_error(slot: ServerSlot, header: FrameHeader, code: ErrorCode, text: str, row: int = 0) -> int:
+    """Writes an error frame into the reply buffer; returns its length in bytes."""
+    header.kind = Kind.ERROR
+    header.code = code
+    header.rows = row
+    header.body_bytes = write_error_text(slot.reply, text)
+    header.pack_into(slot.reply)
+    header.code = 0
+    return HEADER_BYTES + header.body_bytes
+
+
+def write_sums_header(slot: ServerSlot, context: SlotContext, queue_s: float, compute_s: float) -> int:
+    """Puts the header before the sums in the reply buffer; returns the frame's length in bytes."""
+    header = context.header
+    header.kind = Kind.COMBINE
+    header.body_bytes = context.host.layout.combine_body_bytes(header.rows)
+    header.queue_us = _microseconds(queue_s)
+    header.compute_us = _microseconds(compute_s)
+    header.pack_into(slot.reply)
+    return HEADER_BYTES + header.body_bytes
+
+
+def _microseconds(seconds: float) -> int:
+    return max(0, min(int(seconds * 1e6), 0xFFFF_FFFF))

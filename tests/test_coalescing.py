@@ -1,0 +1,458 @@
+"""What waits for the same experts is computed as one batch: same bits, own errors, own share of time, no waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEMO, StartServer
+from cpu_kernels.experts import gated_experts
+
+from moeoffload import open_model
+from moeoffload.control.client import ControlClient
+from moeoffload.expert_server.batcher import COMPARABLE
+from moeoffload.expert_server.calibrate import Pace
+from moeoffload.expert_server.engine import Engine
+from moeoffload.expert_server.requests import ActiveHost, SlotContext
+from moeoffload.expert_server.workspace import Workspace
+from moeoffload.host.link import ExpertLink
+from moeoffload.kernels import prepare_layer
+from moeoffload.payload import PayloadDtype
+from moeoffload.transport import ChannelSizes, HostChannel, HostSlot, ServerChannel, SharedServerEnd, open_shared
+from moeoffload.transport.base import Work
+from moeoffload.transport.loopback import loopback_pair
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, FrameLayout, Kind, SlotViews
+
+SOON_S = 30.0
+N_EXPERTS, HIDDEN, TOP_K = 8, 64, 2
+BF16, F16, F32 = PayloadDtype.BF16, PayloadDtype.F16, PayloadDtype.F32
+
+
+class Server:
+    """An engine with one layer's experts; ``calls`` has the rows of every kernel call."""
+
+    def __init__(self, **options: Any) -> None:
+        self.engine = Engine(Pace(), **options)
+        self.layer = prepare_layer(
+            gated_experts(N_EXPERTS, HIDDEN, 32, torch.bfloat16), self.engine.kernel_workspace, "tiled"
+        )
+        self.calls: list[int] = []
+        kernels: Any = self
+        self.layers = [kernels]
+        self.n_experts = N_EXPERTS
+        self.is_batch_invariant = True
+        self.engine.start()
+
+    def __call__(self, rows: torch.Tensor, *others: Any) -> None:
+        self.calls.append(rows.shape[0])
+        self.layer(rows, *others)
+
+    def in_steps(self, rows: torch.Tensor, *others: Any) -> Iterator[None]:
+        self.calls.append(rows.shape[0])
+        yield from self.layer.in_steps(rows, *others)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Something else is computed until the block ends: what comes meanwhile waits."""
+        share, goes_on, begun = self.engine.shares.join("busy"), threading.Event(), threading.Event()
+        other = self.engine.shares.join("another")  # with which it took turns before
+
+        def wait() -> None:
+            begun.set()
+            goes_on.wait(SOON_S)
+
+        working = threading.Thread(target=self.engine.run, args=(wait, share, SOON_S))
+        working.start()
+        assert begun.wait(SOON_S)
+        try:
+            yield
+        finally:
+            goes_on.set()
+            working.join(SOON_S)
+            self.engine.leave(share)
+            self.engine.leave(other)
+
+
+@dataclass
+class Host:
+    """One host of a `Server`: its share, its lease and its channel."""
+
+    server: Server
+    name: str
+    transport: str = "loopback"
+    out: PayloadDtype = BF16
+    back: PayloadDtype = BF16
+    capacity: int = 64
+    n_slots: int = 8
+    layers: Any = None
+    channel: HostChannel = field(init=False)
+
+    def __post_init__(self) -> None:
+        engine = self.server.engine
+        self.layout = layout = FrameLayout(HIDDEN, TOP_K, self.out, self.back, self.capacity)
+        workspace = Workspace(layout, torch.bfloat16, torch.device("cpu"))
+        self.share = engine.shares.join(self.name)
+        layers = self.server.layers if self.layers is None else self.layers
+        self.active = ActiveHost(1, layout, layers, torch.bfloat16, workspace, self.share)
+        sizes = ChannelSizes(self.n_slots, layout.request_bytes, layout.reply_bytes)
+
+        def deliver(channel: ServerChannel, slot: Any) -> Work | None:
+            if slot.owner is None:
+                slot.owner = SlotContext(self.active, SlotViews(layout, slot.request, slot.reply))
+            return engine.submit(channel, slot)
+
+        self.end: ServerChannel
+        if self.transport == "loopback":
+            self.channel, self.end = loopback_pair(sizes, deliver)
+        else:
+            self.end = SharedServerEnd(sizes, deliver)
+            self.channel = open_shared(self.end.offer)
+
+    def send(self, n_rows: int, seed: int, spoil: Callable[[FrameHeader, Any], None] | None = None) -> HostSlot:
+        slot = self.channel.acquire(SOON_S)
+        views = self.layout.dispatch_views(slot.request, n_rows)
+        generator = torch.Generator().manual_seed(seed)
+        views.rows.copy_(torch.randn(n_rows, HIDDEN, generator=generator))
+        views.weights.copy_(torch.rand(n_rows, TOP_K, generator=generator))
+        views.slots.copy_(torch.rand(n_rows, N_EXPERTS, generator=generator).argsort(dim=1)[:, :TOP_K])
+        header = FrameHeader(
+            Kind.DISPATCH, self.out, self.back, self.channel.next_id(slot), 1, top_k=TOP_K, rows=n_rows,
+            body_bytes=self.layout.dispatch_body_bytes(n_rows),
+        )  # fmt: skip
+        n_bytes = HEADER_BYTES + header.body_bytes
+        if spoil is not None:
+            spoil(header, views)
+        header.pack_into(slot.request)
+        self.channel.send(slot, n_bytes)
+        return slot
+
+    def receive(self, slot: HostSlot) -> tuple[torch.Tensor, FrameHeader]:
+        """The sums, empty if there is an error instead, and the header."""
+        self.channel.wait(slot, SOON_S)
+        header = FrameHeader()
+        header.unpack_from(slot.reply)
+        sums = torch.empty(0)
+        if header.kind == Kind.COMBINE:
+            sums = self.layout.combine_view(slot.reply, header.rows).clone()
+        self.channel.release(slot)
+        return sums, header
+
+    def waits_for(self, n_requests: int) -> None:
+        """Returns when so many of its requests lie in the engine's queues."""
+        until = time.monotonic() + SOON_S
+        while len(self.share.small) + len(self.share.large) < n_requests:
+            assert time.monotonic() < until
+            time.sleep(1e-4)
+
+    def alone(self, n_rows: int, seed: int) -> torch.Tensor:
+        return self.receive(self.send(n_rows, seed))[0]
+
+    def close(self) -> None:
+        self.channel.close()
+        self.end.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Any]]:
+    """``make(Server)`` and ``make(Host, server, "a")``, closed after the test."""
+    made: list[Any] = []
+
+    def build(kind: type, *args: Any, **options: Any) -> Any:
+        made.append(kind(*args, **options))
+        return made[-1]
+
+    yield build
+    for each in made:
+        if isinstance(each, Host):
+            each.close()
+    for each in made:
+        if isinstance(each, Server):
+            each.engine.stop(SOON_S)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "shared"])
+def test_what_waits_of_four_hosts_is_one_call_with_the_bits_of_four(make: Any, transport: str) -> None:
+    server = make(Server)
+    kinds = [(BF16, BF16, 1), (F32, F32, 3), (F16, BF16, 2), (BF16, F32, 4)]
+    hosts = [make(Host, server, f"host {i}", transport, out=out, back=back) for i, (out, back, _) in enumerate(kinds)]
+    rows = [n_rows for _, _, n_rows in kinds]
+    alone = [host.alone(n_rows, seed) for seed, (host, n_rows) in enumerate(zip(hosts, rows, strict=True))]
+    server.calls.clear()
+    before = list(server.engine.counters.members)
+    with server.busy():
+        slots = [host.send(n_rows, seed) for seed, (host, n_rows) in enumerate(zip(hosts, rows, strict=True))]
+        for host in hosts:
+            host.waits_for(1)
+    for host, slot, expected in zip(hosts, slots, alone, strict=True):
+        sums, header = host.receive(slot)
+        assert torch.equal(sums, expected)
+        assert header.queue_us > 0
+    assert server.calls == [sum(rows)]
+    counters = server.engine.counters
+    assert [now - then for now, then in zip(counters.members, before, strict=True)] == [0, 0, 0, 1, 0, 0]
+    assert counters.requests == 8
+    assert counters.rows == 2 * sum(rows)
+    assert counters.collect_s == 0.0
+
+
+def test_four_slots_of_one_host_are_one_call(make: Any) -> None:
+    server = make(Server)
+    host = make(Host, server, "a")
+    alone = [host.alone(1, seed) for seed in range(4)]
+    server.calls.clear()
+    with server.busy():
+        slots = [host.send(1, seed) for seed in range(4)]
+        host.waits_for(4)
+    assert all(torch.equal(host.receive(slot)[0], expected) for slot, expected in zip(slots, alone, strict=True))
+    assert server.calls == [4]
+
+
+def bad_slot(header: FrameHeader, views: Any) -> None:
+    views.slots[0, 0] = N_EXPERTS
+
+
+def bad_epoch(header: FrameHeader, views: Any) -> None:
+    header.epoch = 7
+
+
+def not_finite(header: FrameHeader, views: Any) -> None:
+    views.rows[0, 3] = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [(bad_slot, ErrorCode.BAD_SLOT), (bad_epoch, ErrorCode.BAD_FRAME), (not_finite, ErrorCode.PAYLOAD)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_error_in_one_of_four_fails_only_that_one(make: Any, spoil: Any, code: ErrorCode, at: int) -> None:
+    server = make(Server)
+    hosts = [make(Host, server, f"host {i}") for i in range(4)]
+    alone = [host.alone(2, seed) for seed, host in enumerate(hosts)]
+    with server.busy():
+        slots = [host.send(2, i, spoil if i == at else None) for i, host in enumerate(hosts)]
+        for host in hosts:
+            host.waits_for(1)
+    for i, (host, slot) in enumerate(zip(hosts, slots, strict=True)):
+        sums, header = host.receive(slot)
+        if i == at:
+            assert (header.kind, header.code) == (Kind.ERROR, code)
+        else:
+            assert torch.equal(sums, alone[i])
+    assert server.engine.counters.errors == 1
+
+
+def test_a_lease_that_ends_while_it_waits_takes_nobody_with_it(make: Any) -> None:
+    server = make(Server)
+    hosts = [make(Host, server, f"host {i}") for i in range(4)]
+    alone = [host.alone(1, seed) for seed, host in enumerate(hosts)]
+    with server.busy():
+        slots = [host.send(1, i) for i, host in enumerate(hosts)]
+        for host in hosts:
+            host.waits_for(1)
+        hosts[0].active.closed = True
+    for i in range(1, 4):
+        assert torch.equal(hosts[i].receive(slots[i])[0], alone[i])
+
+
+def test_other_experts_are_another_call_and_coalescing_can_be_off(make: Any) -> None:
+    for coalesce in (True, False):
+        server, other = make(Server, coalesce=coalesce), make(Server)
+        hosts = [make(Host, server, "a"), make(Host, server, "b"), make(Host, server, "c", layers=other.layers)]
+        with server.busy():
+            slots = [host.send(1, 5) for host in hosts]
+            for host in hosts:
+                host.waits_for(1)
+        for host, slot in zip(hosts, slots, strict=True):
+            assert host.receive(slot)[1].kind == Kind.COMBINE
+        assert server.calls == ([2] if coalesce else [1, 1])
+        assert other.calls == [1]
+
+
+def test_a_kernel_that_rounds_by_company_computes_alone(make: Any) -> None:
+    server = make(Server)
+    server.is_batch_invariant = False
+    hosts = [make(Host, server, "a"), make(Host, server, "b")]
+    with server.busy():
+        slots = [host.send(1, 5) for host in hosts]
+        for host in hosts:
+            host.waits_for(1)
+    for host, slot in zip(hosts, slots, strict=True):
+        host.receive(slot)
+    assert server.calls == [1, 1]
+
+
+def test_a_batch_stays_within_its_first_members_memory(make: Any) -> None:
+    server = make(Server)
+    host = make(Host, server, "a", capacity=4)
+    with server.busy():
+        slots = [host.send(n_rows, 1) for n_rows in (1, 2, 2, 1, 3)]
+        host.waits_for(5)
+    for slot in slots:
+        assert host.receive(slot)[1].kind == Kind.COMBINE
+    assert server.calls == [4, 2, 3]
+
+
+def test_a_decode_step_of_one_host_is_joined_by_few_rows_of_another(make: Any) -> None:
+    server = make(Server)
+    quiet, flooder = make(Host, server, "quiet"), make(Host, server, "flooder")
+    quiet.alone(1, 0)
+    flooder.alone(1, 0)
+    server.calls.clear()
+    with server.busy():
+        slots = [flooder.send(n_rows, 1) for n_rows in (64, 10, 3, 1, 1)]
+        flooder.waits_for(5)
+        mine = quiet.send(1, 2)
+        quiet.waits_for(1)
+        for host, used_s in ((quiet, 1.0), (flooder, 2.0)):
+            host.share.used_s, host.share.is_idle = used_s, False
+    assert quiet.receive(mine)[1].kind == Kind.COMBINE
+    for slot in slots:
+        assert flooder.receive(slot)[1].kind == Kind.COMBINE
+    assert server.calls[0] == 1 + COMPARABLE
+    assert sorted(server.calls[1:]) == [11, 64]
+
+
+def test_a_decode_step_does_not_ride_in_a_call_of_many_rows(make: Any) -> None:
+    server = make(Server)
+    quiet, other = make(Host, server, "quiet"), make(Host, server, "other")
+    quiet.alone(1, 0)
+    other.alone(1, 0)
+    server.calls.clear()
+    with server.busy():
+        slots = [quiet.send(1, 1), other.send(16, 2)]
+        quiet.waits_for(1)
+        other.waits_for(1)
+        for host, used_s in ((quiet, 2.0), (other, 1.0)):
+            host.share.used_s, host.share.is_idle = used_s, False
+    for host, slot in zip((quiet, other), slots, strict=True):
+        assert host.receive(slot)[1].kind == Kind.COMBINE
+    assert server.calls == [16, 1]
+
+
+def test_long_requests_are_joined_by_long_ones(make: Any) -> None:
+    server = make(Server)
+    hosts = [make(Host, server, name, capacity=200) for name in "ab"]
+    alone = [host.alone(90, seed) for seed, host in enumerate(hosts)]
+    server.calls.clear()
+    with server.busy():
+        slots = [host.send(90, seed) for seed, host in enumerate(hosts)]
+        for host in hosts:
+            host.waits_for(1)
+    for host, slot, expected in zip(hosts, slots, alone, strict=True):
+        assert torch.equal(host.receive(slot)[0], expected)
+    assert server.calls == [180]
+
+
+def test_each_host_pays_for_its_rows(make: Any) -> None:
+    server = make(Server)
+    one, three = make(Host, server, "one"), make(Host, server, "three")
+    for host in (one, three):
+        host.alone(1, 0)
+    with server.busy():
+        slots = [one.send(1, 1), three.send(3, 2)]
+        one.waits_for(1)
+        three.waits_for(1)
+        one.share.used_s = three.share.used_s = 1000.0  # ahead of all others: nobody moves them
+    for host, slot in zip((one, three), slots, strict=True):
+        host.receive(slot)
+    books = server.engine.shares.join("books")
+    server.engine.run(lambda: None, books, SOON_S)  # they are written after the replies
+    paid = [host.share.used_s - 1000.0 for host in (one, three)]
+    assert paid[1] == pytest.approx(3 * paid[0], rel=0.2)
+
+
+@pytest.mark.parametrize("capacity", [1, 8])
+def test_a_collection_window_is_counted_and_none_where_nothing_fits(make: Any, capacity: int) -> None:
+    server = make(Server, collect_window_s=5e-3)
+    host = make(Host, server, "a", capacity=capacity)
+    host.alone(1, 0)
+    collect_s = server.engine.counters.collect_s
+    if capacity == 1:
+        assert collect_s == 0.0
+    else:
+        assert collect_s > 0.0
+
+
+def hammer(link: ExpertLink, n_times: int, bad: bool) -> list[tuple[int, torch.Tensor]]:
+    """Sends the same row so many times, one after the other; the error codes and sums that came back."""
+    channel, layout = link._channel, link.layout
+    answers = []
+    for _ in range(n_times):
+        slot = channel.acquire(SOON_S)
+        views = layout.dispatch_views(slot.request, 1)
+        views.rows.fill_(0.5)
+        views.weights.fill_(0.1)
+        views.slots.copy_(torch.arange(layout.top_k))
+        if bad:
+            views.slots[0, 0] = 30_000
+        body = layout.dispatch_body_bytes(1)
+        header = FrameHeader(
+            Kind.DISPATCH, layout.dtype_out, layout.dtype_back, channel.next_id(slot), link._epoch,
+            top_k=layout.top_k, rows=1, body_bytes=body,
+        )  # fmt: skip
+        header.pack_into(slot.request)
+        channel.send(slot, HEADER_BYTES + body)
+        channel.wait(slot, SOON_S)
+        header.unpack_from(slot.reply)
+        answers.append((header.code, layout.combine_view(slot.reply, 1).clone()))
+        channel.release(slot)
+    return answers
+
+
+SLOW = """
+import time
+from moeoffload.kernels.layer import LayerKernels
+compute = LayerKernels.__call__
+def slowly(*arguments):
+    time.sleep(1e-3)
+    compute(*arguments)
+LayerKernels.__call__ = slowly
+"""
+
+
+@pytest.mark.parametrize("transport", ["shared", "stream"])
+def test_four_clients_of_a_slow_server_share_its_calls(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """Each has two requests in flight. With one, who waits makes 4 less who is computed: 2 in the mean, at worst."""
+    n_each = 50
+    server = start_server(patch=SLOW)
+    client = ControlClient(server.address)
+    with contextlib.ExitStack() as stack:
+        stack.callback(client.close)
+        links = []
+        for name in "abcd":
+            monkeypatch.setattr("socket.gethostname", lambda name=name: name)
+            links.append(
+                stack.enter_context(
+                    open_model(DEMO, experts=[server.address], transport=transport, device="cpu")
+                ).links[0]
+            )
+        expected = hammer(links[0], 1, bad=False)[0][1]
+        before = client.stats(SOON_S)
+        with ThreadPoolExecutor(8) as pool:
+            good = list(pool.map(lambda link: hammer(link, n_each, bad=False), links * 2))
+        after = client.stats(SOON_S)
+        with ThreadPoolExecutor(8) as pool:
+            mixed = list(pool.map(lambda link: hammer(link, n_each, bad=link is links[1]), links * 2))
+        final = client.stats(SOON_S)
+    assert all(code == 0 and torch.equal(sums, expected) for answers in good for code, sums in answers)
+    n_batches = after.batches.batches - before.batches.batches
+    assert after.requests - before.requests == 8 * n_each
+    assert sum(after.batches.by_members) == after.batches.batches
+    assert 8 * n_each / n_batches > 2
+    assert final.batches.collect_seconds == 0
+    assert final.errors - after.errors == 2 * n_each
+    for link, answers in zip(links * 2, mixed, strict=True):
+        if link is links[1]:
+            assert {code for code, _ in answers} == {ErrorCode.BAD_SLOT}
+        else:
+            assert all(code == 0 and torch.equal(sums, expected) for code, sums in answers)
