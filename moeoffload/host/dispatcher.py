@@ -21,6 +21,7 @@ from moeoffload.host.recorder import Recorder
 from moeoffload.host.remote_experts import ExpertsCall
 from moeoffload.host.second_opinion import SecondOpinion
 from moeoffload.host.shard import Shard
+from moeoffload.host.turns import Turns
 from moeoffload.settings import Mode
 
 DECODE_ROWS: Final = 8
@@ -84,6 +85,8 @@ class Dispatcher:
         self._holds_all = shards[0].current.holds_all if len(shards) == 1 and local is None else None
         self.on_layer: Callable[[int], None] | None = None
         """Called with the layer when its experts are asked for, that is, when its attention is done."""
+        self.turns: Turns | None = None
+        """Given up while servers are waited for, if two groups of requests share the host."""
         self.on_routes: Callable[[int, torch.Tensor], None] | None = None
         """Called with the layer and its ids (n, top_k) int64; for routing statistics."""
         self.n_created = 0
@@ -131,6 +134,7 @@ class Dispatcher:
             progress.link = progress.shard.current
             progress.next_row = n_rows if progress.link.holds_none[layer] else 0
         pack_s = local_s = wait_s = combine_s = 0.0
+        turns, away = self.turns, False
         try:
             self._send(state, layer, hidden, ids, weights, record.servers)
             sent = clock()
@@ -138,6 +142,9 @@ class Dispatcher:
             if self._local is not None and total is not None:
                 record.local_rows += self._local.compute(layer, hidden, ids, weights, total)
                 local_s = clock() - sent
+            if turns is not None:
+                turns.give()
+                away = True
             busy = True
             while busy:
                 busy = False
@@ -174,6 +181,8 @@ class Dispatcher:
                     self._send(state, layer, hidden, ids, weights, record.servers)
                     pack_s += clock() - started
         finally:
+            if away and turns is not None:
+                record.turn_s += turns.take()
             for progress in state.progress:
                 progress.give_back()
                 del progress.link

@@ -40,6 +40,8 @@ class Recorder:
         self.n_servers = n_servers
         self.n_layers = n_layers
         self.profile = profile
+        self.next_phase: str | None = None
+        """The phase of the next forward pass, where its shape does not tell (packed requests)."""
         self.reset()
 
     def reset(self) -> None:
@@ -86,7 +88,7 @@ class Recorder:
             kwargs = {"input_ids": args[0], **kwargs}
         tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
         n_sequences, length = tokens.shape[0], tokens.shape[1]
-        self._phase = DECODE if length == 1 else PREFILL
+        self._phase = self.next_phase or (DECODE if length == 1 else PREFILL)
         counters = self.counters
         counters.forwards += 1
         counters.sequences += n_sequences

@@ -72,6 +72,8 @@ class StepTimes:
     """Where the seconds of all steps went; parts as in docs/report.md."""
 
     steps: int = 0
+    in_two_groups: int = 0
+    """Of these, those in which one group computed while the other's experts were away."""
     seconds: float = 0.0
     dense_s: float = 0.0
     pack_s: float = 0.0

@@ -1,0 +1,374 @@
+"""The engine of many requests: a thread that runs the model one step after the other, with whoever is there.
+
+Requests join and leave between steps. A step computes one row for each answer that goes on and, with what is left of
+its rows, parts of prompts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+import torch
+
+from moeoffload.errors import BusyError, MoeOffloadError, PromptError, ServerError
+from moeoffload.host.recorder import DECODE, PREFILL
+from moeoffload.host.serving.paged_batch import CacheLimits, Member, PagedBatch
+from moeoffload.host.serving.ping_pong import PingPong, Preference
+from moeoffload.host.serving.request import (
+    FinishReason,
+    OnProgress,
+    Progress,
+    SamplingOptions,
+    TokenChoice,
+)
+from moeoffload.host.serving.sampling import Sampler
+from moeoffload.host.serving.stats import ServingStats
+from moeoffload.host.session import OffloadedModel
+from moeoffload.placement import GIB
+
+logger = logging.getLogger(__name__)
+
+PAGE_TOKENS: Final = 16
+"""A beginning is used again in pages of so many tokens."""
+_IDLE_WAIT_S: Final = 0.5
+_STOP_TIMEOUT_S: Final = 30.0
+
+
+class PingPongChoice(StrEnum):
+    """Whether steps run in two groups; AUTO times both."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+class EngineSettings(Protocol):
+    """What the engine needs of the settings."""
+
+    max_running: int
+    max_waiting: int
+    kv_gib: float
+    prefill_chunk: int
+    prefix_reuse: bool
+    ping_pong: PingPongChoice
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request from `ServingEngine.submit` to its last `Progress`; also its ticket."""
+
+    request_id: str
+    prompt: list[int]
+    options: SamplingOptions
+    tell: OnProgress
+    sampler: Sampler
+    engine: ServingEngine
+    submitted: float
+    last_token: float = 0.0
+    n_tokens: int = 0
+    reused: int | None = None
+    """None until its first step."""
+
+    def cancel(self) -> None:
+        """See `Ticket`."""
+        self.engine.cancel(self)
+
+
+class ServingEngine:
+    """Answers requests with an open model, which is its own until `close`. Use it in a ``with`` block, or close it."""
+
+    def __init__(self, offloaded: OffloadedModel, settings: EngineSettings) -> None:
+        """Starts the engine's thread, which runs the model once to warm up.
+
+        Raises:
+            ModelError: requests of this model cannot be batched.
+            ServerError: the first step failed.
+        """
+        self.stats = ServingStats()
+        self._offloaded = offloaded
+        self._settings = settings
+        self._eos = _eos_tokens(offloaded.model)
+        most = getattr(offloaded.checkpoint.config.get_text_config(), "max_position_embeddings", None)
+        self._batch = PagedBatch(
+            offloaded.model,
+            CacheLimits(
+                kv_bytes=int(settings.kv_gib * GIB),
+                page_tokens=PAGE_TOKENS,
+                step_rows=max(settings.prefill_chunk, settings.max_running),
+                requests=settings.max_running,
+                reuse=settings.prefix_reuse,
+            ),
+        )
+        self.context_tokens = min(most or self._batch.capacity_tokens, self._batch.capacity_tokens)
+        """See `RequestEngine`."""
+        self.stats.cache.total_tokens = self._batch.capacity_tokens
+        self.stats.cache.total_bytes = self._batch.capacity_bytes
+        self._ping_pong = PingPong(offloaded.model, offloaded.dispatcher, offloaded.recorder)
+        self._preference = Preference()
+        self._numbers = itertools.count()
+        self._requests: dict[str, _Request] = {}
+        self._new: deque[_Request] = deque()
+        self._cancelled: deque[_Request] = deque()
+        self._changing = threading.Lock()
+        """Guards the three above and the two below; never held across a wait or a step."""
+        self._draining = False
+        self._failed: Exception | None = None
+        self._stopping = False
+        self._idle = threading.Condition(self._changing)
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
+        self._thread.start()
+        try:
+            self._warm_up()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- for any thread
+
+    @property
+    def is_ready(self) -> bool:
+        """See `RequestEngine`."""
+        return self._thread.is_alive() and not self._draining and not self._stopping
+
+    def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> _Request:
+        """See `RequestEngine`.
+
+        Raises:
+            PromptError: the prompt is empty or does not fit.
+            BusyError: the queue is full or the engine drains.
+        """
+        if not prompt:
+            raise PromptError("the prompt is empty")
+        room = self.context_tokens - len(prompt)
+        if room < 1:
+            raise PromptError(f"the prompt has {len(prompt)} tokens, the context holds {self.context_tokens}")
+        if options.max_tokens > room:
+            raise PromptError(
+                f"the prompt has {len(prompt)} tokens and the answer may have {options.max_tokens}; "
+                f"the context holds {self.context_tokens}"
+            )
+        request = _Request(
+            f"req-{next(self._numbers)}", prompt, options, on_progress, Sampler(options), self, perf_counter()
+        )
+        with self._changing:
+            if self._draining or self._stopping:
+                self.stats.requests.rejected += 1
+                raise BusyError("the server is shutting down", self._retry_after_s())
+            if len(self._requests) >= self._settings.max_running + self._settings.max_waiting:
+                self.stats.requests.rejected += 1
+                raise BusyError(
+                    f"{len(self._requests)} requests are running or waiting, more are not taken", self._retry_after_s()
+                )
+            self._requests[request.request_id] = request
+            self._new.append(request)
+        self._wake.set()
+        return request
+
+    def cancel(self, request: _Request) -> None:
+        """Ends a request before the next step, if it has not ended."""
+        with self._changing:
+            if request.request_id not in self._requests:
+                return
+            self._cancelled.append(request)
+        self._wake.set()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Takes no more requests and waits until those taken have ended; whether they have."""
+        with self._idle:
+            self._draining = True
+            return self._idle.wait_for(lambda: not self._requests, timeout_s)
+
+    def close(self) -> None:
+        """Cancels what runs, ends the thread, and gives the model back. Idempotent."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(_STOP_TIMEOUT_S)
+        self._ping_pong.close()
+        self._batch.close()
+
+    def __enter__(self) -> ServingEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _retry_after_s(self) -> float:
+        """When the next of those that run may be done: a mean answer shared among them."""
+        steps, tokens, counts = self.stats.steps, self.stats.tokens, self.stats.requests
+        if not counts.finished or not steps.steps:
+            return 1.0
+        answer_s = tokens.completion / counts.finished * steps.seconds / steps.steps
+        return min(60.0, max(1.0, answer_s / max(1, self._settings.max_running)))
+
+    # -- the engine's thread
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                if not self._step():
+                    self._wake.wait(_IDLE_WAIT_S)
+                    self._wake.clear()
+            except Exception as error:  # transformers may raise anything; the next request gets its chance
+                if not isinstance(error, MoeOffloadError):
+                    logger.exception("a step failed")
+                self._fail_all(error)
+        with self._changing:
+            left = list(self._requests.values())
+        for request in left:
+            self._end(request, Progress(finish=FinishReason.CANCELLED))
+
+    def _step(self) -> bool:
+        """Computes one step; False if there was nothing to do."""
+        self._take_changes()
+        members = self._batch.prepare()
+        self._count_requests()
+        if not members:
+            return False
+        two = self._splits(members)
+        started = perf_counter()
+        with_token = [member for member in members if member.has_token]
+        decoding = all(member.n_rows == 1 for member in members)
+        self._offloaded.recorder.next_phase = DECODE if decoding else PREFILL
+        try:
+            logits = self._batch.forward(len(with_token), self._ping_pong.run if two else None)
+        except MoeOffloadError as error:
+            logger.warning("a step of %d requests failed: %s", len(members), error)
+            for request_id in list(self._batch.fail()):
+                self._end(self._requests[request_id], Progress(finish=FinishReason.ERROR, error=error))
+            return True
+        for member in members:
+            self._note_start(member)
+        plain = logits.argmax(dim=-1).tolist() if with_token else []
+        choices = [
+            TokenChoice(token) if request.sampler.is_plain else request.sampler.choose(logits[row])
+            for row, (request, token) in enumerate(
+                (self._requests[member.request_id], token) for member, token in zip(with_token, plain, strict=False)
+            )
+        ]
+        self._batch.commit([choice.token for choice in choices])
+        ended = perf_counter()
+        if decoding:
+            self._preference.took(len(members), two, ended - started)
+        steps = self.stats.steps
+        steps.steps += 1
+        steps.in_two_groups += two
+        steps.seconds += ended - started
+        self.stats.step_rows.add(sum(member.n_rows for member in members))
+        for member, choice in zip(with_token, choices, strict=True):
+            self._tell(self._requests[member.request_id], choice, ended)
+        return True
+
+    def _splits(self, members: list[Member]) -> bool:
+        """Whether the next step is run in two groups."""
+        wanted = self._settings.ping_pong
+        if len(members) < 2 or wanted is PingPongChoice.OFF or not self._batch.can_split:
+            return False
+        return wanted is PingPongChoice.ON or self._preference.wants_two(len(members))
+
+    def _take_changes(self) -> None:
+        with self._changing:
+            new, self._new = self._new, deque()
+            cancelled, self._cancelled = self._cancelled, deque()
+        for request in new:
+            eos = () if request.options.ignore_eos else self._eos
+            self._batch.add(request.request_id, request.prompt, request.options.max_tokens, eos)
+            self.stats.tokens.prompt += len(request.prompt)
+        for request in cancelled:
+            if request.request_id in self._requests:
+                self._batch.cancel(request.request_id)
+                self._end(request, Progress(finish=FinishReason.CANCELLED))
+
+    def _count_requests(self) -> None:
+        counts, cache = self.stats.requests, self.stats.cache
+        counts.running, counts.waiting = self._batch.n_running, self._batch.n_waiting
+        cache.used_tokens, cache.kept_tokens = self._batch.cache_tokens()
+
+    def _note_start(self, member: Member) -> None:
+        request = self._requests[member.request_id]
+        if request.reused is None:
+            request.reused = member.past
+            self.stats.tokens.reused += member.past
+
+    def _tell(self, request: _Request, choice: TokenChoice, now: float) -> None:
+        request.n_tokens += 1
+        self.stats.tokens.completion += 1
+        if request.n_tokens == 1:
+            self.stats.first_token_s.add(now - request.submitted)
+        else:
+            self.stats.between_tokens_s.add(now - request.last_token)
+        request.last_token = now
+        finish = None
+        if choice.token in self._eos and not request.options.ignore_eos:
+            finish = FinishReason.STOP
+        elif request.n_tokens >= request.options.max_tokens:
+            finish = FinishReason.LENGTH
+        progress = Progress(choice, finish, reused_tokens=request.reused or 0)
+        if finish is None:
+            request.tell(progress)
+        else:
+            self._end(request, progress)
+
+    def _end(self, request: _Request, progress: Progress) -> None:
+        counts = self.stats.requests
+        if progress.finish is FinishReason.CANCELLED:
+            counts.cancelled += 1
+        elif progress.finish is FinishReason.ERROR:
+            counts.failed += 1
+        else:
+            counts.finished += 1
+        with self._idle:
+            del self._requests[request.request_id]
+            self._idle.notify_all()
+        request.tell(progress)
+
+    def _fail_all(self, error: Exception) -> None:
+        """After something unforeseen: nothing in the cache can be trusted."""
+        told = error if isinstance(error, MoeOffloadError) else ServerError(f"internal error: {error}")
+        self._batch.reset()
+        with self._changing:
+            left = [request for request in self._requests.values() if request not in self._new]
+        for request in left:
+            self._end(request, Progress(finish=FinishReason.ERROR, error=told))
+
+    def _warm_up(self) -> None:
+        """A request of a few tokens: what is compiled or allocated at first is so before the first client comes."""
+        done: list[Progress] = []
+        over = threading.Event()
+
+        def tell(progress: Progress) -> None:
+            done.append(progress)
+            if progress.finish is not None:
+                over.set()
+
+        options = SamplingOptions(max_tokens=2, temperature=0, ignore_eos=True)
+        self.submit([0] * min(4, self.context_tokens - 2), options, tell)
+        timeout_s = self._offloaded.settings.dispatch_timeout_s + self._offloaded.settings.load_timeout_s
+        if not over.wait(timeout_s):
+            raise ServerError(f"the first step did not end within {timeout_s:g} s")
+        if done[-1].error is not None:
+            raise done[-1].error
+        self.stats.__init__()  # type: ignore[misc]
+        self.stats.cache.total_tokens = self._batch.capacity_tokens
+        self.stats.cache.total_bytes = self._batch.capacity_bytes
+        self._offloaded.recorder.reset()
+
+
+def _eos_tokens(model: Any) -> tuple[int, ...]:
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
