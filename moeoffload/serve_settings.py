@@ -14,7 +14,7 @@ from moeoffload.setting_sources import Panel, Setting
 from moeoffload.setting_values import check_file_to_read, check_secret_file, read_host
 
 
-class PingPong(StrEnum):
+class PingPongChoice(StrEnum):
     """Whether two halves of a batch take turns on the host and on the servers; AUTO is where it wins."""
 
     AUTO = "auto"
@@ -90,10 +90,10 @@ class HttpSettings(SecuritySettings):
         Setting(unit="tokens", panel=Panel.SERVING),
     ] = 512
     ping_pong: Annotated[
-        PingPong,
+        PingPongChoice,
         Field(description="Two halves of a batch: attention of one while servers compute experts of the other."),
         Setting(default_means="where it wins", panel=Panel.SERVING),
-    ] = PingPong.AUTO
+    ] = PingPongChoice.AUTO
     prefix_reuse: Annotated[
         bool,
         Field(description="Keys and values of earlier requests are kept for prompts that begin the same."),

@@ -11,12 +11,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from moeoffload.control.credentials import read_token
+from moeoffload.host.serving.access import read_api_key
 from moeoffload.host.serving.answering import Answering
 from moeoffload.host.serving.api_errors import ApiError, of_exception, of_validation
-from moeoffload.host.serving.dashboard import dashboard_page
 from moeoffload.host.serving.guard import Guard, GuardRules
-from moeoffload.host.serving.metrics import render_metrics
 from moeoffload.host.serving.request import RequestEngine
 from moeoffload.host.serving.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
 from moeoffload.security_settings import is_loopback
@@ -26,7 +24,8 @@ from moeoffload.text import one_line
 _SPARE_PLACES: Final = 32
 """Requests that may be read while all places of the engine are taken: they are told so instead of being cut off."""
 
-Snapshot = Callable[[], dict[str, Any]]
+Snapshot = Callable[[bool], dict[str, Any]]
+"""All figures as plain data. The argument: whether somebody watches, who wants the times of each layer, too."""
 
 
 @dataclass(frozen=True)
@@ -49,24 +48,23 @@ def create_app(
     Args:
         tokenizer: the model's; copied for what is not the event loop's.
         model_name: what clients call the model.
-        snapshot: all figures as plain data, see `moeoffload.host.serving.stats`.
+        snapshot: for /stats and /metrics.
 
     Raises:
         SettingError: the file of the API key holds none, or the server would be open to others.
     """
     settings.check_http()
-    key_file = settings.api_key_file
-    api_key = read_token(key_file, "--api-key-file") if key_file is not None else None
+    api_key = read_api_key(settings)
     room = settings.max_running + settings.max_waiting
     answering = Answering(engine, tokenizer, model_name, max(room, MAX_CHOICES))
     # No page about the API: it would load scripts from elsewhere.
     app = FastAPI(title="moeoffload", docs_url=None, redoc_url=None, openapi_url=None)
     _add_error_handlers(app)
     _add_openai_routes(app, answering)
-    _add_operator_routes(app, engine, snapshot)
+    _add_operator_routes(app, snapshot)
     rules = GuardRules(
         api_key=api_key,
-        loopback_only=api_key is None and is_loopback(settings.bind),
+        loopback_only=api_key is None and is_loopback(settings.bind) and not settings.insecure,
         max_open=room + _SPARE_PLACES,
     )
     guard = Guard(app, rules)
@@ -102,22 +100,26 @@ def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
         return card()
 
 
-def _add_operator_routes(app: FastAPI, engine: RequestEngine, snapshot: Snapshot) -> None:
+def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        content, content_type = render_metrics(snapshot())
+        from moeoffload.host.serving.metrics import render_metrics
+
+        content, content_type = render_metrics(snapshot(False))
         return Response(content, headers={"Content-Type": content_type})
 
     @app.get("/stats", response_model=None)
     async def stats() -> Response:
-        return JSONResponse(snapshot())
+        return JSONResponse(snapshot(True))
 
     @app.get("/dashboard", response_model=None)
     async def dashboard() -> Response:
+        from moeoffload.host.serving.dashboard import dashboard_page
+
         return HTMLResponse(dashboard_page())
 
 

@@ -85,8 +85,8 @@ def of_exception(error: Exception) -> ApiError:
 
 def of_validation(error: RequestValidationError) -> ApiError:
     """What a client is told of a body that is no JSON, or has a parameter of a wrong type or value."""
-    details = error.errors()
-    first = details[0] if details else {"type": "", "loc": (), "msg": "invalid request"}
+    details: list[Any] = list(error.errors())
+    first: dict[str, Any] = dict(details[0]) if details else {"type": "", "loc": (), "msg": "invalid request"}
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return bad_request(f"The body of the request is no valid JSON ({reason}).", code="invalid_json")

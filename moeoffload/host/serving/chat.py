@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from moeoffload.host.serving.api_errors import ApiError, bad_request
+from moeoffload.host.serving.api_errors import bad_request
 from moeoffload.host.serving.schemas import ChatRequest, Message
 
 
@@ -76,7 +76,7 @@ class PromptReader:
         try:
             template = self._tokenizer.get_chat_template(tools=tools or None)
         except ValueError:
-            raise ApiError(400, "The model has no chat template; use /v1/completions.", code="no_chat_template") from None
+            raise bad_request("The model has no chat template; use /v1/completions.") from None
         if tools and not re.search(r"\btools\b", template):
             raise bad_request("The model's chat template takes no tools.", "tools", "unsupported_parameter")
 

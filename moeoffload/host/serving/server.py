@@ -1,4 +1,4 @@
-"""Runs the app: the socket, TLS, and the stop that lets running requests finish."""
+"""Runs the app: uvicorn, and the stop that lets running requests finish."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import logging
 import socket
-import ssl
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import uvicorn
 
-from moeoffload.control.credentials import load_pair
-from moeoffload.errors import SettingError
+from moeoffload.host.serving.access import tls_context
 from moeoffload.host.serving.api import Api
 from moeoffload.settings import ServeSettings
 
@@ -32,32 +30,6 @@ class Drainable(Protocol):
 
     def drain(self, timeout_s: float) -> bool:
         """Takes no new requests; waits until those taken are done. False if some were not within ``timeout_s``."""
-
-
-def bind_socket(settings: ServeSettings) -> socket.socket:
-    """The socket to listen on, not listening yet: found to be free before a model is loaded.
-
-    Raises:
-        SettingError: the port is taken, or the address is not this machine's.
-    """
-    where = f"{settings.bind}:{settings.port}"
-    try:
-        found = socket.getaddrinfo(settings.bind, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise SettingError(f"--bind: {settings.bind} is no address of this machine ({error.strerror})") from None
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        # Two programs may share a port until one of them listens.
-        listener.listen(0)
-    except OSError as error:
-        listener.close()
-        raise SettingError(
-            f"--port: cannot listen at {where} ({error.strerror}); give another --port, or 0 for a free one"
-        ) from None
-    return listener
 
 
 class HttpServer(uvicorn.Server):
@@ -80,6 +52,7 @@ class HttpServer(uvicorn.Server):
         self._draining: threading.Thread | None = None
         self.finished_all = True
         """Whether all requests that had been taken were answered."""
+        tls = tls_context(settings)
         super().__init__(
             uvicorn.Config(
                 api.app,
@@ -93,7 +66,7 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,
                 limit_concurrency=MAX_CONNECTIONS,
                 timeout_graceful_shutdown=_LAST_BYTES_S,
-                **_tls(settings),
+                ssl_context_factory=(lambda config, default: tls) if tls is not None else None,
             )
         )
 
@@ -132,13 +105,3 @@ class HttpServer(uvicorn.Server):
             log.warning("requests that still run are given up")
             self._api.answering.give_up_all()
         self.should_exit = True
-
-
-def _tls(settings: ServeSettings) -> dict[str, Any]:
-    cert, key = settings.http_tls_cert, settings.http_tls_key
-    if cert is None or key is None:
-        return {}
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    load_pair(context, cert, key, "--http-tls")
-    return {"ssl_context_factory": lambda config, default: context}
