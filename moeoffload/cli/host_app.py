@@ -16,6 +16,7 @@ import typer
 from moeoffload import __version__
 from moeoffload.cli.keys_app import app as keys_app
 from moeoffload.cli.options import with_settings
+from moeoffload.cli.top_app import top
 from moeoffload.errors import PromptError, SettingError
 from moeoffload.logs import log_to
 from moeoffload.settings import HostSettings
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(keys_app, name="keys")
+app.command()(top)
 
 
 def _print_version(wanted: bool) -> None:
