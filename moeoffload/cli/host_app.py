@@ -14,6 +14,7 @@ from moeoffload.cli.keys_app import app as keys_app
 from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds
 from moeoffload.cli.options import with_settings
 from moeoffload.cli.serve_app import serve
+from moeoffload.cli.top_app import top
 from moeoffload.errors import PromptError, SettingError
 from moeoffload.logs import log_to
 from moeoffload.settings import HostSettings
@@ -21,6 +22,7 @@ from moeoffload.settings import HostSettings
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(keys_app, name="keys")
 app.command()(serve)
+app.command()(top)
 
 
 def _print_version(wanted: bool) -> None:

@@ -48,6 +48,7 @@ def _serve(settings: ServeSettings, model: str, revision: str | None, verbose: b
         from moeoffload.host.serving.api import create_app
         from moeoffload.host.serving.engine import ServingEngine
         from moeoffload.host.serving.server import HttpServer
+        from moeoffload.host.serving.snapshot import serving_snapshot
 
         name = settings.served_model_name or _model_name(model)
         host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind
@@ -57,7 +58,13 @@ def _serve(settings: ServeSettings, model: str, revision: str | None, verbose: b
             open_with_progress(model, settings, revision) as offloaded,
             ServingEngine(offloaded, settings) as engine,
         ):
-            api = create_app(engine, offloaded.tokenizer, name, settings, lambda watch: engine.stats.snapshot())
+            api = create_app(
+                engine,
+                offloaded.tokenizer,
+                name,
+                settings,
+                lambda watch: serving_snapshot(offloaded, engine.stats, watch=watch),
+            )
             server = HttpServer(
                 api, engine, settings, lambda: print(f"serving {name} at {url}", flush=True), verbose=verbose
             )

@@ -73,7 +73,7 @@ class Report:
             for i, link in enumerate(links)
         ]
         phases = {name: _phase(phase) for name, phase in totals.items()}
-        layers = {name: [asdict(times) for times in layers] for name, layers in recorder.layers.items()}
+        layers = {name: [asdict(times) for times in phase.layers] for name, phase in totals.items()}
         return cls(model, run, phases, servers, recovery, layers if recorder.profile else None)
 
     @property

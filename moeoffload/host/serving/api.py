@@ -14,7 +14,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from moeoffload.host.serving.access import read_api_key
 from moeoffload.host.serving.answering import Answering
 from moeoffload.host.serving.api_errors import ApiError, of_exception, of_validation
+from moeoffload.host.serving.dashboard import dashboard_page
 from moeoffload.host.serving.guard import Guard, GuardRules
+from moeoffload.host.serving.metrics import render_metrics
 from moeoffload.host.serving.request import RequestEngine
 from moeoffload.host.serving.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
 from moeoffload.security_settings import is_loopback
@@ -107,8 +109,6 @@ def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        from moeoffload.host.serving.metrics import render_metrics
-
         content, content_type = render_metrics(snapshot(False))
         return Response(content, headers={"Content-Type": content_type})
 
@@ -118,8 +118,6 @@ def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
 
     @app.get("/dashboard", response_model=None)
     async def dashboard() -> Response:
-        from moeoffload.host.serving.dashboard import dashboard_page
-
         return HTMLResponse(dashboard_page())
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from moeoffload.host.serving.api_errors import bad_request, unsupported
 from moeoffload.host.serving.request import MAX_ALTERNATIVES, SamplingOptions
@@ -126,12 +126,6 @@ class GenerationRequest(_Strict):
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
 
-    @model_validator(mode="after")
-    def _options_of_a_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("'stream_options' is allowed with 'stream' only")
-        return self
-
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the counts of tokens."""
@@ -150,6 +144,8 @@ class GenerationRequest(_Strict):
                 raise bad_request(f"Unknown parameter: '{name}'.", name[:100], "unknown_parameter")
             if value not in _NEUTRAL[name]:
                 raise unsupported(name)
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("'stream_options' is allowed with 'stream' only.", "stream_options")
         if any(token >= n_vocabulary for token in self.logit_bias):
             raise bad_request(f"Invalid 'logit_bias': tokens are 0 to {n_vocabulary - 1}.", "logit_bias")
 
