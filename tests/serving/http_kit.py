@@ -13,13 +13,13 @@ from typing import Any
 
 import openai
 from command_lines import wait_until
-from serving.fake_engine import FakeEngine
+from serving_snapshots import scripted
 
 from moeoffload.host.serving.access import bind_socket
 from moeoffload.host.serving.api import create_app
 from moeoffload.host.serving.server import HttpServer
-from moeoffload.host.serving.stats import ServingStats
 from moeoffload.settings import ServeSettings
+from serving.fake_engine import FakeEngine
 
 WAIT_S = 30
 
@@ -94,7 +94,7 @@ def serving(engine: FakeEngine, tokenizer: Any, key: str = "none", **settings: A
     checked = ServeSettings(port=0, **settings)
     listener = bind_socket(checked)
     ready = threading.Event()
-    api = create_app(engine, tokenizer, "demo", checked, lambda watch: ServingStats().snapshot() | {"servers": []})
+    api = create_app(engine, tokenizer, "demo", checked, lambda watch: scripted(1)[0])
     server = HttpServer(api, engine, checked, ready.set)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

@@ -9,11 +9,11 @@ from typing import Any
 import openai
 import pytest
 from command_lines import wait_until
-from serving.fake_engine import FakeEngine, tokens_of
-from serving.http_kit import Running, serving
 
 from moeoffload.errors import BusyError, ServerError
 from moeoffload.host.serving.request import FinishReason, Progress
+from serving.fake_engine import FakeEngine, tokens_of
+from serving.http_kit import Running, serving
 
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
 TEXT = "h\u00e9llo \U0001f600 w\u20acrld"
@@ -165,12 +165,12 @@ def test_tools_go_to_a_template_that_takes_them(server: Running, engine: FakeEng
     ]
     try:
         with serving(FakeEngine(tokens_of("<tool>")), tokenizer) as other, other.client() as client:
-            extra = {"chat_template_kwargs": {"loud": True}}
+            extra: dict[str, Any] = {"chat_template_kwargs": {"loud": True}}
             answer = client.chat.completions.create(model="demo", messages=messages, tools=[tool], extra_body=extra)
             assert bytes(other.engine.tickets[0].prompt) == b"[look]!what?(sky)blue"
             assert answer.choices[0].message.content == "<tool>"
+            extra = {"chat_template_kwargs": {"chat_template": "x"}}
             with pytest.raises(openai.BadRequestError, match="not for clients to set"):
-                extra = {"chat_template_kwargs": {"chat_template": "x"}}
                 client.chat.completions.create(model="demo", messages=messages, extra_body=extra)
     finally:
         tokenizer.chat_template = plain
@@ -201,12 +201,11 @@ def test_a_failed_answer_is_an_error_also_within_a_stream(
         with pytest.raises(openai.InternalServerError) as caught:
             client.chat.completions.create(model="demo", messages=HELLO)
         stream = client.chat.completions.create(model="demo", messages=HELLO, stream=True)
-        text = ""
+        got: list[Any] = []
         with pytest.raises(openai.APIError) as within:
-            for chunk in stream:
-                text += chunk.choices[0].delta.content or ""
+            got.extend(iter(stream))
     assert caught.value.status_code == status
-    assert text == "abc"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in got) == "abc"
     for told in (str(caught.value), str(within.value)):
         assert ("server b" in told) == (status == 503)
         assert "a secret" not in told

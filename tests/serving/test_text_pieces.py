@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from hypothesis import given, settings
@@ -44,11 +45,13 @@ def test_bytes_that_are_no_text_do_not_wait_for_the_end(tokenizer: Any) -> None:
     stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=4),
     cuts=st.lists(st.integers(0, 30), max_size=6),
 )
-def test_nothing_of_a_stop_string_gets_out_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_nothing_of_a_stop_string_gets_out_however_the_text_is_cut(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
     ends = {at + len(stop): at for stop in sorted(stops, key=len) if (at := text.find(stop)) >= 0}
     wanted = text[: ends[min(ends)]] if ends else text
     watcher, out, places = StopStrings(stops), "", sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         out += watcher.push(text[start:end])
         assert wanted.startswith(out)
     assert watcher.found == bool(ends)

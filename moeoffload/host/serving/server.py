@@ -79,10 +79,13 @@ class HttpServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal; uvicorn would refuse connections at once, where clients should learn when to come again."""
-        self.stop()
+        if self.started:
+            self._loop.call_soon_threadsafe(self.stop)
+        else:
+            self.should_exit = True
 
     def stop(self) -> None:
-        """The first call lets running requests finish, the second ends them; from the main thread or the event loop."""
+        """The first call lets running requests finish, the second ends them; from the event loop."""
         if self._draining is None:
             log.info("stopping; running requests have %g s to finish", self._drain_s)
             self._api.stop_taking()
