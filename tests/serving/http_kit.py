@@ -64,7 +64,7 @@ class Running:
 
     def client(self, **options: Any) -> openai.OpenAI:
         """OpenAI's client, which would by itself try three times."""
-        base = {"base_url": f"{self.url}/v1", "api_key": self.key, "max_retries": 0, "timeout": WAIT_S}
+        base: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": self.key, "max_retries": 0, "timeout": WAIT_S}
         return openai.OpenAI(**base | options)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:

@@ -202,7 +202,10 @@ def test_clients_see_the_certificate(tokenizer: Any, tmp_path: Path) -> None:
     import urllib.request
 
     make_keys(tmp_path / "keys", [])
-    files = {"http_tls_cert": tmp_path / "keys/server.pem", "http_tls_key": tmp_path / "keys/server.key"}
+    files: dict[str, Any] = {
+        "http_tls_cert": tmp_path / "keys/server.pem",
+        "http_tls_key": tmp_path / "keys/server.key",
+    }
     with serving(FakeEngine(), tokenizer, **files) as server:
         trust = ssl.create_default_context(cafile=str(tmp_path / "keys/ca.pem"))
         with urllib.request.urlopen(f"https://localhost:{server.port}/health", context=trust, timeout=10) as reply:
