@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 
 from moeoffload import __version__
 from moeoffload.cli.keys_app import app as keys_app
-from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds
+from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds, write_report
 from moeoffload.cli.options import with_settings
 from moeoffload.cli.serve_app import serve
 from moeoffload.cli.top_app import top
@@ -128,8 +127,7 @@ def _answer(model: str, settings: HostSettings, prompts: list[str], chat: bool, 
             report = offloaded.report()
             if report.prompt_tokens:
                 console.print(report.table())
-            if settings.report is not None:
-                settings.report.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+            write_report(report, settings)
 
 
 def _read_prompts(prompts: list[str], prompt_file: str | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from moeoffload.settings import HostSettings
 
 if TYPE_CHECKING:
+    from moeoffload.host.report import Report
     from moeoffload.host.session import OffloadedModel
 
 LOG_FORMAT: Final = "%(levelname)s %(name)s: %(message)s"
@@ -35,6 +37,12 @@ def open_with_progress(model: str, settings: HostSettings, revision: str | None)
             bar.update(tasks[address], completed=loaded)
 
         return open_model(model, settings=settings, revision=revision, on_progress=on_progress)
+
+
+def write_report(report: Report, settings: HostSettings) -> None:
+    """Writes the report to the file that the settings name, if they do."""
+    if settings.report is not None:
+        settings.report.write_text(json.dumps(report.to_json(), indent=2) + "\n")
 
 
 @contextmanager

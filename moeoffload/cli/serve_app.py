@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds
+from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds, write_report
 from moeoffload.cli.options import with_settings
 from moeoffload.logs import log_to
 from moeoffload.settings import ServeSettings
@@ -36,10 +36,10 @@ def serve(
     """
     log_to(sys.stderr, "INFO" if verbose else settings.log_level.value.upper(), LOG_FORMAT)
     with sigterm_unwinds():
-        _serve(settings, model, revision, verbose)
+        _serve(settings, model, revision)
 
 
-def _serve(settings: ServeSettings, model: str, revision: str | None, verbose: bool) -> None:
+def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
     # torch and transformers take seconds to import; --help, --version and setting errors need not wait for them.
     from moeoffload.host.serving.access import bind_socket, check_access
 
@@ -65,11 +65,10 @@ def _serve(settings: ServeSettings, model: str, revision: str | None, verbose: b
                 settings,
                 lambda watch: serving_snapshot(offloaded, engine.stats, watch=watch),
             )
-            server = HttpServer(
-                api, engine, settings, lambda: print(f"serving {name} at {url}", flush=True), verbose=verbose
-            )
+            server = HttpServer(api, engine, settings, lambda: print(f"serving {name} at {url}", flush=True))
             with contextlib.closing(api.answering):
                 server.run(sockets=[listener])
+            write_report(offloaded.report(), settings)
     if not server.finished_all:
         raise typer.Exit(EXIT_GAVE_UP)
 

@@ -11,6 +11,7 @@ import pytest
 from command_lines import wait_until
 
 from moeoffload.errors import BusyError, ServerError
+from moeoffload.host.serving import sse
 from moeoffload.host.serving.request import FinishReason, Progress
 from serving.fake_engine import FakeEngine, tokens_of
 from serving.http_kit import Running, serving
@@ -238,6 +239,15 @@ def test_a_client_that_leaves_cancels_its_requests(
         wait_until(lambda: len(engine.tickets) == 2, "the requests")
         assert not any(ticket.cancelled.is_set() for ticket in engine.tickets)
     wait_until(lambda: all(ticket.cancelled.is_set() for ticket in engine.tickets), "the cancels", 5)
+
+
+def test_a_client_that_reads_nothing_has_left(
+    server: Running, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "SEND_TIMEOUT_S", 0.3)
+    engine.held, engine.context_tokens, engine.tokens = True, 100_000, list(b"x" * 40_000)
+    with server.leaving("/v1/completions", {"model": "demo", "prompt": "x", "stream": True, "max_tokens": 50_000}):
+        wait_until(lambda: engine.tickets and engine.tickets[0].cancelled.is_set(), "the cancel")
 
 
 def test_leaving_a_stream_of_the_client_cancels_it(server: Running, engine: FakeEngine) -> None:

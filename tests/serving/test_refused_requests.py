@@ -197,6 +197,16 @@ def test_the_key_opens_all_but_what_says_that_the_server_is_there(tokenizer: Any
         assert server.ask("GET", "/v1/models", Host="any.example", Authorization=f"Bearer {KEY}").status == 200
 
 
+def test_no_key_is_in_the_log(tokenizer: Any, key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG"), serving(FakeEngine(), tokenizer, KEY, api_key_file=key_file) as server:
+        assert server.ask("GET", f"/dashboard?key={KEY}").status == 200
+        assert server.ask("GET", "/stats", Authorization=f"Bearer {KEY}").status == 200
+        assert server.ask("GET", "/stats", Authorization=f"Bearer {KEY}x").status == 401
+    assert "GET /dashboard 200" in caplog.text
+    assert "no API key" in caplog.text
+    assert KEY not in caplog.text
+
+
 def test_clients_see_the_certificate(tokenizer: Any, tmp_path: Path) -> None:
     import ssl
     import urllib.request

@@ -52,7 +52,7 @@ class PromptReader:
             text.encode()
         except UnicodeEncodeError:
             raise bad_request("The text is no valid Unicode: it has half of a surrogate pair.") from None
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return tokens
 
     def _encode_chat(self, request: ChatRequest) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moeoffload.host.serving.api_errors import ApiError, bad_request, busy, unavailable
 from moeoffload.refusals import Refusals
 from moeoffload.security_settings import is_loopback
+
+log = logging.getLogger(__name__)
 
 OPEN_PATHS: Final = frozenset(("/health", "/ready", "/dashboard"))
 """What needs no key: it tells nothing of requests. The page of the dashboard holds no figures, it asks for /stats."""
@@ -56,6 +59,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        send = _told(scope, send)
         try:
             self._check_who(scope)
             if scope["method"] != "POST":
@@ -128,6 +132,17 @@ class Guard:
         if n_bytes > limit:
             raise too_large
         return bytes(body)
+
+
+def _told(scope: Scope, send: Send) -> Send:
+    """``send`` that logs how a request is answered; not its query, which may hold a key."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            log.info("%s %s %d", scope["method"], scope["path"], message["status"])
+        await send(message)
+
+    return sending
 
 
 def _names_loopback(url: str) -> bool:

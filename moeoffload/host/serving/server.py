@@ -41,8 +41,6 @@ class HttpServer(uvicorn.Server):
         engine: Drainable,
         settings: ServeSettings,
         on_ready: Callable[[], None],
-        *,
-        verbose: bool = False,
     ) -> None:
         """``on_ready`` is called when requests are taken."""
         self._api = api
@@ -61,7 +59,7 @@ class HttpServer(uvicorn.Server):
                 loop="asyncio",
                 lifespan="off",
                 log_config=None,
-                access_log=verbose,
+                access_log=False,  # it shows queries; the guard logs requests
                 server_header=False,
                 proxy_headers=False,
                 limit_concurrency=MAX_CONNECTIONS,

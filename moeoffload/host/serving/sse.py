@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from moeoffload.host.serving.api_errors import of_exception
+
+SEND_TIMEOUT_S: Final = 60.0
+"""A client that takes nothing for so long has left."""
 
 _Result = TypeVar("_Result")
 
@@ -66,7 +69,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI: the connection is this response's until its last event."""
         try:
-            await unless_client_leaves(receive, self._send(send))
+            await unless_client_leaves(receive, self._send(_in_time(send)))
         except ClientLeft:
             pass
         finally:
@@ -79,9 +82,22 @@ class EventStream(Response):
             async for chunk in self._chunks:
                 await send({"type": "http.response.body", "body": _event(chunk), "more_body": True})
             last = b"data: [DONE]\n\n"
+        except ClientLeft:
+            raise
         except Exception as error:  # the status is sent already; of_exception logs what was not made on purpose
             last = _event(of_exception(error).body())
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _in_time(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send(message)
+        except TimeoutError:
+            raise ClientLeft from None
+
+    return sending
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
