@@ -36,6 +36,7 @@ class Panel(StrEnum):
     """The groups of settings, in the order in which help and documentation show them."""
 
     SERVERS = "Expert servers"
+    SERVING = "HTTP server"
     SECURITY = "Security"
     CHANNEL = "Channel"
     COMPUTE = "Compute"

@@ -83,6 +83,14 @@ def read_listen(value: Any) -> Any:
     return Address.parse(value, lowest_port=0) if isinstance(value, str) else value
 
 
+def read_host(value: Any) -> Any:
+    """One host name or address; an IPv6 address may have brackets, and loses them."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    return _host(f"[{text}]" if ":" in text and not text.startswith("[") else text).strip("[]")
+
+
 def read_size(value: Any) -> Any:
     """A number of bytes, plain or with a suffix; K, M and G are powers of 1024, as KiB, MiB and GiB are."""
     if not isinstance(value, str):

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, Validat
 from moeoffload.generation_settings import GenerationSettings
 from moeoffload.recovery_settings import RecoverySettings
 from moeoffload.security_settings import HostSecuritySettings, ServerSecuritySettings
+from moeoffload.serve_settings import HttpSettings
 from moeoffload.setting_sources import Panel, Setting, SettingsBase
 from moeoffload.setting_values import (
     SMALLEST_SHARED_BYTES,
@@ -39,6 +40,7 @@ __all__ = [
     "ModelDtypeChoice",
     "PayloadChoice",
     "Pipeline",
+    "ServeSettings",
     "TransportChoice",
 ]
 
@@ -295,6 +297,10 @@ class HostSettings(HostSecuritySettings, RecoverySettings, GenerationSettings, C
     ] = LogLevel.WARNING
 
 
+class ServeSettings(HttpSettings, HostSettings):
+    """The settings of a host that answers many clients over HTTP."""
+
+
 class ExpertServerSettings(ServerSecuritySettings, CommonSettings):
     """The settings of the side that owns routed experts."""
 
@@ -406,6 +412,9 @@ class ExpertServerSettings(ServerSecuritySettings, CommonSettings):
         return f"cuda:{gpu}"
 
 
+_OF_RUN_ONLY = "Requests say themselves what `--max-new-tokens`, `--temperature` and `--seed` say for a run."
+
+
 def markdown() -> str:
     """The text of docs/settings.md."""
     return "\n".join(_markdown_lines()) + "\n"
@@ -419,13 +428,23 @@ def _markdown_lines() -> Iterator[str]:
     yield "A value on the command line (or a Python keyword) wins over the first environment name, which wins over the"
     yield "second, which wins over the default. An empty environment variable counts as not set. Where none is allowed,"
     yield "the word `none` says so."
-    for title, model in (("moeoffload run", HostSettings), ("moeoffload-expert", ExpertServerSettings)):
+    host = {info.name for info in HostSettings.infos()}
+    for title, model, elsewhere, note in (
+        ("moeoffload run", HostSettings, set(), ""),
+        ("moeoffload serve", ServeSettings, host, "Those of `moeoffload run`, and these. " + _OF_RUN_ONLY),
+        ("moeoffload-expert", ExpertServerSettings, set(), ""),
+    ):
         yield ""
         yield f"## {title}"
         yield ""
+        if note:
+            yield note
+            yield ""
         yield "| Setting | Flag | Environment | Default | Allowed | Meaning |"
         yield "|---|---|---|---|---|---|"
         for info in model.infos():
+            if info.name in elsewhere:
+                continue
             flag = f"{info.flag} / --no-{info.flag[2:]}" if info.is_boolean else info.flag
             names = ", ".join(f"`{name}`" for name in info.env_names)
             yield f"| {info.name} | `{flag}` | {names} | {info.default} | {info.allowed} | {info.description} |"

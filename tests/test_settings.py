@@ -27,13 +27,15 @@ from moeoffload.settings import (
     Mode,
     ModelDtypeChoice,
     PayloadChoice,
+    ServeSettings,
     TransportChoice,
     markdown,
 )
 
 ROOT = Path(__file__).parent.parent
 P = "DFLASH_MOE_EXPERT_COMPUTE_"
-MODELS: tuple[type[SettingsBase], ...] = (HostSettings, ExpertServerSettings)
+MODELS: tuple[type[SettingsBase], ...] = (HostSettings, ServeSettings, ExpertServerSettings)
+OF_HOST = {info.name for info in HostSettings.infos()}
 
 ALIASES = [
     (HostSettings, "mode", P + "IPC_MODE", "stream", Mode.STREAM),
@@ -107,8 +109,27 @@ BAD = {
     "insecure": ["maybe", "2"],
     "model_root": ["no/such/folder", __file__, "/,no/such/folder"],
     "model": [],  # any text may be a model id; empty text is refused with the rest
+    "bind": ["a b", "::g", "1.2.3", "a:1"],
+    "port": ["-1", "65536", "http"],
+    "api_key_file": [".", "no/such/key"],
+    "http_tls_cert": [".", "no/such/file.pem"],
+    "http_tls_key": [".", "no/such/file.key"],
+    "served_model_name": ["n" * 201],
+    "max_running": ["0", "1025", "many"],
+    "max_waiting": ["-1", "65537"],
+    "kv_gib": ["0", "-1", "nan"],
+    "prefill_chunk": ["0", "65537"],
+    "ping_pong": ["maybe"],
+    "prefix_reuse": ["maybe", "2"],
+    "drain_seconds": ["-1", "86401", "nan"],
 }
-BAD_CASES = [(model, info, bad) for model in MODELS for info in model.infos() for bad in BAD[info.name]]
+BAD_CASES = [
+    (model, info, bad)
+    for model in MODELS
+    for info in model.infos()
+    for bad in BAD[info.name]
+    if model is not ServeSettings or info.name not in OF_HOST
+]
 BAD_IDS = [f"{model.__name__}-{info.name}-{bad[:12]}" for model, info, bad in BAD_CASES]
 
 
@@ -204,6 +225,50 @@ def test_defaults_of_expert_server() -> None:
     }
 
 
+def test_defaults_of_the_http_server() -> None:
+    own = {name: value for name, value in ServeSettings().model_dump().items() if name not in OF_HOST}
+    assert own == {
+        "bind": "127.0.0.1",
+        "port": 8000,
+        "api_key_file": None,
+        "http_tls_cert": None,
+        "http_tls_key": None,
+        "served_model_name": None,
+        "max_running": 32,
+        "max_waiting": 64,
+        "kv_gib": 1.0,
+        "prefill_chunk": 512,
+        "ping_pong": "auto",
+        "prefix_reuse": True,
+        "drain_seconds": 30.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "missing"),
+    [
+        ({"bind": "0.0.0.0"}, "--http-tls-cert and --http-tls-key and --api-key-file FILE"),
+        ({"bind": "[::]", "api_key_file": True}, "needs --http-tls-cert and --http-tls-key;"),
+        ({"bind": "node7", "http_tls_cert": True, "http_tls_key": True}, "needs --api-key-file FILE;"),
+        ({"http_tls_cert": True}, "--http-tls-cert needs --http-tls-key"),
+        ({"http_tls_key": True, "insecure": True}, "--http-tls-key needs --http-tls-cert"),
+        ({"bind": "10.0.0.7", "api_key_file": True, "http_tls_cert": True, "http_tls_key": True}, None),
+        ({"bind": "10.0.0.7", "insecure": True}, None),
+        ({"bind": "::1"}, None),
+        ({"bind": "localhost"}, None),
+    ],
+)
+def test_what_an_http_server_needs(values: dict[str, Any], missing: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch(0o600)
+    paths = {name: str(file) for name, value in values.items() if value is True and name != "insecure"}
+    settings = ServeSettings.load(values | paths)
+    if missing is None:
+        settings.check_http()
+    else:
+        assert missing in refusal(settings.check_http)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_settings_cannot_be_changed(model: type[SettingsBase]) -> None:
     with pytest.raises(ValueError, match="frozen"):
@@ -278,7 +343,9 @@ def test_alias_is_read(
 
 
 def test_no_alias_is_untested() -> None:
-    declared = {(model, info.name, info.alias) for model in MODELS for info in model.infos() if info.alias}
+    models = (HostSettings, ExpertServerSettings)
+    declared = {(model, info.name, info.alias) for model in models for info in model.infos() if info.alias}
+    assert not any(info.alias for info in ServeSettings.infos() if info.name not in OF_HOST)
     assert declared == {(model, name, alias) for model, name, alias, _, _ in ALIASES}
 
 
@@ -460,6 +527,11 @@ def app() -> typer.Typer:
         print(settings.listen, settings.device)
 
     @app.command()
+    @with_settings(ServeSettings)
+    def listen(settings: ServeSettings) -> None:
+        print(settings.bind, settings.port)
+
+    @app.command()
     @exit_on_error()
     def fail(how: str) -> None:
         ends: dict[str, BaseException] = {
@@ -500,7 +572,7 @@ def test_settings_not_typed_come_from_elsewhere(app: typer.Typer, monkeypatch: p
 def test_bad_value_ends_the_command(
     app: typer.Typer, model: type[SettingsBase], info: Any, bad: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["run", "m"] if model is HostSettings else ["serve"]
+    words = {HostSettings: ["run", "m"], ServeSettings: ["listen"], ExpertServerSettings: ["serve"]}[model]
 
     def is_refused(done: Any, source: str) -> None:
         assert done.exit_code == 2
@@ -523,7 +595,9 @@ def test_each_bad_setting_has_its_own_error_line(app: typer.Typer) -> None:
     assert all(line.startswith("error: --") for line in lines)
 
 
-@pytest.mark.parametrize(("command", "model"), [("run", HostSettings), ("serve", ExpertServerSettings)])
+@pytest.mark.parametrize(
+    ("command", "model"), [("run", HostSettings), ("listen", ServeSettings), ("serve", ExpertServerSettings)]
+)
 def test_help_tells_all(app: typer.Typer, command: str, model: type[SettingsBase]) -> None:
     done = call(app, command, "--help")
     assert done.exit_code == 0
@@ -531,7 +605,7 @@ def test_help_tells_all(app: typer.Typer, command: str, model: type[SettingsBase
     for info in model.infos():
         for words in (info.flag, info.default, info.panel, *info.env_names):
             assert words in text
-    assert "--no-required" in text or model is not HostSettings
+    assert "--no-required" in text or model is ExpertServerSettings
     assert "What to say." in text or model is not HostSettings
 
 

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from moeoffload import __version__
 from moeoffload.cli.keys_app import app as keys_app
+from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds, write_report
 from moeoffload.cli.options import with_settings
+from moeoffload.cli.serve_app import serve
+from moeoffload.cli.top_app import top
 from moeoffload.errors import PromptError, SettingError
 from moeoffload.logs import log_to
 from moeoffload.settings import HostSettings
 
-if TYPE_CHECKING:
-    from moeoffload.host.session import OffloadedModel
-
-LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(keys_app, name="keys")
+app.command()(serve)
+app.command()(top)
 
 
 def _print_version(wanted: bool) -> None:
@@ -67,7 +63,7 @@ def run(
     prompts = _read_prompts(prompt or [], prompt_file)
     level = "INFO" if verbose else settings.log_level.value.upper()
     log_to(sys.stderr, level, LOG_FORMAT)
-    with _sigterm_unwinds():
+    with sigterm_unwinds():
         _answer(model, settings, prompts, chat, revision)
 
 
@@ -90,7 +86,7 @@ def profile_routing(
     """Count which routed experts prompts use; `--routing-stats` then keeps the most used ones on the host."""
     lines = [line for line in _read_prompts([], prompts)[0].splitlines() if line.strip()]
     log_to(sys.stderr, settings.log_level.value.upper(), LOG_FORMAT)
-    with _sigterm_unwinds():
+    with sigterm_unwinds():
         _count_routes(model, settings, lines, output, chat, revision)
 
 
@@ -102,7 +98,7 @@ def _count_routes(
     from moeoffload.host.generate import generate, prepare_prompt
     from moeoffload.host.routing import RoutingCounter
 
-    with _open(model, settings, revision) as offloaded:
+    with open_with_progress(model, settings, revision) as offloaded:
         counter = RoutingCounter(offloaded.checkpoint)
         offloaded.dispatcher.on_routes = counter.count
         for text in prompts:
@@ -114,34 +110,13 @@ def _count_routes(
     typer.echo(f"{counter.n_tokens} tokens of {len(prompts)} prompts counted into {output}", err=True)
 
 
-def _open(model: str, settings: HostSettings, revision: str | None) -> OffloadedModel:
-    """Opens the model, with a progress bar for each server while it loads."""
-    # torch and transformers take seconds to import; --help, --version and setting errors need not wait for them.
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-    from moeoffload.host.session import open_model
-
-    console = Console(stderr=True)
-    columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def on_progress(address: str, loaded: int, total: int) -> None:
-            if address not in tasks:
-                tasks[address] = bar.add_task(address, total=total)
-            bar.update(tasks[address], completed=loaded)
-
-        return open_model(model, settings=settings, revision=revision, on_progress=on_progress)
-
-
 def _answer(model: str, settings: HostSettings, prompts: list[str], chat: bool, revision: str | None) -> None:
     from rich.console import Console
 
     from moeoffload.host.generate import generate, prepare_prompt
 
     console = Console(stderr=True)
-    with _open(model, settings, revision) as offloaded:
+    with open_with_progress(model, settings, revision) as offloaded:
         try:
             prepared = [prepare_prompt(offloaded, text, chat=chat) for text in prompts]
             for text, ready in zip(prompts, prepared, strict=True):
@@ -152,8 +127,7 @@ def _answer(model: str, settings: HostSettings, prompts: list[str], chat: bool, 
             report = offloaded.report()
             if report.prompt_tokens:
                 console.print(report.table())
-            if settings.report is not None:
-                settings.report.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+            write_report(report, settings)
 
 
 def _read_prompts(prompts: list[str], prompt_file: str | None) -> list[str]:
@@ -193,20 +167,6 @@ def _read_stdin() -> str:
 def _shorten(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= 100 else f"{line[:97]}..."
-
-
-@contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
-    """SIGTERM ends the command through its ``finally`` blocks, so that servers are stopped and leases ended."""
-
-    def on_term(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, on_term)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def main() -> None:

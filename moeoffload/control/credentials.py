@@ -47,7 +47,7 @@ class HostCredentials:
             _load_ca(context, settings.tls_ca, "--tls-ca")
             context.set_alpn_protocols(["h2"])
             if settings.tls_cert is not None and settings.tls_key is not None:
-                _load_pair(context, settings.tls_cert, settings.tls_key)
+                load_pair(context, settings.tls_cert, settings.tls_key)
         return cls(
             ca=_read(settings.tls_ca),
             cert=_read(settings.tls_cert),
@@ -93,7 +93,7 @@ class ServerCredentials:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.minimum_version = ssl.TLSVersion.TLSv1_2
             context.set_alpn_protocols(["h2"])  # gRPC is HTTP/2 and nothing else
-            _load_pair(context, settings.tls_cert, settings.tls_key)
+            load_pair(context, settings.tls_cert, settings.tls_key)
             if settings.client_ca is not None:
                 _load_ca(context, settings.client_ca, "--client-ca")
                 context.verify_mode = ssl.CERT_REQUIRED
@@ -108,8 +108,8 @@ class ServerCredentials:
         )
 
 
-def read_token(path: Path) -> str:
-    """The token in a file; white space around it does not count.
+def read_token(path: Path, flag: str = "--token-file") -> str:
+    """The token in a file that setting ``flag`` names; white space around it does not count.
 
     Raises:
         SettingError: the file cannot be read, or holds no token. The message does not show what it holds.
@@ -120,7 +120,7 @@ def read_token(path: Path) -> str:
         token = ""
     if not LEAST_TOKEN <= len(token) <= MOST_TOKEN or not token.isprintable() or " " in token:
         raise SettingError(
-            f"--token-file: {path} holds no token; allowed are {LEAST_TOKEN} to {MOST_TOKEN} ASCII characters in one "
+            f"{flag}: {path} holds no token; allowed are {LEAST_TOKEN} to {MOST_TOKEN} ASCII characters in one "
             "word, for instance what `openssl rand -hex 32` prints"
         )
     return token
@@ -137,15 +137,21 @@ def _load_ca(context: ssl.SSLContext, path: Path, flag: str) -> None:
         raise SettingError(f"{flag}: {path} holds no certificates in PEM format") from None
 
 
-def _load_pair(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+def load_pair(context: ssl.SSLContext, cert: Path, key: Path, flags: str = "--tls") -> None:
+    """Makes a certificate and its key, of the settings whose flags begin with ``flags``, those of ``context``.
+
+    Raises:
+        SettingError: they are none, or the key has a password.
+    """
+
     def no_password() -> str:
-        raise SettingError(f"--tls-key: {key} is locked with a password; give a key without one")
+        raise SettingError(f"{flags}-key: {key} is locked with a password; give a key without one")
 
     try:
         context.load_cert_chain(cert, key, no_password)
     except (ssl.SSLError, OSError):
         raise SettingError(
-            f"--tls-cert and --tls-key: {cert} and {key} are no certificate and its key, in PEM"
+            f"{flags}-cert and {flags}-key: {cert} and {key} are no certificate and its key, in PEM"
         ) from None
 
 

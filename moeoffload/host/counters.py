@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 
 @dataclass(slots=True)
@@ -15,6 +16,40 @@ class CallCounters:
     bytes_back: int = 0
     queue_s: float = 0.0
     compute_s: float = 0.0
+    wait_s: float = 0.0
+    """How long the host stood still for this server's replies; servers that come later in the order have less."""
+
+
+@dataclass(slots=True)
+class LayerTimes:
+    """Host seconds and calls of one MoE layer in one phase, collected while somebody looks.
+
+    ``dense_s`` is the dense work since the layer before. Of ``wait_s``, ``wait_queue_s`` and ``wait_compute_s`` were
+    the servers'.
+    """
+
+    calls: int = 0
+    dense_s: float = 0.0
+    pack_s: float = 0.0
+    local_s: float = 0.0
+    wait_s: float = 0.0
+    wait_queue_s: float = 0.0
+    wait_compute_s: float = 0.0
+    combine_s: float = 0.0
+
+    def add(
+        self, dense_s: float, pack_s: float, local_s: float, wait_s: float, wait_queue_s: float, wait_compute_s: float,
+        combine_s: float,
+    ) -> None:  # fmt: skip
+        """Adds one call."""
+        self.calls += 1
+        self.dense_s += dense_s
+        self.pack_s += pack_s
+        self.local_s += local_s
+        self.wait_s += wait_s
+        self.wait_queue_s += wait_queue_s
+        self.wait_compute_s += wait_compute_s
+        self.combine_s += combine_s
 
 
 @dataclass(slots=True)
@@ -47,6 +82,7 @@ class PhaseCounters:
     other_s: float = 0.0
     pipelined: int = 0
     servers: list[CallCounters] = field(default_factory=list)
+    layers: list[LayerTimes] = field(default_factory=list)
     mark: float = 0.0
     """When the running stretch of dense work began; time.perf_counter()."""
 
@@ -69,13 +105,18 @@ class PhaseCounters:
 
 
 def add_counters(total: PhaseCounters, part: PhaseCounters) -> None:
-    """Adds every figure of ``part`` to ``total``, server by server."""
+    """Adds every figure of ``part`` to ``total``, server by server and layer by layer."""
     _add_fields(total, part)
     for server, more in zip(total.servers, part.servers, strict=True):
         _add_fields(server, more)
+    for layer, times in zip(total.layers, part.layers, strict=True):
+        _add_fields(layer, times)
 
 
-def _add_fields(total: CallCounters | PhaseCounters, part: CallCounters | PhaseCounters) -> None:
+_Counters = TypeVar("_Counters", CallCounters, LayerTimes, PhaseCounters)
+
+
+def _add_fields(total: _Counters, part: _Counters) -> None:
     for each in fields(total):
-        if each.name not in ("servers", "mark"):
+        if each.name not in ("servers", "layers", "mark"):
             setattr(total, each.name, getattr(total, each.name) + getattr(part, each.name))

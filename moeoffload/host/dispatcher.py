@@ -123,6 +123,7 @@ class Dispatcher:
         clock = perf_counter
         started = clock()
         record = self._recorder.counters
+        dense_s = started - record.mark
         record.lap_dense(started)
         state = self._state
         n_rows = hidden.shape[0]
@@ -133,7 +134,7 @@ class Dispatcher:
         for progress in state.progress:
             progress.link = progress.shard.current
             progress.next_row = n_rows if progress.link.holds_none[layer] else 0
-        pack_s = local_s = wait_s = combine_s = 0.0
+        pack_s = local_s = wait_s = wait_queue_s = wait_compute_s = combine_s = 0.0
         turns, away = self.turns, False
         try:
             self._send(state, layer, hidden, ids, weights, record.servers)
@@ -160,11 +161,12 @@ class Dispatcher:
                     flight = progress.flights[0]
                     waited = received - started
                     wait_s += waited
+                    record.servers[number].wait_s += waited
                     # Of a wait, the end is the server's compute, before it its queue; the way back is in the rest.
                     compute_s = min(waited, flight.compute_s)
-                    record.wait_compute_s += compute_s
+                    wait_compute_s += compute_s
                     queue_s = min(waited - compute_s, flight.queue_s)
-                    record.wait_queue_s += queue_s
+                    wait_queue_s += queue_s
                     flight.link.learner.observe(flight.chunk_rows, flight.compute_s, waited - compute_s - queue_s)
                     if total is not None:
                         _add(total, part, flight)
@@ -196,9 +198,12 @@ class Dispatcher:
         record.pack_s += pack_s
         record.local_s += local_s
         record.wait_s += wait_s
+        record.wait_queue_s += wait_queue_s
+        record.wait_compute_s += wait_compute_s
         record.combine_s += combine_s
-        if self._recorder.profile:
-            self._recorder.add_layer_times(layer, pack_s, local_s, wait_s, combine_s)
+        if self._recorder.times_layers:
+            times = record.layers[layer]
+            times.add(dense_s, pack_s, local_s, wait_s, wait_queue_s, wait_compute_s, combine_s)
         return result
 
     def _send(

@@ -11,22 +11,11 @@ from typing import Any, Final
 
 from torch import nn
 
-from moeoffload.host.counters import CallCounters, PhaseCounters, add_counters
+from moeoffload.host.counters import CallCounters, LayerTimes, PhaseCounters, add_counters
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 PHASES: Final = (PREFILL, DECODE)
-
-
-@dataclass(slots=True)
-class LayerTimes:
-    """Host seconds and calls of one MoE layer in one phase; collected with the profile setting only."""
-
-    calls: int = 0
-    pack_s: float = 0.0
-    local_s: float = 0.0
-    wait_s: float = 0.0
-    combine_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -71,12 +60,15 @@ class Recorder:
     """
 
     def __init__(self, n_servers: int, n_layers: int, *, profile: bool = False) -> None:
-        """Counts for ``n_servers``; ``profile`` also keeps the times of each of ``n_layers`` MoE layers."""
+        """Counts for ``n_servers``; ``profile`` also keeps the times of each of ``n_layers`` MoE layers, always."""
         self.n_servers = n_servers
         self.n_layers = n_layers
         self.profile = profile
         self.next_phase: str | None = None
         """The phase of the next forward pass, where its shape does not tell (packed requests)."""
+        self.times_layers = profile
+        """Whether the running forward pass keeps the times of each layer; decided when it begins."""
+        self._watched_until = 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -86,25 +78,23 @@ class Recorder:
         self._phase = PREFILL
         self._started = 0.0
         self._last_end = 0.0
-        n_layers = self.n_layers if self.profile else 0
         self.guesses: GuessCounts | None = None
         """Of answers with guesses; None if there were none."""
-        self.layers = {name: [LayerTimes() for _ in range(n_layers)] for name in PHASES}
 
     @property
     def counters(self) -> PhaseCounters:
         """This thread's counters of the running phase."""
         own: dict[str, PhaseCounters] | None = getattr(self._own, "phases", None)
         if own is None:
-            own = self._own.phases = {name: _phase_counters(self.n_servers) for name in PHASES}
+            own = self._own.phases = {name: self._new_counters() for name in PHASES}
             self._all.append(own)
         return own[self._phase]
 
     @property
     def phases(self) -> dict[str, PhaseCounters]:
         """The counters of each phase, over all threads."""
-        total = {name: _phase_counters(self.n_servers) for name in PHASES}
-        for own in self._all:
+        total = {name: self._new_counters() for name in PHASES}
+        for own in list(self._all):
             for name, counters in own.items():
                 add_counters(total[name], counters)
         return total
@@ -126,6 +116,10 @@ class Recorder:
                 self.guesses = GuessCounts()
             if passes and self.guesses is not None:
                 self.guesses.add(rows - passes + 1, answer.n_tokens - passes, passes, answer.n_tokens, prompt_tokens)
+
+    def watch_layers(self, seconds: float) -> None:
+        """Keeps the times of each layer for so many seconds from now; from any thread, as often as one likes."""
+        self._watched_until = perf_counter() + seconds
 
     def watch(self, model: nn.Module) -> Callable[[], None]:
         """Times the forward passes of ``model``; returns a function that stops it."""
@@ -149,6 +143,7 @@ class Recorder:
         counters.sequences += n_sequences
         counters.tokens += n_sequences * length
         self._started = counters.mark = perf_counter()
+        self.times_layers = self.profile or self._started < self._watched_until
         if self._phase == DECODE and self._last_end:
             counters.other_s += self._started - self._last_end
 
@@ -162,15 +157,7 @@ class Recorder:
         counters.seconds += ended - begun
         self._last_end = ended
 
-    def add_layer_times(self, layer: int, pack_s: float, local_s: float, wait_s: float, combine_s: float) -> None:
-        """Adds the host seconds of one call of the dispatcher to its layer; for runs with ``profile``."""
-        times = self.layers[self._phase][layer]
-        times.calls += 1
-        times.pack_s += pack_s
-        times.local_s += local_s
-        times.wait_s += wait_s
-        times.combine_s += combine_s
-
-
-def _phase_counters(n_servers: int) -> PhaseCounters:
-    return PhaseCounters(servers=[CallCounters() for _ in range(n_servers)])
+    def _new_counters(self) -> PhaseCounters:
+        return PhaseCounters(
+            servers=[CallCounters() for _ in range(self.n_servers)], layers=[LayerTimes() for _ in range(self.n_layers)]
+        )

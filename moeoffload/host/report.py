@@ -74,7 +74,7 @@ class Report:
             for i, link in enumerate(links)
         ]
         phases = {name: _phase(phase) for name, phase in totals.items()}
-        layers = {name: [asdict(times) for times in layers] for name, layers in recorder.layers.items()}
+        layers = {name: [asdict(times) for times in phase.layers] for name, phase in totals.items()}
         guesses = _guesses(recorder, phases)
         return cls(model, run, phases, servers, recovery, guesses, layers if recorder.profile else None)
 

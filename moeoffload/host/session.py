@@ -66,6 +66,7 @@ class OffloadedModel:
     """An open model; made by `open_model`. Use it in a ``with`` block, or `close` it.
 
     Attributes:
+        reference: folder or hub id, as it was given.
         model: an ordinary transformers model.
         tokenizer: its tokenizer.
         draft: the model that guesses tokens, or None.
@@ -82,6 +83,7 @@ class OffloadedModel:
         servers: Sequence[ServerSpec] | None,
         on_progress: OnProgress | None,
     ) -> None:
+        self.reference = reference
         self.settings = settings
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -175,7 +177,11 @@ class OffloadedModel:
             host_device=str(self._device),
             host_device_name=device_name(self._device),
         )
-        return Report.collect(facts, run, self.recorder, self.links, recovery_figures(self.shards, self._log))
+        return Report.collect(facts, run, self.recorder, self.links, self.recovery())
+
+    def recovery(self) -> dict[str, Any]:
+        """What befell the servers so far, as the report has it."""
+        return recovery_figures(self.shards, self._log)
 
     @property
     def pool_creations(self) -> int:

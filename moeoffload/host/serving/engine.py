@@ -11,7 +11,6 @@ import logging
 import threading
 from collections import deque
 from dataclasses import dataclass
-from enum import StrEnum
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Final, Protocol
@@ -33,6 +32,7 @@ from moeoffload.host.serving.sampling import Sampler
 from moeoffload.host.serving.stats import ServingStats
 from moeoffload.host.session import OffloadedModel
 from moeoffload.placement import GIB
+from moeoffload.serve_settings import PingPongChoice
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +40,6 @@ PAGE_TOKENS: Final = 16
 """A beginning is used again in pages of so many tokens."""
 _IDLE_WAIT_S: Final = 0.5
 _STOP_TIMEOUT_S: Final = 30.0
-
-
-class PingPongChoice(StrEnum):
-    """Whether steps run in two groups; AUTO times both."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
 
 
 class EngineSettings(Protocol):

@@ -1,0 +1,79 @@
+"""``moeoffload serve``: answers many clients at a time, over OpenAI's API."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds, write_report
+from moeoffload.cli.options import with_settings
+from moeoffload.logs import log_to
+from moeoffload.settings import ServeSettings
+
+EXIT_GAVE_UP = 1
+"""Some requests did not finish before the stop."""
+
+
+@with_settings(ServeSettings)
+def serve(
+    settings: ServeSettings,
+    model: Annotated[
+        str, typer.Argument(help="Folder of a transformers checkpoint, or an id of the Hugging Face hub.")
+    ],
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log what happens and every HTTP request, on stderr.")
+    ] = False,
+) -> None:
+    """Answer clients of OpenAI's API: chats and completions, many at a time.
+
+    Prints one line with its address on stdout when it is ready. SIGTERM or Ctrl-C lets running requests finish first,
+    for up to --drain-seconds; a second one stops it at once.
+    """
+    log_to(sys.stderr, "INFO" if verbose else settings.log_level.value.upper(), LOG_FORMAT)
+    with sigterm_unwinds():
+        _serve(settings, model, revision)
+
+
+def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
+    # torch and transformers take seconds to import; --help, --version and setting errors need not wait for them.
+    from moeoffload.host.serving.access import bind_socket, check_access
+
+    check_access(settings)
+    with contextlib.closing(bind_socket(settings)) as listener:
+        from moeoffload.host.serving.api import create_app
+        from moeoffload.host.serving.engine import ServingEngine
+        from moeoffload.host.serving.server import HttpServer
+        from moeoffload.host.serving.snapshot import serving_snapshot
+
+        name = settings.served_model_name or _model_name(model)
+        host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind
+        scheme = "https" if settings.http_tls_cert is not None else "http"
+        url = f"{scheme}://{host}:{listener.getsockname()[1]}/v1"
+        with (
+            open_with_progress(model, settings, revision) as offloaded,
+            ServingEngine(offloaded, settings) as engine,
+        ):
+            api = create_app(
+                engine,
+                offloaded.tokenizer,
+                name,
+                settings,
+                lambda watch: serving_snapshot(offloaded, engine.stats, watch=watch),
+            )
+            server = HttpServer(api, engine, settings, lambda: print(f"serving {name} at {url}", flush=True))
+            with contextlib.closing(api.answering):
+                server.run(sockets=[listener])
+            write_report(offloaded.report(), settings)
+    if not server.finished_all:
+        raise typer.Exit(EXIT_GAVE_UP)
+
+
+def _model_name(reference: str) -> str:
+    """What clients call a model if nobody says it: the name of its folder, or its hub id."""
+    folder = Path(reference).expanduser()
+    return folder.resolve().name if folder.is_dir() else reference

@@ -1,0 +1,129 @@
+"""``moeoffload top``: what a serving host does now, in a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from moeoffload.cli.options import exit_on_error
+from moeoffload.errors import ServerError, SettingError
+from moeoffload.rates import History
+
+ANSWER_S: Final = 5.0
+LEAST_INTERVAL_S: Final = 0.1
+MOST_INTERVAL_S: Final = 60.0
+MOST_BYTES: Final = 16 << 20
+"""Of an answer: thousands of layers and servers fit."""
+MOST_KEY_BYTES: Final = 4096
+
+
+@exit_on_error()
+def top(
+    url: Annotated[str, typer.Option("--url", help="Address of the host.")] = "http://127.0.0.1:8000",
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="File that holds the host's API key.")
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one picture, of one interval, and exit.", show_default=False)
+    ] = False,
+    interval_s: Annotated[float, typer.Option("--interval-s", help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Show live what a serving host does: requests, tokens per second, servers, where the time of a step goes."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from moeoffload.cli.top_view import picture
+
+    if not LEAST_INTERVAL_S <= interval_s <= MOST_INTERVAL_S:
+        raise SettingError(f"--interval-s: {interval_s:g} is not allowed; {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:g}")
+    source = _Source(url, _read_key(api_key_file))
+    history = History()
+    history.add(source.ask())
+    console = Console()
+    if once:
+        time.sleep(interval_s)
+        history.add(source.ask())
+        console.print(picture(history, url))
+        return
+    with Live(picture(history, url), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            trouble = ""
+            try:
+                history.add(source.ask())
+            except ServerError as error:
+                trouble = str(error)  # it may be back at the next look
+            live.update(picture(history, url, trouble), refresh=True)
+
+
+class _Source:
+    """Where snapshots come from."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SettingError(f"--url: {url!r} is not allowed; like http://127.0.0.1:8000")
+        self._url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._request = urllib.request.Request(f"{self._url}/stats", headers=headers)
+        # What a proxy for the outside world does with a key is not ours to know.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+
+    def ask(self) -> dict[str, Any]:
+        """The snapshot of now.
+
+        Raises:
+            ServerError: the host is not there, wants another key, or answers something else.
+        """
+        try:
+            with self._opener.open(self._request, timeout=ANSWER_S) as reply:
+                body = reply.read(MOST_BYTES + 1)
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code in (401, 403):
+                raise ServerError(f"{self._url}: it wants another API key; give --api-key-file") from None
+            raise ServerError(f"{self._url}: no figures there, it answers {error.code} to /stats") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            why = getattr(reason, "strerror", None) or reason
+            raise ServerError(f"{self._url}: no host answers ({why})") from None
+        return self._checked(body)
+
+    def _checked(self, body: bytes) -> dict[str, Any]:
+        snapshot: Any = None
+        if len(body) <= MOST_BYTES:
+            with contextlib.suppress(ValueError, RecursionError):
+                snapshot = json.loads(body)
+        if not isinstance(snapshot, dict) or not {"uptime_s", "requests", "servers", "layers"} <= snapshot.keys():
+            raise ServerError(f"{self._url}: /stats there is not of a moeoffload host")
+        return snapshot
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """The key goes to the address that was given and to no other."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Never."""
+        return
+
+
+def _read_key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        with file.open(encoding="ascii") as opened:
+            key = opened.read(MOST_KEY_BYTES + 1).strip()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not ASCII text"
+        raise SettingError(f"--api-key-file: {file} cannot be read ({why})") from None
+    if not key or len(key) > MOST_KEY_BYTES or not key.isprintable():
+        raise SettingError(f"--api-key-file: {file} does not hold one line with a key")
+    return key

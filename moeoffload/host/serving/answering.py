@@ -1,0 +1,182 @@
+"""From a checked request to its response: prompts are read, tickets are taken, pieces are told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Final
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive
+
+from moeoffload.host.serving.api_errors import ApiError, bad_request, unavailable
+from moeoffload.host.serving.chat import PromptReader
+from moeoffload.host.serving.choices import Choices, Piece
+from moeoffload.host.serving.detokenizer import TokenTexts
+from moeoffload.host.serving.forms import ChatForm, CompletionForm, Form, Usage
+from moeoffload.host.serving.request import RequestEngine
+from moeoffload.host.serving.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from moeoffload.host.serving.sse import ClientGone, ClientLeft, EventStream, unless_client_leaves
+from moeoffload.text import one_line
+
+COMPLETION_TOKENS: Final = 16
+"""How long a completion is when nobody says it, as in OpenAI's API; a chat goes on to the end of the context."""
+
+
+class Answering:
+    """Answers requests for one model; lives in the event loop.
+
+    Args:
+        max_choices: choices that one request may have in all; more could never be admitted together.
+    """
+
+    def __init__(self, engine: RequestEngine, tokenizer: Any, model_name: str, max_choices: int) -> None:
+        self.model_name = model_name
+        self.created = int(time.time())
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._n_vocabulary = len(tokenizer)
+        self._texts = TokenTexts(tokenizer)
+        self._reader = PromptReader(tokenizer)
+        self._max_choices = max_choices
+        self._open: set[Choices] = set()
+
+    def give_up_all(self) -> None:
+        """Ends all requests that run, with an error that their clients see."""
+        for choices in tuple(self._open):
+            choices.give_up(unavailable("The server is stopping and has given this request up.", 5.0))
+
+    def close(self) -> None:
+        """Ends the thread that reads prompts."""
+        self._reader.close()
+
+    def check_model(self, name: str) -> None:
+        """Whether ``name`` is the model's.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name != self.model_name:
+            shown = one_line(name, 200)
+            raise ApiError(404, f"The model '{shown}' does not exist.", param="model", code="model_not_found")
+
+    async def chat(self, request: ChatRequest, receive: Receive) -> Response:
+        """The response to /v1/chat/completions.
+
+        Raises:
+            ApiError: there is no answer.
+        """
+        self._check(request)
+        prompt = await self._reader.read_chat(request)
+        max_tokens = self._room(prompt, request.max_completion_tokens or request.max_tokens, None, "messages")
+        form = ChatForm(self.model_name, self._texts, request.alternatives, request.include_usage)
+        return await self._answer(request, form, [(prompt, max_tokens)], request.alternatives, receive)
+
+    async def complete(self, request: CompletionRequest, receive: Receive) -> Response:
+        """The response to /v1/completions.
+
+        Raises:
+            ApiError: there is no answer.
+        """
+        self._check(request)
+        n = request.n or 1
+        if len(request.prompt) * n > self._max_choices:
+            raise bad_request(f"At most {self._max_choices} answers can be asked for at a time.", "prompt")
+        prompts = []
+        for each in request.prompt:
+            prompt = await self._reader.read_text(each) if isinstance(each, str) else each
+            prompts.append((prompt, self._room(prompt, request.max_tokens, COMPLETION_TOKENS, "prompt")))
+        echoes = [self._echo(each) if request.echo else "" for each in request.prompt for _ in range(n)]
+        form = CompletionForm(self.model_name, self._texts, request.logprobs, request.include_usage, echoes)
+        return await self._answer(request, form, prompts, request.logprobs, receive)
+
+    def _check(self, request: GenerationRequest) -> None:
+        self.check_model(request.model)
+        request.check(self._n_vocabulary)
+        if not self._engine.is_ready:
+            raise unavailable("The server takes no requests now.", 5.0)
+
+    def _echo(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        text: str = self._tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def _room(self, prompt: Sequence[int], wanted: int | None, default: int | None, param: str) -> int:
+        """Tokens that the answer may have."""
+        most, n = self._engine.context_tokens, len(prompt)
+        if not prompt:
+            raise bad_request("The prompt is empty: it has no tokens.", param)
+        limit = f"This model's maximum context length is {most} tokens. However, "
+        if n >= most:
+            raise bad_request(
+                f"{limit}your {param} resulted in {n} tokens. Please reduce the length of the {param}.",
+                param,
+                "context_length_exceeded",
+            )
+        if wanted is not None and n + wanted > most:
+            raise bad_request(
+                f"{limit}you requested {n + wanted} tokens ({n} in the {param}, {wanted} in the completion). "
+                f"Please reduce the length of the {param} or the completion.",
+                param,
+                "context_length_exceeded",
+            )
+        return wanted or min(default or most, most - n)
+
+    async def _answer(
+        self,
+        request: GenerationRequest,
+        form: Form,
+        prompts: Sequence[tuple[list[int], int]],
+        alternatives: int | None,
+        receive: Receive,
+    ) -> Response:
+        choices = Choices(
+            self._engine,
+            self._tokenizer,
+            skip_special_tokens=request.skip_special_tokens is not False,
+            stop=request.stop,
+        )
+        n = request.n or 1
+
+        def usage() -> Usage:
+            return Usage(
+                prompt=sum(len(prompt) for prompt, _ in prompts),
+                cached=sum(choice.reused_tokens for choice in choices.choices[::n]),
+                completion=sum(choice.n_tokens for choice in choices.choices),
+            )
+
+        async def chunks() -> AsyncGenerator[dict[str, Any], None]:
+            for chunk in form.opening(len(choices.choices)):
+                yield chunk
+            async for piece in choices.pieces():
+                for chunk in form.chunks(piece):
+                    yield chunk
+            if request.include_usage:
+                yield form.last_chunk(usage())
+
+        async def whole() -> dict[str, Any]:
+            pieces: list[list[Piece]] = [[] for _ in choices.choices]
+            async for piece in choices.pieces():
+                pieces[piece.index].append(piece)
+            return form.whole(pieces, usage())
+
+        self._open.add(choices)
+        streams = False
+        try:
+            for prompt, max_tokens in prompts:
+                for number in range(n):
+                    choices.submit(prompt, request.options(number, max_tokens, alternatives))
+            if request.stream:
+                streams = True
+                return EventStream(chunks(), on_end=lambda: self._end(choices))
+            return JSONResponse(await unless_client_leaves(receive, whole()))
+        except ClientLeft:
+            return ClientGone()
+        finally:
+            if not streams:
+                self._end(choices)
+
+    def _end(self, choices: Choices) -> None:
+        choices.close()
+        self._open.discard(choices)

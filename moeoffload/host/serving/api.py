@@ -1,0 +1,151 @@
+"""The HTTP server's app: OpenAI's routes, and those for who runs the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from moeoffload.host.serving.access import read_api_key
+from moeoffload.host.serving.answering import Answering
+from moeoffload.host.serving.api_errors import ApiError, of_exception, of_validation
+from moeoffload.host.serving.dashboard import dashboard_page
+from moeoffload.host.serving.guard import Guard, GuardRules
+from moeoffload.host.serving.metrics import render_metrics
+from moeoffload.host.serving.request import RequestEngine
+from moeoffload.host.serving.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
+from moeoffload.security_settings import is_loopback
+from moeoffload.settings import ServeSettings
+from moeoffload.text import one_line
+
+_SPARE_PLACES: Final = 32
+"""Requests that may be read while all places of the engine are taken: they are told so instead of being cut off."""
+
+Snapshot = Callable[[bool], dict[str, Any]]
+"""All figures as plain data. The argument: whether somebody watches, who wants the times of each layer, too."""
+
+
+@dataclass(frozen=True)
+class Api:
+    """The app, and the two parts of it that a graceful stop needs."""
+
+    app: Guard
+    answering: Answering
+
+    def stop_taking(self) -> None:
+        """New requests are refused from now on; those that run go on."""
+        self.app.stopping = True
+
+
+def create_app(
+    engine: RequestEngine, tokenizer: Any, model_name: str, settings: ServeSettings, snapshot: Snapshot
+) -> Api:
+    """The app that answers clients with ``engine``.
+
+    Args:
+        tokenizer: the model's; copied for what is not the event loop's.
+        model_name: what clients call the model.
+        snapshot: for /stats and /metrics.
+
+    Raises:
+        SettingError: the file of the API key holds none, or the server would be open to others.
+    """
+    settings.check_http()
+    api_key = read_api_key(settings)
+    room = settings.max_running + settings.max_waiting
+    answering = Answering(engine, tokenizer, model_name, max(room, MAX_CHOICES))
+    # No page about the API: it would load scripts from elsewhere.
+    app = FastAPI(title="moeoffload", docs_url=None, redoc_url=None, openapi_url=None)
+    _add_error_handlers(app)
+    _add_openai_routes(app, answering)
+    _add_operator_routes(app, snapshot)
+    rules = GuardRules(
+        api_key=api_key,
+        loopback_only=api_key is None and is_loopback(settings.bind) and not settings.insecure,
+        max_open=room + _SPARE_PLACES,
+    )
+    guard = Guard(app, rules)
+    _add_ready(app, engine, guard)
+    return Api(guard, answering)
+
+
+def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
+    def card() -> dict[str, Any]:
+        return {
+            "id": answering.model_name,
+            "object": "model",
+            "created": answering.created,
+            "owned_by": "moeoffload",
+        }
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await answering.chat(body, request.receive)
+
+    @app.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        return await answering.complete(body, request.receive)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card()]}
+
+    # Names of models may have slashes.
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        answering.check_model(name)
+        return card()
+
+
+def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        content, content_type = render_metrics(snapshot(False))
+        return Response(content, headers={"Content-Type": content_type})
+
+    @app.get("/stats", response_model=None)
+    async def stats() -> Response:
+        return JSONResponse(snapshot(True))
+
+    @app.get("/dashboard", response_model=None)
+    async def dashboard() -> Response:
+        return HTMLResponse(dashboard_page())
+
+
+def _add_ready(app: FastAPI, engine: RequestEngine, guard: Guard) -> None:
+    @app.get("/ready", response_model=None)
+    async def ready() -> Response:
+        if guard.stopping:
+            return JSONResponse({"status": "stopping"}, 503)
+        return JSONResponse({"status": "ready"}) if engine.is_ready else JSONResponse({"status": "not ready"}, 503)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return of_validation(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        if error.status_code in (404, 405):
+            url = one_line(request.url.path, 200)
+            message, code = f"Unknown request URL: {request.method} {url}.", "unknown_url"
+            return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
+        return ApiError(error.status_code, str(error.detail)).response()
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return of_exception(error).response()

@@ -1,0 +1,106 @@
+"""Errors as OpenAI's API tells them: a status, and JSON with message, type, parameter and code."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, Final
+
+from fastapi.exceptions import RequestValidationError
+from starlette.responses import JSONResponse
+
+from moeoffload.errors import BusyError, MoeOffloadError, PromptError, ServerError
+from moeoffload.text import one_line
+
+log = logging.getLogger(__name__)
+
+_TYPES: Final = {429: "requests", 500: "server_error", 503: "server_error"}
+_LONGEST_MESSAGE: Final = 1000
+
+
+class ApiError(Exception):
+    """What a client is told instead of an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = one_line(message, _LONGEST_MESSAGE)
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """The JSON that carries it, in a response or in a stream."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The response that carries it."""
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request cannot be answered as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, reason: str = "") -> ApiError:
+    """400: a parameter that would change the answer, which this server does not know."""
+    return bad_request(f"Unsupported parameter: '{param}'{reason and f' ({reason})'}.", param, "unsupported_parameter")
+
+
+def busy(message: str, after_s: float) -> ApiError:
+    """429: no room now."""
+    return ApiError(429, message, code="rate_limit_exceeded", headers=_retry_after(after_s))
+
+
+def unavailable(message: str, after_s: float) -> ApiError:
+    """503: the server does not take requests, or has given this one up."""
+    return ApiError(503, message, code="server_unavailable", headers=_retry_after(after_s))
+
+
+def of_exception(error: Exception) -> ApiError:
+    """What a client is told of ``error``; one that was not made on purpose is logged and not quoted."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, BusyError):
+        return busy(str(error), error.retry_after_s)
+    if isinstance(error, PromptError):
+        return bad_request(str(error), code="context_length_exceeded" if "context" in str(error) else None)
+    if isinstance(error, ServerError):
+        return unavailable(str(error), 5.0)
+    if isinstance(error, MoeOffloadError):
+        return ApiError(500, str(error), code="engine_error")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, "The server had an error while processing the request.", code="internal_error")
+
+
+def of_validation(error: RequestValidationError) -> ApiError:
+    """What a client is told of a body that is no JSON, or has a parameter of a wrong type or value."""
+    details: list[Any] = list(error.errors())
+    first: dict[str, Any] = dict(details[0]) if details else {"type": "", "loc": (), "msg": "invalid request"}
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return bad_request(f"The body of the request is no valid JSON ({reason}).", code="invalid_json")
+    # A union complains once for each member: names of types follow the parameter and its indices.
+    path = [part for part in first["loc"][1:] if isinstance(part, int) or part.isidentifier()]
+    if not path:
+        return bad_request("The body of the request must be a JSON object, sent as application/json.")
+    param = str(path[0]) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])
+    if first["type"] == "missing":
+        return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    reason = str(first.get("ctx", {}).get("error", first["msg"]))
+    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    return bad_request(f"Invalid '{param}': {reason}.", param, code)
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}

@@ -1,0 +1,97 @@
+"""From what a client sends to tokens: chat templates, tools, plain text; in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jinja2
+
+from moeoffload.host.serving.api_errors import bad_request
+from moeoffload.host.serving.schemas import ChatRequest, Message
+
+
+class PromptReader:
+    """Turns requests into tokens. A long prompt takes a while, which the event loop does not have.
+
+    One thread with a tokenizer of its own: tokenizers are not made for use from several threads at a time.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        """Ends the thread when it has done what it was asked for."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def read_text(self, text: str) -> list[int]:
+        """Tokens of a prompt for completion.
+
+        Raises:
+            ApiError: it is no valid Unicode.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, text, True)
+
+    async def read_chat(self, request: ChatRequest) -> list[int]:
+        """Tokens of the messages in the model's chat template, up to where the assistant's answer begins.
+
+        Raises:
+            ApiError: there is no template, or it takes no such messages or tools.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode_chat, request)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise bad_request("The text is no valid Unicode: it has half of a surrogate pair.") from None
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return tokens
+
+    def _encode_chat(self, request: ChatRequest) -> list[int]:
+        tools = [tool.model_dump() for tool in request.tools or ()] if request.tool_choice != "none" else []
+        options: dict[str, Any] = dict(request.chat_template_kwargs or {})
+        if taken := self._reserved.intersection(options):
+            raise bad_request(f"Invalid 'chat_template_kwargs': {sorted(taken)[0]!r} is not for clients to set.")
+        if request.reasoning_effort is not None:
+            options["reasoning_effort"] = request.reasoning_effort
+        self._check_template(tools)
+        messages = [_as_templates_take_it(message) for message in request.messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **options
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise bad_request(f"The model's chat template does not take these messages: {error}", "messages") from None
+        return self._encode(text, special=False)
+
+    def _check_template(self, tools: list[Any]) -> None:
+        try:
+            template = self._tokenizer.get_chat_template(tools=tools or None)
+        except ValueError:
+            raise bad_request("The model has no chat template; use /v1/completions.") from None
+        if tools and not re.search(r"\btools\b", template):
+            raise bad_request("The model's chat template takes no tools.", "tools", "unsupported_parameter")
+
+
+def _as_templates_take_it(message: Message) -> dict[str, Any]:
+    """Templates know no developers, and most of them want the arguments of calls as objects, not as JSON."""
+    plain = message.model_dump(exclude_none=True)
+    if plain["role"] == "developer":
+        plain["role"] = "system"
+    for call in plain.get("tool_calls", ()):
+        function = call.get("function")
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str):
+            try:
+                function["arguments"] = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                raise bad_request("Invalid 'messages': arguments of a tool call are no JSON.", "messages") from None
+    return plain

@@ -1,0 +1,159 @@
+"""The choices of one HTTP request: each a ticket of the engine, whose tokens become pieces of text.
+
+The engine's thread hands progress over to the event loop; everything else happens there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moeoffload.errors import BusyError
+from moeoffload.host.serving.api_errors import ApiError, of_exception, unavailable
+from moeoffload.host.serving.detokenizer import Detokenizer, StopStrings
+from moeoffload.host.serving.request import (
+    FinishReason,
+    Progress,
+    RequestEngine,
+    SamplingOptions,
+    Ticket,
+    TokenChoice,
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of one choice: text, the tokens it is of, and at the end why it ended."""
+
+    index: int
+    text: str
+    tokens: Sequence[tuple[int, TokenChoice]] = ()
+    """Each with where its text begins, in characters of the choice."""
+    finish: FinishReason | None = None
+
+
+@dataclass
+class Choice:
+    """One choice while it grows."""
+
+    index: int
+    detokenizer: Detokenizer
+    stops: StopStrings
+    n_tokens: int = 0
+    reused_tokens: int = 0
+    ended: bool = False
+    _decoded: int = 0
+    _released: int = 0
+    _waiting: deque[tuple[int, TokenChoice]] = field(default_factory=deque)
+    """Tokens whose text is held back, and where it begins; what may be a part of a stop string is not told."""
+
+    def take(self, progress: Progress) -> Piece | None:
+        """The piece that follows from ``progress``; None if nothing can be told yet."""
+        self.reused_tokens = max(self.reused_tokens, progress.reused_tokens)
+        text = ""
+        if progress.choice is not None:
+            self.n_tokens += 1
+            # The token that ends an answer is no part of its text.
+            if progress.finish is not FinishReason.STOP:
+                self._waiting.append((self._decoded, progress.choice))
+                text = self._add(self.detokenizer.push(progress.choice.token))
+        finish = progress.finish
+        if finish is not None and not self.stops.found:
+            text += self._add(self.detokenizer.finish())
+            text += self.stops.finish()
+        if self.stops.found:
+            finish = FinishReason.STOP
+        self.ended = finish is not None
+        return self._release(text, finish) if text or finish is not None else None
+
+    def _add(self, piece: str) -> str:
+        self._decoded += len(piece)
+        return self.stops.push(piece)
+
+    def _release(self, text: str, finish: FinishReason | None) -> Piece:
+        self._released += len(text)
+        tokens = []
+        # All that began before the end of what is told. Without a stop string nothing is left behind at the end.
+        while self._waiting and (self._waiting[0][0] < self._released or (finish and not self.stops.found)):
+            tokens.append(self._waiting.popleft())
+        return Piece(self.index, text, tokens, finish)
+
+
+class Choices:
+    """Several tickets as one stream of pieces; `close` it."""
+
+    def __init__(self, engine: RequestEngine, tokenizer: Any, *, skip_special_tokens: bool, stop: list[str]) -> None:
+        self._engine = engine
+        self._make = lambda index: Choice(
+            index, Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens), StopStrings(stop)
+        )
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Queue[tuple[int, Progress | ApiError]] = asyncio.Queue()
+        self._tickets: list[Ticket] = []
+        self.choices: list[Choice] = []
+
+    def submit(self, prompt: list[int], options: SamplingOptions) -> None:
+        """Asks the engine for one more choice.
+
+        Raises:
+            ApiError: the engine does not take it.
+        """
+        index = len(self.choices)
+        try:
+            self._tickets.append(self._engine.submit(prompt, options, self._listener(index)))
+        except Exception as error:  # an engine that fails fails one request, not the server
+            raise of_exception(error) from error
+        self.choices.append(self._make(index))
+
+    def close(self) -> None:
+        """Cancels what still runs. Idempotent."""
+        for ticket, choice in zip(self._tickets, self.choices, strict=False):
+            if not choice.ended:
+                ticket.cancel()
+
+    def give_up(self, error: ApiError) -> None:
+        """Makes the stream of pieces end with ``error``; from the event loop."""
+        self._news.put_nowait((-1, error))
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """All pieces of all choices as they come.
+
+        Raises:
+            ApiError: the engine failed, or gave the request up.
+        """
+        n_running = len(self.choices)
+        while n_running:
+            index, news = await self._news.get()
+            if isinstance(news, ApiError):
+                raise news
+            choice = self.choices[index]
+            if choice.ended:  # after a stop string, until the engine hears of it
+                continue
+            _check(news)
+            piece = choice.take(news)
+            if choice.ended:
+                n_running -= 1
+                if news.finish is None:
+                    self._tickets[index].cancel()
+            if piece is not None:
+                yield piece
+
+    def _listener(self, index: int) -> Callable[[Progress], None]:
+        def on_progress(progress: Progress) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended, nobody listens
+                self._loop.call_soon_threadsafe(self._news.put_nowait, (index, progress))
+
+        return on_progress
+
+
+def _check(progress: Progress) -> None:
+    if progress.finish is FinishReason.ERROR:
+        if isinstance(progress.error, BusyError):  # an expert server has no room: nothing that this client did
+            raise unavailable(str(progress.error), progress.error.retry_after_s)
+        raise of_exception(progress.error or RuntimeError("the engine told no reason"))
+    if progress.finish is FinishReason.CANCELLED:
+        raise unavailable("The request was cancelled: the server is stopping.", 1.0)

@@ -1,0 +1,181 @@
+"""The JSON of answers, whole and in chunks, as OpenAI's API has it: chats and completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from moeoffload import __version__
+from moeoffload.host.serving.choices import Piece
+from moeoffload.host.serving.detokenizer import TokenTexts
+from moeoffload.host.serving.request import TokenChoice
+
+_LEAST_LOGPROB: Final = -9999.0
+"""What stands for minus infinity, which JSON does not have."""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one request: of all its prompts (of which ``cached`` were not computed again), of all its choices."""
+
+    prompt: int
+    cached: int
+    completion: int
+
+    def to_json(self) -> Json:
+        """As a response has it."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Form(Protocol):
+    """How the pieces of choices are told."""
+
+    def opening(self, n_choices: int) -> list[Json]:
+        """The chunks at the start of a stream."""
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        """The chunks for one piece."""
+
+    def last_chunk(self, usage: Usage) -> Json:
+        """The chunk that counts tokens."""
+
+    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> Json:
+        """All in one; ``pieces`` by choice."""
+
+
+class _Form:
+    """What both kinds have in common."""
+
+    def __init__(self, kind: str, prefix: str, model: str, texts: TokenTexts, with_usage: bool) -> None:
+        self._texts = texts
+        self._with_usage = with_usage
+        self._head = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"moeoffload-{__version__}",
+        }
+
+    def last_chunk(self, usage: Usage) -> Json:
+        """See `Form`."""
+        return self._chunk_head() | {"choices": [], "usage": usage.to_json()}
+
+    def _chunk_head(self) -> Json:
+        return self._head | ({"usage": None} if self._with_usage else {})
+
+    def _chunk(self, choice: Json) -> Json:
+        return self._chunk_head() | {"choices": [choice]}
+
+
+class ChatForm(_Form):
+    """Chat completions. ``alternatives``: how many are told for each token; None for no log probabilities."""
+
+    def __init__(self, model: str, texts: TokenTexts, alternatives: int | None, with_usage: bool) -> None:
+        super().__init__("chat.completion", "chatcmpl", model, texts, with_usage)
+        self._alternatives = alternatives
+
+    def opening(self, n_choices: int) -> list[Json]:
+        """See `Form`."""
+        return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(n_choices)]
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        """See `Form`."""
+        chunks = []
+        if piece.text or piece.tokens:
+            chunks.append(self._delta(piece.index, {"content": piece.text}, self._logprobs([piece])))
+        if piece.finish is not None:
+            chunks.append(self._delta(piece.index, {}, finish=piece.finish))
+        return chunks
+
+    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> Json:
+        """See `Form`."""
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": "".join(piece.text for piece in mine), "refusal": None},
+                "logprobs": self._logprobs(mine),
+                "finish_reason": mine[-1].finish,
+            }
+            for index, mine in enumerate(pieces)
+        ]
+        return self._head | {"choices": choices, "usage": usage.to_json()}
+
+    def _delta(self, index: int, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return self._chunk(choice) | {"object": "chat.completion.chunk"}
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> Json | None:
+        if self._alternatives is None:
+            return None
+        content = [self._token(choice) for piece in pieces for _, choice in piece.tokens]
+        return {"content": content, "refusal": None}
+
+    def _token(self, choice: TokenChoice) -> Json:
+        best = [self._named(*pair) for pair in choice.alternatives[: self._alternatives]]
+        return self._named(choice.token, choice.logprob) | {"top_logprobs": best}
+
+    def _named(self, token: int, logprob: float | None) -> Json:
+        text, parts = self._texts.of(token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": parts}
+
+
+class CompletionForm(_Form):
+    """Text completions. ``echoes``: what stands before each choice's text; log probabilities are of the answer."""
+
+    def __init__(
+        self, model: str, texts: TokenTexts, alternatives: int | None, with_usage: bool, echoes: Sequence[str]
+    ) -> None:
+        super().__init__("text_completion", "cmpl", model, texts, with_usage)
+        self._alternatives = alternatives
+        self._echoes = echoes
+
+    def opening(self, n_choices: int) -> list[Json]:
+        """See `Form`."""
+        return [self._chunk(self._choice(index, text, [])) for index, text in enumerate(self._echoes) if text]
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        """See `Form`."""
+        return [self._chunk(self._choice(piece.index, piece.text, [piece]))]
+
+    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> Json:
+        """See `Form`."""
+        choices = [
+            self._choice(index, self._echoes[index] + "".join(piece.text for piece in mine), mine)
+            for index, mine in enumerate(pieces)
+        ]
+        return self._head | {"choices": choices, "usage": usage.to_json()}
+
+    def _choice(self, index: int, text: str, pieces: Sequence[Piece]) -> Json:
+        finish = pieces[-1].finish if pieces else None
+        return {"index": index, "text": text, "logprobs": self._logprobs(index, pieces), "finish_reason": finish}
+
+    def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Json | None:
+        if self._alternatives is None:
+            return None
+        tokens = [each for piece in pieces for each in piece.tokens]
+        return {
+            "tokens": [self._texts.of(choice.token)[0] for _, choice in tokens],
+            "token_logprobs": [_finite(choice.logprob) for _, choice in tokens],
+            "top_logprobs": [self._best(choice) for _, choice in tokens] if self._alternatives else None,
+            "text_offset": [len(self._echoes[index]) + start for start, _ in tokens],
+        }
+
+    def _best(self, choice: TokenChoice) -> dict[str, float]:
+        """The likeliest tokens, and the chosen one."""
+        pairs = [*choice.alternatives[: self._alternatives], (choice.token, choice.logprob)]
+        return {self._texts.of(token)[0]: _finite(logprob) for token, logprob in pairs}
+
+
+def _finite(logprob: float | None) -> float:
+    return _LEAST_LOGPROB if logprob is None else max(logprob, _LEAST_LOGPROB)

@@ -1,0 +1,229 @@
+"""What clients send: OpenAI's parameters that are supported, those that do no harm, and those that are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from moeoffload.host.serving.api_errors import bad_request, unsupported
+from moeoffload.host.serving.request import MAX_ALTERNATIVES, SamplingOptions
+
+MAX_CHOICES: Final = 16
+MAX_STOPS: Final = 4
+MAX_STOP_LENGTH: Final = 1000
+MAX_BIASES: Final = 1024
+
+IGNORED: Final = frozenset(
+    (
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "parallel_tool_calls", "prediction",
+    )
+)  # fmt: skip
+"""Parameters that change nothing about what is answered."""
+_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "suffix": ("",),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+    "stop_token_ids": ([],),
+    "use_beam_search": (False,),
+    "audio": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "best_of": (),
+}
+"""Parameters that are known and not supported, with the values that ask for nothing."""
+
+
+def _read_stop(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("expected a string or an array of strings")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"at most {MAX_STOPS} stop strings are allowed")
+    if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
+        raise ValueError(f"a stop string has 1 to {MAX_STOP_LENGTH} characters")
+    return stops
+
+
+def _read_bias(value: Any) -> Any:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(bias, int | float) for bias in value.values()):
+        raise ValueError("expected an object of token ids and numbers")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} tokens are allowed")
+    if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in value):
+        raise ValueError("a key is no token id")
+    if not all(-100 <= bias <= 100 for bias in value.values()):
+        raise ValueError("a bias is a number from -100 to 100")
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+def _read_content(value: Any) -> Any:
+    """Text, or parts of text, to one text."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise ValueError("expected a string or an array of content parts")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"content parts of type {str(kind)[:50]!r} are not supported, only text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _read_prompt(value: Any) -> Any:
+    """One or several prompts, each a text or tokens, to a list of them."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _are_tokens(value):
+            return [value]
+        if all(isinstance(prompt, str) for prompt in value) or all(_are_tokens(prompt) for prompt in value):
+            return value
+    raise ValueError("expected a string, an array of strings, an array of tokens, or an array of token arrays")
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """How a stream is told."""
+
+    include_usage: bool | None = False
+
+
+class GenerationRequest(_Strict):
+    """What chats and completions have in common."""
+
+    model: str
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Annotated[list[str], BeforeValidator(_read_stop)] = Field(default_factory=list)
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_read_bias)] = Field(default_factory=dict)
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check(self, n_vocabulary: int) -> None:
+        """Refuses parameters that would change the answer and are not supported.
+
+        Raises:
+            ApiError: names the parameter.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in IGNORED:
+                continue
+            if name not in _NEUTRAL:
+                raise bad_request(f"Unknown parameter: '{name}'.", name[:100], "unknown_parameter")
+            if value not in _NEUTRAL[name]:
+                raise unsupported(name)
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("'stream_options' is allowed with 'stream' only.", "stream_options")
+        if any(token >= n_vocabulary for token in self.logit_bias):
+            raise bad_request(f"Invalid 'logit_bias': tokens are 0 to {n_vocabulary - 1}.", "logit_bias")
+
+    def options(self, index: int, max_tokens: int, alternatives: int | None) -> SamplingOptions:
+        """How choice number ``index`` is sampled; each has a seed of its own, that of the first is the request's."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return SamplingOptions(
+            max_tokens=max_tokens,
+            temperature=0.0 if self.top_p == 0 else temperature,
+            top_p=self.top_p or 1.0,
+            top_k=max(0, self.top_k or 0),
+            seed=None if self.seed is None else (self.seed + index) % 2**63,
+            alternatives=alternatives,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            bias=self.logit_bias,
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class Message(_Strict):
+    """One message of a chat. What else it has goes to the chat template as it is."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str, BeforeValidator(_read_content)] = ""
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class FunctionTool(_Strict):
+    """A tool, described as OpenAI does."""
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class ChatRequest(GenerationRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Any = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, str | bool | int | float] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives are told at each token; None for no log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self, n_vocabulary: int) -> None:
+        """See `GenerationRequest.check`."""
+        super().check(n_vocabulary)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("'top_logprobs' is allowed with 'logprobs' only.", "top_logprobs")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise unsupported("tool_choice", "only 'auto' and 'none' are")
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_read_prompt)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    echo: bool | None = False
+    best_of: int | None = None
+
+    def check(self, n_vocabulary: int) -> None:
+        """See `GenerationRequest.check`."""
+        super().check(n_vocabulary)
+        if self.best_of not in (None, self.n or 1):
+            raise unsupported("best_of", "only the value of 'n' is")
+        if self.echo and self.logprobs is not None:
+            raise unsupported("logprobs", "not together with 'echo': prompts have no log probabilities")
+        for prompt in self.prompt:
+            if isinstance(prompt, list) and not all(0 <= token < n_vocabulary for token in prompt):
+                raise bad_request(f"Invalid 'prompt': tokens are 0 to {n_vocabulary - 1}.", "prompt")

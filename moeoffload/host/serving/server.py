@@ -1,0 +1,108 @@
+"""Runs the app: uvicorn, and the stop that lets running requests finish."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Final, Protocol
+
+import uvicorn
+
+from moeoffload.host.serving.access import tls_context
+from moeoffload.host.serving.api import Api
+from moeoffload.settings import ServeSettings
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS: Final = 512
+"""More are answered 503: descriptors are needed to reach expert servers, too."""
+_LAST_BYTES_S: Final = 5
+"""The longest wait for responses to be sent when all requests have ended."""
+
+
+class Drainable(Protocol):
+    """What a graceful stop needs of the engine."""
+
+    def drain(self, timeout_s: float) -> bool:
+        """Takes no new requests; waits until those taken are done. False if some were not within ``timeout_s``."""
+
+
+class HttpServer(uvicorn.Server):
+    """Serves until it is told to stop: at the first signal it lets requests finish, at the second it does not."""
+
+    def __init__(
+        self,
+        api: Api,
+        engine: Drainable,
+        settings: ServeSettings,
+        on_ready: Callable[[], None],
+    ) -> None:
+        """``on_ready`` is called when requests are taken."""
+        self._api = api
+        self._engine = engine
+        self._drain_s = settings.drain_seconds
+        self._on_ready = on_ready
+        self._draining: threading.Thread | None = None
+        self.finished_all = True
+        """Whether all requests that had been taken were answered."""
+        tls = tls_context(settings)
+        super().__init__(
+            uvicorn.Config(
+                api.app,
+                http="h11",
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,  # it shows queries; the guard logs requests
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=MAX_CONNECTIONS,
+                timeout_graceful_shutdown=_LAST_BYTES_S,
+                ssl_context_factory=(lambda config, default: tls) if tls is not None else None,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal; uvicorn would refuse connections at once, where clients should learn when to come again."""
+        if self.started:
+            self._loop.call_soon_threadsafe(self.stop)
+        else:
+            self.should_exit = True
+
+    def stop(self) -> None:
+        """The first call lets running requests finish, the second ends them; from the event loop."""
+        if self._draining is None:
+            log.info("stopping; running requests have %g s to finish", self._drain_s)
+            self._api.stop_taking()
+            # Not the event loop, which has to go on; not its executor, which would be waited for at a second signal.
+            self._draining = threading.Thread(target=self._drain, name="drain", daemon=True)
+            self._draining.start()
+        else:
+            self._end(False)
+
+    def _drain(self) -> None:
+        done = self._engine.drain(self._drain_s)
+        with contextlib.suppress(RuntimeError):  # the event loop has ended: a second signal was faster
+            self._loop.call_soon_threadsafe(self._end, done)
+
+    def _end(self, done: bool) -> None:
+        if self.should_exit:
+            return
+        self.finished_all = done
+        if not done:
+            log.warning("requests that still run are given up")
+            self._api.answering.give_up_all()
+        self.should_exit = True

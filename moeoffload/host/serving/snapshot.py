@@ -1,0 +1,110 @@
+"""All figures of a serving host as plain data: what /stats answers, and what everything that shows figures reads.
+
+docs/monitoring.md describes every field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from moeoffload import __version__
+from moeoffload.host.counters import CallCounters, LayerTimes, PhaseCounters, add_counters
+from moeoffload.host.serving.stats import ServingStats
+from moeoffload.host.session import OffloadedModel
+from moeoffload.host.shard import Shard
+
+WATCH_S: Final = 10.0
+"""So long after somebody looked the times of each layer are kept: longer than whoever watches needs to ask again."""
+
+
+def serving_snapshot(
+    offloaded: OffloadedModel,
+    stats: ServingStats,
+    *,
+    watch: bool = True,
+    batches: Mapping[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The figures as they stand, in seconds and bytes since the model was opened; from any thread.
+
+    Args:
+        offloaded: the open model.
+        stats: what its engine has counted.
+        watch: also have the times of each layer kept for the next `WATCH_S`; not for scrapers, which do not use them.
+        batches: by address what expert servers say of their kernel calls, for the servers for which it is known.
+    """
+    recorder = offloaded.recorder
+    if watch:
+        recorder.watch_layers(WATCH_S)
+    total = _both_phases(recorder.phases)
+    known = batches or {}
+    servers = [_server(shard, counters, known) for shard, counters in zip(offloaded.shards, total.servers, strict=True)]
+    return stats.snapshot() | {
+        "version": __version__,
+        "model": _model(offloaded),
+        "servers": servers,
+        "recovery": offloaded.recovery(),
+        "layers": [_layer(times) for times in total.layers],
+    }
+
+
+def _both_phases(phases: dict[str, PhaseCounters]) -> PhaseCounters:
+    first, *others = phases.values()
+    for other in others:
+        add_counters(first, other)
+    return first
+
+
+def _model(offloaded: OffloadedModel) -> dict[str, Any]:
+    checkpoint, reference = offloaded.checkpoint, Path(offloaded.reference)
+    return {
+        "name": reference.resolve().name if reference.exists() else offloaded.reference,
+        "type": checkpoint.model_type,
+        "dtype": str(checkpoint.dtype).removeprefix("torch."),
+        "layers": len(checkpoint.layers),
+    }
+
+
+def _server(shard: Shard, counters: CallCounters, batches: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    info = shard.known.info
+    state, by = _state(shard)
+    entry = {
+        "address": info.address,
+        "device": info.device,
+        "device_name": info.device_name,
+        "transport": info.transport,
+        "kernel": info.kernel,
+        "state": state,
+        "computed_by": by,
+        "n_experts": info.n_experts,
+        "resident_bytes": info.resident_bytes,
+        **asdict(counters),
+    }
+    if info.address in batches:
+        entry["batches"] = batches[info.address]
+    return entry
+
+
+def _state(shard: Shard) -> tuple[str, str]:
+    """``up``, ``replaced`` (a replica or this host computes its experts) or ``lost`` (nobody does); and who does."""
+    current, first = shard.current, shard.holders[0].link
+    if current is first:
+        return "up", current.name
+    if current is shard.fallback or any(holder.link is current for holder in shard.holders):
+        return "replaced", current.name
+    return "lost", ""
+
+
+def _layer(times: LayerTimes) -> dict[str, Any]:
+    return {
+        "calls": times.calls,
+        "dense_s": times.dense_s,
+        "pack_s": times.pack_s,
+        "local_s": times.local_s,
+        "wire_s": max(0.0, times.wait_s - times.wait_queue_s - times.wait_compute_s),
+        "queue_s": times.wait_queue_s,
+        "compute_s": times.wait_compute_s,
+        "combine_s": times.combine_s,
+    }

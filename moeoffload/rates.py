@@ -1,0 +1,193 @@
+"""What happens now, from figures that only grow: differences of snapshots (docs/monitoring.md).
+
+The dashboard computes the same in its own language; tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Final
+
+NOW_S: Final = 3.0
+"""Rates "now" are over so many seconds."""
+STEP_S: Final = 10.0
+"""Where the time of steps goes is over so many seconds."""
+LATENCY_S: Final = 60.0
+"""Latencies and batch sizes are over so many seconds."""
+PARTS: Final = ("dense", "pack", "wire", "queue", "compute", "local", "combine", "other")
+"""Of a step, in the order in which they are shown."""
+LAYER_PARTS: Final = PARTS[:-1]
+_EPSILON_S: Final = 1e-6
+_MOST_KEPT: Final = 1000
+
+
+class History:
+    """The snapshots of the last `LATENCY_S`; those of an earlier start of the host are forgotten."""
+
+    def __init__(self) -> None:
+        self._snapshots: deque[dict[str, Any]] = deque(maxlen=_MOST_KEPT)
+
+    def add(self, snapshot: dict[str, Any]) -> None:
+        """Takes the newest snapshot."""
+        kept = self._snapshots
+        if kept and snapshot["uptime_s"] < kept[-1]["uptime_s"]:
+            kept.clear()
+        kept.append(snapshot)
+        if len(kept) > 1 and kept[-2]["uptime_s"] == snapshot["uptime_s"]:
+            del kept[-2]
+        while len(kept) > 2 and kept[1]["uptime_s"] <= snapshot["uptime_s"] - LATENCY_S + _EPSILON_S:
+            kept.popleft()
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """The snapshot that was added last."""
+        return self._snapshots[-1]
+
+    def before(self, seconds: float) -> dict[str, Any]:
+        """The newest snapshot that is at least so old, or the oldest."""
+        limit = self.newest["uptime_s"] - seconds + _EPSILON_S
+        return next((each for each in reversed(self._snapshots) if each["uptime_s"] <= limit), self._snapshots[0])
+
+
+@dataclass(frozen=True)
+class ServerLoad:
+    """What one server does for this host. ``busy`` is the share of the time in which it computes, 0 to 1."""
+
+    address: str
+    state: str
+    computed_by: str
+    calls_per_s: float
+    rows_per_s: float
+    bytes_per_s: float
+    busy: float
+    wait_ms: float
+    """Of a call, how long the host stood still for it."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a screen shows of a history. Latencies are seconds, None if there were none."""
+
+    tokens_per_s: float
+    prompt_tokens_per_s: float
+    steps_per_s: float
+    reuse: float | None
+    """Of the prompt tokens since the start, the share that was taken from the cache."""
+    cache_use: float | None
+    first_token_s: tuple[float | None, float | None]
+    """p50 and p95 of the last `LATENCY_S`; so the next."""
+    between_tokens_s: tuple[float | None, float | None]
+    rows_per_step: float | None
+    step_s: float | None
+    step_parts: dict[str, float]
+    """Seconds of a step, the mean of the last `STEP_S`."""
+    layers: list[dict[str, float]]
+    """For each layer the seconds of a call by part, means of the last `STEP_S`; empty if none was timed."""
+    servers: list[ServerLoad]
+    batch_members: dict[str, Any] | None
+    """Histogram of the requests in one kernel call, over the servers that tell and the last `LATENCY_S`."""
+
+
+def figures(history: History) -> Figures:
+    """What the snapshots of ``history`` say of now; it must have one."""
+    new, old = history.newest, history.before(NOW_S)
+    seconds = new["uptime_s"] - old["uptime_s"]
+    older, oldest = history.before(STEP_S), history.before(LATENCY_S)
+    tokens, cache = new["tokens"], new["cache"]
+    steps = new["steps"]["steps"] - older["steps"]["steps"]
+    rows = histogram_difference(new["step_rows"], oldest["step_rows"])
+    parts = {part: new["steps"][f"{part}_s"] - older["steps"][f"{part}_s"] for part in PARTS}
+    return Figures(
+        tokens_per_s=_rate(tokens["completion"] - old["tokens"]["completion"], seconds),
+        prompt_tokens_per_s=_rate(tokens["prompt"] - old["tokens"]["prompt"], seconds),
+        steps_per_s=_rate(new["steps"]["steps"] - old["steps"]["steps"], seconds),
+        reuse=_share(tokens["reused"], tokens["prompt"]),
+        cache_use=_share(cache["used_tokens"] + cache["kept_tokens"], cache["total_tokens"]),
+        first_token_s=_p50_p95(new["first_token_s"], oldest["first_token_s"]),
+        between_tokens_s=_p50_p95(new["between_tokens_s"], oldest["between_tokens_s"]),
+        rows_per_step=_share(rows["total"], rows["n"]),
+        step_s=_share(new["steps"]["seconds"] - older["steps"]["seconds"], steps),
+        step_parts={part: value / steps if steps else 0.0 for part, value in parts.items()},
+        layers=_layers(new["layers"], older["layers"]),
+        servers=[_load(server, old["servers"], seconds) for server in new["servers"]],
+        batch_members=_batch_members(new["servers"], oldest["servers"]),
+    )
+
+
+def histogram_difference(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """What came into a histogram between two snapshots."""
+    return {
+        "bounds": new["bounds"],
+        "counts": [count - before for count, before in zip(new["counts"], old["counts"], strict=True)],
+        "total": new["total"] - old["total"],
+        "n": new["n"] - old["n"],
+    }
+
+
+def quantile(histogram: dict[str, Any], share: float) -> float | None:
+    """The value below which ``share`` of the values lie, as Prometheus estimates it: straight within a bucket.
+
+    None for an empty histogram; the last bound for what lies beyond it.
+    """
+    wanted, below, lower = share * histogram["n"], 0, 0.0
+    if histogram["n"] <= 0:
+        return None
+    for bound, count in zip(histogram["bounds"], histogram["counts"], strict=False):
+        if count and below + count >= wanted:
+            return float(lower + (bound - lower) * (wanted - below) / count)
+        below, lower = below + count, bound
+    return float(histogram["bounds"][-1])
+
+
+def _p50_p95(new: dict[str, Any], old: dict[str, Any]) -> tuple[float | None, float | None]:
+    difference = histogram_difference(new, old)
+    return quantile(difference, 0.5), quantile(difference, 0.95)
+
+
+def _layers(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[str, float]]:
+    calls = [layer["calls"] - before["calls"] for layer, before in zip(new, old, strict=True)]
+    if not any(calls):
+        return []
+    return [
+        {part: (layer[f"{part}_s"] - before[f"{part}_s"]) / n if n else 0.0 for part in LAYER_PARTS}
+        for layer, before, n in zip(new, old, calls, strict=True)
+    ]
+
+
+def _load(server: dict[str, Any], before: list[dict[str, Any]], seconds: float) -> ServerLoad:
+    old = next((each for each in before if each["address"] == server["address"]), server)
+    calls = server["calls"] - old["calls"]
+    n_bytes = server["bytes_out"] + server["bytes_back"] - old["bytes_out"] - old["bytes_back"]
+    return ServerLoad(
+        address=server["address"],
+        state=server["state"],
+        computed_by=server["computed_by"],
+        calls_per_s=_rate(calls, seconds),
+        rows_per_s=_rate(server["rows"] - old["rows"], seconds),
+        bytes_per_s=_rate(n_bytes, seconds),
+        busy=min(1.0, _rate(server["compute_s"] - old["compute_s"], seconds)),
+        wait_ms=1000 * (_share(server["wait_s"] - old["wait_s"], calls) or 0.0),
+    )
+
+
+def _batch_members(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> dict[str, Any] | None:
+    before = {server["address"]: server["batches"]["members"] for server in old if "batches" in server}
+    told = {server["address"]: server["batches"]["members"] for server in new if "batches" in server}
+    parts = [histogram_difference(members, before.get(address, members)) for address, members in told.items()]
+    if not parts:
+        return None
+    return {
+        "bounds": parts[0]["bounds"],
+        "counts": [sum(counts) for counts in zip(*(part["counts"] for part in parts), strict=True)],
+        "total": sum(part["total"] for part in parts),
+        "n": sum(part["n"] for part in parts),
+    }
+
+
+def _rate(difference: float, seconds: float) -> float:
+    return difference / seconds if seconds > 0 else 0.0
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

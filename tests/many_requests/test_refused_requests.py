@@ -1,0 +1,294 @@
+"""Who and what the HTTP server does not let in, and how it says so: OpenAI's errors."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from command_lines import wait_until
+
+from moeoffload.cli.key_files import make_keys
+from moeoffload.errors import SettingError
+from moeoffload.host.serving.access import bind_socket, check_access
+from moeoffload.settings import ServeSettings
+from serving.fake_engine import FakeEngine, tokens_of
+from serving.http_kit import Running, ask, serving
+
+KEY = "0123456789abcdef0123"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer: Any) -> Iterator[Running]:
+    with serving(FakeEngine(tokens_of("yes")), tokenizer) as running:
+        yield running
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    file = tmp_path / "key"
+    file.touch(0o600)
+    file.write_text(KEY + "\n")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param", "words"),
+    [
+        (CHAT, {"messages": []}, "messages", "at least 1 item"),
+        (CHAT, {"messages": "hi"}, "messages", "list"),
+        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'user'"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+            "only text",
+        ),
+        (CHAT, {"messages": None}, "messages", "list"),
+        (CHAT, {"max_tokens": 0}, "max_tokens", "greater"),
+        (CHAT, {"max_completion_tokens": "9"}, "max_completion_tokens", "integer"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs", "'logprobs'"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "Unsupported"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "only 'auto' and 'none'"),
+        (CHAT, {"audio": {"voice": "x"}}, "audio", "Unsupported"),
+        (CHAT, {"functions": [{"name": "f"}]}, "functions", "Unsupported"),
+        (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "'stream'"),
+        (CHAT, {"chat_template_kwargs": {"a": []}}, None, "Invalid"),
+        (TEXT, {"prompt": None}, "prompt", "string"),
+        (TEXT, {"prompt": []}, "prompt", "string"),
+        (TEXT, {"prompt": ""}, "prompt", "empty"),
+        (TEXT, {"prompt": [1, "a"]}, "prompt", "string"),
+        (TEXT, {"prompt": [300]}, "prompt", "0 to 257"),
+        (TEXT, {"prompt": ["x"] * 97}, "prompt", "At most 96"),
+        (TEXT, {"prompt": "\ud800"}, None, "Unicode"),
+        (TEXT, {"n": 17}, "n", "16"),
+        (TEXT, {"n": 2, "best_of": 3}, "best_of", "'n'"),
+        (TEXT, {"suffix": "x"}, "suffix", "Unsupported"),
+        (TEXT, {"echo": True, "logprobs": 1}, "logprobs", "'echo'"),
+        (TEXT, {"temperature": 2.5}, "temperature", "2"),
+        (TEXT, {"temperature": float("nan")}, "temperature", "finite"),
+        (TEXT, {"top_p": "all"}, "top_p", "number"),
+        (TEXT, {"stop": ["a"] * 5}, "stop", "at most 4"),
+        (TEXT, {"stop": [""]}, "stop", "1 to 1000"),
+        (TEXT, {"seed": 2**63}, "seed", "less"),
+        (TEXT, {"logit_bias": {"258": 1}}, "logit_bias", "0 to 257"),
+        (TEXT, {"logit_bias": {"x": 1}}, "logit_bias", "no token"),
+        (TEXT, {"logit_bias": {"1": 101}}, "logit_bias", "-100 to 100"),
+        (TEXT, {"frequency_penalty": -3}, "frequency_penalty", "-2"),
+        (TEXT, {"min_p": 0.1}, "min_p", "Unsupported"),
+        (TEXT, {"no_such": 1}, "no_such", "Unknown parameter"),
+        (TEXT, {"model": None}, "model", "string"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    server: Running, path: str, change: dict[str, Any], param: str | None, words: str
+) -> None:
+    base: dict[str, Any] = {"model": "demo"} | ({"messages": HI} if path == CHAT else {"prompt": "x"})
+    reply = server.ask("POST", path, base | change)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+    assert words in reply.error["message"]
+    if param is not None:
+        assert reply.error["param"] == param
+
+
+def test_a_missing_parameter_is_named(server: Running) -> None:
+    reply = server.ask("POST", TEXT, {"model": "demo"})
+    assert (reply.status, reply.error["param"]) == (400, "prompt")
+    assert "Missing required" in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    "body", ['{"model": ', "", "[1]", '"x"', "[" * 100_000, '{"model": ' + "9" * 5000, b"\xff\xfe"]
+)
+def test_a_body_that_is_no_json_object_is_400(server: Running, body: str | bytes) -> None:
+    reply = server.ask("POST", CHAT, body)
+    assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+
+
+def test_too_long_prompts_are_400_with_openai_s_code(server: Running) -> None:
+    with server.client() as client:
+        for ask_for in (
+            lambda: client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "x" * 200}]),
+            lambda: client.completions.create(model="demo", prompt="x" * 150, max_tokens=51),
+        ):
+            with pytest.raises(openai.BadRequestError, match="maximum context length is 200 tokens") as caught:
+                ask_for()
+            assert caught.value.code == "context_length_exceeded"
+        assert client.completions.create(model="demo", prompt="x" * 199).choices[0].text == "y"
+
+
+def test_other_models_and_routes_are_404(server: Running) -> None:
+    with server.client() as client:
+        assert [model.id for model in client.models.list()] == ["demo"]
+        assert client.models.retrieve("demo").id == "demo"
+        for ask_for in (
+            lambda: client.models.retrieve("org/other"),
+            lambda: client.completions.create(model="other", prompt="x"),
+        ):
+            with pytest.raises(openai.NotFoundError) as caught:
+                ask_for()
+            assert caught.value.code == "model_not_found"
+    assert server.ask("GET", "/v1/files").error["code"] == "unknown_url"
+    assert server.ask("GET", CHAT).status == 405
+    assert server.ask("GET", "/docs").status == 404
+
+
+def test_a_large_body_is_413_and_not_kept(server: Running) -> None:
+    reply = server.ask("POST", TEXT, {"model": "demo", "prompt": "x" * (9 << 20)})
+    assert (reply.status, reply.error["code"]) == (413, "request_too_large")
+    with socket.create_connection(("127.0.0.1", server.port), 10) as peer:
+        peer.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n")
+        assert peer.recv(100).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Host": "attacker.example"}, "invalid_host"),
+        ({"Host": "127.0.0.1.attacker.example"}, "invalid_host"),
+        ({"Host": ""}, "invalid_host"),
+        ({"Origin": "https://attacker.example"}, "invalid_origin"),
+        ({"Origin": "null"}, "invalid_origin"),
+    ],
+)
+def test_pages_of_other_sites_in_a_browser_here_are_kept_out(
+    server: Running, headers: dict[str, str], code: str
+) -> None:
+    reply = server.ask("GET", "/v1/models", **headers)
+    assert (reply.status, reply.error["code"]) == (403, code)
+    assert "Access-Control-Allow-Origin" not in reply.headers
+    for own in ({"Host": "localhost:1"}, {"Host": "[::1]:1"}, {"Origin": "http://127.0.0.1:8000"}):
+        assert server.ask("GET", "/v1/models", **own).status == 200
+
+
+def test_a_form_of_a_web_page_is_no_request(server: Running) -> None:
+    body = json.dumps({"model": "demo", "prompt": "x"})
+    assert server.ask("POST", TEXT, body, Content_Type="text/plain").status == 400
+
+
+def test_the_key_opens_all_but_what_says_that_the_server_is_there(tokenizer: Any, key_file: Path) -> None:
+    with serving(FakeEngine(tokens_of("yes")), tokenizer, KEY, api_key_file=key_file) as server:
+        with server.client() as client:
+            assert client.completions.create(model="demo", prompt="x").choices[0].text == "yes"
+        with server.client(api_key=KEY[:-1]) as client, pytest.raises(openai.AuthenticationError) as caught:
+            client.completions.create(model="demo", prompt="x")
+        assert caught.value.code == "invalid_api_key"
+        for path in ("/v1/models", "/metrics", "/stats", "/no-such"):
+            assert server.ask("GET", path).status == 401
+            assert server.ask("GET", path, Authorization=f"Basic {KEY}").status == 401
+            assert server.ask("GET", path, Authorization="Bearer \xfc").status == 401
+            known = server.ask("GET", path, Authorization=f"Bearer {KEY}")
+            assert known.status == (404 if path == "/no-such" else 200)
+        for path in ("/health", "/ready", "/dashboard"):
+            assert server.ask("GET", path).status == 200
+        # Who knows the key may use any name of this machine: it may stand behind a proxy.
+        assert server.ask("GET", "/v1/models", Host="any.example", Authorization=f"Bearer {KEY}").status == 200
+
+
+def test_no_key_is_in_the_log(tokenizer: Any, key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG"), serving(FakeEngine(), tokenizer, KEY, api_key_file=key_file) as server:
+        assert server.ask("GET", f"/dashboard?key={KEY}").status == 200
+        assert server.ask("GET", "/stats", Authorization=f"Bearer {KEY}").status == 200
+        assert server.ask("GET", "/stats", Authorization=f"Bearer {KEY}x").status == 401
+    assert "GET /dashboard 200" in caplog.text
+    assert "no API key" in caplog.text
+    assert KEY not in caplog.text
+
+
+def test_clients_see_the_certificate(tokenizer: Any, tmp_path: Path) -> None:
+    import ssl
+    import urllib.request
+
+    make_keys(tmp_path / "keys", [])
+    files: dict[str, Any] = {
+        "http_tls_cert": tmp_path / "keys/server.pem",
+        "http_tls_key": tmp_path / "keys/server.key",
+    }
+    with serving(FakeEngine(), tokenizer, **files) as server:
+        trust = ssl.create_default_context(cafile=str(tmp_path / "keys/ca.pem"))
+        with urllib.request.urlopen(f"https://localhost:{server.port}/health", context=trust, timeout=10) as reply:
+            assert json.load(reply) == {"status": "ok"}
+
+
+def test_files_that_hold_something_else_are_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    junk = tmp_path / "junk"
+    junk.touch(0o600)
+    junk.write_text("short")
+    with pytest.raises(SettingError, match=r"--api-key-file: .* holds no token"):
+        check_access(ServeSettings(api_key_file=junk))
+    with pytest.raises(SettingError, match=r"--http-tls-cert and --http-tls-key: .* no certificate"):
+        check_access(ServeSettings(http_tls_cert=junk, http_tls_key=junk))
+
+
+def test_a_port_that_is_taken_is_one_clear_line(server: Running) -> None:
+    with pytest.raises(SettingError, match=f"--port: cannot listen at 127.0.0.1, port {server.port}"):
+        bind_socket(ServeSettings(port=server.port))
+
+
+# ---------------------------------------------------------------- stopping
+
+
+def test_a_stop_lets_requests_finish_and_refuses_new_ones(tokenizer: Any) -> None:
+    engine = FakeEngine(b"abc")
+    engine.held = True
+    with serving(engine, tokenizer) as server, server.client() as client:
+        stream = client.chat.completions.create(model="demo", messages=HI, stream=True)
+        next(stream)
+        server.stop()
+        wait_until(lambda: server.ask("GET", "/ready").status == 503, "the stop")
+        assert server.ask("GET", "/health").status == 200
+        refused = server.ask("POST", TEXT, {"model": "demo", "prompt": "x"})
+        assert (refused.status, refused.error["code"]) == (503, "server_unavailable")
+        assert int(refused.headers["Retry-After"]) > 0
+        engine.held = False
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "abc"
+        wait_until(server.ended, "the end")
+        assert server.server.finished_all
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_requests_that_do_not_finish_in_time_are_told(tokenizer: Any, second: bool) -> None:
+    engine = FakeEngine(b"abc")
+    engine.held = True
+    with serving(engine, tokenizer, drain_seconds=600 if second else 0.2) as server, server.client() as client:
+        stream = client.chat.completions.create(model="demo", messages=HI, stream=True)
+        next(stream)
+        failed: list[Exception] = []
+
+        def wait_for_the_rest() -> None:
+            try:
+                list(stream)
+            except openai.APIError as error:
+                failed.append(error)
+
+        reader = threading.Thread(target=wait_for_the_rest, daemon=True)
+        reader.start()
+        server.stop()
+        if second:
+            server.stop()
+        wait_until(server.ended, "the end", 20)
+        assert not server.server.finished_all
+        reader.join(10)
+        assert "given this request up" in str(failed[0])
+        assert engine.tickets[0].cancelled.is_set()
+
+
+def test_an_engine_that_is_not_ready_is_503(tokenizer: Any) -> None:
+    engine = FakeEngine()
+    engine.is_ready = False
+    with serving(engine, tokenizer) as server:
+        assert server.ask("GET", "/ready").status == 503
+        reply = ask(server.port, "POST", TEXT, {"model": "demo", "prompt": "x"})
+        assert (reply.status, reply.error["type"]) == (503, "server_error")

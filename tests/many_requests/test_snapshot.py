@@ -1,0 +1,93 @@
+"""The figures of an open model: those of its report, and the times of layers only while somebody looks."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import Any
+
+import pytest
+import torch
+from command_lines import wait_until
+from conftest import DEMO, ROOT, StartServer, demo_prompt
+
+from moeoffload import OffloadedModel, open_model
+from moeoffload.host.serving.metrics import render_metrics
+from moeoffload.host.serving.snapshot import serving_snapshot
+from moeoffload.host.serving.stats import ServingStats
+
+COUNTED = ("calls", "rows", "bytes_out", "bytes_back", "queue_s", "compute_s", "wait_s")
+
+
+def generate(offloaded: OffloadedModel, n: int) -> None:
+    offloaded.model.generate(demo_prompt(40, seed=1), max_new_tokens=n, min_new_tokens=n, do_sample=False)
+
+
+def look(offloaded: OffloadedModel, **options: Any) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(json.dumps(serving_snapshot(offloaded, ServingStats(), **options)))
+    return data
+
+
+def test_servers_have_the_figures_of_the_report_and_layers_those_of_the_time_when_somebody_looked(
+    three_servers: list[str],
+) -> None:
+    with open_model(DEMO, experts=three_servers[:2], local_experts_gib=1e-4, device="cpu") as offloaded:
+        generate(offloaded, 4)
+        unseen = look(offloaded, watch=False)
+        generate(offloaded, 4)
+        assert not any(layer["calls"] for layer in look(offloaded)["layers"])
+        before = offloaded.report()
+        generate(offloaded, 6)
+        snapshot, report = look(offloaded), offloaded.report()
+    assert not any(layer["calls"] for layer in unseen["layers"])
+    assert snapshot["model"] == {
+        "name": "checkpoint", "type": report.model.model_type, "dtype": report.model.dtype,
+        "layers": report.model.moe_layers,
+    }  # fmt: skip
+    for server, reported in zip(snapshot["servers"], report.servers, strict=True):
+        assert server["state"] == "up"
+        for name in ("address", "device", "transport", "kernel", "n_experts", "resident_bytes"):
+            assert server[name] == reported[name]
+        for name in COUNTED:
+            assert server[name] == pytest.approx(sum(phase[name] for phase in reported["phases"].values()))
+    hosts = [[phase["host"] for phase in each.phases.values()] for each in (before, report)]
+    for part, name in {"pack": "pack_s", "local": "local_s", "wire": "wait_wire_s", "queue": "wait_queue_s",
+                       "compute": "wait_compute_s", "combine": "combine_s"}.items():  # fmt: skip
+        old, new = (sum(host[name] for host in phases) for phases in hosts)
+        assert sum(layer[f"{part}_s"] for layer in snapshot["layers"]) == pytest.approx(new - old)
+    assert all(layer["calls"] == 6 for layer in snapshot["layers"])
+    dense = sum(layer["dense_s"] for layer in snapshot["layers"])
+    assert 0 < dense < sum(host["dense_s"] for host in hosts[1]) - sum(host["dense_s"] for host in hosts[0])
+    assert render_metrics(snapshot)
+
+
+def test_a_lost_server_is_seen_and_who_stands_in_for_it(start_server: StartServer) -> None:
+    stays, goes = start_server(), start_server()
+    with open_model(DEMO, experts=[stays.address, goes.address], device="cpu") as offloaded:
+        goes.process.send_signal(signal.SIGKILL)
+        wait_until(lambda: look(offloaded)["recovery"]["lost"], "the loss")
+        up, away = look(offloaded)["servers"]
+        with torch.no_grad():
+            offloaded.model(torch.tensor([[7, 8, 9]]))
+    assert (up["state"], away["state"]) == ("up", "replaced")
+    assert away["address"] == goes.address
+    assert "host" in away["computed_by"]
+
+
+def test_what_a_server_tells_of_its_batches_goes_to_its_entry(three_servers: list[str]) -> None:
+    batches = {"members": {"bounds": [1, 2], "counts": [3, 1, 0], "total": 5, "n": 4}, "wait_s": 0.5}
+    with open_model(DEMO, experts=three_servers[:2], device="cpu") as offloaded:
+        first, second = look(offloaded, batches={three_servers[1]: batches})["servers"]
+    assert "batches" not in first
+    assert second["batches"] == batches
+
+
+def test_every_field_is_documented(three_servers: list[str]) -> None:
+    text = (ROOT / "docs" / "monitoring.md").read_text()
+    with open_model(DEMO, experts=three_servers[:1], device="cpu") as offloaded:
+        snapshot = look(offloaded)
+    for name, value in snapshot.items():
+        assert f"`{name}`" in text
+        inner = value[0] if isinstance(value, list) else value
+        for each in inner if isinstance(inner, dict) else ():
+            assert f"`{each}`" in text or name == "recovery", f"{name}.{each}"

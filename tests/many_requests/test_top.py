@@ -1,0 +1,85 @@
+"""``moeoffload top`` as a process, beside a host that gives known figures."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from command_lines import Commands, one_line_error, wait_until
+from serving_snapshots import SnapshotServer, scripted, serving
+
+from moeoffload.cli.top_view import number, seconds
+from moeoffload.rates import History, figures
+
+OPTIONS = ("--interval-s", "0.1")
+
+
+def test_one_picture_shows_what_the_snapshots_say(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    snapshots = scripted(2, n_layers=20)
+    history = History()
+    for snapshot in snapshots:
+        history.add(snapshot)
+    shown = figures(history)
+    with serving(SnapshotServer(snapshots)) as host:
+        done = commands.run("moeoffload", "top", "--url", host.url, "--once", *OPTIONS)
+    assert (done.code, done.err) == (0, "")
+
+    def figure(name: str) -> str:
+        found = re.search(rf"{re.escape(name)} +([^│]+?) *│", done.out)
+        assert found, f"no {name} in\n{done.out}"
+        return found.group(1)
+
+    assert figure("tokens/s") == number(shown.tokens_per_s)
+    for name, count in snapshots[-1]["requests"].items():
+        assert figure(name) == str(count)
+    assert figure("to the first token p95") == seconds(shown.first_token_s[1])
+    assert figure("between tokens p50") == seconds(shown.between_tokens_s[0])
+    for server in shown.servers:
+        line = next(line for line in done.out.splitlines() if server.address in line)
+        assert number(server.rows_per_s) in line
+        assert server.state in line
+    assert f"a step takes {seconds(shown.step_s)}" in done.out
+    assert "layers 18-19" in done.out
+
+
+def test_it_goes_on_until_ctrl_c_and_says_when_the_host_is_gone(commands: Commands) -> None:
+    with serving(SnapshotServer(scripted(3, n_layers=2))) as host:
+        top = commands.start("moeoffload", "top", "--url", host.url, *OPTIONS)
+        wait_until(lambda: host.asked > 3, "the fourth look")
+    wait_until(lambda: "no host answers" in top.out.read_text() or top.ended, "the news that the host is gone")
+    top.send(signal.SIGINT)
+    done = top.wait()
+    assert (done.code, done.err) == (130, "")
+
+
+def test_a_key_is_sent_and_a_wrong_one_is_told(commands: Commands, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("a-key\n")
+    with serving(SnapshotServer(scripted(2, n_layers=2), key="a-key")) as host:
+        arguments = ("top", "--url", host.url, "--once", *OPTIONS)
+        assert commands.run("moeoffload", *arguments, "--api-key-file", file).code == 0
+        refused = commands.run("moeoffload", *arguments)
+    assert "--api-key-file" in one_line_error(refused, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--url", "http://127.0.0.1:9"), 5, "no host answers"),
+        (("--url", "127.0.0.1:8000"), 2, "--url"),
+        (("--interval-s", "0"), 2, "--interval-s"),
+        (("--api-key-file", "/nowhere/key"), 2, "--api-key-file"),
+    ],
+)
+def test_what_cannot_be_is_one_line(commands: Commands, arguments: tuple[str, ...], code: int, words: str) -> None:
+    done = commands.run("moeoffload", "top", "--once", *arguments)
+    assert words in one_line_error(done, code)
+
+
+def test_another_server_is_told_from_a_host(commands: Commands) -> None:
+    with serving(SnapshotServer([{"hello": 1}])) as host:
+        done = commands.run("moeoffload", "top", "--once", "--url", host.url)
+    assert "not of a moeoffload host" in one_line_error(done, 5)
