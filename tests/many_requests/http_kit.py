@@ -15,11 +15,11 @@ import openai
 from command_lines import wait_until
 from serving_snapshots import scripted
 
+from many_requests.fake_engine import FakeEngine
 from moeoffload.host.serving.access import bind_socket
 from moeoffload.host.serving.api import create_app
 from moeoffload.host.serving.server import HttpServer
 from moeoffload.settings import ServeSettings
-from serving.fake_engine import FakeEngine
 
 WAIT_S = 30
 

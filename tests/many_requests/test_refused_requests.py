@@ -13,12 +13,12 @@ import openai
 import pytest
 from command_lines import wait_until
 
+from many_requests.fake_engine import FakeEngine, tokens_of
+from many_requests.http_kit import Running, ask, serving
 from moeoffload.cli.key_files import make_keys
 from moeoffload.errors import SettingError
 from moeoffload.host.serving.access import bind_socket, check_access
 from moeoffload.settings import ServeSettings
-from serving.fake_engine import FakeEngine, tokens_of
-from serving.http_kit import Running, ask, serving
 
 KEY = "0123456789abcdef0123"
 CHAT = "/v1/chat/completions"

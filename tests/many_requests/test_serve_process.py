@@ -18,7 +18,7 @@ from command_lines import Command, Commands, one_line_error, running_commands, w
 from conftest import DEMO
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.http_kit import Reply, ask
+from many_requests.http_kit import Reply, ask
 
 KEY = "0123456789abcdef0123"
 RUNNING, WAITING = 32, 8
