@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from moeoffload.cli.options import exit_on_error
 from moeoffload.errors import ServerError, SettingError
 from moeoffload.rates import History
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 ANSWER_S: Final = 5.0
 LEAST_INTERVAL_S: Final = 0.1
@@ -53,7 +58,13 @@ def top(
         history.add(source.ask())
         console.print(picture(history, url))
         return
-    with Live(picture(history, url), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    # What is no terminal gets one picture after the other.
+    with contextlib.ExitStack() as stack:
+        show: Callable[[RenderableType], None] = console.print
+        if console.is_terminal:
+            live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
+            show = functools.partial(live.update, refresh=True)
+        show(picture(history, url))
         while True:
             time.sleep(interval_s)
             trouble = ""
@@ -61,7 +72,7 @@ def top(
                 history.add(source.ask())
             except ServerError as error:
                 trouble = str(error)  # it may be back at the next look
-            live.update(picture(history, url, trouble), refresh=True)
+            show(picture(history, url, trouble))
 
 
 class _Source:

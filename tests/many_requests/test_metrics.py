@@ -61,6 +61,7 @@ def wanted(snapshot: dict[str, Any]) -> Samples:
     add_histogram("step_rows", snapshot["step_rows"])
     steps = dict(snapshot["steps"])
     add("steps_total", steps.pop("steps"))
+    add("steps_in_two_groups_total", steps.pop("in_two_groups"))
     add("step_seconds_total", steps.pop("seconds"))
     for name, seconds in steps.items():
         add("step_part_seconds_total", seconds, part=name.removesuffix("_s"))

@@ -41,7 +41,9 @@ def serving_snapshot(
     total = _both_phases(recorder.phases)
     known = batches or {}
     servers = [_server(shard, counters, known) for shard, counters in zip(offloaded.shards, total.servers, strict=True)]
-    return stats.snapshot() | {
+    figures = stats.snapshot()
+    figures["steps"] |= _step_parts(total, figures["steps"]["seconds"])
+    return figures | {
         "version": __version__,
         "model": _model(offloaded),
         "servers": servers,
@@ -95,6 +97,21 @@ def _state(shard: Shard) -> tuple[str, str]:
     if current is shard.fallback or any(holder.link is current for holder in shard.holders):
         return "replaced", current.name
     return "lost", ""
+
+
+def _step_parts(total: PhaseCounters, step_seconds: float) -> dict[str, float]:
+    """Where the seconds of steps went; of two groups in flight the sums of both."""
+    return {
+        "dense_s": total.dense_s,
+        "pack_s": total.pack_s,
+        "wire_s": max(0.0, total.wait_s - total.wait_queue_s - total.wait_compute_s),
+        "queue_s": total.wait_queue_s,
+        "compute_s": total.wait_compute_s,
+        "local_s": total.local_s,
+        "combine_s": total.combine_s,
+        # What the recorder has between forward passes may be idle time.
+        "other_s": max(0.0, step_seconds - total.forward_s),
+    }
 
 
 def _layer(times: LayerTimes) -> dict[str, Any]:
