@@ -165,7 +165,7 @@ function showLayers(layers) {
   if (!layers.length) return;
   if (inSequence === null) inSequence = layers.length <= 12;
   say($("layout"), inSequence ? "Align at the left" : "Show in sequence");
-  const height = layers.length <= 8 ? 26 : layers.length <= 16 ? 20 : layers.length <= 32 ? 12 : layers.length <= 64 ? 8 : 5;
+  const height = layers.length <= 8 ? 36 : layers.length <= 16 ? 20 : layers.length <= 32 ? 12 : layers.length <= 64 ? 8 : 5;
   const every = Math.ceil(14 / height);
   $("fall").style.height = $("layer-names").style.height = height * layers.length + "px";
   fill($("layer-names"), layers, () => make("span"), (name, _, i) => say(name, i % every ? "" : String(i)));
