@@ -116,7 +116,9 @@ def figures(history: History) -> Figures:
 
 
 def histogram_difference(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """What came into a histogram between two snapshots."""
+    """What came into a histogram between two snapshots; all of it if it began anew (an expert server was restarted)."""
+    if new["n"] < old["n"]:
+        return new
     return {
         "bounds": new["bounds"],
         "counts": [count - before for count, before in zip(new["counts"], old["counts"], strict=True)],

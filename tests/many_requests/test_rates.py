@@ -73,6 +73,16 @@ def test_nothing_is_made_up_where_nothing_happened() -> None:
         assert shown.layers == []
 
 
+def test_an_expert_server_that_started_again_counts_from_zero() -> None:
+    snapshots = scripted(20, n_layers=2)
+    fresh = {"bounds": [1, 2, 3, 4, 8], "counts": [2, 1, 0, 0, 0, 0], "total": 4, "n": 3}
+    for server in snapshots[-1]["servers"]:
+        server["batches"]["members"] = fresh
+    members = figures(history_of(snapshots)).batch_members
+    assert members is not None
+    assert (members["counts"], members["n"]) == ([4, 2, 0, 0, 0, 0], 6)
+
+
 def test_a_host_that_started_again_begins_a_new_history() -> None:
     first, *later = scripted(20, n_layers=2)
     history = history_of([*later, first | {"uptime_s": 1.0}])

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from command_lines import wait_until
+from command_lines import STEP_TIMEOUT_S, wait_until
 from conftest import DEMO, ROOT, StartServer, demo_prompt
 
 from moeoffload import OffloadedModel, open_model
+from moeoffload.host.serving.engine import PingPongChoice, ServingEngine
 from moeoffload.host.serving.metrics import render_metrics
+from moeoffload.host.serving.request import Progress, SamplingOptions
 from moeoffload.host.serving.snapshot import serving_snapshot
 from moeoffload.host.serving.stats import ServingStats
+
+
+@dataclass
+class Settings:
+    """Of the engine; one group, whose parts follow each other."""
+
+    max_running: int = 4
+    max_waiting: int = 4
+    kv_gib: float = 0.01
+    prefill_chunk: int = 64
+    prefix_reuse: bool = True
+    ping_pong: PingPongChoice = PingPongChoice.OFF
+
 
 COUNTED = ("calls", "rows", "bytes_out", "bytes_back", "queue_s", "compute_s", "wait_s")
 
@@ -59,6 +76,29 @@ def test_servers_have_the_figures_of_the_report_and_layers_those_of_the_time_whe
     dense = sum(layer["dense_s"] for layer in snapshot["layers"])
     assert 0 < dense < sum(host["dense_s"] for host in hosts[1]) - sum(host["dense_s"] for host in hosts[0])
     assert render_metrics(snapshot)
+
+
+def test_the_parts_of_the_engines_steps_add_up_to_their_time(three_servers: list[str]) -> None:
+    with open_model(DEMO, experts=three_servers[:2], device="cpu") as offloaded:
+        prompt = demo_prompt(30, seed=2)[0].tolist()
+        with ServingEngine(offloaded, Settings()) as engine:
+            ended = threading.Semaphore(0)
+
+            def tell(told: Progress) -> None:
+                if told.finish:
+                    ended.release()
+
+            for _ in range(3):
+                engine.submit(prompt, SamplingOptions(max_tokens=40, temperature=0, ignore_eos=True), tell)
+            assert all(ended.acquire(timeout=STEP_TIMEOUT_S) for _ in range(3))
+            snapshot = json.loads(json.dumps(serving_snapshot(offloaded, engine.stats)))
+    steps = snapshot["steps"]
+    assert snapshot["requests"]["finished"] == 3
+    assert snapshot["tokens"]["completion"] == 120
+    assert 40 <= steps["steps"] <= 120
+    parts = sum(seconds for name, seconds in steps.items() if name.endswith("_s"))
+    assert 0.9 * steps["seconds"] <= parts <= 1.01 * steps["seconds"]
+    assert sum(snapshot["step_rows"]["counts"]) == steps["steps"]
 
 
 def test_a_lost_server_is_seen_and_who_stands_in_for_it(start_server: StartServer) -> None:

@@ -32,6 +32,7 @@ const share = (part, whole) => whole ? part / whole : null;
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 function histogramDifference(now, old) {
+  if (now.n < old.n) return now;
   return {
     bounds: now.bounds, counts: now.counts.map((count, i) => count - old.counts[i]),
     total: now.total - old.total, n: now.n - old.n,
