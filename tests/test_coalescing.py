@@ -17,7 +17,6 @@ from cpu_kernels.experts import gated_experts
 
 from moeoffload import open_model
 from moeoffload.control.client import ControlClient
-from moeoffload.expert_server.batcher import COMPARABLE
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
@@ -151,6 +150,10 @@ class Host:
             assert time.monotonic() < until
             time.sleep(1e-4)
 
+    def comes_at(self, used_s: float) -> None:
+        """Decides whose turn is next: that of who has used least."""
+        self.share.used_s, self.share.is_idle = float(used_s), False
+
     def alone(self, n_rows: int, seed: int) -> torch.Tensor:
         return self.receive(self.send(n_rows, seed))[0]
 
@@ -180,7 +183,7 @@ def make() -> Iterator[Callable[..., Any]]:
 @pytest.mark.parametrize("transport", ["loopback", "shared"])
 def test_what_waits_of_four_hosts_is_one_call_with_the_bits_of_four(make: Any, transport: str) -> None:
     server = make(Server)
-    kinds = [(BF16, BF16, 1), (F32, F32, 3), (F16, BF16, 2), (BF16, F32, 4)]
+    kinds = [(BF16, BF16, 4), (F32, F32, 3), (F16, BF16, 2), (BF16, F32, 1)]
     hosts = [make(Host, server, f"host {i}", transport, out=out, back=back) for i, (out, back, _) in enumerate(kinds)]
     rows = [n_rows for _, _, n_rows in kinds]
     alone = [host.alone(n_rows, seed) for seed, (host, n_rows) in enumerate(zip(hosts, rows, strict=True))]
@@ -188,8 +191,9 @@ def test_what_waits_of_four_hosts_is_one_call_with_the_bits_of_four(make: Any, t
     before = list(server.engine.counters.members)
     with server.busy():
         slots = [host.send(n_rows, seed) for seed, (host, n_rows) in enumerate(zip(hosts, rows, strict=True))]
-        for host in hosts:
+        for turn, host in enumerate(hosts):
             host.waits_for(1)
+            host.comes_at(turn)
     for host, slot, expected in zip(hosts, slots, alone, strict=True):
         sums, header = host.receive(slot)
         assert torch.equal(sums, expected)
@@ -300,7 +304,7 @@ def test_a_batch_stays_within_its_first_members_memory(make: Any) -> None:
     assert server.calls == [4, 2, 3]
 
 
-def test_a_decode_step_of_one_host_is_joined_by_few_rows_of_another(make: Any) -> None:
+def test_a_host_joins_anothers_decode_step_with_no_more_rows_than_that(make: Any) -> None:
     server = make(Server)
     quiet, flooder = make(Host, server, "quiet"), make(Host, server, "flooder")
     quiet.alone(1, 0)
@@ -311,13 +315,13 @@ def test_a_decode_step_of_one_host_is_joined_by_few_rows_of_another(make: Any) -
         flooder.waits_for(5)
         mine = quiet.send(1, 2)
         quiet.waits_for(1)
-        for host, used_s in ((quiet, 1.0), (flooder, 2.0)):
-            host.share.used_s, host.share.is_idle = used_s, False
+        quiet.comes_at(1)
+        flooder.comes_at(2)
     assert quiet.receive(mine)[1].kind == Kind.COMBINE
     for slot in slots:
         assert flooder.receive(slot)[1].kind == Kind.COMBINE
-    assert server.calls[0] == 1 + COMPARABLE
-    assert sorted(server.calls[1:]) == [11, 64]
+    assert server.calls[0] == 2
+    assert sorted(server.calls[1:]) == [14, 64]
 
 
 def test_a_decode_step_does_not_ride_in_a_call_of_many_rows(make: Any) -> None:
@@ -330,8 +334,8 @@ def test_a_decode_step_does_not_ride_in_a_call_of_many_rows(make: Any) -> None:
         slots = [quiet.send(1, 1), other.send(16, 2)]
         quiet.waits_for(1)
         other.waits_for(1)
-        for host, used_s in ((quiet, 2.0), (other, 1.0)):
-            host.share.used_s, host.share.is_idle = used_s, False
+        other.comes_at(1)
+        quiet.comes_at(2)
     for host, slot in zip((quiet, other), slots, strict=True):
         assert host.receive(slot)[1].kind == Kind.COMBINE
     assert server.calls == [16, 1]
@@ -360,13 +364,14 @@ def test_each_host_pays_for_its_rows(make: Any) -> None:
         slots = [one.send(1, 1), three.send(3, 2)]
         one.waits_for(1)
         three.waits_for(1)
-        one.share.used_s = three.share.used_s = 1000.0  # ahead of all others: nobody moves them
+        three.comes_at(1000)
+        one.comes_at(1001)
     for host, slot in zip((one, three), slots, strict=True):
         host.receive(slot)
     books = server.engine.shares.join("books")
     server.engine.run(lambda: None, books, SOON_S)  # they are written after the replies
-    paid = [host.share.used_s - 1000.0 for host in (one, three)]
-    assert paid[1] == pytest.approx(3 * paid[0], rel=0.2)
+    assert server.calls[-1] == 4
+    assert three.share.used_s - 1000 == pytest.approx(3 * (one.share.used_s - 1001), rel=0.01)
 
 
 @pytest.mark.parametrize("capacity", [1, 8])

@@ -94,7 +94,7 @@ class Answers:
         arena = host.workspace.arena(n_rows)
         reply = views.combine(n_rows)  # the lease may end meanwhile
         call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts)
-        given_s = self._run(experts, call, host.share, 1, pause)
+        given_s = self._run(experts, call, host.share, n_rows == 1, pause)
         bad = arena.finish(call, reply)
         if bad is not None:
             raise _bad_sums(context, call, bad)
@@ -124,7 +124,11 @@ class Answers:
             parts.append(arena.gather(views.dispatch(n_rows), at, n_rows, weights_dtype))
             at += n_rows
         call = arena.part(0, at, weights_dtype)
-        given_s = self._run(batch.experts, call, batch.lead.host.share, len(members), pause)
+        share = batch.lead.host.share
+        # A row each of several hosts: all have waited for their turn, and nobody's is cut short for another row.
+        given_s = self._run(
+            batch.experts, call, share, at == len(rows) <= BRIEF_ROWS and batch.rows_of(share) == 1, pause
+        )
         took_s = perf_counter() - started - given_s
         counters = self._counters
         counters.members[member_class(len(members))] += 1
@@ -152,16 +156,15 @@ class Answers:
             self._send(request, n_bytes)
 
     def _run(
-        self, experts: LayerKernels, call: KernelInput, share: HostShare, n_members: int, pause: Pause | None
+        self, experts: LayerKernels, call: KernelInput, share: HostShare, in_one_go: bool, pause: Pause | None
     ) -> float:
         """The kernel call in the turn of this host; returns the seconds of it that others had."""
         started = perf_counter() if self._pace is not None else 0.0
-        given_s, n_rows = 0.0, call.slots.shape[0]
+        given_s = 0.0
         try:
             if pause is None:
                 experts(call.rows, call.slots, call.weights, call.out, self._urgent_workspace)
-            elif n_rows == 1 or self._shares.n_shares == 1 or n_members == n_rows <= BRIEF_ROWS:
-                # Single rows are not interrupted for others of their kind, whether they are alone or together.
+            elif in_one_go or self._shares.n_shares == 1:
                 experts(call.rows, call.slots, call.weights, call.out)
             else:
                 step_s = functools.partial(self._shares.step_s, share)

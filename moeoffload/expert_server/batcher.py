@@ -2,8 +2,9 @@
 
 A batch is what one kernel call computes. It begins with the request whose turn it is and takes what else lies in the
 queues for the same resident experts, as far as the buffers of its first member hold it: their memory was counted when
-that host was attached. Brief requests ride with brief ones, long ones with long ones, and those of different hosts only
-with their like (`COMPARABLE`): a decode step must not become as long as somebody's prompt.
+that host was attached. Brief requests ride with brief ones, long ones with long ones: a decode step must not become as
+long as somebody's prompt. Where several hosts wait, none has more rows in a batch than the first member: a host that
+keeps many requests waiting does not make the calls of others longer than its own turn would be.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from moeoffload.kernels import LayerKernels
 from moeoffload.wire import peek_layer
 
 COMPARABLE: Final = 4
-"""Another host adds at most so many times the rows of the first member, in requests of at least that part of them: the
-smaller of two pays for riding together with the time of the larger one."""
+"""A request of another host has at least that part of the first member's rows: it pays for riding with the time of the
+whole call."""
 _LOOK_S: Final = 0.2e-3
 """How often the queues are looked at within a collection window."""
 
@@ -76,6 +77,11 @@ class Batch:
         return sum(
             n_rows for (_, slot), n_rows in zip(self.members, self.rows, strict=True) if slot.owner.host.share is share
         )
+
+    @property
+    def is_of_one_host(self) -> bool:
+        """Whether all its members are one host's."""
+        return self.rows_of(self.lead.host.share) == self.n_rows
 
     def take(self, queue: deque[Request | Job], least: int, room: int) -> None:
         """Takes what goes with it, ``room`` rows in all and ``least`` in each, in the order of arrival.
@@ -155,13 +161,14 @@ class Batcher:
     def _take(self, batch: Batch, capacity: int, interrupted: HostShare | None) -> None:
         own, lead_rows = batch.lead.host.share, batch.rows[0]
         for share in self._shares.all:
-            if share is interrupted:
-                continue
-            for queue in (share.small,) if batch.is_brief else (share.small, share.large):
-                if not queue:
-                    continue
-                if share is own:
-                    batch.take(queue, 1, capacity - batch.n_rows)
-                else:
-                    most = COMPARABLE * lead_rows - batch.rows_of(share)
-                    batch.take(queue, -(-lead_rows // COMPARABLE), min(most, capacity - batch.n_rows))
+            if share is not own and share is not interrupted:
+                room = min(capacity - batch.n_rows, lead_rows - batch.rows_of(share))
+                self._take_of(share, batch, -(-lead_rows // COMPARABLE), room)
+        if batch.is_of_one_host:
+            self._take_of(own, batch, 1, capacity - batch.n_rows)
+
+    def _take_of(self, share: HostShare, batch: Batch, least: int, room: int) -> None:
+        before = batch.n_rows
+        batch.take(share.small, least, room)
+        if not batch.is_brief:
+            batch.take(share.large, least, room - (batch.n_rows - before))
