@@ -17,6 +17,7 @@ from many_requests.fake_engine import FakeEngine, tokens_of
 from many_requests.http_kit import Running, ask, serving
 from moeoffload.cli.key_files import make_keys
 from moeoffload.errors import SettingError
+from moeoffload.host.serving import connection
 from moeoffload.host.serving.access import bind_socket, check_access
 from moeoffload.settings import ServeSettings
 
@@ -235,6 +236,24 @@ def test_files_that_hold_something_else_are_refused_before_a_model_is_loaded(tmp
 def test_a_port_that_is_taken_is_one_clear_line(server: Running) -> None:
     with pytest.raises(SettingError, match=f"--port: cannot listen at 127.0.0.1, port {server.port}"):
         bind_socket(ServeSettings(port=server.port))
+
+
+def test_connections_that_send_no_request_are_closed_and_slow_answers_are_not(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
+    engine = FakeEngine(b"abc")
+    engine.held = True
+    with serving(engine, tokenizer) as server, server.client() as client:
+        stream = client.chat.completions.create(model="demo", messages=HI, stream=True)
+        next(stream)
+        for begin in (b"", b"GET /health HTTP/1.1\r\nHo", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"):
+            with socket.create_connection(("127.0.0.1", server.port), 10) as peer:
+                peer.sendall(begin)
+                while peer.recv(1000):
+                    pass
+        engine.held = False
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "abc"
 
 
 # ---------------------------------------------------------------- stopping

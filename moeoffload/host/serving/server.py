@@ -15,6 +15,7 @@ import uvicorn
 
 from moeoffload.host.serving.access import tls_context
 from moeoffload.host.serving.api import Api
+from moeoffload.host.serving.connection import Connection
 from moeoffload.settings import ServeSettings
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 api.app,
-                http="h11",
+                http=Connection,
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
