@@ -176,3 +176,28 @@ def test_more_than_the_cache_holds_is_computed_all_the_same(offloaded: Offloaded
         roomy = [ask(engine, prompt, 60, ignore_eos=True) for prompt in wanted]
         assert {answer.finish for answer in roomy} == {FinishReason.LENGTH}
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in roomy]
+
+
+def test_guesses_change_nothing_but_the_number_of_steps(three_servers: list[str]) -> None:
+    prompts_ = [[7, 8, 9, 10] * 6, [20, 21, 22] * 5]
+    with open_model(DEMO, experts=three_servers[:1], device="cpu", threads=1) as opened:
+        with ServingEngine(opened, Limits()) as engine:
+            plain = [ask(engine, prompt, 100, ignore_eos=True) for prompt in prompts_]
+            assert {answer.finish for answer in plain} == {FinishReason.LENGTH}
+            steps = engine.stats.steps.steps
+        opened.settings = opened.settings.model_copy(update={"prompt_lookup": 7})
+        with ServingEngine(opened, Limits()) as engine:
+            guessed = [ask(engine, prompt, 100, ignore_eos=True) for prompt in prompts_]
+            assert {answer.finish for answer in guessed} == {FinishReason.LENGTH}
+            stats = engine.stats
+            # The next turn finds in the cache what the guesses of this one have left there: only what was right.
+            turn = ask(engine, [*prompts_[0], *plain[0].tokens], 40, ignore_eos=True)
+            assert turn.finish is FinishReason.LENGTH
+        with ServingEngine(opened, Limits(prefix_reuse=False)) as engine:
+            fresh = ask(engine, [*prompts_[0], *plain[0].tokens], 40, ignore_eos=True)
+            assert fresh.finish is FinishReason.LENGTH
+    assert [answer.tokens for answer in guessed] == [answer.tokens for answer in plain]
+    assert 0 < stats.tokens.guessed_right < stats.tokens.guessed
+    assert stats.steps.steps < 0.8 * steps
+    assert turn.progress[-1].reused_tokens >= 96
+    assert turn.tokens == fresh.tokens

@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Final, Protocol
@@ -19,6 +19,7 @@ import torch
 
 from moeoffload.errors import BusyError, MoeOffloadError, PromptError, ServerError
 from moeoffload.host.recorder import DECODE, PREFILL
+from moeoffload.host.serving.guessing import IDLE_REQUESTS, Guesser, accept
 from moeoffload.host.serving.paged_batch import CacheLimits, Member, PagedBatch
 from moeoffload.host.serving.ping_pong import PingPong, Preference
 from moeoffload.host.serving.request import (
@@ -31,6 +32,7 @@ from moeoffload.host.serving.request import (
 from moeoffload.host.serving.sampling import Sampler
 from moeoffload.host.serving.stats import ServingStats
 from moeoffload.host.session import OffloadedModel
+from moeoffload.kernels.attention import MAX_QUERIES
 from moeoffload.placement import GIB
 from moeoffload.serve_settings import PingPongChoice
 
@@ -66,6 +68,9 @@ class _Request:
     submitted: float
     last_token: float = 0.0
     n_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
+    """Of the answer; kept to guess from only."""
+    is_over: bool = False
     reused: int | None = None
     """None until its first step."""
 
@@ -105,6 +110,8 @@ class ServingEngine:
         self.stats.cache.total_bytes = self._batch.capacity_bytes
         self._ping_pong = PingPong(offloaded.model, offloaded.dispatcher, offloaded.recorder)
         self._preference = Preference()
+        n_guesses = offloaded.settings.prompt_lookup
+        self._guesser = Guesser(n_guesses) if n_guesses else None
         self._numbers = itertools.count()
         self._requests: dict[str, _Request] = {}
         self._new: deque[_Request] = deque()
@@ -233,6 +240,7 @@ class ServingEngine:
     def _step(self) -> bool:
         """Computes one step; False if there was nothing to do."""
         self._take_changes()
+        self._guess()
         members = self._batch.prepare()
         self._count_requests()
         if not members:
@@ -240,10 +248,10 @@ class ServingEngine:
         two = self._splits(members)
         started = perf_counter()
         with_token = [member for member in members if member.has_token]
-        decoding = all(member.n_rows == 1 for member in members)
+        decoding = all(member.n_rows == max(1, member.n_logits) for member in members)
         self._offloaded.recorder.next_phase = DECODE if decoding else PREFILL
         try:
-            logits = self._batch.forward(len(with_token), self._ping_pong.run if two else None)
+            logits = self._batch.forward(members, self._ping_pong.run if two else None)
         except MoeOffloadError as error:
             logger.warning("a step of %d requests failed: %s", len(members), error)
             for request_id in list(self._batch.fail()):
@@ -251,14 +259,8 @@ class ServingEngine:
             return True
         for member in members:
             self._note_start(member)
-        plain = logits.argmax(dim=-1).tolist() if with_token else []
-        choices = [
-            TokenChoice(token) if request.sampler.is_plain else request.sampler.choose(logits[row])
-            for row, (request, token) in enumerate(
-                (self._requests[member.request_id], token) for member, token in zip(with_token, plain, strict=False)
-            )
-        ]
-        self._batch.commit([choice.token for choice in choices])
+        choices = self._choose(with_token, logits)
+        self._batch.commit(members, [[choice.token for choice in each] for each in choices])
         ended = perf_counter()
         if decoding:
             self._preference.took(len(members), two, ended - started)
@@ -267,9 +269,41 @@ class ServingEngine:
         steps.in_two_groups += two
         steps.seconds += ended - started
         self.stats.step_rows.add(sum(member.n_rows for member in members))
-        for member, choice in zip(with_token, choices, strict=True):
-            self._tell(self._requests[member.request_id], choice, ended)
+        for member, each in zip(with_token, choices, strict=True):
+            request = self._requests[member.request_id]
+            self.stats.tokens.guessed += len(member.guesses)
+            self.stats.tokens.guessed_right += len(each) - 1
+            for choice in each:
+                self._tell(request, choice, ended)
+                if request.is_over:  # what was guessed behind the end does not count
+                    break
         return True
+
+    def _choose(self, members: list[Member], logits: torch.Tensor) -> list[list[TokenChoice]]:
+        """The next tokens of each member, from its rows of the logits."""
+        likeliest: list[int] = logits.argmax(dim=-1).tolist() if members else []
+        choices, row = [], 0
+        for member in members:
+            request, end = self._requests[member.request_id], row + member.n_logits
+            if request.sampler.is_plain:
+                choices.append([TokenChoice(token) for token in accept(likeliest[row:end], member.guesses)])
+            else:
+                choices.append([request.sampler.choose(logits[row])])
+            row = end
+        return choices
+
+    def _guess(self) -> None:
+        """Lets the next step verify guesses, where few requests leave room for them."""
+        if self._guesser is None or len(self._requests) > IDLE_REQUESTS:
+            return
+        for request in self._requests.values():
+            if request.sampler.is_plain and request.tokens:
+                most = request.options.max_tokens - request.n_tokens - 1
+                guesses = self._guesser.guess(
+                    request.prompt, request.tokens, min(most, MAX_QUERIES // IDLE_REQUESTS - 1)
+                )
+                if guesses:
+                    self._batch.guess(request.request_id, guesses)
 
     def _splits(self, members: list[Member]) -> bool:
         """Whether the next step is run in two groups."""
@@ -304,6 +338,8 @@ class ServingEngine:
 
     def _tell(self, request: _Request, choice: TokenChoice, now: float) -> None:
         request.n_tokens += 1
+        if self._guesser is not None:
+            request.tokens.append(choice.token)
         self.stats.tokens.completion += 1
         if request.n_tokens == 1:
             self.stats.first_token_s.add(now - request.submitted)
@@ -322,6 +358,7 @@ class ServingEngine:
             self._end(request, progress)
 
     def _end(self, request: _Request, progress: Progress) -> None:
+        request.is_over = True
         counts = self.stats.requests
         if progress.finish is FinishReason.CANCELLED:
             counts.cancelled += 1

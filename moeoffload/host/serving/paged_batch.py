@@ -59,13 +59,19 @@ class CacheLimits:
 
 @dataclass(frozen=True)
 class Member:
-    """A request's part of a step: how many rows, whether a token of its answer comes out, and of its prompt how many
-    tokens lie before these rows."""
+    """A request's part of a step: how many rows, whether a token of its answer comes out, how many tokens lie before
+    these rows, and which tokens behind the first row are guesses."""
 
     request_id: str
     n_rows: int
     has_token: bool
     past: int
+    guesses: tuple[int, ...] = ()
+
+    @property
+    def n_logits(self) -> int:
+        """Rows whose logits are needed."""
+        return 1 + len(self.guesses) if self.has_token else 0
 
 
 class PagedBatch:
@@ -111,6 +117,7 @@ class PagedBatch:
             kind = getattr(model.config, "model_type", "this")
             raise ModelError(f"requests of a {kind} model cannot be batched: {error}") from error
         self._manager = manager
+        self._guesses: dict[str, tuple[Any, tuple[int, ...]]] = {}
         self._cache = self._work.cache
         self.reuses = bool(self._cache.use_prefix_sharing)
         """Whether beginnings of prompts are used again."""
@@ -136,6 +143,16 @@ class PagedBatch:
         """Drops a request before the next step; unknown ones are none."""
         self._work.scheduler.set_request_cancellation(request_id)
 
+    def guess(self, request_id: str, guesses: Sequence[int]) -> None:
+        """Has the next step verify what may follow in a request that decodes; no more than it may still get."""
+        state = self._work.scheduler.active_requests.get(request_id)
+        if state is None or state.status != RequestStatus.DECODING or len(state.tokens_to_process) != 1:
+            return
+        left = state.max_new_tokens - len(state.generated_tokens) - 1
+        kept = tuple(guesses[: max(0, left)])
+        self._guesses[request_id] = (state, kept)
+        state.tokens_to_process = [*state.tokens_to_process, *kept]
+
     @property
     def n_waiting(self) -> int:
         """Requests of which nothing was computed yet."""
@@ -157,31 +174,79 @@ class PagedBatch:
 
     def prepare(self) -> list[Member]:
         """Chooses what the next step computes; nothing if nobody waits."""
-        if not self._work.prepare_next_batch():
-            return []
-        return [
-            Member(
-                future.state.request_id,
-                future.query_length,
-                future.has_new_token,
-                future.state.position_offset - future.query_length,
+        ready = self._work.prepare_next_batch()
+        futures = self._work.inputs_and_outputs.requests_in_batch if ready else []
+        members = []
+        for future in futures:
+            state = future.state
+            # A request that had to give its room up is another one to transformers, without guesses.
+            guessed, guesses = self._guesses.pop(state.request_id, (state, ()))
+            past = state.position_offset - future.query_length
+            members.append(
+                Member(
+                    state.request_id,
+                    future.query_length,
+                    future.has_new_token,
+                    past,
+                    guesses if guessed is state else (),
+                )
             )
-            for future in self._work.inputs_and_outputs.requests_in_batch
-        ]
+        for state, _ in self._guesses.values():  # of requests that this step has no room for
+            del state.tokens_to_process[1:]
+        self._guesses.clear()
+        return members
 
-    def forward(self, n_tokens: int, run: Callable[..., Any] | None = None) -> torch.Tensor:
-        """Computes the step: logits (n_tokens, vocabulary) float32 of those members that have a token, in order."""
+    def forward(self, members: Sequence[Member], run: Callable[..., Any] | None = None) -> torch.Tensor:
+        """Computes the step that was prepared: logits (rows, vocabulary) float32, of each member its ``n_logits`` last
+        rows."""
         arguments = self._work.inputs_and_outputs.get_model_kwargs()
-        keep = arguments["logits_indices"][: max(1, n_tokens)]
+        rows: list[int] = []
+        end = 0
+        for member in members:
+            end += member.n_rows
+            rows += range(end - member.n_logits, end)
+        # Some models cannot compute no logits at all.
+        keep = torch.tensor(rows or [0], dtype=torch.int64, device=self._model.device)
         arguments["logits_indices"] = arguments["logits_to_keep"] = keep
         logits: torch.Tensor = (run or self._model)(**arguments).logits
-        return logits[0, -max(1, n_tokens) :].float()
+        return logits[0, -len(keep) :].float()
 
-    def commit(self, tokens: list[int]) -> None:
-        """Gives the members that have a token theirs; those that reached their end give their room back."""
-        out = self._work.inputs_and_outputs.output_ids
-        out[0, : len(tokens)] = torch.tensor(tokens, dtype=out.dtype)
+    def commit(self, members: Sequence[Member], tokens: Sequence[list[int]]) -> None:
+        """Gives each member that has a token its tokens, one and those guesses that were right; those that reached
+        their end give their room back."""
+        inputs = self._work.inputs_and_outputs
+        plain, ones = [], []
+        given = iter(tokens)
+        for future, member in zip(inputs.requests_in_batch, members, strict=True):
+            own = next(given) if member.has_token else []
+            if member.guesses:
+                self._commit_guesses(future.state, member, own)
+                continue
+            plain.append(future)
+            ones += own
+        inputs.requests_in_batch = plain
+        inputs.num_request_in_batch = len(plain)
+        inputs.output_ids[0, : len(ones)] = torch.tensor(ones, dtype=inputs.output_ids.dtype)
         self._work.update_batch()
+
+    def _commit_guesses(self, state: Any, member: Member, tokens: Sequence[int]) -> None:
+        """What transformers does for one token, for several; what is behind them in the cache is written anew."""
+        state.position_offset = member.past
+        finished = False
+        for token in tokens:
+            state.position_offset += 1
+            finished = state.update_and_check_completion(token, None)
+            if finished:
+                break
+        complete = {
+            name: state.position_offset // allocator.tokens_per_page - member.past // allocator.tokens_per_page
+            for name, allocator in self._cache.cache_allocators.items()
+        }
+        if self.reuses:
+            self._cache.mark_complete_blocks(state, {name: n for name, n in complete.items() if n})
+        if finished:
+            self._work.scheduler.finish_request(state.request_id)
+            self._work.scheduler.block_new_requests = False
 
     def fail(self) -> Iterator[str]:
         """After a step that raised: its members are dropped; their ids."""
@@ -192,5 +257,6 @@ class PagedBatch:
 
     def reset(self) -> None:
         """Forgets all requests, and everything in the cache."""
+        self._guesses.clear()
         self._work.reset()
         self._cache.reset()

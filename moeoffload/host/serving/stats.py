@@ -49,10 +49,13 @@ class RequestCounts:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens of prompts (of which reused were not computed again) and of answers."""
+    """Tokens of prompts (of which reused were not computed again), guesses (of which right ones are in answers), and
+    of answers."""
 
     prompt: int = 0
     reused: int = 0
+    guessed: int = 0
+    guessed_right: int = 0
     completion: int = 0
 
 
