@@ -46,6 +46,7 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
     check_access(settings)
     with contextlib.closing(bind_socket(settings)) as listener:
         from moeoffload.host.serving.api import create_app
+        from moeoffload.host.serving.batches import BatchWatcher
         from moeoffload.host.serving.engine import ServingEngine
         from moeoffload.host.serving.server import HttpServer
         from moeoffload.host.serving.snapshot import serving_snapshot
@@ -57,13 +58,14 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
         with (
             open_with_progress(model, settings, revision) as offloaded,
             ServingEngine(offloaded, settings) as engine,
+            BatchWatcher(offloaded) as batches,
         ):
             api = create_app(
                 engine,
                 offloaded.tokenizer,
                 name,
                 settings,
-                lambda watch: serving_snapshot(offloaded, engine.stats, watch=watch),
+                lambda watch: serving_snapshot(offloaded, engine.stats, watch=watch, batches=batches.latest()),
             )
             server = HttpServer(api, engine, settings, lambda: print(f"serving {name} at {url}", flush=True))
             with contextlib.closing(api.answering):

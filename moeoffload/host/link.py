@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from moeoffload.control.client import ControlClient, Lease
+from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ProtocolError, ServerError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
@@ -113,6 +114,14 @@ class ExpertLink:
         """Tells when the lease ends, for whatever reason, and when the server wants to be left; from other threads."""
         self._lease.on_drain(on_drain)
         self._lease.on_end(on_end)
+
+    def stats(self, timeout_s: float) -> pb.StatsReply:
+        """What the server has counted since its start, for all hosts; by the control plane.
+
+        Raises:
+            ServerError: it does not answer.
+        """
+        return self._client.stats(timeout_s)
 
     @property
     def n_stale(self) -> int:

@@ -14,6 +14,7 @@ from command_lines import STEP_TIMEOUT_S, wait_until
 from conftest import DEMO, ROOT, StartServer, demo_prompt
 
 from moeoffload import OffloadedModel, open_model
+from moeoffload.host.serving.batches import BatchWatcher
 from moeoffload.host.serving.engine import PingPongChoice, ServingEngine
 from moeoffload.host.serving.metrics import render_metrics
 from moeoffload.host.serving.request import Progress, SamplingOptions
@@ -114,12 +115,17 @@ def test_a_lost_server_is_seen_and_who_stands_in_for_it(start_server: StartServe
     assert "host" in away["computed_by"]
 
 
-def test_what_a_server_tells_of_its_batches_goes_to_its_entry(three_servers: list[str]) -> None:
-    batches = {"members": {"bounds": [1, 2], "counts": [3, 1, 0], "total": 5, "n": 4}, "wait_s": 0.5}
-    with open_model(DEMO, experts=three_servers[:2], device="cpu") as offloaded:
-        first, second = look(offloaded, batches={three_servers[1]: batches})["servers"]
-    assert "batches" not in first
-    assert second["batches"] == batches
+def test_what_servers_tell_of_their_batches_comes_with_later_snapshots(start_server: StartServer) -> None:
+    server = start_server()
+    with open_model(DEMO, experts=[server.address], device="cpu") as offloaded, BatchWatcher(offloaded) as batches:
+        generate(offloaded, 4)
+        assert "batches" not in look(offloaded, batches=batches.latest())["servers"][0]
+        wait_until(batches.latest, "what the server tells")
+        told = look(offloaded, batches=batches.latest())["servers"][0]
+    members = told["batches"]["members"]
+    assert members["n"] == sum(members["counts"]) == told["calls"]
+    assert members["counts"][0] == members["total"]  # one host, one request at a time
+    assert told["batches"]["wait_s"] > 0
 
 
 def test_every_field_is_documented(three_servers: list[str]) -> None:

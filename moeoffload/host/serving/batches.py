@@ -1,0 +1,69 @@
+"""What expert servers say of their kernel calls, asked for beside whoever wants to know."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.errors import MoeOffloadError
+from moeoffload.host.session import OffloadedModel
+
+MEMBER_BOUNDS: Final = (1, 2, 3, 4, 8)
+"""Of the histogram that servers give: 1, 2, 3, 4, 5 to 8, and more requests in one call."""
+ASK_S: Final = 1.0
+"""A server that does not answer within so many seconds is left out."""
+PAUSE_S: Final = 0.5
+
+
+class BatchWatcher:
+    """The newest figures by server; nobody is asked while nobody wants to know.
+
+    Use it in a ``with`` block, or close it.
+    """
+
+    def __init__(self, offloaded: OffloadedModel) -> None:
+        self._offloaded = offloaded
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._asking: Future[None] | None = None
+        self._asked_at = 0.0
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def latest(self) -> dict[str, dict[str, Any]]:
+        """By address what was told last, and asks anew; never waits. For one thread at a time."""
+        idle = self._asking is None or self._asking.done()
+        if idle and time.monotonic() - self._asked_at >= PAUSE_S:
+            self._asked_at = time.monotonic()
+            self._asking = self._pool.submit(self._ask)
+        return self._known
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> BatchWatcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self) -> None:
+        known = dict(self._known)
+        for link in self._offloaded.links:
+            try:
+                figures = _figures(link.stats(ASK_S))
+            except MoeOffloadError:
+                continue  # what it said last stays
+            if figures is not None:
+                known[link.info.address] = figures
+        self._known = known
+
+
+def _figures(reply: pb.StatsReply) -> dict[str, Any] | None:
+    """None from a server that counts otherwise."""
+    counts = list(reply.batches.by_members)
+    if len(counts) != len(MEMBER_BOUNDS) + 1:
+        return None
+    members = {"bounds": list(MEMBER_BOUNDS), "counts": counts, "total": reply.requests, "n": sum(counts)}
+    return {"members": members, "wait_s": reply.batches.wait_seconds}
