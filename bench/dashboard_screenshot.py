@@ -76,8 +76,12 @@ def main() -> None:
         command += ["--blink-settings=preferredColorScheme=0"] if arguments.dark else []
         command += [f"--virtual-time-budget={1000 * arguments.seconds}", f"--screenshot={arguments.output.absolute()}"]
         command += [f"http://127.0.0.1:{server.server_address[1]}/dashboard"]
-        subprocess.run(command, check=True, timeout=3 * arguments.seconds + 60, capture_output=True)
-        server.shutdown()
+        try:
+            subprocess.run(command, check=True, timeout=2 * arguments.seconds + 30, capture_output=True)
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            sys.exit(f"error: no picture: {error}")
+        finally:
+            server.shutdown()
     print(f"{arguments.output}: {arguments.output.stat().st_size:,} bytes")
 
 
