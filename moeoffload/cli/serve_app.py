@@ -11,6 +11,7 @@ import typer
 
 from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds, write_report
 from moeoffload.cli.options import with_settings
+from moeoffload.errors import SettingError
 from moeoffload.logs import log_to
 from moeoffload.settings import ServeSettings
 
@@ -44,6 +45,11 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
     from moeoffload.host.serving.access import bind_socket, check_access
 
     check_access(settings)
+    if settings.draft_model is not None:
+        raise SettingError(
+            f"--draft-model: {settings.draft_model} is of use to `moeoffload run` only; serve guesses "
+            "by --prompt-lookup"
+        )
     with contextlib.closing(bind_socket(settings)) as listener:
         from moeoffload.host.serving.api import create_app
         from moeoffload.host.serving.batches import BatchWatcher
