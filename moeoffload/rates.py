@@ -49,6 +49,15 @@ class History:
         limit = self.newest["uptime_s"] - seconds + _EPSILON_S
         return next((each for each in reversed(self._snapshots) if each["uptime_s"] <= limit), self._snapshots[0])
 
+    def first_batches(self) -> dict[str, dict[str, Any]]:
+        """By server what it told first of its batches; the first looks at a host come before that."""
+        found: dict[str, dict[str, Any]] = {}
+        for snapshot in self._snapshots:
+            for server in snapshot["servers"]:
+                if "batches" in server:
+                    found.setdefault(server["address"], server["batches"]["members"])
+        return found
+
 
 @dataclass(frozen=True)
 class ServerLoad:
@@ -111,7 +120,7 @@ def figures(history: History) -> Figures:
         step_parts={part: value / steps if steps else 0.0 for part, value in parts.items()},
         layers=_layers(new["layers"], older["layers"]),
         servers=[_load(server, old["servers"], seconds) for server in new["servers"]],
-        batch_members=_batch_members(new["servers"], oldest["servers"]),
+        batch_members=_batch_members(new["servers"], history.first_batches()),
     )
 
 
@@ -173,10 +182,9 @@ def _load(server: dict[str, Any], before: list[dict[str, Any]], seconds: float) 
     )
 
 
-def _batch_members(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> dict[str, Any] | None:
-    before = {server["address"]: server["batches"]["members"] for server in old if "batches" in server}
+def _batch_members(new: list[dict[str, Any]], first: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     told = {server["address"]: server["batches"]["members"] for server in new if "batches" in server}
-    parts = [histogram_difference(members, before.get(address, members)) for address, members in told.items()]
+    parts = [histogram_difference(members, first[address]) for address, members in told.items()]
     if not parts:
         return None
     return {

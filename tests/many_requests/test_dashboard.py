@@ -66,6 +66,8 @@ def figure(text: str) -> float | None:
 @needs_browser
 def test_the_figures_are_those_of_the_snapshots(tmp_path: Path) -> None:
     snapshots = scripted(64, n_layers=5, model="<img src=x onerror=alert(1)>")
+    for server in snapshots[0]["servers"] + snapshots[4]["servers"][:1]:
+        del server["batches"]  # the first looks come before servers are asked
     history = History()
     for snapshot in snapshots:
         history.add(snapshot)

@@ -73,6 +73,16 @@ def test_nothing_is_made_up_where_nothing_happened() -> None:
         assert shown.layers == []
 
 
+def test_batches_count_from_when_their_server_first_told_of_them() -> None:
+    snapshots = scripted(20, n_layers=2)
+    for server in snapshots[0]["servers"]:
+        del server["batches"]
+    members = figures(history_of(snapshots)).batch_members
+    assert members is not None
+    first, last = (sum(server["batches"]["members"]["n"] for server in snapshots[i]["servers"]) for i in (1, -1))
+    assert members["n"] == last - first > 0
+
+
 def test_an_expert_server_that_started_again_counts_from_zero() -> None:
     snapshots = scripted(20, n_layers=2)
     fresh = {"bounds": [1, 2, 3, 4, 8], "counts": [2, 1, 0, 0, 0, 0], "total": 4, "n": 3}

@@ -76,7 +76,7 @@ def _of_requests(data: dict[str, Any]) -> Iterator[Metric]:
     yield _counter("moeoffload_prompt_tokens", "Tokens of prompts", tokens["prompt"])
     yield _counter("moeoffload_reused_tokens", "Of these, taken from the cache", tokens["reused"])
     yield _counter("moeoffload_guessed_tokens", "Tokens that were guessed ahead", tokens["guessed"])
-    yield _counter("moeoffload_guessed_right_tokens", "Of these, those of the answers", tokens["guessed_right"])
+    yield _counter("moeoffload_guessed_right_tokens", "Of these, right ones", tokens["guessed_right"])
     yield _counter("moeoffload_completion_tokens", "Tokens of answers", tokens["completion"])
     yield _gauge("moeoffload_cache_used_tokens", "Tokens in the cache, of running requests", cache["used_tokens"])
     yield _gauge("moeoffload_cache_kept_tokens", "Tokens kept in the cache to be reused", cache["kept_tokens"])

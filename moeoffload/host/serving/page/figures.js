@@ -25,6 +25,15 @@ class History {
     for (let i = this.kept.length - 1; i >= 0; i--) if (this.kept[i].uptime_s <= limit) return this.kept[i];
     return this.kept[0];
   }
+
+  // What a server told first of its batches; the first looks at a host come before that.
+  firstBatches(address) {
+    for (const snapshot of this.kept) {
+      const server = snapshot.servers.find((each) => each.address === address && each.batches);
+      if (server) return server.batches.members;
+    }
+    return null;
+  }
 }
 
 const rate = (difference, seconds) => seconds > 0 ? difference / seconds : 0;
@@ -77,12 +86,11 @@ function serverLoad(server, before, seconds) {
   };
 }
 
-function batchMembers(now, old) {
+function batchMembers(now, history) {
   const parts = [];
   for (const server of now) {
     if (!server.batches) continue;
-    const before = old.find((each) => each.address === server.address && each.batches) || server;
-    parts.push(histogramDifference(server.batches.members, before.batches.members));
+    parts.push(histogramDifference(server.batches.members, history.firstBatches(server.address)));
   }
   if (!parts.length) return null;
   return {
@@ -110,6 +118,6 @@ function figures(history) {
     stepS: share(now.steps.seconds - older.steps.seconds, steps), stepParts,
     layers: layerTimes(now.layers, older.layers),
     servers: now.servers.map((server) => serverLoad(server, old.servers, seconds)),
-    members: batchMembers(now.servers, oldest.servers),
+    members: batchMembers(now.servers, history),
   };
 }
