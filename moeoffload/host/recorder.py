@@ -27,15 +27,21 @@ class GuessCounts:
     right: int = 0
     passes: int = 0
     tokens: int = 0
-    prompt_tokens: int = 0
 
-    def add(self, guessed: int, right: int, passes: int, tokens: int, prompt_tokens: int) -> None:
+    def add(self, guessed: int, right: int, passes: int, tokens: int) -> None:
         """Adds one answer. A right guess may be cut off by the end of the answer, so ``right`` may be a little low."""
-        self.prompt_tokens += prompt_tokens
         self.guessed += guessed
         self.right += max(0, right)
         self.passes += passes
         self.tokens += tokens
+
+
+@dataclass(slots=True)
+class TokenTotals:
+    """Tokens of prompts that were computed, and tokens of answers, where forward passes do not tell."""
+
+    prompt: int = 0
+    completion: int = 0
 
 
 class Speculation:
@@ -78,6 +84,8 @@ class Recorder:
         self._phase = PREFILL
         self._started = 0.0
         self._last_end = 0.0
+        self.tokens: TokenTotals | None = None
+        """Told by who packs several requests, or guesses, into one pass."""
         self.guesses: GuessCounts | None = None
         """Of answers with guesses; None if there were none."""
 
@@ -115,7 +123,16 @@ class Recorder:
             if passes and self.guesses is None:
                 self.guesses = GuessCounts()
             if passes and self.guesses is not None:
-                self.guesses.add(rows - passes + 1, answer.n_tokens - passes, passes, answer.n_tokens, prompt_tokens)
+                self.guesses.add(rows - passes + 1, answer.n_tokens - passes, passes, answer.n_tokens)
+                told = self.told()
+                told.prompt += prompt_tokens
+                told.completion += answer.n_tokens
+
+    def told(self) -> TokenTotals:
+        """The totals to add to, for who knows better than forward passes tell."""
+        if self.tokens is None:
+            self.tokens = TokenTotals()
+        return self.tokens
 
     def watch_layers(self, seconds: float) -> None:
         """Keeps the times of each layer for so many seconds from now; from any thread, as often as one likes."""

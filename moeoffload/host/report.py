@@ -12,7 +12,7 @@ from rich.table import Table
 from moeoffload import __version__
 from moeoffload.host.counters import CallCounters, PhaseCounters
 from moeoffload.host.link import ExpertLink
-from moeoffload.host.recorder import Recorder
+from moeoffload.host.recorder import Recorder, TokenTotals
 
 REPORT_VERSION: Final = 1
 ACCOUNTED: Final = 0.95
@@ -57,6 +57,7 @@ class Report:
     phases: dict[str, dict[str, Any]]
     servers: list[dict[str, Any]]
     recovery: dict[str, Any]
+    tokens: TokenTotals | None
     guesses: dict[str, Any] | None
     layers: dict[str, list[dict[str, Any]]] | None
 
@@ -76,19 +77,21 @@ class Report:
         phases = {name: _phase(phase) for name, phase in totals.items()}
         layers = {name: [asdict(times) for times in phase.layers] for name, phase in totals.items()}
         guesses = _guesses(recorder, phases)
-        return cls(model, run, phases, servers, recovery, guesses, layers if recorder.profile else None)
+        return cls(
+            model, run, phases, servers, recovery, recorder.tokens, guesses, layers if recorder.profile else None
+        )
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that were prefilled; guesses that were verified with them do not count."""
-        return int(self.guesses["prompt_tokens"] if self.guesses is not None else self.phases["prefill"]["tokens"])
+        """Tokens of prompts that were computed."""
+        return self.tokens.prompt if self.tokens is not None else int(self.phases["prefill"]["tokens"])
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens that forward passes produced: one for each sequence of a prefill, one for each decoded token, or as
-        many as guesses were right and one for each pass."""
-        if self.guesses is not None:
-            return int(self.guesses["tokens"])
+        """Tokens that forward passes produced: one for each sequence of a prefill, one for each decoded token, unless
+        somebody packed requests or guesses into them and told how many."""
+        if self.tokens is not None:
+            return self.tokens.completion
         return int(self.phases["prefill"]["sequences"] + self.phases["decode"]["tokens"])
 
     def to_json(self) -> dict[str, Any]:

@@ -334,6 +334,7 @@ class ServingEngine:
         request = self._requests[member.request_id]
         if request.reused is None:
             request.reused = member.past
+            self._offloaded.recorder.told().prompt += len(request.prompt) - member.past
             self.stats.tokens.reused += member.past
 
     def _tell(self, request: _Request, choice: TokenChoice, now: float) -> None:
@@ -341,6 +342,7 @@ class ServingEngine:
         if self._guesser is not None:
             request.tokens.append(choice.token)
         self.stats.tokens.completion += 1
+        self._offloaded.recorder.told().completion += 1
         if request.n_tokens == 1:
             self.stats.first_token_s.add(now - request.submitted)
         else:
