@@ -24,6 +24,10 @@ def _share(part: str) -> Cell:
     return lambda row: f"{100 * row['parts'].get(part, 0.0) / sum(row['parts'].values()):.1f} %"
 
 
+def _number(name: str, digits: int) -> Cell:
+    return lambda row: "–" if row[name] is None else f"{row[name]:,.{digits}f}"
+
+
 def _count(name: str) -> Cell:
     return lambda row: "–" if row[name] is None else f"{row[name]:,}"
 
@@ -109,6 +113,33 @@ COLUMNS: dict[str, list[dict[str, Cell]]] = {
             "95th percentile µs": lambda row: f"{row['p95_us']:,.1f}",
             "limit": lambda row: row["limit"] or "–",
             "limit µs": lambda row: f"{row['limit_us']:,.1f}" if row["limit_us"] else "–",
+        }
+    ],
+    "serving": [
+        {
+            "way": lambda row: row["way"],
+            "requests": lambda row: f"{row['requests']:,}",
+            "tok/s": lambda row: spread(row["tokens_per_s"], 1) if row["tokens_per_s"]["median"] else "–",
+            "limit tok/s": _number("limit", 0),
+            "first token ms, p50": _number("first_p50", 0),
+            "p95": _number("first_p95", 0),
+            "between tokens ms, p50": _number("between_p50", 1),
+            "p95 ": _number("between_p95", 1),
+            "rows a dispatch": _number("rows_per_call", 2),
+            "also": lambda row: ", ".join(f"{name} {value:.3g}" for name, value in row["details"].items()) or "–",
+        }
+    ],
+    "coalescing": [
+        {
+            "clients": lambda row: f"{row['clients']}",
+            "together": lambda row: "yes" if row["coalesce"] else "no",
+            "rows/s": lambda row: spread(row["rows_per_s"], 0),
+            "limit rows/s": _number("limit", 0),
+            "ms, p50": _number("p50_ms", 2),
+            "p95": _number("p95_ms", 2),
+            "requests a call": _number("mean_members", 2),
+            "calls of 1, 2, 3, 4, 5–8, 9+": lambda row: " ".join(f"{n:,}" for n in row["members"]),
+            "waited on purpose s": _number("collect_s", 0),
         }
     ],
     "fuzz": [
