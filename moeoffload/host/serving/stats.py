@@ -72,7 +72,8 @@ class CacheUse:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Where the seconds of all steps went; parts as in docs/report.md."""
+    """Steps and where their seconds went, parts as in docs/report.md; the engine counts the first three fields, and a
+    snapshot fills in the rest from the recorder."""
 
     steps: int = 0
     in_two_groups: int = 0
