@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -23,6 +23,7 @@ from moeoffload.host.serving.guessing import IDLE_REQUESTS, Guesser, accept
 from moeoffload.host.serving.paged_batch import CacheLimits, Member, PagedBatch
 from moeoffload.host.serving.ping_pong import PingPong, Preference
 from moeoffload.host.serving.request import (
+    EngineSettings,
     FinishReason,
     OnProgress,
     Progress,
@@ -42,17 +43,6 @@ PAGE_TOKENS: Final = 16
 """A beginning is used again in pages of so many tokens."""
 _IDLE_WAIT_S: Final = 0.5
 _STOP_TIMEOUT_S: Final = 30.0
-
-
-class EngineSettings(Protocol):
-    """What the engine needs of the settings."""
-
-    max_running: int
-    max_waiting: int
-    kv_gib: float
-    prefill_chunk: int
-    prefix_reuse: bool
-    ping_pong: PingPongChoice
 
 
 @dataclass(slots=True, eq=False)
@@ -296,7 +286,7 @@ class ServingEngine:
         """Lets the next step verify guesses, where few requests leave room for them."""
         if self._guesser is None or len(self._requests) > IDLE_REQUESTS:
             return
-        for request in self._requests.values():
+        for request in list(self._requests.values()):  # others may be added meanwhile
             if request.sampler.is_plain and request.tokens:
                 most = request.options.max_tokens - request.n_tokens - 1
                 guesses = self._guesser.guess(
@@ -355,7 +345,7 @@ class ServingEngine:
             finish = FinishReason.LENGTH
         progress = Progress(choice, finish, reused_tokens=request.reused or 0)
         if finish is None:
-            request.tell(progress)
+            _say(request, progress)
         else:
             self._end(request, progress)
 
@@ -371,7 +361,7 @@ class ServingEngine:
         with self._idle:
             del self._requests[request.request_id]
             self._idle.notify_all()
-        request.tell(progress)
+        _say(request, progress)
 
     def _fail_all(self, error: Exception) -> None:
         """After something unforeseen: nothing in the cache can be trusted."""
@@ -399,10 +389,16 @@ class ServingEngine:
             raise ServerError(f"the first step did not end within {timeout_s:g} s")
         if done[-1].error is not None:
             raise done[-1].error
-        self.stats.__init__()  # type: ignore[misc]
-        self.stats.cache.total_tokens = self._batch.capacity_tokens
-        self.stats.cache.total_bytes = self._batch.capacity_bytes
+        self.stats.reset()
         self._offloaded.recorder.reset()
+
+
+def _say(request: _Request, progress: Progress) -> None:
+    """Tells a client; what it makes of that is no matter of the others."""
+    try:
+        request.tell(progress)
+    except Exception:
+        logger.exception("%s was not told", request.request_id)
 
 
 def _eos_tokens(model: Any) -> tuple[int, ...]:

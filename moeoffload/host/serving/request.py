@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Protocol
 
+from moeoffload.serve_settings import PingPongChoice
+
 MAX_ALTERNATIVES: Final = 20
 """Log probabilities of at most so many tokens are given at each position, as in OpenAI's API."""
 
@@ -94,3 +96,14 @@ class RequestEngine(Protocol):
             PromptError: the prompt is empty or does not fit.
             BusyError: the queue is full or the engine drains; says after how many seconds to come again.
         """
+
+
+class EngineSettings(Protocol):
+    """What the engine needs of the settings."""
+
+    max_running: int
+    max_waiting: int
+    kv_gib: float
+    prefill_chunk: int
+    prefix_reuse: bool
+    ping_pong: PingPongChoice

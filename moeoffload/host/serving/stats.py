@@ -93,10 +93,14 @@ class ServingStats:
     """All figures of one engine."""
 
     def __init__(self) -> None:
+        self.cache = CacheUse()
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts again from zero; the memory of the cache stays what it is."""
         self.started = time.time()
         self.requests = RequestCounts()
         self.tokens = TokenCounts()
-        self.cache = CacheUse()
         self.steps = StepTimes()
         self.first_token_s = Histogram(LATENCY_BOUNDS_S)
         self.between_tokens_s = Histogram(LATENCY_BOUNDS_S)
