@@ -357,6 +357,8 @@ class HostLease:
             active = self._active
             assert active is not None, "channels are opened after the lease became active"
             slot.owner = SlotContext(active, SlotViews(active.layout, slot.request, slot.reply))
+            if active.closed:  # meanwhile; `close` has seen no views here
+                slot.owner.views.drop()
         return self._engine.submit(channel, slot)
 
     def accept(self, request: pb.Accept) -> pb.Ready:

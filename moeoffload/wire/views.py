@@ -19,8 +19,9 @@ _T = TypeVar("_T")
 class _Views(Generic[_T]):
     """One kind of view by row count: small counts are kept for good, of the large ones the latest."""
 
-    def __init__(self, make: Callable[[int], _T]) -> None:
+    def __init__(self, make: Callable[[memoryview, int], _T], buffer: memoryview) -> None:
         self._make = make
+        self._buffer = buffer
         self._small: dict[int, _T] = {}
         self._large: dict[int, _T] = {}
         self.n_created = 0
@@ -31,11 +32,15 @@ class _Views(Generic[_T]):
         if view is None:
             if kept is self._large and len(kept) >= MAX_LARGE:
                 del kept[next(iter(kept))]
-            view = kept[rows] = self._make(rows)
+            view = kept[rows] = self._make(_there(self._buffer), rows)
             self.n_created += 1
+            if not self._buffer:  # dropped while it was made: nobody would drop this one
+                kept.clear()
+                _there(self._buffer)
         return view
 
-    def clear(self) -> None:
+    def drop(self) -> None:
+        self._buffer = memoryview(b"")
         self._small.clear()
         self._large.clear()
 
@@ -44,10 +49,8 @@ class SlotViews:
     """Views on one slot's request and reply buffers."""
 
     def __init__(self, layout: FrameLayout, request: memoryview, reply: memoryview) -> None:
-        self._request = request
-        self._reply = reply
-        self._dispatch = _Views(lambda rows: layout.dispatch_views(_there(self._request), rows))
-        self._combine = _Views(lambda rows: layout.combine_view(_there(self._reply), rows))
+        self._dispatch = _Views(layout.dispatch_views, request)
+        self._combine = _Views(layout.combine_view, reply)
 
     @property
     def n_created(self) -> int:
@@ -67,10 +70,9 @@ class SlotViews:
         return self._combine.get(rows)
 
     def drop(self) -> None:
-        """Lets go of the buffers, so that their memory can be unmapped."""
-        self._dispatch.clear()
-        self._combine.clear()
-        self._request = self._reply = memoryview(b"")
+        """Lets go of the buffers, so that their memory can be unmapped. From any thread."""
+        self._dispatch.drop()
+        self._combine.drop()
 
 
 def _there(buffer: memoryview) -> memoryview:

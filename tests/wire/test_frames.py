@@ -150,6 +150,25 @@ def test_views_of_repeated_row_counts_are_made_once_and_the_cache_is_bounded() -
     assert isinstance(views.combine(3), torch.Tensor)
 
 
+@pytest.mark.parametrize("rows", [1, 30])
+def test_a_view_that_is_made_while_the_channel_closes_is_let_go(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = FrameLayout(64, 2, PayloadDtype.F32, PayloadDtype.F32, 40)
+    memory = bytearray(layout.reply_bytes)
+    views = SlotViews(layout, memoryview(bytearray(layout.request_bytes)), memoryview(memory))
+    make = layout.combine_view
+
+    def slowly(buffer: memoryview, n_rows: int) -> torch.Tensor:
+        views.drop()  # another thread closes the lease
+        return make(buffer, n_rows)
+
+    monkeypatch.setattr(views._combine, "_make", slowly)
+    with pytest.raises(ServerError, match="closed meanwhile") as caught:
+        views.combine(rows)
+    caught.value.__traceback__ = None
+    del caught
+    memory.append(0)  # not possible as long as somebody has a view on it
+
+
 def test_views_of_a_closed_channel_are_an_error_of_the_server() -> None:
     layout = FrameLayout(64, 2, PayloadDtype.F32, PayloadDtype.F32, 4)
     views = SlotViews(layout, memoryview(bytearray(layout.request_bytes)), memoryview(bytearray(layout.reply_bytes)))
