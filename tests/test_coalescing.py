@@ -304,24 +304,29 @@ def test_a_batch_stays_within_its_first_members_memory(make: Any) -> None:
     assert server.calls == [4, 2, 3]
 
 
-def test_a_host_joins_anothers_decode_step_with_no_more_rows_than_that(make: Any) -> None:
+@pytest.mark.parametrize(
+    ("waiting", "calls"), [((64, 10, 3, 1, 1), [1, 15, 64]), ((3, 1), [2, 3])], ids=["many wait", "few wait"]
+)
+def test_a_host_joins_anothers_decode_step_with_no_more_rows_than_that(
+    make: Any, waiting: tuple[int, ...], calls: list[int]
+) -> None:
     server = make(Server)
-    quiet, flooder = make(Host, server, "quiet"), make(Host, server, "flooder")
+    quiet, other = make(Host, server, "quiet"), make(Host, server, "other")
     quiet.alone(1, 0)
-    flooder.alone(1, 0)
+    other.alone(1, 0)
     server.calls.clear()
     with server.busy():
-        slots = [flooder.send(n_rows, 1) for n_rows in (64, 10, 3, 1, 1)]
-        flooder.waits_for(5)
+        slots = [other.send(n_rows, 1) for n_rows in waiting]
+        other.waits_for(len(waiting))
         mine = quiet.send(1, 2)
         quiet.waits_for(1)
         quiet.comes_at(1)
-        flooder.comes_at(2)
+        other.comes_at(2)
     assert quiet.receive(mine)[1].kind == Kind.COMBINE
     for slot in slots:
-        assert flooder.receive(slot)[1].kind == Kind.COMBINE
-    assert server.calls[0] == 2
-    assert sorted(server.calls[1:]) == [14, 64]
+        assert other.receive(slot)[1].kind == Kind.COMBINE
+    assert server.calls[0] == calls[0]
+    assert sorted(server.calls[1:]) == calls[1:]
 
 
 def test_a_decode_step_does_not_ride_in_a_call_of_many_rows(make: Any) -> None:

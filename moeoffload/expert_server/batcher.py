@@ -4,7 +4,8 @@ A batch is what one kernel call computes. It begins with the request whose turn 
 queues for the same resident experts, as far as the buffers of its first member hold it: their memory was counted when
 that host was attached. Brief requests ride with brief ones, long ones with long ones: a decode step must not become as
 long as somebody's prompt. Where several hosts wait, none has more rows in a batch than the first member: a host that
-keeps many requests waiting does not make the calls of others longer than its own turn would be.
+keeps many requests waiting does not make the calls of others longer than its own turn would be, and one that keeps many
+more of them waiting than the first member's host has its calls to itself.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from moeoffload.expert_server.requests import HostShare, Job, Request, SlotConte
 from moeoffload.kernels import LayerKernels
 from moeoffload.wire import peek_layer
 
+MORE_IN_FLIGHT: Final = 2
+"""A host with so many brief requests more in its queue than that of a batch's first member does not ride with it."""
 COMPARABLE: Final = 4
 """A request of another host has at least that part of the first member's rows: it pays for riding with the time of the
 whole call."""
@@ -160,11 +163,18 @@ class Batcher:
 
     def _take(self, batch: Batch, capacity: int, interrupted: HostShare | None) -> None:
         own, lead_rows = batch.lead.host.share, batch.rows[0]
+        others_wait = False
         for share in self._shares.all:
-            if share is not own and share is not interrupted:
-                room = min(capacity - batch.n_rows, lead_rows - batch.rows_of(share))
-                self._take_of(share, batch, -(-lead_rows // COMPARABLE), room)
-        if batch.is_of_one_host:
+            if share is own or share is interrupted:
+                continue
+            if batch.is_brief and len(share.small) > len(own.small) + MORE_IN_FLIGHT:
+                # What it adds here makes this call longer, and what it has left is a call of its own right afterwards.
+                others_wait = True
+                continue
+            room = min(capacity - batch.n_rows, lead_rows - batch.rows_of(share))
+            self._take_of(share, batch, -(-lead_rows // COMPARABLE), room)
+            others_wait = others_wait or (batch.is_brief and bool(share.small))
+        if batch.is_of_one_host and not others_wait:
             self._take_of(own, batch, 1, capacity - batch.n_rows)
 
     def _take_of(self, share: HostShare, batch: Batch, least: int, room: int) -> None:
