@@ -129,12 +129,45 @@ def memory(result: Result) -> Figure:
     return figure
 
 
+def serving(result: Result) -> Figure:
+    """Tokens per second and the time between two tokens against the number of requests."""
+    colours = {"one group": BLUE, "two groups": ORANGE, "auto": GREEN, "local, generate_batch": GREY}
+    figure, (speed, between) = _figure(1, 2, height=3.2)
+    counts: list[int] = []
+    for way, colour in colours.items():
+        rows = [row for row in result["rows"] if row["way"] == way]
+        speeds = [row["tokens_per_s"] for row in rows]
+        middle = [each["median"] for each in speeds]
+        errors = [
+            [each["median"] - each["low"] for each in speeds],
+            [each["high"] - each["median"] for each in speeds],
+        ]
+        here = [row["requests"] for row in rows]
+        counts = max(counts, here, key=len)
+        speed.errorbar(here, middle, yerr=errors, fmt="o-", color=colour, capsize=2, label=way)
+        if way != "local, generate_batch":
+            between.plot(here, [row["between_p50"] for row in rows], "o-", color=colour, label=f"{way}, p50")
+            between.plot(here, [row["between_p95"] for row in rows], ":", color=colour, label=f"{way}, p95")
+        if way == "one group":
+            speed.plot(here, [row["limit"] for row in rows], "--", color="black", label="limit: one core reads")
+    for axes, what in ((speed, "tokens per second"), (between, "milliseconds between tokens")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [f"{count:,}" for count in counts])
+        axes.minorticks_off()
+        axes.set_ylim(0)
+        axes.set_xlabel("requests at once")
+        axes.set_ylabel(what)
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
 CHARTS: dict[str, Callable[[Result], Figure]] = {
     "overhead": overhead,
     "scaling": scaling,
     "round_trips": round_trips,
     "prefill_ipc": prefill_ipc,
     "memory": memory,
+    "serving": serving,
 }
 
 
