@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from cpu_kernels.experts import gated_experts
 
 from moeoffload import open_model
 from moeoffload.control.client import ControlClient
+from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
@@ -291,6 +294,22 @@ def test_a_kernel_that_rounds_by_company_computes_alone(make: Any) -> None:
     for host, slot in zip(hosts, slots, strict=True):
         host.receive(slot)
     assert server.calls == [1, 1]
+
+
+def test_a_batch_that_is_done_keeps_no_experts_and_no_request() -> None:
+    class Held:
+        pass
+
+    experts, channel = Held(), Held()
+    owner = SimpleNamespace(
+        weights_dtype=torch.float32, header=SimpleNamespace(rows=1), host=SimpleNamespace(brief_bytes=1000)
+    )
+    batch = Batch()
+    batch.begin((channel, SimpleNamespace(n_bytes=64, owner=owner)), experts)  # type: ignore[arg-type]
+    held = [weakref.ref(experts), weakref.ref(channel)]
+    del experts, channel
+    batch.clear()
+    assert [each() for each in held] == [None, None]
 
 
 def test_a_batch_stays_within_its_first_members_memory(make: Any) -> None:

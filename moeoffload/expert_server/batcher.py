@@ -40,7 +40,7 @@ class Batch:
     rows: list[int] = field(default_factory=list)
     """Of each member."""
     n_rows: int = 0
-    experts: LayerKernels = field(init=False)
+    _experts: LayerKernels | None = None
     weights_dtype: torch.dtype = torch.float32
     is_brief: bool = True
     collect_s: float = 0.0
@@ -49,7 +49,7 @@ class Batch:
     def begin(self, request: Request, experts: LayerKernels) -> None:
         """Starts with a request whose header was checked."""
         self.clear()
-        self.experts = experts
+        self._experts = experts
         self.weights_dtype = request[1].owner.weights_dtype
         self.is_brief = is_brief(request)
         self.collect_s = 0.0
@@ -62,10 +62,17 @@ class Batch:
         self.n_rows += n_rows
 
     def clear(self) -> None:
-        """Lets go of its members."""
+        """Lets go of its members and of their experts: those of a host that leaves are to be freed."""
         self.members.clear()
         self.rows.clear()
         self.n_rows = 0
+        self._experts = None
+
+    @property
+    def experts(self) -> LayerKernels:
+        """Whom all members ask; only while it has members."""
+        assert self._experts is not None
+        return self._experts
 
     @property
     def lead(self) -> SlotContext:

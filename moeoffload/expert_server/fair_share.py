@@ -108,7 +108,11 @@ class FairShares(Generic[T]):
             if share.n_users:
                 return []
             self._shares = tuple(other for other in self._shares if other is not share)
-        return [*share.small, *share.large]
+        left = [*share.small, *share.large]
+        # Whoever still holds the share must not keep its requests, and with them the memory of their channels.
+        share.small.clear()
+        share.large.clear()
+        return left
 
     def has_small(self) -> bool:
         """Whether any host waits for a small request."""
