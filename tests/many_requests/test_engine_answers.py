@@ -152,6 +152,9 @@ def test_what_cannot_be_taken_is_refused(offloaded: OffloadedModel) -> None:
             ask(engine, [5] * engine.context_tokens)
         with pytest.raises(PromptError, match="answer may have"):
             ask(engine, [5] * 10, engine.context_tokens)
+        for options in ({"prompt": [5, 10**6]}, {"prompt": [-1]}, {"prompt": [5], "bias": {10**6: 1.0}}):
+            with pytest.raises(PromptError, match="none of the model's"):
+                ask(engine, **options)  # type: ignore[arg-type]
         taken: list[Answer] = []
         waits: list[float] = []
         for _ in range(256):

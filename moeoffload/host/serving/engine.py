@@ -98,7 +98,10 @@ class ServingEngine:
         """See `RequestEngine`."""
         self.stats.cache.total_tokens = self._batch.capacity_tokens
         self.stats.cache.total_bytes = self._batch.capacity_bytes
-        self._ping_pong = PingPong(offloaded.model, offloaded.dispatcher, offloaded.recorder)
+        self._n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size
+        # A group may have to wait for a dispatch of the other, and then for experts of a lost server to be read.
+        self._step_timeout_s = offloaded.settings.dispatch_timeout_s + offloaded.settings.load_timeout_s
+        self._ping_pong = PingPong(offloaded.model, offloaded.dispatcher, offloaded.recorder, self._step_timeout_s)
         self._preference = Preference()
         n_guesses = offloaded.settings.prompt_lookup
         self._guesser = Guesser(n_guesses) if n_guesses else None
@@ -141,11 +144,15 @@ class ServingEngine:
         """See `RequestEngine`.
 
         Raises:
-            PromptError: the prompt is empty or does not fit.
+            PromptError: the prompt is empty or does not fit, or has a token that the model does not.
             BusyError: the queue is full or the engine drains.
         """
         if not prompt:
             raise PromptError("the prompt is empty")
+        # One that the model does not have would fail the step, and with it everybody's requests.
+        for token in (min(prompt), max(prompt), *options.bias):
+            if not 0 <= token < self._n_vocabulary:
+                raise PromptError(f"token {token} is none of the model's, which are 0 to {self._n_vocabulary - 1}")
         room = self.context_tokens - len(prompt)
         if room < 1:
             raise PromptError(f"the prompt has {len(prompt)} tokens, the context holds {self.context_tokens}")
@@ -384,9 +391,8 @@ class ServingEngine:
 
         options = SamplingOptions(max_tokens=2, temperature=0, ignore_eos=True)
         self.submit([0] * min(4, self.context_tokens - 2), options, tell)
-        timeout_s = self._offloaded.settings.dispatch_timeout_s + self._offloaded.settings.load_timeout_s
-        if not over.wait(timeout_s):
-            raise ServerError(f"the first step did not end within {timeout_s:g} s")
+        if not over.wait(self._step_timeout_s):
+            raise ServerError(f"the first step did not end within {self._step_timeout_s:g} s")
         if done[-1].error is not None:
             raise done[-1].error
         self.stats.reset()

@@ -28,11 +28,12 @@ MARGIN: Final = 0.97
 class PingPong:
     """Runs one step in two groups. For one thread; the second one is its own."""
 
-    def __init__(self, model: Any, dispatcher: Dispatcher, recorder: Recorder) -> None:
+    def __init__(self, model: Any, dispatcher: Dispatcher, recorder: Recorder, timeout_s: float) -> None:
+        """``timeout_s``: the longest wait of one group for the other, in seconds."""
         self._model = model
         self._dispatcher = dispatcher
         self._recorder = recorder
-        self._turns = Turns()
+        self._turns = Turns(timeout_s)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ping-pong")
 
     def close(self) -> None:
