@@ -17,7 +17,7 @@ from moeoffload.kernels import prepare_layer
 from moeoffload.transport import ChannelSizes, ServerChannel, ServerSlot, SharedServerEnd, StreamListener
 from moeoffload.transport.base import Work
 from moeoffload.transport.zmq_socket import TAG
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, SlotViews, read_error_text
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, read_error_text
 
 STREAM = 1
 SEAL = 2
@@ -49,7 +49,7 @@ class _Server:
 
     def _deliver(self, channel: ServerChannel, slot: ServerSlot) -> Work | None:
         if slot.owner is None:
-            slot.owner = SlotContext(self.host, SlotViews(LAYOUT, slot.request, slot.reply))
+            slot.owner = SlotContext(self.host, slot)
         slot.reply[:HEADER_BYTES] = bytes(HEADER_BYTES)
         return self.engine.submit(channel, slot)
 

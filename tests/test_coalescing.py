@@ -30,7 +30,7 @@ from moeoffload.payload import PayloadDtype
 from moeoffload.transport import ChannelSizes, HostChannel, HostSlot, ServerChannel, SharedServerEnd, open_shared
 from moeoffload.transport.base import Work
 from moeoffload.transport.loopback import loopback_pair
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, FrameLayout, Kind, SlotViews
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, FrameLayout, Kind
 
 SOON_S = 30.0
 N_EXPERTS, HIDDEN, TOP_K = 8, 64, 2
@@ -107,7 +107,7 @@ class Host:
 
         def deliver(channel: ServerChannel, slot: Any) -> Work | None:
             if slot.owner is None:
-                slot.owner = SlotContext(self.active, SlotViews(layout, slot.request, slot.reply))
+                slot.owner = SlotContext(self.active, slot)
             return engine.submit(channel, slot)
 
         self.end: ServerChannel

@@ -18,7 +18,7 @@ from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.payload import PayloadDtype
 from moeoffload.transport import ChannelOffer, ChannelSizes, ServerChannel, ServerSlot
-from moeoffload.wire import HEADER_BYTES, FrameHeader, FrameLayout, Kind, SlotViews
+from moeoffload.wire import HEADER_BYTES, FrameHeader, FrameLayout, Kind
 
 SOON_S = 20.0
 LAYOUT = FrameLayout(hidden=1024, top_k=2, dtype_out=PayloadDtype.F32, dtype_back=PayloadDtype.F32, capacity=64)
@@ -89,7 +89,7 @@ class Host:
         workspace = Workspace(LAYOUT, torch.float32, torch.device("cpu"))
         self.active = ActiveHost(1, LAYOUT, [kernel], torch.float32, workspace, self.share)
         for slot in self.channel.slots:
-            slot.owner = SlotContext(self.active, SlotViews(LAYOUT, slot.request, slot.reply))
+            slot.owner = SlotContext(self.active, slot)
 
     def submit(self, n_rows: int) -> Callable[[], None] | None:
         slot = self.channel.slots[self._next % self.n_slots]

@@ -16,6 +16,7 @@ from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.counters import EngineCounters, member_class
 from moeoffload.expert_server.fair_share import BRIEF_ROWS, FairShares
+from moeoffload.expert_server.few_rows import FewRows
 from moeoffload.expert_server.requests import (
     HostShare,
     Job,
@@ -59,7 +60,6 @@ class Answers:
             self._refuse(request, error)
             return None
 
-    @torch.inference_mode()
     def serve(self, request: Request, pause: Pause | None) -> None:
         """Answers one request. Without ``pause`` it interrupts another one and is not interrupted itself."""
         slot = request[1]
@@ -90,12 +90,14 @@ class Answers:
         """Computes one request into its reply buffer; returns the length of the reply frame in bytes."""
         started = perf_counter()
         experts = check(slot, context)
-        host, views, n_rows = context.host, context.views, context.header.rows
-        arena = host.workspace.arena(n_rows)
-        reply = views.combine(n_rows)  # the lease may end meanwhile
-        call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts)
-        given_s = self._run(experts, call, host.share, n_rows == 1, pause)
-        bad = arena.finish(call, reply)
+        n_rows, given_s = context.header.rows, 0.0
+        # Who interrupts another has a workspace of its own, who may be interrupted computes in steps.
+        plain = pause is not None and self._pace is None and (n_rows == 1 or self._shares.n_shares == 1)
+        few = context.few_rows() if plain and experts.shape is not None else None
+        if few is None:
+            call, bad, given_s = self._compute(context, experts, pause)
+        else:
+            call, bad = few.call, self._compute_few(few, experts)
         if bad is not None:
             raise _bad_sums(context, call, bad)
         took_s = perf_counter() - started - given_s
@@ -108,6 +110,25 @@ class Answers:
         counters.rows += n_rows
         counters.queue_s += wait_s
         return write_sums_header(slot, context, wait_s + given_s, took_s)
+
+    def _compute_few(self, few: FewRows, experts: LayerKernels) -> int | None:
+        """Computes a request of few rows; returns a row of the sums that is not finite, or None."""
+        try:
+            return few.compute(experts)
+        except IndexError:
+            raise _bad_slots(experts) from None
+
+    @torch.inference_mode()
+    def _compute(
+        self, context: SlotContext, experts: LayerKernels, pause: Pause | None
+    ) -> tuple[KernelInput, int | None, float]:
+        """As `_compute_few`, for any request; also returns what was computed, and the seconds that others had."""
+        host, views, n_rows = context.host, context.views, context.header.rows
+        arena = host.workspace.arena(n_rows)
+        reply = views.combine(n_rows)  # the lease may end meanwhile
+        call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts)
+        given_s = self._run(experts, call, host.share, n_rows == 1, pause)
+        return call, arena.finish(call, reply), given_s
 
     @torch.inference_mode()
     def _serve_together(self, batch: Batch, pause: Pause | None) -> None:
@@ -171,7 +192,7 @@ class Answers:
                 for _ in experts.in_steps(call.rows, call.slots, call.weights, call.out, step_s):
                     given_s += pause()
         except IndexError:
-            raise RequestError(ErrorCode.BAD_SLOT, f"slots must be -1 to {experts.n_experts - 1}") from None
+            raise _bad_slots(experts) from None
         if self._pace is not None:
             left_s = self._pace.missing_s(call.slots, perf_counter() - started - given_s)
             given_s += self._hold(left_s, share, pause)
@@ -216,6 +237,10 @@ class Answers:
             logger.warning("epoch %d: reply not sent: %s", slot.owner.host.epoch, error)
         except Exception:  # a host can spoil the semaphores it shares; other hosts are served on
             logger.exception("epoch %d: reply not sent", slot.owner.host.epoch)
+
+
+def _bad_slots(experts: LayerKernels) -> RequestError:
+    return RequestError(ErrorCode.BAD_SLOT, f"slots must be -1 to {experts.n_experts - 1}")
 
 
 def _bad_sums(context: SlotContext, call: KernelInput, row: int) -> RequestError:

@@ -55,7 +55,7 @@ class HostArena:
     def __init__(self, max_rows: int, layout: FrameLayout, compute_dtype: torch.dtype) -> None:
         # A frame whose rows are in the compute dtype already is used as it lies in the receive buffer, unless it is one
         # of several in a call.
-        self._copies_rows = layout.dtype_out.torch_dtype != compute_dtype
+        self.copies_rows = layout.dtype_out.torch_dtype != compute_dtype
         self._rows = torch.empty(max_rows, layout.hidden, dtype=compute_dtype)
         self._slots = torch.empty(max_rows, layout.top_k, dtype=torch.int64)
         self._out = torch.empty(max_rows, layout.hidden, dtype=torch.float32)
@@ -63,7 +63,7 @@ class HostArena:
             dtype: torch.empty(max_rows, layout.top_k, dtype=dtype) for dtype in {torch.float32, compute_dtype}
         }
         self._kept: dict[tuple[int, int, torch.dtype], KernelInput] = {}
-        self._encoder = SumEncoder(layout.dtype_back.torch_dtype)
+        self.encoder = SumEncoder(layout.dtype_back.torch_dtype)
         self.n_created = 1
 
     def part(self, start: int, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
@@ -84,7 +84,7 @@ class HostArena:
         # Slots are checked, so they must not change afterwards, as what a host shares with us could.
         buffers.slots.copy_(views.slots)
         buffers.weights.copy_(views.weights)
-        if not self._copies_rows:
+        if not self.copies_rows:
             return KernelInput(views.rows, *buffers[1:])
         buffers.rows.copy_(views.rows)
         return buffers
@@ -103,6 +103,6 @@ class HostArena:
     def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
         """See `Arena`; uses no buffers of its own, so ``call`` may be of another host's arena."""
         if reply.shape[0] <= MAX_ROWS:
-            return self._encoder.encode(call.out, reply)
+            return self.encoder.encode(call.out, reply)
         reply.copy_(call.out)
         return first_bad_row(reply)

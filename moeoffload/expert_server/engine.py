@@ -100,7 +100,7 @@ class Engine:
         """Computes the small requests that wait, unless another thread computes: that one will, when it is done."""
         while not self._n_tokens and self.shares.has_small() and self._computing.acquire(blocking=False):
             try:
-                while (share := self._pick()) is not None and share.small:
+                while self.shares.has_small() and (share := self._pick()) is not None and share.small:
                     self._serve_next(share)
             finally:
                 self._computing.release()

@@ -26,7 +26,7 @@ from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels, prep
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
 from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel, ServerSlot, Work
-from moeoffload.wire import FrameLayout, SlotViews
+from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)
 
@@ -356,9 +356,9 @@ class HostLease:
         if slot.owner is None:
             active = self._active
             assert active is not None, "channels are opened after the lease became active"
-            slot.owner = SlotContext(active, SlotViews(active.layout, slot.request, slot.reply))
+            slot.owner = SlotContext(active, slot)
             if active.closed:  # meanwhile; `close` has seen no views here
-                slot.owner.views.drop()
+                slot.owner.drop()
         return self._engine.submit(channel, slot)
 
     def accept(self, request: pb.Accept) -> pb.Ready:
@@ -386,7 +386,7 @@ class HostLease:
         contexts = [slot.owner for channel in list(self._channels.values()) for slot in channel.slots]
         return {
             "slots": len(contexts),
-            "views": sum(context.views.n_created for context in contexts if context is not None),
+            "views": sum(context.n_created for context in contexts if context is not None),
             "workspaces": self._active.workspace.n_created if self._active is not None else 0,
         }
 
@@ -407,7 +407,7 @@ class HostLease:
                 logger.warning("%s: %s", self.host, error)
             for slot in channel.slots:
                 if slot.owner is not None:
-                    slot.owner.views.drop()
+                    slot.owner.drop()
         self._engine.leave(self._share)
         self._modules.clear()
         if self._active is not None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import InitVar, dataclass, field
+from typing import Any, Final
 
 import torch
 
 from moeoffload.errors import CapacityError, ProtocolError
 from moeoffload.expert_server.fair_share import BRIEF_ROWS, Share
+from moeoffload.expert_server.few_rows import MOST_ROWS, FewRows
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import LayerKernels
 from moeoffload.transport.base import ServerChannel, ServerSlot
 from moeoffload.wire import (
     HEADER_BYTES,
+    ByRows,
     ErrorCode,
     Flag,
     FrameHeader,
@@ -24,6 +26,8 @@ from moeoffload.wire import (
     SlotViews,
     write_error_text,
 )
+
+_WEIGHTS_F32: Final = int(Flag.WEIGHTS_F32)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,13 +53,47 @@ class SlotContext:
     """What belongs to one slot of a host's channel; made once, when the channel is."""
 
     host: ActiveHost
-    views: SlotViews
+    slot: InitVar[ServerSlot]
+    views: SlotViews = field(init=False)
     header: FrameHeader = field(default_factory=FrameHeader)
+    _few: ByRows[FewRows] = field(init=False)
+
+    def __post_init__(self, slot: ServerSlot) -> None:
+        self.views = SlotViews(self.host.layout, slot.request, slot.reply)
+        self._few = ByRows(self._make_few, slot.request)
+
+    def _make_few(self, buffer: memoryview, n_rows: int) -> FewRows:
+        del buffer  # what it has of the slot is had by way of the views
+        return FewRows(self.host.workspace, self.views, n_rows, self.weights_dtype)
 
     @property
     def weights_dtype(self) -> torch.dtype:
         """Of the routing weights, as the header that was checked says."""
-        return torch.float32 if self.header.flags & Flag.WEIGHTS_F32 else self.host.compute_dtype
+        return torch.float32 if self.header.flags & _WEIGHTS_F32 else self.host.compute_dtype
+
+    def few_rows(self) -> FewRows | None:
+        """For the request whose header was checked; None if it has to be computed another way.
+
+        Raises:
+            ServerError: the lease ended meanwhile.
+        """
+        n_rows = self.header.rows
+        if n_rows > MOST_ROWS:
+            return None
+        few = self._few.small.get(n_rows)
+        if few is None:
+            few = self._few.get(n_rows)
+        return few if few.is_possible and few.weights_dtype is self.weights_dtype else None
+
+    @property
+    def n_created(self) -> int:
+        """Views and the like made so far."""
+        return self.views.n_created + self._few.n_created
+
+    def drop(self) -> None:
+        """Lets go of the slot's memory. From any thread."""
+        self.views.drop()
+        self._few.drop()
 
 
 class RequestError(Exception):
@@ -136,7 +174,7 @@ def write_sums_header(slot: ServerSlot, context: SlotContext, queue_s: float, co
     """Puts the header before the sums in the reply buffer; returns the frame's length in bytes."""
     header = context.header
     header.kind = Kind.COMBINE
-    header.body_bytes = context.host.layout.combine_body_bytes(header.rows)
+    header.body_bytes = header.rows * context.host.layout.combine_row_bytes
     header.queue_us = _microseconds(queue_s)
     header.compute_us = _microseconds(compute_s)
     header.pack_into(slot.reply)

@@ -35,6 +35,8 @@ class SliceLearner:
             size *= 2
         self._sizes = sorted(sizes)
         self._chosen: dict[int, int] = {}
+        self._near: dict[int, int] = {}
+        """Which known size each row count seen so far counts as, -1 if none: the same few come all the time."""
         self._n_seen = 0
 
     def seconds(self, rows: int) -> float:
@@ -83,19 +85,30 @@ class SliceLearner:
     def observe(self, rows: int, compute_s: float, beside_s: float) -> None:
         """Takes in one call of ``rows`` rows: the server's compute, and the seconds it cost beside that."""
         self._n_seen += 1
-        self._call_s += _NEWEST * (min(max(beside_s, 0.0), 10 * _CALL_S) - self._call_s) if rows <= 64 else 0.0
+        if rows <= 64:
+            self._call_s += _NEWEST * (min(max(beside_s, 0.0), 10 * _CALL_S) - self._call_s)
+        near = self._near.get(rows)
+        if near is None:
+            near = self._find_near(rows)
+        if near < 0:
+            return
+        before = self._seconds[near]
+        now = self._seconds[near] = before + _NEWEST * (compute_s * self._rows[near] / rows - before)
+        if self._chosen and abs(now - before) > _SAME * before:
+            self._chosen.clear()
+
+    def _find_near(self, rows: int) -> int:
         at = bisect_left(self._rows, rows)
         near = min(
             (i for i in (at - 1, at) if 0 <= i < len(self._rows)),
             key=lambda i: max(self._rows[i], rows) / min(self._rows[i], rows),
         )
         known = self._rows[near]
-        if max(known, rows) / min(known, rows) > _NEAR:
-            return
-        before = self._seconds[near]
-        self._seconds[near] += _NEWEST * (compute_s * known / rows - before)
-        if abs(self._seconds[near] - before) > _SAME * before:
-            self._chosen.clear()
+        if len(self._near) > LOOK_EVERY:
+            self._near.clear()
+        near = near if max(known, rows) / min(known, rows) <= _NEAR else -1
+        self._near[rows] = near
+        return near
 
     def describe(self) -> dict[str, Any]:
         """For the report: what was chosen for a large call, and the times per row it was chosen from."""

@@ -124,7 +124,8 @@ class Dispatcher:
         started = clock()
         record = self._recorder.counters
         dense_s = started - record.mark
-        record.lap_dense(started)
+        record.dense_s += dense_s
+        record.mark = started
         state = self._state
         n_rows = hidden.shape[0]
         # One server with every expert: its sums are the result, no accumulator is needed.
@@ -178,15 +179,18 @@ class Dispatcher:
                     progress.flights.popleft()
                     flight.link.release(flight)
                     combine_s += clock() - received
-                if busy:
-                    started = clock()
-                    self._send(state, layer, hidden, ids, weights, record.servers)
-                    pack_s += clock() - started
+                for progress in state.progress:
+                    if progress.next_row < n_rows:
+                        started = clock()
+                        self._send(state, layer, hidden, ids, weights, record.servers)
+                        pack_s += clock() - started
+                        break
         finally:
             if away and turns is not None:
                 record.turn_s += turns.take()
             for progress in state.progress:
-                progress.give_back()
+                if progress.flights:
+                    progress.give_back()
                 del progress.link
         started = clock()
         if total is not None:
@@ -218,7 +222,10 @@ class Dispatcher:
         """Sends chunks of every shard until its slots are taken or no rows are left."""
         n_rows = hidden.shape[0]
         # Another thread may hold slots: a call that has replies to take must not wait for them, or both would wait.
-        in_flight = any(progress.flights for progress in state.progress)
+        in_flight = False
+        for progress in state.progress:
+            if progress.flights:
+                in_flight = True
         for number, progress in enumerate(state.progress):
             while progress.next_row < n_rows:
                 try:

@@ -27,6 +27,8 @@ class Granularity:
 
         ``capacity`` is the server's effective batch capacity, ``learner`` what is known of its speed.
         """
+        if n_rows == 1:
+            return 1
         if self.mode is Mode.STREAM:
             return min(self.hot_slice, capacity)
         return capacity if self.mode is Mode.BATCHED else learner.slice_rows(n_rows)

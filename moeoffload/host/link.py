@@ -187,7 +187,7 @@ class ExpertLink:
             header.request_id = flight.request_id = channel.next_id(slot)
             header.epoch, header.layer, header.top_k, header.rows = self._epoch, layer, layout.top_k, n_rows
             header.flags = Flag.WEIGHTS_F32 if weights.dtype == torch.float32 else Flag.NONE
-            header.body_bytes = layout.dispatch_body_bytes(n_rows)
+            header.body_bytes = n_rows * layout.dispatch_row_bytes
             flight.deadline_s = self.deadline_s(n_rows)
             header.timeout_us = int(flight.deadline_s * 1e6)
             header.queue_us = header.compute_us = header.code = 0

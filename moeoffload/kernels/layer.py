@@ -24,8 +24,10 @@ from moeoffload.kernels.program import (
 )
 from moeoffload.kernels.tile import WEIGHT_ROWS
 from moeoffload.kernels.triton_experts import MAX_ROWS, few_rows_kernel
-from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
+from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape, PreparedCall, layer_shape
 
+ALL_GROUPS: Final = 1 << 30
+"""A single thread claims all of a phase at once."""
 KernelChoice = Literal["auto", "tiled", "grouped"]
 
 
@@ -38,6 +40,7 @@ class LayerKernels:
         dtype: the compute dtype.
         falls_back: why only the grouped kernel serves this layer; None if the tiled one does.
         is_batch_invariant: whether a row's bits are the same whatever is computed with it in one call.
+        shape: of the layer, if calls can be prepared; layers of the same shape have the same object.
     """
 
     n_experts: int
@@ -45,6 +48,7 @@ class LayerKernels:
     dtype: torch.dtype
     falls_back: str | None
     is_batch_invariant: bool
+    shape: LayerShape | None
 
     def __init__(self, experts: nn.Module, workspace: KernelWorkspace, kernel: KernelChoice) -> None:
         module: Any = experts
@@ -60,7 +64,9 @@ class LayerKernels:
         self.hidden = module.down_proj.shape[-1 if module.is_transposed else -2]
         if self.falls_back is None:
             self._tiled = TiledExperts(experts, lay_out(experts))
-        self.is_batch_invariant = self.falls_back is None and self._few_rows is None and self._tiled.is_batch_invariant
+        is_tiled = self.falls_back is None and self._few_rows is None
+        self.is_batch_invariant = is_tiled and self._tiled.is_batch_invariant
+        self.shape = self._tiled.shape if is_tiled and self._tiled.is_fused else None
 
     def kernel_for(self, n_rows: int) -> str:
         """Name of the kernel that serves a call of ``n_rows`` rows."""
@@ -110,6 +116,32 @@ class LayerKernels:
             out.copy_(self._grouped(self._experts, rows, slots, weights))
         else:
             self._tiled.run(rows, slots, weights, out, workspace or self._workspace)
+
+    def prepare(
+        self, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> PreparedCall | None:
+        """What `run` needs for any number of calls with tensors that stay where they are, in the layer's workspace.
+
+        It serves all layers of the same ``shape``. None for kernels that have more to do than one compiled pass.
+
+        Args:
+            rows, slots, weights, out: see `__call__`; contiguous.
+
+        Raises:
+            ValueError: see `__call__`.
+        """
+        self._check(rows, slots, weights, out)
+        if self.shape is None or not all(each.is_contiguous() for each in (rows, slots, weights)):
+            return None
+        return self._tiled.prepare(rows, slots, weights, out, self._workspace)
+
+    def run(self, prepared: PreparedCall) -> None:
+        """As a call with the tensors of `prepare`, which has checked them.
+
+        Raises:
+            IndexError: see `__call__`.
+        """
+        self._tiled.run_prepared(prepared)
 
     def in_steps(
         self,
@@ -190,14 +222,14 @@ class TiledExperts:
         self._program = experts_program(self._dtype)
         n_experts, up_columns, hidden = layout.up.shape
         inter = layout.down.shape[2]
-        self.shape = LayerShape(
+        self.shape = layer_shape(
             n_experts,
             hidden,
             inter,
             up_columns,
             self._dtype.itemsize,
             self._row_dtype.itemsize,
-            converts_rows=self._row_dtype != self._dtype,
+            self._row_dtype != self._dtype,
         )
         self._block = (ctypes.c_int64 * words.LAYER_WORDS)(
             n_experts,
@@ -211,8 +243,8 @@ class TiledExperts:
         )
         self._block_address = ctypes.addressof(self._block)
         self._expert_bytes = (up_columns + inter) * hidden * self._dtype.itemsize
-        self._is_fused = layout.fuses_activation and not self._experts.has_post_expert_norm
-        self.is_batch_invariant = self._is_fused or bears_company(
+        self.is_fused = layout.fuses_activation and not self._experts.has_post_expert_norm
+        self.is_batch_invariant = self.is_fused or bears_company(
             self._experts, up_columns=up_columns, hidden=hidden, dtype=self._dtype
         )
 
@@ -228,14 +260,43 @@ class TiledExperts:
         # What the call block points to stays alive as long as this.
         rows, slots, weights = rows.contiguous(), slots.contiguous(), weights.contiguous()
         arena, n_threads = self._prepare(rows, slots, weights, out, workspace)
-        if self._is_fused:
-            if n_threads == 1:
-                self._phases(arena, words.PLAN_PHASE | words.COMPUTE_PHASES, 1)
-            else:
-                self._phases(arena, words.PLAN_PHASE, 1)
-                self._phases(arena, words.COMPUTE_PHASES, n_threads)
+        if self.is_fused:
+            self._run_fused(arena, n_threads)
         else:
             self._run_with_torch(arena, n_threads)
+
+    def prepare(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        workspace: KernelWorkspace,
+    ) -> PreparedCall:
+        """See `LayerKernels`; only if ``is_fused``."""
+        arena, n_threads = self._prepare(rows, slots, weights, out, workspace)
+        return PreparedCall(self.shape, arena.copy(), n_threads, (rows, slots, weights, out))
+
+    def run_prepared(self, prepared: PreparedCall) -> None:
+        """See `LayerKernels.run`."""
+        arena = prepared.arena
+        call = arena.call
+        call[words.LAYER] = self._block_address
+        if prepared.n_threads > 1:
+            self._run_fused(arena, prepared.n_threads)
+            return
+        call[words.PHASES] = words.PLAN_PHASE | words.COMPUTE_PHASES
+        call[words.ITEM_GROUPS] = ALL_GROUPS
+        self._program.run(arena.address)
+        if call[words.BAD_ROUTE] >= 0:
+            raise self._bad_route(arena)
+
+    def _run_fused(self, arena: Arena, n_threads: int) -> None:
+        if n_threads == 1:
+            self._phases(arena, words.PLAN_PHASE | words.COMPUTE_PHASES, 1)
+        else:
+            self._phases(arena, words.PLAN_PHASE, 1)
+            self._phases(arena, words.COMPUTE_PHASES, n_threads)
 
     def _prepare(
         self,
@@ -282,7 +343,7 @@ class TiledExperts:
         n_present, n_hit = plan[N_PRESENT], plan[N_HIT]
         n_sums = rows.shape[0] * -(-shape.hidden // SUM_COLUMNS)
         yield from self._steps(arena, words.UP_PHASE, n_hit * _items(shape.up_columns), n_threads, step_s)
-        if self._is_fused:
+        if self.is_fused:
             yield from self._steps(arena, words.ACTIVATE_PHASE, n_present, n_threads, step_s)
         elif n_present:
             values = arena.matrix(words.UP, (n_present, shape.up_columns), self._dtype)
@@ -315,7 +376,7 @@ class TiledExperts:
             done = end
             yield
 
-    def _phases(self, arena: Arena, phases: int, n_threads: int, item_groups: int = 1 << 30) -> None:
+    def _phases(self, arena: Arena, phases: int, n_threads: int, item_groups: int = ALL_GROUPS) -> None:
         call = arena.call
         call[words.PHASES] = phases
         if n_threads == 1:
@@ -326,7 +387,10 @@ class TiledExperts:
             call[words.ITEM_GROUPS] = ITEM_GROUPS
             self._program.run_threaded(arena.address, n_threads)
         if call[words.BAD_ROUTE] >= 0:
-            raise IndexError(f"route {call[words.BAD_ROUTE]}: its slot is not in -1..{self.shape.n_experts - 1}")
+            raise self._bad_route(arena)
+
+    def _bad_route(self, arena: Arena) -> IndexError:
+        return IndexError(f"route {arena.call[words.BAD_ROUTE]}: its slot is not in -1..{self.shape.n_experts - 1}")
 
     def _run_with_torch(self, arena: Arena, n_threads: int) -> None:
         """The module's own activation, gate or norm between the products, in torch."""

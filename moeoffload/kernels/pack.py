@@ -131,6 +131,40 @@ def _make_encode(payload: Any, stamp: int) -> Callable[[int, int, int, int], int
     return encode
 
 
+def _make_unpack(target: Any, stamp: int) -> Callable[[int, int, int, int, int], None]:
+    def unpack(slots_address: int, slots_out: int, weights_address: int, weights_out: int, n: int) -> None:
+        _ = stamp
+        slots, wide = view(slots_address, np.int16, n), view(slots_out, np.int64, n)
+        weights, rounded = view(weights_address, np.float32, n), view(weights_out, target, n)
+        for at in range(n):
+            wide[at] = slots[at]
+            rounded[at] = narrow(weights[at], rounded[0])
+
+    return unpack
+
+
+@functools.cache
+def _unpack_program(target: torch.dtype) -> tuple[Any, Callable[[int, int, int, int, int], None]]:
+    compiled = compile_entry(_make_unpack(WEIGHT_TYPES[target], source_stamp()), types.void, 5)
+    return compiled, ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(compiled.address)
+
+
+def route_unpacker(
+    slots: torch.Tensor, weights: torch.Tensor, slots_out: torch.Tensor, weights_out: torch.Tensor
+) -> Callable[[], None]:
+    """What copies routes out of a frame, for tensors that stay where they are; all contiguous on the CPU.
+
+    Args:
+        slots: (n, top_k) int16.
+        weights: (n, top_k) float32.
+        slots_out: (n, top_k) int64.
+        weights_out: (n, top_k) float32, or a compute dtype to which weights are rounded.
+    """
+    _, run = _unpack_program(weights_out.dtype)
+    places = (slots.data_ptr(), slots_out.data_ptr(), weights.data_ptr(), weights_out.data_ptr())
+    return functools.partial(run, *places, slots.numel())
+
+
 @functools.cache
 def _encode_program(payload: torch.dtype) -> tuple[Any, Callable[[int, int, int, int], int]]:
     compiled = compile_entry(_make_encode(WEIGHT_TYPES[payload], source_stamp()), types.int64, 4)
@@ -151,6 +185,10 @@ class SumEncoder:
         """
         bad = self._run(sums.data_ptr(), out.data_ptr(), sums.shape[0], sums.shape[1])
         return bad if bad >= 0 else None
+
+    def for_places(self, sums: torch.Tensor, out: torch.Tensor) -> Callable[[], int]:
+        """As `encode`, for tensors that stay where they are; what is returned gives -1 instead of None."""
+        return functools.partial(self._run, sums.data_ptr(), out.data_ptr(), sums.shape[0], sums.shape[1])
 
 
 @functools.cache

@@ -183,17 +183,14 @@ class Program:
         entry = make_entry(WEIGHT_TYPES[dtype], WEIGHT_TYPES[row_dtype(dtype)], source_stamp())
         self._compiled = compile_entry(entry)
         self.address = self._compiled.address
-        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
-        self._team = _team()
-
-    def run(self, block: int) -> None:
+        self.run: Callable[[int], None] = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
         """Runs the phases of the call block at an address in this thread."""
-        self._call(block)
+        self._team = _team()
 
     def run_threaded(self, block: int, n_threads: int) -> None:
         """Runs them in ``n_threads`` threads of torch's own pool; without one, in this thread."""
         if self._team is None:
-            self._call(block)
+            self.run(block)
         else:
             self._team.parallel(self.address, block, n_threads, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -28,6 +29,10 @@ class LayerShape:
     converts_rows: bool
 
 
+layer_shape = functools.cache(LayerShape)
+"""As `LayerShape`, the same object for the same figures."""
+
+
 @dataclass(slots=True, eq=False)
 class Arena:
     """Buffers of one shape class, and the call block that names them."""
@@ -37,6 +42,8 @@ class Arena:
     # Most routes that the buffers are large enough for, by shape.
     fits: dict[LayerShape, int] = field(default_factory=dict)
     n_created: int = 0
+    address: int = field(init=False)
+    """Of the call block."""
 
     def reserve(self, shape: LayerShape, n_rows: int, n_routes: int) -> None:
         """Makes the buffers large enough for a call of ``n_routes`` routes of ``n_rows`` rows."""
@@ -53,15 +60,27 @@ class Arena:
                 self.n_created += 1
         self.fits[shape] = max(n_routes, self.fits.get(shape, 0))
 
-    @property
-    def address(self) -> int:
-        """Of the call block."""
-        return ctypes.addressof(self.call)
+    def __post_init__(self) -> None:
+        self.address = ctypes.addressof(self.call)
+
+    def copy(self) -> Arena:
+        """The same buffers with a call block of their own, as it is now."""
+        return Arena(type(self.call).from_buffer_copy(self.call), dict(self.buffers))
 
     def matrix(self, word: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """The beginning of a buffer as a matrix."""
         n_bytes = shape[0] * shape[1] * dtype.itemsize
         return self.buffers[word][:n_bytes].view(dtype).view(shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedCall:
+    """A call whose block is filled in but for the layer, which may be any of ``shape``. The tensors are kept alive."""
+
+    shape: LayerShape
+    arena: Arena
+    n_threads: int
+    tensors: tuple[torch.Tensor, ...]
 
 
 class KernelWorkspace:

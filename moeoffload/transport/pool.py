@@ -93,6 +93,15 @@ class PooledHostChannel(HostChannel):
 
     def acquire(self, timeout_s: float) -> HostSlot:
         """See `HostChannel.acquire`."""
+        if not self._n_abandoned:
+            with self._lock:
+                if self._free_slots and not self._line and not self._closed:
+                    slot = self._free_slots.pop()  # the last one released: its buffers are still in the cache
+                    self._states[slot.index] = SlotState.HELD
+                    return slot
+        return self._acquire_in_line(timeout_s)
+
+    def _acquire_in_line(self, timeout_s: float) -> HostSlot:
         deadline = perf_counter() + timeout_s
         ticket: object | None = None
         try:
@@ -102,7 +111,7 @@ class PooledHostChannel(HostChannel):
                 with self._lock:
                     self._check_open()
                     if self._free_slots and (not self._line or self._line[0] is ticket):
-                        slot = self._free_slots.pop()  # the last one released: its buffers are still in the cache
+                        slot = self._free_slots.pop()
                         self._states[slot.index] = SlotState.HELD
                         return slot
                     left_s = deadline - perf_counter()
@@ -218,7 +227,8 @@ class PooledHostChannel(HostChannel):
 
     def _enter(self) -> None:
         with self._lock:
-            self._check_open()
+            if self._closed:
+                self._check_open()
             self._n_inside += 1
 
     def _leave(self) -> None:
@@ -231,7 +241,8 @@ class PooledHostChannel(HostChannel):
     def _set_free(self, slot: HostSlot) -> None:
         self._states[slot.index] = SlotState.FREE
         self._free_slots.append(slot)
-        self._released.notify_all()
+        if self._line:
+            self._released.notify_all()
 
     def _abandon(self, slot: HostSlot) -> None:
         with self._lock:

@@ -41,14 +41,15 @@ class SharedHostEnd(PooledHostChannel):
         self._spin = AdaptiveSpin(spin_limit_s)
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
-        words = self._words
-        self._drop_spare_replies(slot.index)
-        self._awaited[slot.index] = request_id
+        words, index = self._words, slot.index
+        if self._segment.reply_semaphores[index].value:
+            self._drop_spare_replies(index)
+        self._awaited[index] = request_id
         self._mark_sent(slot)
         with self._ring:  # the n-th post must come after the n-th entry
             at = self._segment.ring_at(self._n_sent)
             self._n_sent += 1
-            words[at], words[at + 1], words[at + 2] = slot.index, n_bytes, request_id
+            words[at], words[at + 1], words[at + 2] = index, n_bytes, request_id
             self._segment.request_semaphore.release()
             words[at + 3] = self._n_sent
 

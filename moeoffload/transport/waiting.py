@@ -72,10 +72,13 @@ class AdaptiveSpin:
             timeout_s: deadline in seconds; 0 does not wait.
         """
         start = perf_counter()
-        budget_s = min(self.budget_s, timeout_s)
+        budget_s = self.budget_s
+        budget_s = min(budget_s, timeout_s)
         try:
             if budget_s > 0:
-                self.met(self._watch.word(bell, value, budget_s, CROWDED_S))
+                seen = self._watch.word(bell, value, budget_s, CROWDED_S)
+                if seen != Seen.NEWS or self._crowds:
+                    self.met(seen)
             if semaphore.value or timeout_s <= 0:
                 semaphore.acquire(0)
             else:

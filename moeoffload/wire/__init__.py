@@ -19,7 +19,7 @@ from moeoffload.wire.layout import (
     read_error_text,
     write_error_text,
 )
-from moeoffload.wire.views import SlotViews
+from moeoffload.wire.views import ByRows, SlotViews
 
 __all__ = [
     "HEADER_BYTES",
@@ -27,6 +27,7 @@ __all__ = [
     "MAX_ROWS",
     "MAX_SLOTS",
     "WIRE_VERSION",
+    "ByRows",
     "DispatchViews",
     "ErrorCode",
     "Flag",

@@ -7,7 +7,7 @@ expert within its layer; -1 means that the expert is not on this server.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import torch
@@ -47,8 +47,14 @@ class FrameLayout:
     dtype_out: PayloadDtype
     dtype_back: PayloadDtype
     capacity: int
+    dispatch_row_bytes: int = field(init=False, compare=False)
+    combine_row_bytes: int = field(init=False, compare=False)
+    """Bytes of a row in a dispatch and in a combine body, computed once since every frame asks for them."""
 
     def __post_init__(self) -> None:
+        routes = self.top_k * (WEIGHT_BYTES + SLOT_BYTES)
+        object.__setattr__(self, "dispatch_row_bytes", self.hidden * self.dtype_out.itemsize + routes)
+        object.__setattr__(self, "combine_row_bytes", self.hidden * self.dtype_back.itemsize)
         for name, value, most in (
             ("hidden", self.hidden, MAX_HIDDEN),
             ("top_k", self.top_k, MAX_TOP_K),
@@ -66,11 +72,11 @@ class FrameLayout:
 
     def dispatch_body_bytes(self, rows: int) -> int:
         """Bytes of a dispatch body with ``rows`` rows."""
-        return rows * (self.hidden * self.dtype_out.itemsize + self.top_k * (WEIGHT_BYTES + SLOT_BYTES))
+        return rows * self.dispatch_row_bytes
 
     def combine_body_bytes(self, rows: int) -> int:
         """Bytes of a combine body with ``rows`` rows."""
-        return rows * self.hidden * self.dtype_back.itemsize
+        return rows * self.combine_row_bytes
 
     @property
     def request_bytes(self) -> int:
@@ -96,7 +102,7 @@ class FrameLayout:
             and header.dtype_out == self.dtype_out
             and header.dtype_back == self.dtype_back
             and header.top_k == self.top_k
-            and header.body_bytes == self.dispatch_body_bytes(header.rows)
+            and header.body_bytes == header.rows * self.dispatch_row_bytes
             and frame_bytes == HEADER_BYTES + header.body_bytes
         ):
             return
@@ -122,7 +128,7 @@ class FrameLayout:
             header.kind == Kind.COMBINE
             and header.rows == rows
             and header.dtype_back == self.dtype_back
-            and header.body_bytes == self.combine_body_bytes(rows)
+            and header.body_bytes == rows * self.combine_row_bytes
             and frame_bytes == HEADER_BYTES + header.body_bytes
         ):
             return

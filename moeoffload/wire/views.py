@@ -16,18 +16,24 @@ MAX_LARGE: Final = 32
 _T = TypeVar("_T")
 
 
-class _Views(Generic[_T]):
-    """One kind of view by row count: small counts are kept for good, of the large ones the latest."""
+class ByRows(Generic[_T]):
+    """What is made over a buffer for each row count: small counts are kept for good, of the large ones the latest."""
 
     def __init__(self, make: Callable[[memoryview, int], _T], buffer: memoryview) -> None:
         self._make = make
         self._buffer = buffer
-        self._small: dict[int, _T] = {}
+        self.small: dict[int, _T] = {}
+        """Those that were made, of up to SMALL_ROWS rows."""
         self._large: dict[int, _T] = {}
         self.n_created = 0
 
     def get(self, rows: int) -> _T:
-        kept = self._small if rows <= SMALL_ROWS else self._large
+        """The one for ``rows`` rows; made now, or before.
+
+        Raises:
+            ServerError: the buffer was dropped, by another thread.
+        """
+        kept = self.small if rows <= SMALL_ROWS else self._large
         view = kept.get(rows)
         if view is None:
             if kept is self._large and len(kept) >= MAX_LARGE:
@@ -40,8 +46,9 @@ class _Views(Generic[_T]):
         return view
 
     def drop(self) -> None:
+        """Lets go of the buffer and of all that was made over it."""
         self._buffer = memoryview(b"")
-        self._small.clear()
+        self.small.clear()
         self._large.clear()
 
 
@@ -49,8 +56,8 @@ class SlotViews:
     """Views on one slot's request and reply buffers."""
 
     def __init__(self, layout: FrameLayout, request: memoryview, reply: memoryview) -> None:
-        self._dispatch = _Views(layout.dispatch_views, request)
-        self._combine = _Views(layout.combine_view, reply)
+        self._dispatch = ByRows(layout.dispatch_views, request)
+        self._combine = ByRows(layout.combine_view, reply)
 
     @property
     def n_created(self) -> int:
@@ -63,11 +70,13 @@ class SlotViews:
         Raises:
             ServerError: the buffers were dropped, by another thread.
         """
-        return self._dispatch.get(rows)
+        view = self._dispatch.small.get(rows)
+        return self._dispatch.get(rows) if view is None else view
 
     def combine(self, rows: int) -> torch.Tensor:
         """View (rows, hidden) on a combine body in the reply buffer; raises as `dispatch` does."""
-        return self._combine.get(rows)
+        view = self._combine.small.get(rows)
+        return self._combine.get(rows) if view is None else view
 
     def drop(self) -> None:
         """Lets go of the buffers, so that their memory can be unmapped. From any thread."""
