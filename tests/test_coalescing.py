@@ -50,6 +50,7 @@ class Server:
         self.layers = [kernels]
         self.n_experts = N_EXPERTS
         self.is_batch_invariant = True
+        self.shape = None
         self.engine.start()
 
     def __call__(self, rows: torch.Tensor, *others: Any) -> None:

@@ -35,6 +35,7 @@ class Kernel:
     between: Callable[[int], None] = lambda step: None
     n_experts: int = 4
     is_batch_invariant: bool = False
+    shape: None = None
 
     def __call__(self, rows: torch.Tensor, slots: Any, weights: Any, out: torch.Tensor, workspace: Any = None) -> None:
         out.copy_(rows)

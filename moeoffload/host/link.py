@@ -25,6 +25,8 @@ END_REASON_TIMEOUT_S: Final = 1.0
 LEAVE_S: Final = 2.0
 PATIENCE: Final = 8.0
 """A dispatch may take so many times what recent ones of its size took."""
+FEW_ROWS: Final = 16
+"""Deadlines for up to so many rows are worked out one call ahead, when the host waits anyway."""
 LOOK_S: Final = 0.02
 RECENT: Final = 0.98
 """How much of the longest recent wait each reply leaves."""
@@ -51,7 +53,9 @@ class _RemoteFlight(Flight):
     slot: HostSlot = field(kw_only=True)
     views: SlotViews = field(kw_only=True)
     packer: RowPacker = field(kw_only=True)
-    header: FrameHeader = field(default_factory=FrameHeader)
+    header: FrameHeader = field(kw_only=True)
+    """Of requests; the fields that are the same for all of them are filled in once."""
+    reply: FrameHeader = field(default_factory=FrameHeader)
     request_id: int = 0
     sent_at: float = 0.0
     deadline_s: float = 0.0
@@ -96,6 +100,8 @@ class ExpertLink:
         self._deadlines = deadlines
         self._recent_s = 0.0
         """The longest wait of the last dispatches, forgotten slowly."""
+        self._deadline_of: dict[int, float] = {}
+        """Of calls of few rows, by how many."""
         self.n_calls = 0
         self._leaving = False
         self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
@@ -104,9 +110,10 @@ class ExpertLink:
         for slot in channel.slots:
             body = torch.frombuffer(slot.request, dtype=torch.uint8, offset=HEADER_BYTES).data_ptr()
             payload = layout.dtype_out.torch_dtype
+            header = FrameHeader(Kind.DISPATCH, layout.dtype_out, layout.dtype_back, epoch=epoch, top_k=layout.top_k)
             packer = RowPacker(body, dtype, payload, hidden=layout.hidden, top_k=layout.top_k)
             slot.owner = _RemoteFlight(
-                self, slot=slot, views=SlotViews(layout, slot.request, slot.reply), packer=packer
+                self, slot=slot, views=SlotViews(layout, slot.request, slot.reply), packer=packer, header=header
             )
         lease.on_end(lambda reason: channel.close())
 
@@ -182,15 +189,12 @@ class ExpertLink:
                 channel.release(slot)
                 return False
             header = flight.header
-            header.kind = Kind.DISPATCH
-            header.dtype_out, header.dtype_back = layout.dtype_out, layout.dtype_back
             header.request_id = flight.request_id = channel.next_id(slot)
-            header.epoch, header.layer, header.top_k, header.rows = self._epoch, layer, layout.top_k, n_rows
-            header.flags = Flag.WEIGHTS_F32 if weights.dtype == torch.float32 else Flag.NONE
+            header.layer, header.rows = layer, n_rows
+            header.flags = Flag.WEIGHTS_F32 if weights.dtype is torch.float32 else Flag.NONE
             header.body_bytes = n_rows * layout.dispatch_row_bytes
-            flight.deadline_s = self.deadline_s(n_rows)
+            flight.deadline_s = self._deadline_of.get(n_rows) or self.deadline_s(n_rows)
             header.timeout_us = int(flight.deadline_s * 1e6)
-            header.queue_us = header.compute_us = header.code = 0
             header.pack_into(slot.request)
             n_bytes = HEADER_BYTES + header.body_bytes
             channel.send(slot, n_bytes)
@@ -200,6 +204,8 @@ class ExpertLink:
         flight.sent_at = perf_counter()
         flight.layer, flight.start, flight.n_rows, flight.index = layer, start, n_rows, index
         flight.chunk_rows = ids.shape[0]
+        if n_rows <= FEW_ROWS:  # for the next call; now there is time
+            self._deadline_of[n_rows] = self.deadline_s(n_rows)
         self.n_calls += 1
         to.calls += 1
         to.rows += n_rows
@@ -268,7 +274,7 @@ class ExpertLink:
             raise DeadlineError(f"{self.name}: no reply within {flight.deadline_s:.3g} s") from None
         except ServerError as error:
             raise self._explain(error) from None
-        header = flight.header
+        header = flight.reply
         try:
             header.unpack_from(slot.reply)
             if header.request_id != flight.request_id:

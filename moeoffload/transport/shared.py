@@ -35,6 +35,9 @@ class SharedHostEnd(PooledHostChannel):
         self._segment = segment
         self._words = segment.words
         self._ring = threading.Lock()
+        self._ring_at = [segment.ring_at(n) for n in range(sizes.n_slots)]
+        self._reply_at = [segment.reply_at(index) for index in range(sizes.n_slots)]
+        self._bells = [segment.address_of(at + 2) for at in self._reply_at]
         self._n_sent = 0
         self._awaited = [0] * sizes.n_slots
         """Per slot the request id whose reply is to come."""
@@ -47,7 +50,7 @@ class SharedHostEnd(PooledHostChannel):
         self._awaited[index] = request_id
         self._mark_sent(slot)
         with self._ring:  # the n-th post must come after the n-th entry
-            at = self._segment.ring_at(self._n_sent)
+            at = self._ring_at[self._n_sent % len(self._ring_at)]
             self._n_sent += 1
             words[at], words[at + 1], words[at + 2] = index, n_bytes, request_id
             self._segment.request_semaphore.release()
@@ -65,15 +68,15 @@ class SharedHostEnd(PooledHostChannel):
     def _await_reply(self, slot: HostSlot, deadline: float) -> int:
         index = slot.index
         semaphore = self._segment.reply_semaphores[index]
-        at = self._segment.reply_at(index)
-        bell, awaited = self._segment.address_of(at + 2), self._awaited[index]
+        at, bell, awaited = self._reply_at[index], self._bells[index], self._awaited[index]
         while True:
-            self._check_open()
+            if self._closed or self._words[SERVER_CLOSED]:
+                self._check_open()
             left_s = deadline - perf_counter()
             if left_s <= 0:
                 raise DeadlineError
             # A token without its reply is the wake-up of a close(), or of nobody: look again.
-            took = self._spin.acquire(semaphore, bell, awaited, min(left_s, READ_POLL_S))
+            took = self._spin.acquire(semaphore, bell, awaited, left_s if left_s < READ_POLL_S else READ_POLL_S)
             if took and self._words[at + 1] == awaited:
                 return self._words[at]
 
@@ -82,7 +85,7 @@ class SharedHostEnd(PooledHostChannel):
         if not semaphore.value:
             return False
         semaphore.acquire(0)
-        return self._words[self._segment.reply_at(slot.index) + 1] == self._awaited[slot.index]
+        return self._words[self._reply_at[slot.index] + 1] == self._awaited[slot.index]
 
     def _closed_by_peer(self) -> bool:
         return self._words[SERVER_CLOSED] != 0
@@ -120,6 +123,7 @@ class SharedServerEnd(PooledServerChannel):
         self.nonce = segment.nonce
         self._segment = segment
         self._words = segment.words
+        self._reply_at = [segment.reply_at(index) for index in range(sizes.n_slots)]
         self._taken = [0] * sizes.n_slots
         """Per slot the request id that is being worked on."""
         self._spin = AdaptiveSpin(spin_limit_s)
@@ -132,9 +136,12 @@ class SharedServerEnd(PooledServerChannel):
 
     def _read(self) -> None:
         segment, n_read = self._segment, 0
+        ring = [segment.ring_at(n) for n in range(len(self.slots))]
+        bells = [segment.address_of(at + 3) for at in ring]
         while not self._closed:
-            at = segment.ring_at(n_read)
-            if not self._spin.acquire(segment.request_semaphore, segment.address_of(at + 3), n_read + 1, READ_POLL_S):
+            place = n_read % len(ring)
+            at = ring[place]
+            if not self._spin.acquire(segment.request_semaphore, bells[place], n_read + 1, READ_POLL_S):
                 continue
             if self._words[HOST_CLOSED]:
                 self.close()
@@ -159,7 +166,7 @@ class SharedServerEnd(PooledServerChannel):
             self._refuse(slot, request_id, ErrorCode.BAD_FRAME, text)
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
-        at = self._segment.reply_at(slot.index)
+        at = self._reply_at[slot.index]
         request_id = self._taken[slot.index]
         self._words[at], self._words[at + 1] = n_bytes, request_id
         try:

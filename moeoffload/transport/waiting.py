@@ -72,8 +72,7 @@ class AdaptiveSpin:
             timeout_s: deadline in seconds; 0 does not wait.
         """
         start = perf_counter()
-        budget_s = self.budget_s
-        budget_s = min(budget_s, timeout_s)
+        budget_s = min(self.budget_s, timeout_s)
         try:
             if budget_s > 0:
                 seen = self._watch.word(bell, value, budget_s, CROWDED_S)
