@@ -144,7 +144,8 @@ def _make_unpack(target: Any, stamp: int) -> Callable[[int, int, int, int, int],
 
 
 @functools.cache
-def _unpack_program(target: torch.dtype) -> tuple[Any, Callable[[int, int, int, int, int], None]]:
+def unpack_program(target: torch.dtype) -> tuple[Any, Callable[[int, int, int, int, int], None]]:
+    """The program of `route_unpacker` for weights of a dtype; the first call compiles it or loads it from the cache."""
     compiled = compile_entry(_make_unpack(WEIGHT_TYPES[target], source_stamp()), types.void, 5)
     return compiled, ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(compiled.address)
 
@@ -160,7 +161,7 @@ def route_unpacker(
         slots_out: (n, top_k) int64.
         weights_out: (n, top_k) float32, or a compute dtype to which weights are rounded.
     """
-    _, run = _unpack_program(weights_out.dtype)
+    _, run = unpack_program(weights_out.dtype)
     places = (slots.data_ptr(), slots_out.data_ptr(), weights.data_ptr(), weights_out.data_ptr())
     return functools.partial(run, *places, slots.numel())
 
