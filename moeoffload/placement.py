@@ -100,7 +100,7 @@ def place_experts(
         experts: the routed experts of each MoE layer that are to be placed.
         expert_bytes: bytes of one expert of each MoE layer.
         offers: one for each server, in the order of the result.
-        speeds: rows per second of each server, in any common unit.
+        speeds: of the servers, in any common unit.
         usage: how often each expert of each MoE layer was chosen, all experts of the layer.
 
     Raises:

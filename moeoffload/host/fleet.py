@@ -24,6 +24,7 @@ from moeoffload.host.link import ExpertLink
 from moeoffload.host.recovery_log import RecoveryLog
 from moeoffload.host.shard import Holder, Shard
 from moeoffload.host.spawn import ServerSpec, SpawnedServers, default_specs
+from moeoffload.host.speeds import per_row, placement_speeds
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import GIB, ExpertTable, MemoryOffer, batch_row_bytes, place_experts, place_replicas
 from moeoffload.settings import HostSettings
@@ -165,15 +166,12 @@ class Fleet:
         return ExpertCache(self._checkpoint, int(settings.fallback_gib * GIB), self._device)
 
     def _speeds(self, plan: AttachPlan) -> list[float]:
-        """Rows per second of each server; one after the other, since servers may share a device."""
-        speeds = []
+        """By which experts are placed; servers are timed one after the other, since they may share a device."""
+        timings = []
         for candidate in self._candidates:
-            timings = self._calibrate_one(candidate, plan)
-            # Every size counts the same: decode and prefill share the placement.
-            per_row = sum(seconds / rows for rows, seconds in timings) / len(timings)
-            logger.info("expert server %s: %.3g us per row", candidate.address, 1e6 * per_row)
-            speeds.append(1 / max(per_row, 1e-9))
-        return speeds
+            timings.append(self._calibrate_one(candidate, plan))
+            logger.info("expert server %s: %.3g us per row", candidate.address, 1e6 * per_row(timings[-1]))
+        return placement_speeds(timings, self._checkpoint.top_k)
 
     def _calibrate_one(self, candidate: Candidate, plan: AttachPlan) -> list[tuple[int, float]]:
         lease = take_lease(candidate, plan)

@@ -18,8 +18,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 from numba.extending import intrinsic
 
-from moeoffload.kernels.program import compile_entry, source_stamp
-from moeoffload.kernels.vector_ir import I32, I64, call_llvm, finished
+from moeoffload.kernels.program import compile_entry, source_stamp, yield_address
+from moeoffload.kernels.vector_ir import I32, I64, call_address, call_llvm, finished
 
 _LOOKS: Final = 16
 """Looks between two readings of the clock."""
@@ -66,18 +66,6 @@ def _clock_ns(typing_context: Any, clock_gettime: Any) -> Any:
 
 
 @intrinsic
-def _sched_yield(typing_context: Any, sched_yield: Any) -> Any:
-    """The C function at an address, without arguments."""
-    del typing_context, sched_yield
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        function = ir.FunctionType(I32, [])
-        return builder.call(builder.inttoptr(values[0], function.as_pointer()), [])
-
-    return types.int32(types.int64), generate
-
-
-@intrinsic
 def _poll(typing_context: Any, poll: Any, descriptors: Any, count: Any) -> Any:
     """``poll(descriptors, count, 0)`` with the C function at an address."""
     del typing_context, poll, descriptors, count
@@ -99,7 +87,7 @@ def _make_watch_word(stamp: int) -> Callable[[int, int, int, int, int, int], int
                 if finished(address) == value:
                     return 1
                 _pause()
-            _sched_yield(yield_)
+            call_address(yield_)
             now = _clock_ns(clock)
             if now - before > crowded_ns:
                 # Perhaps it was the peer who had the core, and was quick.
@@ -120,7 +108,7 @@ def _make_watch_descriptors(stamp: int) -> Callable[[int, int, int, int, int, in
         while True:
             if _poll(poll, pollfds, count) != 0:
                 return 1
-            _sched_yield(yield_)
+            call_address(yield_)
             now = _clock_ns(clock)
             if now - before > crowded_ns:
                 return 2
@@ -136,10 +124,10 @@ class Watch:
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None)
-        self._clock, self._yield, self._poll = (
-            ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0
-            for name in ("clock_gettime", "sched_yield", "poll")
+        self._clock, self._poll = (
+            ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0 for name in ("clock_gettime", "poll")
         )
+        self._yield = yield_address()
         stamp = source_stamp()
         self._kept = (
             compile_entry(_make_watch_word(stamp), types.int64, 6),
