@@ -132,7 +132,8 @@ class OffloadedModel:
         settings, checkpoint = self.settings, self.checkpoint
         self._log = log
         self.recorder = Recorder(len(self.shards), len(checkpoint.layers), profile=settings.profile)
-        granularity = Granularity(settings.mode, settings.hot_slice, settings.pipeline)
+        fast = self._device.type != "cpu"
+        granularity = Granularity(settings.mode, settings.hot_slice, settings.pipeline, fast)
         second = None
         if settings.hedge_ms or settings.verify_percent:
             coarsest = max((checkpoint.dtype, self._payload.torch_dtype), key=lambda dtype: torch.finfo(dtype).eps)
