@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from servers import Spread
@@ -26,6 +26,7 @@ class Contender:
     pipeline: str = "-"
 
 
+_T = TypeVar("_T")
 Task = Callable[[Contender], float]
 """Does something once and says how many seconds it took."""
 
@@ -62,7 +63,7 @@ def cache_bytes_per_token(model: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 8
 
 
-def take_turns(contenders: Sequence[Contender], task: Task, repeats: int) -> list[list[float]]:
+def take_turns(contenders: Sequence[_T], task: Callable[[_T], float], repeats: int) -> list[list[float]]:
     """Seconds of every contender in every turn; A B C A B C ..., so that drift of the machine meets all alike."""
     for contender in contenders:
         task(contender)

@@ -67,7 +67,7 @@ class PrefillPipeline:
     ) -> None:
         self._model = model
         self._recorder = recorder
-        self._plan_for = plan_for
+        self.plan_for = plan_for
         self._timeout_s = timeout_s
         self._forward = model.forward
         self._signature = inspect.signature(model.forward)
@@ -142,7 +142,7 @@ class PrefillPipeline:
             cache is not None and type(cache) is not DynamicCache
         ):
             return None
-        plan = self._plan_for(ids.shape[0] * ids.shape[1])
+        plan = self.plan_for(ids.shape[0] * ids.shape[1])
         if plan is None:
             return None
         step = max(1, plan.chunk_rows // ids.shape[0])
