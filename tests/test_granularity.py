@@ -22,12 +22,12 @@ def test_a_cpu_host_cuts_a_prompt_into_even_chunks(n_rows: int, expected: list[i
     assert chunks(n_rows) == expected
 
 
-@pytest.mark.parametrize("n_rows", [*range(1, 3000, 7), 4248, 100_000])
-def test_no_chunk_is_much_longer_or_shorter_than_the_best(n_rows: int) -> None:
-    parts = chunks(n_rows)
-    assert sum(parts) == n_rows
-    assert max(parts) <= 1.5 * CHUNK_ROWS
-    assert len(parts) == 1 or min(parts[:-1]) >= LEAST_CHUNK_ROWS
+def test_no_chunk_is_much_longer_or_shorter_than_the_best() -> None:
+    for n_rows in (*range(1, 3000, 7), 4248, 100_000):
+        parts = chunks(n_rows)
+        assert sum(parts) == n_rows
+        assert max(parts) <= 1.5 * CHUNK_ROWS
+        assert len(parts) == 1 or min(parts[:-1]) >= LEAST_CHUNK_ROWS
 
 
 def test_a_gpu_host_keeps_large_chunks() -> None:
