@@ -26,6 +26,7 @@ class FewRows:
 
     Attributes:
         weights_dtype: of the routing weights that they have.
+        is_possible: whether rows are computed where they lie in the frame; nothing else can be asked of it if not.
         call: what the kernel reads and writes.
     """
 
@@ -36,9 +37,9 @@ class FewRows:
         self._prepared: PreparedCall | None = None
         self._kept = (dispatch, reply)
         """The memory that the passes know by its address."""
-        self.is_possible = isinstance(arena, HostArena) and not arena.copies_rows
-        """Whether rows are computed where they lie in the frame."""
+        self.is_possible = False
         if isinstance(arena, HostArena) and not arena.copies_rows:
+            self.is_possible = True
             buffers = arena.part(0, n_rows, weights_dtype)
             self.call = KernelInput(dispatch.rows, *buffers[1:])
             self._unpack = route_unpacker(dispatch.slots, dispatch.weights, buffers.slots, buffers.weights)

@@ -59,7 +59,10 @@ def placement_speeds(timings: Sequence[Timings], top_k: int) -> list[float]:
 
 
 def _relative_time(n_routes: int, seconds: NDArray[np.float64], speeds: NDArray[np.float64]) -> float:
-    """Of a call of so many routes, each of which takes ``seconds`` on its server; 1 is the best server alone."""
+    """Time of a call of so many routes, as a multiple of what the best server alone takes.
+
+    ``seconds`` (n_servers,) is what a route takes on each server, ``speeds`` (n_servers,) gives its share of the routes.
+    """
     draws = np.random.default_rng(n_routes).multinomial(n_routes, speeds / speeds.sum(), _SAMPLES)
     frames_s = FRAME_S * ((draws > 0).sum(axis=1) - 1)
     return float(((draws * seconds).max(axis=1) + frames_s).mean() / (n_routes * seconds.min()))
