@@ -61,7 +61,7 @@ def placement_speeds(timings: Sequence[Timings], top_k: int) -> list[float]:
 def _relative_time(n_routes: int, seconds: NDArray[np.float64], speeds: NDArray[np.float64]) -> float:
     """Time of a call of so many routes, as a multiple of what the best server alone takes.
 
-    ``seconds`` (n_servers,) is what a route takes on each server, ``speeds`` (n_servers,) gives its share of the routes.
+    ``seconds`` (n_servers,) is what a route takes on each server; ``speeds`` (n_servers,) shares the routes out.
     """
     draws = np.random.default_rng(n_routes).multinomial(n_routes, speeds / speeds.sum(), _SAMPLES)
     frames_s = FRAME_S * ((draws > 0).sum(axis=1) - 1)
