@@ -1,6 +1,6 @@
 """Kernels: a layer's experts are prepared once and called with rows, slots and weights; dense layers at few rows."""
 
-from moeoffload.kernels.attention import few_query_attention
+from moeoffload.kernels.attention import cpu_attention
 from moeoffload.kernels.base import ExpertKernel
 from moeoffload.kernels.dense import few_row_linear
 from moeoffload.kernels.fast_dense import accelerate_dense
@@ -19,7 +19,7 @@ __all__ = [
     "KernelWorkspace",
     "LayerKernels",
     "accelerate_dense",
-    "few_query_attention",
+    "cpu_attention",
     "few_row_linear",
     "local_experts",
     "prefer_huge_pages",

@@ -1,6 +1,8 @@
-"""Attention of few queries on the CPU: reads keys and values once, at memory speed, which torch's does not.
+"""Attention on the CPU: of few queries at memory speed, of many bfloat16 ones at the speed of the CPU's products.
 
-Products, softmax and sums are computed in float32 and rounded once at the end.
+torch's reads keys and values of one query several times, and multiplies bfloat16 as float32 where the CPU has no matrix
+unit (AMX). Few queries: products, softmax and sums are computed in float32 and rounded once at the end. Many: the
+probabilities are rounded, too, before their product with the values, as torch's are.
 """
 
 from __future__ import annotations
@@ -11,13 +13,17 @@ from typing import Any, Final
 
 import torch
 
+from moeoffload.kernels import attention_blocks, attention_steps
 from moeoffload.kernels import attention_words as words
+from moeoffload.kernels.attention_blocks_program import attention_blocks_program
 from moeoffload.kernels.attention_program import attention_program
-from moeoffload.kernels.attention_steps import scratch_bytes
-from moeoffload.kernels.program import COMPUTE_DTYPES, threads_for
+from moeoffload.kernels.program import COMPUTE_DTYPES, Program, threads_for
+from moeoffload.kernels.vector_ir import has_bf16_dot, has_matrix_unit
 
-MAX_QUERIES: Final = 16
-"""Calls of more queries go to torch."""
+FEW_QUERIES: Final = 16
+"""Calls of more queries are computed by blocks of them, or by torch."""
+_PART_ROWS: Final = 2048
+"""About so many queries of all heads that share keys are computed together: packing those keys then takes little."""
 
 
 class _Thread(threading.local):
@@ -33,7 +39,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def few_query_attention(
+def cpu_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -42,7 +48,7 @@ def few_query_attention(
     scale: float | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Scaled dot-product attention of at most MAX_QUERIES queries on the CPU, without gradient.
+    """Scaled dot-product attention on the CPU, without gradient.
 
     Args:
         query: (batch, heads, queries, dim) bfloat16, float16 or float32, any strides but last dimension contiguous; as
@@ -58,7 +64,8 @@ def few_query_attention(
         (batch, queries, heads, value dim) contiguous, of the query's dtype; zero for a query that sees no key.
 
     Raises:
-        ValueError: shapes, strides or dtypes are others.
+        ValueError: shapes, strides or dtypes are others, or there are more than FEW_QUERIES queries and no program for
+            so many: see `fits`.
     """
     if not fits(query, key, value, mask):
         shapes = [(tuple(each.shape), each.dtype) for each in (query, key, value)]
@@ -87,37 +94,49 @@ def few_query_attention(
     call[words.OUT] = out.data_ptr()
     call[words.BATCH] = batch
     call[words.KEY_HEADS] = key_heads
-    call[words.GROUP] = heads // key_heads
+    call[words.GROUP] = group = heads // key_heads
     call[words.N_QUERIES] = n_queries
     call[words.N_KEYS] = n_keys
     call[words.DIM] = dim
     call[words.VALUE_DIM] = value_dim
     call[words.IS_CAUSAL] = is_causal
     _thread.scale.value = dim**-0.5 if scale is None else scale
-    n_threads = min(batch * key_heads, threads_for(batch * key_heads * n_keys * (dim + value_dim) * dtype.itemsize))
-    each = scratch_bytes(heads // key_heads * n_queries, dim, value_dim)
-    if _thread.scratch.numel() < n_threads * each:
-        _thread.scratch = torch.empty(n_threads * each, dtype=torch.uint8)
+    n_heads = batch * key_heads
+    if n_queries <= FEW_QUERIES:
+        n_threads = min(n_heads, threads_for(n_heads * n_keys * (dim + value_dim) * dtype.itemsize))
+        scratch_bytes = attention_steps.scratch_bytes(group * n_queries, dim, value_dim)
+        _run(attention_program(dtype), n_threads, scratch_bytes)
+    else:
+        part = min(n_queries, max(_PART_ROWS // group, attention_blocks.BLOCK_ROWS))
+        call[words.PART_QUERIES] = part
+        n_threads = min(n_heads * -(-n_queries // part), torch.get_num_threads())
+        _run(attention_blocks_program(), n_threads, attention_blocks.scratch_bytes(group * part, dim, value_dim))
+    return out
+
+
+def _run(program: Program, n_threads: int, scratch_bytes: int) -> None:
+    """Runs the call block of this thread, in ``n_threads`` threads with so much scratch each."""
+    call = _thread.call
+    if _thread.scratch.numel() < n_threads * scratch_bytes:
+        _thread.scratch = torch.empty(n_threads * scratch_bytes, dtype=torch.uint8)
     call[words.SCRATCH] = _thread.scratch.data_ptr()
-    call[words.SCRATCH_BYTES] = each
+    call[words.SCRATCH_BYTES] = scratch_bytes
     call[words.COUNTERS] = call[words.COUNTERS + words.COUNTER_WORDS] = 0
-    program = attention_program(dtype)
     if n_threads <= 1:
         program.run(_thread.address)
     else:
         program.run_threaded(_thread.address, n_threads)
-    return out
 
 
 def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether `few_query_attention` takes these."""
+    """Whether `cpu_attention` takes these."""
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         return False
     batch, heads, n_queries, dim = query.shape
     key_batch, key_heads, n_keys, key_dim = key.shape
     dtype = query.dtype
     return (
-        n_queries <= MAX_QUERIES
+        (n_queries <= FEW_QUERIES or _many_fit(query, key, value))
         and key_batch == batch
         and key_dim == dim
         and value.shape[:3] == key.shape[:3]
@@ -130,6 +149,21 @@ def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torc
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and query.device.type == key.device.type == value.device.type == "cpu"
         and (mask is None or _mask_fits(mask, (batch, heads, n_queries, n_keys), dtype))
+    )
+
+
+def takes_many(dtype: torch.dtype) -> bool:
+    """Whether `cpu_attention` takes more than FEW_QUERIES queries of a dtype here. Where it does not, torch is fast."""
+    return dtype == torch.bfloat16 and has_bf16_dot() and not has_matrix_unit()
+
+
+def _many_fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether pairs of neighbours, which are multiplied together, can be read as words."""
+    return (
+        takes_many(query.dtype)
+        and query.shape[3] % 2 == 0
+        and key.data_ptr() % 4 == 0
+        and all(stride % 2 == 0 for stride in key.stride()[:3])
     )
 
 

@@ -78,3 +78,23 @@ def total(row: Any) -> Any:
     for i in range(row.size):
         result = np.float32(result + row[i])
     return result
+
+
+@njit(nogil=True, error_model="numpy")
+def become_shares(row: Any, at: int, best: Any, totals: Any, sums: Any) -> None:
+    """A row of masked products becomes probabilities, relative to the greatest product so far, ``best[at]``.
+
+    ``totals[at]`` is the sum of probabilities so far, ``sums`` that of values; both are scaled down if the row has a
+    greater product.
+    """
+    now = max(best[at], greatest(row))
+    # A query that has seen no key so far: its probabilities are zero, not undefined.
+    shift = now if now != HIDDEN else np.float32(0.0)
+    exponentials(row, shift)
+    if now != best[at]:
+        factor = exp(np.float32(best[at] - shift))
+        best[at] = now
+        totals[at] = np.float32(totals[at] * factor)
+        for i in range(sums.size):
+            sums[i] = np.float32(sums[i] * factor)
+    totals[at] = np.float32(totals[at] + total(row))

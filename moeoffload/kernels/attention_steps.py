@@ -12,8 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-from moeoffload.kernels.attention_rows import HIDDEN, PADDING, exponentials, greatest, scale_and_mask, total
-from moeoffload.kernels.phases import exp
+from moeoffload.kernels.attention_rows import HIDDEN, PADDING, become_shares, scale_and_mask
 from moeoffload.kernels.tile import TILE_ROWS, WEIGHT_ROWS, dot_tile
 from moeoffload.kernels.value_tile import VALUE_LANES, VALUE_ROWS, value_tile
 from moeoffload.kernels.vector_ir import narrow, prefetch, widen
@@ -219,19 +218,7 @@ def attend(
                 values,
                 query if is_causal else n_keys,
             )
-            now = max(best[row], greatest(some))
-            # A query that has seen no key so far: its probabilities are zero, not undefined.
-            shift = now if now != HIDDEN else np.float32(0.0)
-            exponentials(some, shift)
-            if now != best[row]:
-                factor = exp(np.float32(best[row] - shift))
-                best[row] = now
-                totals[row] = np.float32(totals[row] * factor)
-                if start:
-                    mine = sums[row * width : (row + 1) * width]
-                    for i in range(width):
-                        mine[i] = np.float32(mine[i] * factor)
-            totals[row] = np.float32(totals[row] + total(some))
+            become_shares(some, row, best, totals, sums[row * width : (row + 1) * width] if start else sums[:0])
         add_values(
             shares,
             n_rows,

@@ -39,6 +39,8 @@ IS_CAUSAL: Final = 27
 SCRATCH: Final = 28
 """Of SCRATCH_BYTES for each thread."""
 SCRATCH_BYTES: Final = 29
+PART_QUERIES: Final = 30
+"""Of many queries: most of each head that are computed together; SCRATCH has room for so many."""
 COUNTERS: Final = 32
 """One cache line each: items claimed, scratches claimed."""
 COUNTER_WORDS: Final = 8

@@ -249,12 +249,15 @@ def compile_entry(entry: Callable[..., Any], returns: Any = types.void, n_argume
 
 
 _SOURCES: Final = (
+    "attention_blocks.py",
+    "attention_blocks_program.py",
     "attention_program.py",
     "attention_rows.py",
     "attention_steps.py",
     "attention_words.py",
     "norm_program.py",
     "pack.py",
+    "packed_tile.py",
     "phases.py",
     "program.py",
     "tile.py",

@@ -1,6 +1,6 @@
-"""Lets transformers' "sdpa" attention call `few_query_attention` in the models that asked for it.
+"""Lets transformers' "sdpa" attention call `cpu_attention` in the models that asked for it.
 
-The function registered under "sdpa" is replaced, and passes everything on but calls of those models with few queries.
+The function registered under "sdpa" is replaced, and passes everything on but what that takes of those models.
 A name of our own would be simpler, but some families choose their mask by asking whether the name is "sdpa".
 """
 
@@ -17,7 +17,8 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from moeoffload.kernels.attention import MAX_QUERIES, few_query_attention, fits
+from moeoffload.kernels.attention import cpu_attention, fits, takes_many
+from moeoffload.kernels.attention_blocks_program import attention_blocks_program
 from moeoffload.kernels.attention_program import attention_program
 from moeoffload.kernels.program import COMPUTE_DTYPES
 
@@ -36,7 +37,7 @@ _replaced: list[Callable[..., Any]] = []
 _users = 0
 
 
-def _few_queries(
+def _attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -49,8 +50,7 @@ def _few_queries(
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls; see its ``sdpa_attention_forward``."""
     if (
-        query.shape[2] <= MAX_QUERIES
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and module in _modules
         and dropout == 0.0
         and not any(kwargs.get(name) is not None for name in _OTHER)
@@ -65,7 +65,7 @@ def _few_queries(
                 # As transformers: queries at the beginning of a cache that is longer.
                 key, value = key[:, :, :n_queries], value[:, :, :n_queries]
         if fits(query, key, value, attention_mask):
-            return few_query_attention(query, key, value, attention_mask, scale=scaling, is_causal=causal), None
+            return cpu_attention(query, key, value, attention_mask, scale=scaling, is_causal=causal), None
     result: tuple[torch.Tensor, None] = _replaced[0](
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )
@@ -73,10 +73,10 @@ def _few_queries(
 
 
 def accelerate_attention(model: nn.Module) -> Callable[[], None]:
-    """Lets the "sdpa" attention of a transformers model on the CPU read keys and values at memory speed.
+    """Makes the "sdpa" attention of a transformers model on the CPU as fast as its memory, or its products, allow.
 
-    Calls of more than MAX_QUERIES queries, with gradient, dropout or arguments that mean more, and calls under
-    ``torch.compile`` are computed as before. The process's other models are left alone.
+    Calls with gradient, dropout or arguments that mean more, under ``torch.compile``, or that `cpu_attention` does not
+    take are computed as before. The process's other models are left alone.
 
     Returns:
         a function that changes it back.
@@ -87,12 +87,14 @@ def accelerate_attention(model: nn.Module) -> Callable[[], None]:
         return lambda: None
     for dtype in {parameter.dtype for parameter in model.parameters()} & COMPUTE_DTYPES:
         attention_program(dtype)
+        if takes_many(dtype):
+            attention_blocks_program()
     mine = [module for module in model.modules() if module not in _modules]
     with _lock:
         _modules.update(mine)
         if not _users:
             _replaced[:] = [AttentionInterface()[_NAME]]
-            AttentionInterface.register(_NAME, _few_queries)
+            AttentionInterface.register(_NAME, _attention)
         _users += 1
 
     def restore() -> None:
@@ -100,7 +102,7 @@ def accelerate_attention(model: nn.Module) -> Callable[[], None]:
         with _lock:
             _modules.difference_update(mine)
             _users -= 1
-            if not _users and AttentionInterface()[_NAME] is _few_queries:
+            if not _users and AttentionInterface()[_NAME] is _attention:
                 AttentionInterface.register(_NAME, _replaced[0])
 
     return restore

@@ -48,6 +48,11 @@ def has_bf16_dot() -> bool:
     return "avx512bf16" in cpu_features()
 
 
+def has_matrix_unit() -> bool:
+    """Whether this CPU multiplies tiles of bfloat16 (AMX), which torch's attention uses."""
+    return "amx-bf16" in cpu_features()
+
+
 def has_vector_512() -> bool:
     """Whether this CPU has 512-bit vectors, and 32 of them."""
     return "avx512f" in cpu_features()

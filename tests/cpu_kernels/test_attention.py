@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moeoffload.kernels import few_query_attention
-from moeoffload.kernels.attention import MAX_QUERIES
+from moeoffload.kernels import cpu_attention
+from moeoffload.kernels.attention import FEW_QUERIES
 
 from .experts import DTYPES
 
@@ -50,7 +50,7 @@ def operands(
 
 
 def check(operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], *mask: Any, **options: Any) -> torch.Tensor:
-    ours = few_query_attention(*operands, *mask, **options)
+    ours = cpu_attention(*operands, *mask, **options)
     expected = truth(*operands, *mask, **options)
     query, _, value = operands
     assert ours.dtype == query.dtype
@@ -63,7 +63,7 @@ def check(operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], *mask: Any,
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_result_is_exact_but_for_one_rounding(dtype: torch.dtype, layout: tuple[int, int, int, int]) -> None:
-    for n_queries, n_keys in product((1, 2, MAX_QUERIES), (1, 2, 3, 5, 16, 90, 257, 600)):
+    for n_queries, n_keys in product((1, 2, FEW_QUERIES), (1, 2, 3, 5, 16, 90, 257, 600)):
         check(operands(layout, n_queries, n_keys, dtype))
     check(operands(layout, 3, 40, dtype, batch=2), scale=0.3)
 
@@ -109,26 +109,26 @@ def test_keys_and_values_may_be_views(dtype: torch.dtype) -> None:
         (whole[:, :, ::3, :dim], whole[:, :, ::3, 1 : dim + 1]),
     ):
         ours = check((query, keys, values))
-        assert torch.equal(ours, few_query_attention(query.contiguous(), keys.contiguous(), values.contiguous()))
+        assert torch.equal(ours, cpu_attention(query.contiguous(), keys.contiguous(), values.contiguous()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_do_not_depend_on_other_queries_heads_or_threads(dtype: torch.dtype) -> None:
     query, key, value = operands((12, 4, 40, 48), 7, 700, dtype, batch=2)
     mask = torch.rand(2, 1, 7, 700) < 0.7
-    together = few_query_attention(query, key, value, mask)
+    together = cpu_attention(query, key, value, mask)
     for number in range(7):
-        alone = few_query_attention(query[:, :, number : number + 1], key, value, mask[:, :, number : number + 1])
+        alone = cpu_attention(query[:, :, number : number + 1], key, value, mask[:, :, number : number + 1])
         assert torch.equal(alone[:, 0], together[:, number])
     for head in range(4):
-        one = few_query_attention(
+        one = cpu_attention(
             query[:1, 3 * head : 3 * head + 1], key[:1, head : head + 1], value[:1, head : head + 1], mask[:1]
         )
         assert torch.equal(one[0, :, 0], together[0, :, 3 * head])
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert all(torch.equal(few_query_attention(query, key, value, mask), together) for _ in range(30))
+        assert all(torch.equal(cpu_attention(query, key, value, mask), together) for _ in range(30))
     finally:
         torch.set_num_threads(before)
 
@@ -138,7 +138,7 @@ def test_bits_do_not_depend_on_other_queries_heads_or_threads(dtype: torch.dtype
 def test_non_finite_values_are_not_hidden(where: int, bad: float) -> None:
     some = operands((2, 2, 16, 16), 2, 300, torch.bfloat16)
     some[where][0, 1, 1, 3] = bad
-    out = few_query_attention(*some)
+    out = cpu_attention(*some)
     assert out[:, :, 0].isfinite().all()
     assert not out[:, 1, 1].isfinite().all()
 
@@ -150,11 +150,13 @@ def test_large_products_do_not_overflow() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     query, key, value = operands((4, 2, 16, 16), 2, 9, torch.bfloat16)
-    many = operands((4, 2, 16, 16), MAX_QUERIES + 1, 9, torch.bfloat16)
+    many = operands((4, 2, 16, 16), FEW_QUERIES + 1, 9, torch.float16)
+    odd = operands((4, 2, 7, 16), FEW_QUERIES + 1, 9, torch.bfloat16)
     mask = torch.ones(1, 1, 2, 8, dtype=torch.bool)
     turned = key.transpose(2, 3).contiguous().transpose(2, 3)
     for bad in (
         many,
+        odd,
         (query.float(), key, value),
         (query[:, :3], key, value),
         (query, key[..., :8], value),
@@ -166,4 +168,4 @@ def test_what_does_not_fit_is_refused() -> None:
         (query, key, value, mask.long()),
     ):
         with pytest.raises(ValueError, match="mask"):
-            few_query_attention(*bad)
+            cpu_attention(*bad)

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalL
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from moeoffload.kernels import accelerate_dense, sdpa
-from moeoffload.kernels.attention import MAX_QUERIES
+from moeoffload.kernels.attention import FEW_QUERIES
 
 SMALL = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
@@ -85,24 +85,25 @@ def test_logits_stay_close_and_the_model_is_restored(family: str, dtype: torch.d
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(logits(), expected, strict=True))
 
 
-def test_only_this_model_and_only_few_queries_are_concerned(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, other = small_model("qwen3_moe"), small_model("qwen3_moe")
+def test_only_this_model_and_only_calls_that_get_faster_are_concerned(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Many queries are only for bfloat16.
+    ours, other = (small_model("qwen3_moe", torch.float16) for _ in range(2))
     calls: list[int] = []
-    real = sdpa.few_query_attention
+    real = sdpa.cpu_attention
 
     def counting(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(query.shape[2])
         return real(query, *args, **kwargs)
 
-    monkeypatch.setattr(sdpa, "few_query_attention", counting)
+    monkeypatch.setattr(sdpa, "cpu_attention", counting)
     restore, restore_again = accelerate_dense(ours), accelerate_dense(ours)
-    ids = torch.ones(1, MAX_QUERIES + 1, dtype=torch.long)
+    ids = torch.ones(1, FEW_QUERIES + 1, dtype=torch.long)
     other(ids[:, :1])
     ours(ids)
     assert calls == []
     ours(ids[:, :1])
     ours(ids[:, 1:])
-    assert calls == [1, 1, MAX_QUERIES, MAX_QUERIES]
+    assert calls == [1, 1, FEW_QUERIES, FEW_QUERIES]
     restore_again()
     ours(ids[:, :1])
     assert len(calls) == 6
@@ -121,7 +122,7 @@ model = small_model("qwen3_moe")
 accelerate_dense(model)
 compiled = event.RecordingListener()
 with event.install_listener("numba:compile", compiled), torch.inference_mode():
-    for n_tokens in (1, 3):
+    for n_tokens in (1, 3, 40):
         model(torch.ones(1, n_tokens, dtype=torch.long))
 print(len(compiled.buffer))
 """
@@ -140,26 +141,25 @@ def test_calls_that_mean_more_are_transformers_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sdpa, "_replaced", [lambda *args, **kwargs: "theirs"])
     query, key = torch.randn(1, 4, 2, 16).bfloat16(), torch.randn(1, 2, 9, 16).bfloat16()
     arguments = (module, query, key, key, None)
-    assert sdpa._few_queries(*arguments, sliding_window=3, position_ids=query)[0].shape == (1, 2, 4, 16)
+    assert sdpa._attention(*arguments, sliding_window=3, position_ids=query)[0].shape == (1, 2, 4, 16)
     for more in (
         {"dropout": 0.1}, {"s_aux": query}, {"softcap": 3.0}, {"position_bias": query},
         {"cache": object()},
     ):  # fmt: skip
-        assert sdpa._few_queries(*arguments, **more) == "theirs"
-    assert sdpa._few_queries(module, query.clone().requires_grad_(), key, key, None) == "theirs"
-    assert sdpa._few_queries(module, query[:, :2], key, key, None) == "theirs"
+        assert sdpa._attention(*arguments, **more) == "theirs"
+    assert sdpa._attention(module, query.clone().requires_grad_(), key, key, None) == "theirs"
+    assert sdpa._attention(module, query[:, :2], key, key, None) == "theirs"
 
 
 def test_queries_at_the_beginning_of_a_longer_cache_are_causal() -> None:
     module = small_model("qwen3_moe").model.layers[0].self_attn
-    query, key = torch.randn(1, 4, 3, 16).bfloat16(), torch.randn(1, 2, 9, 16).bfloat16()
-    arguments = (module, query, key, key, None)
-    theirs = sdpa_attention_forward(*arguments)[0]
     sdpa._modules.add(module)
-    ours = sdpa._few_queries(*arguments)[0]
-    assert torch.allclose(ours, theirs, atol=0.02)
-    theirs = sdpa_attention_forward(*arguments, is_causal=False)[0]
-    assert torch.allclose(sdpa._few_queries(*arguments, is_causal=False)[0], theirs, atol=0.02)
+    for n_queries, n_keys in ((3, 9), (40, 300)):
+        query, key = torch.randn(1, 4, n_queries, 16).bfloat16(), torch.randn(1, 2, n_keys, 16).bfloat16()
+        arguments = (module, query, key, key, None)
+        for causal in (None, False):
+            theirs = sdpa_attention_forward(*arguments, is_causal=causal)[0]
+            assert torch.allclose(sdpa._attention(*arguments, is_causal=causal)[0], theirs, atol=0.03)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

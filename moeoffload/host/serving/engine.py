@@ -33,7 +33,7 @@ from moeoffload.host.serving.request import (
 from moeoffload.host.serving.sampling import Sampler
 from moeoffload.host.serving.stats import ServingStats
 from moeoffload.host.session import OffloadedModel
-from moeoffload.kernels.attention import MAX_QUERIES
+from moeoffload.kernels.attention import FEW_QUERIES
 from moeoffload.placement import GIB
 from moeoffload.serve_settings import PingPongChoice
 
@@ -297,7 +297,7 @@ class ServingEngine:
             if request.sampler.is_plain and request.tokens:
                 most = request.options.max_tokens - request.n_tokens - 1
                 guesses = self._guesser.guess(
-                    request.prompt, request.tokens, min(most, MAX_QUERIES // IDLE_REQUESTS - 1)
+                    request.prompt, request.tokens, min(most, FEW_QUERIES // IDLE_REQUESTS - 1)
                 )
                 if guesses:
                     self._batch.guess(request.request_id, guesses)
