@@ -1,4 +1,4 @@
-"""Root-mean-square norms of few rows in one pass, in modules of any family that turn out to compute one of `NormKind`.
+"""Root-mean-square norms in one pass, in modules of any family that turn out to compute one of `NormKind`.
 
 A result differs from the module's own in the order in which the squares are summed, nothing else.
 """
@@ -17,8 +17,8 @@ from torch import nn
 from moeoffload.kernels import norm_program as words
 from moeoffload.kernels.norm_program import NormKind, norm_program
 
-MAX_ELEMENTS: Final = 1 << 17
-"""Larger inputs go to torch, which uses its threads."""
+_ITEM_ELEMENTS: Final = 1 << 16
+"""That a thread claims at a time; less is not worth a second thread."""
 
 _DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
 _SAME_SIZE: Final = torch.int16
@@ -64,11 +64,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: NormKi
     call[words.ROWS] = x.data_ptr()
     call[words.WEIGHT] = weight.data_ptr()
     call[words.OUT] = out.data_ptr()
-    call[words.N_ROWS] = x.numel() // dim
+    n_rows = x.numel() // dim
+    call[words.N_ROWS] = n_rows
     call[words.DIM] = dim
     call[words.KIND] = kind
     thread.epsilon.value = epsilon
-    norm_program(x.dtype).run(thread.address)
+    call[words.ITEM_ROWS] = item_rows = max(1, _ITEM_ELEMENTS // dim)
+    call[words.COUNTER] = 0
+    program = norm_program(x.dtype)
+    if n_rows <= item_rows:
+        program.run(thread.address)
+    else:
+        program.run_threaded(thread.address, min(torch.get_num_threads(), -(-n_rows // item_rows)))
     return out
 
 
@@ -84,7 +91,6 @@ class FusedNorm(nn.Module):
         if (
             args
             or kwargs
-            or x.numel() > MAX_ELEMENTS
             or x.dtype != weight.dtype
             or x.dtype not in _DTYPES
             or not x.is_cpu
@@ -100,7 +106,7 @@ class FusedNorm(nn.Module):
 
 
 def accelerate_norms(model: nn.Module) -> Callable[[], None]:
-    """Fuses the root-mean-square norms of a model on the CPU in bfloat16 or float16, in calls of few rows.
+    """Fuses the root-mean-square norms of a model on the CPU in bfloat16 or float16.
 
     A norm is a module whose class is called ..RMSNorm, with a ``weight`` and an epsilon, and whose results on random
     rows are those of one `NormKind`: then its class becomes a subclass of it. Parameters, hooks and names stay.

@@ -13,7 +13,7 @@ from numba import njit
 
 from moeoffload.kernels.phases import view
 from moeoffload.kernels.program import Program
-from moeoffload.kernels.vector_ir import narrow, widen
+from moeoffload.kernels.vector_ir import claim, narrow, widen
 
 
 class NormKind(IntEnum):
@@ -39,7 +39,11 @@ DIM: Final = 4
 EPSILON: Final = 5
 """A float64."""
 KIND: Final = 6
-CALL_WORDS: Final = 8
+ITEM_ROWS: Final = 7
+"""Rows that a thread claims at a time."""
+COUNTER: Final = 8
+"""Items claimed."""
+CALL_WORDS: Final = 9
 
 _ROUNDED, _WEIGHTED, _SHIFTED = (int(kind) for kind in NormKind)
 
@@ -66,23 +70,27 @@ def _make_norm_entry(value_type: Any, row_type: Any, stamp: int) -> Callable[[in
         dim, kind = call[DIM], call[KIND]
         weight = view(call[WEIGHT], value_type, dim)
         one = np.float32(1.0)
-        for number in range(call[N_ROWS]):
-            row = view(call[ROWS] + number * dim * value_bytes, value_type, dim)
-            out = view(call[OUT] + number * dim * value_bytes, value_type, dim)
-            mean = np.float32(_sum_of_squares(row) / np.float32(dim))
-            factor = np.float32(one / np.sqrt(np.float32(mean + epsilon)))
-            if kind == _ROUNDED:
-                for i in range(dim):
-                    y = widen(narrow(np.float32(widen(row[i]) * factor), row[0]))
-                    out[i] = narrow(np.float32(widen(weight[i]) * y), row[0])
-            elif kind == _WEIGHTED:
-                for i in range(dim):
-                    y = np.float32(widen(row[i]) * factor)
-                    out[i] = narrow(np.float32(widen(weight[i]) * y), row[0])
-            elif kind == _SHIFTED:
-                for i in range(dim):
-                    y = np.float32(widen(row[i]) * factor)
-                    out[i] = narrow(np.float32(np.float32(one + widen(weight[i])) * y), row[0])
+        while True:
+            first = claim(address + np.int64(COUNTER * 8)) * call[ITEM_ROWS]
+            if first >= call[N_ROWS]:
+                return
+            for number in range(first, min(first + call[ITEM_ROWS], call[N_ROWS])):
+                row = view(call[ROWS] + number * dim * value_bytes, value_type, dim)
+                out = view(call[OUT] + number * dim * value_bytes, value_type, dim)
+                mean = np.float32(_sum_of_squares(row) / np.float32(dim))
+                factor = np.float32(one / np.sqrt(np.float32(mean + epsilon)))
+                if kind == _ROUNDED:
+                    for i in range(dim):
+                        y = widen(narrow(np.float32(widen(row[i]) * factor), row[0]))
+                        out[i] = narrow(np.float32(widen(weight[i]) * y), row[0])
+                elif kind == _WEIGHTED:
+                    for i in range(dim):
+                        y = np.float32(widen(row[i]) * factor)
+                        out[i] = narrow(np.float32(widen(weight[i]) * y), row[0])
+                elif kind == _SHIFTED:
+                    for i in range(dim):
+                        y = np.float32(widen(row[i]) * factor)
+                        out[i] = narrow(np.float32(np.float32(one + widen(weight[i])) * y), row[0])
 
     return norm_entry
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from moeoffload.kernels.norm import MAX_ELEMENTS, FusedNorm, accelerate_norms, rms_norm
+from moeoffload.kernels.norm import FusedNorm, accelerate_norms, rms_norm
 from moeoffload.kernels.norm_program import NormKind
 
 FAMILIES = {
@@ -71,6 +71,14 @@ def test_rows_do_not_change_each_other(dtype: torch.dtype, kind: NormKind) -> No
     bad = rms_norm(x, weight, 1e-6, kind)
     assert not bad[3].isfinite().any()
     assert torch.equal(bad[4:], together[4:])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(
+            rms_norm(together.repeat(1000, 1), weight, 1e-6, kind)[-40:], rms_norm(together, weight, 1e-6, kind)
+        )
+    finally:
+        torch.set_num_threads(before)
 
 
 class OddRMSNorm(nn.Module):
@@ -98,8 +106,7 @@ def test_another_computation_is_left_alone() -> None:
 def test_what_does_not_apply_goes_to_the_module_itself() -> None:
     module = OddRMSNorm()
     x = torch.randn(4, 64).bfloat16()
-    many = torch.randn(MAX_ELEMENTS // 64 + 1, 64).bfloat16()
-    plain, gated, wide, expected = module(x), module(x, x), module(x.float()), module(many)
+    plain, gated, wide = module(x), module(x, x), module(x.float())
     accelerate_norms(module)
     assert isinstance(module, FusedNorm)
     assert module(x).requires_grad
@@ -108,7 +115,6 @@ def test_what_does_not_apply_goes_to_the_module_itself() -> None:
         assert torch.equal(module(x, x), gated)
         assert torch.equal(module(x, gate=x), gated)
         assert torch.equal(module(x.float()), wide)
-        assert torch.equal(module(many), expected)
         module.weight.zero_()
         assert not module(x).any()
         module.float()
