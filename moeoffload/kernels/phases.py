@@ -28,10 +28,9 @@ from moeoffload.kernels.vector_ir import (
     widen,
 )
 
-# Groups of four weight rows that all tiles of an expert pass through before the next ones come. With many tiles more
-# groups pay: the tile's rows are read from the second-level cache less often.
-BLOCK_GROUPS: Final = 4
-BLOCK_TILES: Final = 6
+BLOCK_GROUPS: Final = 16
+"""Groups of four weight rows that all tiles of an expert pass through before the next ones come: the tiles' rows are read
+from the second-level cache less often, and there is time to bring the next groups."""
 
 SUM_COLUMNS: Final = 512
 """Columns of an item of the weighted sum."""
@@ -164,7 +163,7 @@ def project_groups(
     ``weights`` and ``bias`` begin at the expert's; output column = weight row.
     """
     n_tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
-    block = BLOCK_GROUPS if n_tiles >= BLOCK_TILES else 1
+    block = BLOCK_GROUPS if n_tiles > 1 else 1
     source = ONCE if n_tiles == 1 else IN_MEMORY
     start = weight_row
     while start < last_row:

@@ -46,7 +46,8 @@ IN_MEMORY: Final = 1
 ONCE: Final = 2
 """They are prefetched past the outer caches, since nobody uses them again: what lies there, the interpreter for one,
 stays. Measured: a decode step takes 17% less."""
-
+# The cache to prefetch into, as LLVM counts. What is used by later tiles only would drive the rows from the first level.
+_LOCALITY: Final = {IN_CACHE: 2, IN_MEMORY: 3, ONCE: 0}
 
 Sums = list[list[ir.Value]]
 
@@ -169,7 +170,7 @@ class _Tile:
         builder = self.builder
         offset = builder.mul(index, ir.Constant(I64, self.weight_type.bitwidth // 8))
         pointer = builder.inttoptr(builder.add(address, offset), I8.as_pointer())
-        read, locality, data = (ir.Constant(I32, value) for value in (0, 0 if self.source == ONCE else 3, 1))
+        read, locality, data = (ir.Constant(I32, value) for value in (0, _LOCALITY[self.source], 1))
         kinds = [pointer.type, I32, I32, I32]
         call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), kinds, [pointer, read, locality, data])
 
