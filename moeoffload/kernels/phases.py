@@ -29,8 +29,8 @@ from moeoffload.kernels.vector_ir import (
 )
 
 BLOCK_GROUPS: Final = 16
-"""Groups of four weight rows that all tiles of an expert pass through before the next ones come: the tiles' rows are read
-from the second-level cache less often, and there is time to bring the next groups."""
+"""Groups of four weight rows that all tiles of an expert pass through before the next ones come: the tiles' rows are
+read from the second-level cache less often, and there is time to bring the next groups."""
 
 SUM_COLUMNS: Final = 512
 """Columns of an item of the weighted sum."""

@@ -46,7 +46,7 @@ IN_MEMORY: Final = 1
 ONCE: Final = 2
 """They are prefetched past the outer caches, since nobody uses them again: what lies there, the interpreter for one,
 stays. Measured: a decode step takes 17% less."""
-# The cache to prefetch into, as LLVM counts. What is used by later tiles only would drive the rows from the first level.
+# The cache to prefetch into, as LLVM counts. What only later tiles use would drive the rows from the first level.
 _LOCALITY: Final = {IN_CACHE: 2, IN_MEMORY: 3, ONCE: 0}
 
 Sums = list[list[ir.Value]]
