@@ -251,7 +251,7 @@ class HostSettings(HostSecuritySettings, RecoverySettings, GenerationSettings, C
     ] = None
     fast_dense: Annotated[
         bool,
-        Field(description="On a CPU, dense layers and attention at memory speed for few tokens (other order of sums)."),
+        Field(description="On a CPU, dense layers, norms and attention by kernels of its own (other order of sums)."),
         Setting(panel=Panel.COMPUTE),
     ] = True
     device: Annotated[

@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from moeoffload.errors import MoeOffloadError
+from moeoffload.errors import MoeOffloadError, ServerError
 from moeoffload.expert_server.arena import HostArena, KernelInput
 from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.calibrate import Pace
@@ -18,6 +18,7 @@ from moeoffload.expert_server.counters import EngineCounters, member_class
 from moeoffload.expert_server.fair_share import BRIEF_ROWS, FairShares
 from moeoffload.expert_server.few_rows import FewRows
 from moeoffload.expert_server.requests import (
+    ActiveHost,
     HostShare,
     Job,
     Request,
@@ -27,6 +28,7 @@ from moeoffload.expert_server.requests import (
     write_error,
     write_sums_header,
 )
+from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import describe_bad_row
 from moeoffload.transport.base import ServerSlot
@@ -126,9 +128,33 @@ class Answers:
         host, views, n_rows = context.host, context.views, context.header.rows
         arena = host.workspace.arena(n_rows)
         reply = views.combine(n_rows)  # the lease may end meanwhile
-        call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts)
+        request_id = context.header.request_id
+        call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts, request_id)
         given_s = self._run(experts, call, host.share, n_rows == 1, pause)
+        if isinstance(arena, DeviceArena):
+            self._bring_next(host, arena)
         return call, arena.finish(call, reply), given_s
+
+    def _bring_next(self, host: ActiveHost, arena: DeviceArena) -> None:
+        """While the device computes, the rows of this host's next large request come to it."""
+        try:
+            request = host.share.large[0]
+        except IndexError:
+            return
+        if isinstance(request, Job):
+            return
+        slot = request[1]
+        context: SlotContext = slot.owner
+        if context.host is not host:
+            return
+        try:
+            check(slot, context)
+            n_rows = context.header.rows
+            if host.workspace.arena(n_rows) is arena:
+                views = context.views.dispatch(n_rows)
+                arena.stage(views, n_rows, context.weights_dtype, context.header.request_id)
+        except (RequestError, ServerError):
+            return  # it is told so when its turn comes
 
     @torch.inference_mode()
     def _serve_together(self, batch: Batch, pause: Pause | None) -> None:

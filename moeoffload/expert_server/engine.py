@@ -124,6 +124,16 @@ class Engine:
             raise ServerError("the lease ended") from None
         return result
 
+    def between_calls(self, work: Callable[[], None], timeout_s: float) -> bool:
+        """Runs ``work`` while nobody computes; False if somebody did for all of ``timeout_s``."""
+        if not self._computing.acquire(timeout=timeout_s):
+            return False
+        try:
+            work()
+        finally:
+            self._computing.release()
+        return True
+
     def pause(self) -> float:
         """Between steps of what is computed: lets brief requests of others have their turn; returns the seconds."""
         before = self._given_s

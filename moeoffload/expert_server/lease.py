@@ -373,6 +373,8 @@ class HostLease:
         if not secrets.compare_digest(request.nonce, channel.nonce):
             raise ServerError(f"transport {request.transport}: the host does not see this server's memory")
         channel.opened()
+        if self._active is not None:
+            self._active.workspace.lock_frames(channel.slots)
         for name, other in list(self._channels.items()):
             if name != request.transport:
                 other.close()
@@ -409,6 +411,10 @@ class HostLease:
                 if slot.owner is not None:
                     slot.owner.drop()
         self._engine.leave(self._share)
+        if self._active is not None and not self._engine.between_calls(
+            self._active.workspace.unlock_frames, CALIBRATION_TIMEOUT_S
+        ):
+            logger.warning("%s: its buffers are kept: the device is still at work on them", self.host)
         self._modules.clear()
         if self._active is not None:
             self._active.layers = ()  # now, and not when Python comes to collect what refers to each other

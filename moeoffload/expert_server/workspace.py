@@ -6,10 +6,15 @@ use, nor the other way round.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
+
 import torch
 
 from moeoffload.expert_server.arena import DECODE_ROWS, Arena, HostArena
 from moeoffload.expert_server.staging import DeviceArena
+from moeoffload.page_locked import PageLocked
+from moeoffload.transport.base import ServerSlot
 from moeoffload.wire import FrameLayout
 
 
@@ -22,6 +27,10 @@ class Workspace:
                 return HostArena(max_rows, layout, compute_dtype)
             return DeviceArena(max_rows, layout, compute_dtype, device)
 
+        self._device = device
+        self._lock = threading.Lock()
+        self._pages: PageLocked | None = None
+        self._closed = False
         self._small = arena(min(DECODE_ROWS, layout.capacity))
         self._large = arena(layout.capacity)
 
@@ -29,6 +38,29 @@ class Workspace:
     def n_created(self) -> int:
         """Arenas and kept views made so far."""
         return self._small.n_created + self._large.n_created
+
+    def lock_frames(self, slots: Iterable[ServerSlot]) -> None:
+        """Lets a GPU copy out of and into the slots' buffers by itself, from now on; before the first request."""
+        if self._device.type != "cuda":
+            return
+        with self._lock, torch.cuda.device(self._device):
+            if not self._closed:
+                self._pages = PageLocked(buffer for slot in slots for buffer in (slot.request, slot.reply))
+                self._tell_arenas(self._pages.is_locked)
+
+    def unlock_frames(self) -> None:
+        """Gives the buffers back, for good; while nobody computes."""
+        with self._lock:
+            self._closed = True
+            if self._pages is not None:
+                self._tell_arenas(False)
+                self._pages.close()
+
+    def _tell_arenas(self, are_locked: bool) -> None:
+        for arena in (self._small, self._large):
+            if isinstance(arena, DeviceArena):
+                arena.settle()
+                arena.frames_are_locked = are_locked
 
     def arena(self, n_rows: int) -> Arena:
         """The arena for a call of ``n_rows`` rows."""

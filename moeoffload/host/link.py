@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -16,6 +17,7 @@ from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.flight import Flight
 from moeoffload.kernels.pack import RowPacker
+from moeoffload.page_locked import PageLocked
 from moeoffload.payload import describe_bad_row, encode_rows
 from moeoffload.placement import ExpertTable, slot_table
 from moeoffload.transport import HostChannel, HostSlot
@@ -115,6 +117,11 @@ class ExpertLink:
             slot.owner = _RemoteFlight(
                 self, slot=slot, views=SlotViews(layout, slot.request, slot.reply), packer=packer, header=header
             )
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                pages = PageLocked(buffer for slot in channel.slots for buffer in (slot.request, slot.reply))
+            # Whoever still copies something has this link, which therefore lives.
+            weakref.finalize(self, pages.close).atexit = False
         lease.on_end(lambda reason: channel.close())
 
     def watch(self, *, on_end: Callable[[str], None], on_drain: Callable[[], None]) -> None:
@@ -233,10 +240,11 @@ class ExpertLink:
                 index = hit.nonzero().squeeze(1)
                 hidden, slots, weights = hidden[index], slots[index], weights[index]
         views = flight.views.dispatch(hidden.shape[0])
+        # From a GPU: the rows, which are waited for, come behind the others.
+        views.weights.copy_(weights, non_blocking=True)
+        views.slots.copy_(slots, non_blocking=True)
         dtype = self.layout.dtype_out
         encode_rows(hidden, views.rows, dtype, where=lambda row: _where(layer, start, index, row))
-        views.weights.copy_(weights)
-        views.slots.copy_(slots)
         return hidden.shape[0], index
 
     def _pack_few(
