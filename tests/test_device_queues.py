@@ -73,7 +73,7 @@ class LateQueue:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.work.append(lambda: target.copy_(source))
 
-    def mark(self, point: LatePoint) -> None:
+    def mark(self, point: Any) -> None:
         point.n_set += 1
 
         def reached() -> None:
@@ -81,7 +81,7 @@ class LateQueue:
 
         self.work.append(reached)
 
-    def follow(self, point: LatePoint) -> None:
+    def follow(self, point: Any) -> None:
         self.work.append((point, point.n_set))
 
 
