@@ -21,11 +21,12 @@ PeerOf = Callable[[int], str | None]
 
 
 class Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls, counts and logs them. ``port`` and ``peer_of`` are set once they are known, before it serves."""
+    """Refuses calls, counts and logs them. ``host``, ``port`` and ``peer_of`` are set before it serves."""
 
     def __init__(self, credentials: ServerCredentials, refusals: Refusals) -> None:
         self._credentials = credentials
         self._refusals = refusals
+        self.host = ""
         self.port = 0
         """Where the server listens."""
         self.peer_of: PeerOf | None = None
@@ -60,7 +61,7 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
         if self._credentials.token is not None:
             self._check_token(context, peer, self._credentials.token)
         if self._credentials.same_user:
-            uid = uid_of_peer(*place, self.port) if place is not None else None
+            uid = uid_of_peer(*place, self.host, self.port) if place is not None else None
             if uid is None or not is_own_user(uid):
                 who = "an unknown user" if uid is None else f"user id {uid}"
                 reason = f"it runs as {who}; without --token-file or --client-ca this server is for its own user only"

@@ -291,6 +291,7 @@ class ControlServer:
             ServerError: the address cannot be bound.
         """
         gate = Gate(credentials, refusals)
+        gate.host = host
         server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="control"),
             # Who is not let in takes no place from those who are.

@@ -21,6 +21,7 @@ from conftest import DEMO, RunningServer, expert_server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from moeoffload.control import same_user
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import TOKEN_KEY, HostCredentials
 from moeoffload.control.same_user import split_peer, uid_of_peer
@@ -220,19 +221,47 @@ def test_loopback_without_credentials_is_for_the_same_user_only(tmp_path: Path) 
         assert "Error" not in as_user(server, 0)
 
 
+@pytest.fixture(params=["asked", "looked through"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How users are found: the kernel is asked, or its tables are looked through."""
+    assert same_user._kernel_answers()
+    monkeypatch.setattr(same_user, "_kernel_answers", lambda: request.param == "asked")
+    return str(request.param)
+
+
 @as_root
-@pytest.mark.parametrize("family", ["127.0.0.1", "::1"])
-def test_the_user_at_the_other_end_is_known(family: str) -> None:
-    kind = socket.AF_INET6 if ":" in family else socket.AF_INET
-    with socket.create_server((family, 0), family=kind) as server:
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(
+    ("listens", "calls"),
+    [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("127.0.0.1", "::ffff:127.0.0.1"), ("127.0.0.7", "127.0.0.7")],
+)
+def test_the_user_at_the_other_end_is_known(listens: str, calls: str) -> None:
+    kind = socket.AF_INET6 if ":" in listens else socket.AF_INET
+    with socket.create_server((listens, 0), family=kind) as server:
         own = server.getsockname()[1]
-        code = f"exec 3<>/dev/tcp/{family}/{own}; read -u 3"
+        code = f"exec 3<>/dev/tcp/{calls}/{own}; read -u 3"
         process = subprocess.Popen(["bash", "-c", code], user=NOBODY, stdin=subprocess.DEVNULL)
         connection, peer = server.accept()
-        assert uid_of_peer(peer[0], peer[1], own) == NOBODY
-        assert uid_of_peer(peer[0], peer[1], own + 1) is None
+        assert uid_of_peer(peer[0], peer[1], listens, own) == NOBODY
+        if listens in ("127.0.0.1", "::1"):
+            assert uid_of_peer(peer[0], peer[1], "localhost", own) == NOBODY
+        assert uid_of_peer(peer[0], peer[1], listens, own + 1) is None
+        assert uid_of_peer(peer[0], peer[1] + 1, listens, own) is None
         connection.close()
         process.wait(STEP_TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_connection_that_its_process_has_left_is_nobodys() -> None:
+    # The kernel says that such a socket belongs to root.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own = server.getsockname()[1]
+        caller = socket.create_connection(("127.0.0.1", own))
+        connection, peer = server.accept()
+        assert uid_of_peer(peer[0], peer[1], "127.0.0.1", own) == os.geteuid()
+        caller.close()
+        assert uid_of_peer(peer[0], peer[1], "127.0.0.1", own) is None
+        connection.close()
 
 
 def test_peers_are_read_as_grpc_writes_them() -> None:
