@@ -24,10 +24,9 @@ from servers import Spread, cores, expert_server, machine, write_json
 from turns import Contender, prefill, ratio, take_turns
 
 from moeoffload import open_model
-from moeoffload.host.granularity import Granularity
 from moeoffload.host.pipeline import PipelinePlan
 
-CHUNKS = {512: (128, 192, 256), 1024: (128, 256, 384, 512), 2048: (256, 384, 512, 1024), 4248: (256, 512, 768, 1088)}
+CHUNKS = {576: (128, 192, 256), 1024: (128, 256, 384, 512), 2048: (256, 384, 512, 1024), 4248: (256, 512, 768, 1088)}
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,13 @@ def main(
         offloaded = stack.enter_context(open_model(checkpoint, experts=[address], transport="shared", device="cpu"))
         remote = Contender(offloaded.model, offloaded, "shared", "on")
         experts = [layer.module_name for layer in offloaded.checkpoint.layers]
-        granularity = Granularity(offloaded.settings.mode, offloaded.settings.hot_slice, offloaded.settings.pipeline)
+        plan_for = offloaded.pipeline.plan_for
         vocab = local.model.config.get_text_config().vocab_size
         for tokens, sizes in CHUNKS.items():
             if tokens > longest:
                 continue
             prompt = torch.randint(5, vocab, (1, tokens), generator=torch.manual_seed(tokens))
-            plan = granularity.pipeline_plan(tokens, offloaded.links[0].layout.capacity)
+            plan = plan_for(tokens)
             parts = watch_local(local, functools.partial(prefill, prompt=prompt), experts, 1)
             seen = [seconds for seconds in parts.values() if seconds]
 

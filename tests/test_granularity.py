@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from moeoffload.host.granularity import CHUNK_ROWS, LEAST_CHUNK_ROWS, Granularity
+from moeoffload.host.granularity import (
+    CHUNK_ROWS,
+    LEAST_CHUNK_ROWS,
+    MASKED_CHUNK_ROWS,
+    Granularity,
+    chunk_rows,
+)
+from moeoffload.kernels.attention import takes_many
 from moeoffload.settings import Mode, Pipeline
 
 
-def chunks(n_rows: int, capacity: int = 4096, *, mode: Mode = Mode.AUTO, fast_host: bool = False) -> list[int]:
-    plan = Granularity(mode, 32, Pipeline.ON, fast_host).pipeline_plan(n_rows, capacity)
+def chunks(
+    n_rows: int, capacity: int = 4096, *, mode: Mode = Mode.AUTO, size: int | None = MASKED_CHUNK_ROWS
+) -> list[int]:
+    plan = Granularity(mode, 32, Pipeline.ON, size).pipeline_plan(n_rows, capacity)
     assert plan is not None
     return [min(plan.chunk_rows, n_rows - at) for at in range(0, n_rows, plan.chunk_rows)]
 
@@ -22,17 +32,29 @@ def test_a_cpu_host_cuts_a_prompt_into_even_chunks(n_rows: int, expected: list[i
     assert chunks(n_rows) == expected
 
 
-def test_no_chunk_is_much_longer_or_shorter_than_the_best() -> None:
+def test_chunks_are_longer_where_attention_skips_what_is_hidden() -> None:
+    assert chunks(512, size=CHUNK_ROWS) == [256] * 2
+    assert chunks(2048, size=CHUNK_ROWS) == [512] * 4
+    cpu = torch.device("cpu")
+    skips = takes_many(torch.bfloat16)
+    assert chunk_rows(cpu, torch.bfloat16, fast_dense=True) == (CHUNK_ROWS if skips else MASKED_CHUNK_ROWS)
+    assert chunk_rows(cpu, torch.bfloat16, fast_dense=False) == MASKED_CHUNK_ROWS
+    assert chunk_rows(cpu, torch.float32, fast_dense=True) == MASKED_CHUNK_ROWS
+    assert chunk_rows(torch.device("cuda", 1), torch.bfloat16, fast_dense=True) is None
+
+
+@pytest.mark.parametrize("size", [CHUNK_ROWS, MASKED_CHUNK_ROWS])
+def test_no_chunk_is_much_longer_or_shorter_than_the_best(size: int) -> None:
     for n_rows in (*range(1, 3000, 7), 4248, 100_000):
-        parts = chunks(n_rows)
+        parts = chunks(n_rows, size=size)
         assert sum(parts) == n_rows
-        assert max(parts) <= 1.5 * CHUNK_ROWS
+        assert max(parts) <= 1.5 * size
         assert len(parts) == 1 or min(parts[:-1]) >= LEAST_CHUNK_ROWS
 
 
 def test_a_gpu_host_keeps_large_chunks() -> None:
-    assert chunks(4096, fast_host=True) == [1024] * 4
-    assert chunks(200, fast_host=True) == [128, 72]
+    assert chunks(4096, size=None) == [1024] * 4
+    assert chunks(200, size=None) == [128, 72]
 
 
 @pytest.mark.parametrize("capacity", [1, 100, 300])

@@ -5,16 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.pipeline import PipelinePlan
+from moeoffload.kernels.attention import takes_many
 from moeoffload.settings import Mode, Pipeline
 
-# Smaller chunks overlap better, and their attention skips more of what a causal mask hides; but below these sizes the
-# experts' weights are read for too few rows. Measured on CPUs: 256 rows are best for 512 to 4,248 tokens.
-CHUNK_ROWS: Final = 256
+# Smaller chunks overlap better; but below these sizes the experts' weights are read for too few rows. Measured on CPUs,
+# for 512 to 4,248 tokens.
+CHUNK_ROWS: Final = 512
+MASKED_CHUNK_ROWS: Final = 256
+"""Where attention computes what a causal mask then hides, which is less in smaller chunks."""
 LEAST_CHUNK_ROWS: Final = 128
-FAST_HOST_CHUNKS: Final = 4
+GPU_HOST_CHUNKS: Final = 4
 """On a GPU host attention takes little, and servers want large products: a prompt is cut into so many chunks."""
+
+
+def chunk_rows(device: torch.device, dtype: torch.dtype, *, fast_dense: bool) -> int | None:
+    """About how long the chunks of a prompt are on a host; None if there are GPU_HOST_CHUNKS of them."""
+    if device.type != "cpu":
+        return None
+    return CHUNK_ROWS if fast_dense and takes_many(dtype) else MASKED_CHUNK_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +36,8 @@ class Granularity:
     mode: Mode
     hot_slice: int
     pipeline: Pipeline = Pipeline.OFF
-    fast_host: bool = False
-    """Whether dense layers are on a GPU."""
+    chunk_rows: int | None = CHUNK_ROWS
+    """See the function of that name."""
 
     def slice_rows(self, n_rows: int, capacity: int, learner: SliceLearner) -> int:
         """Most rows in one dispatch of a layer's call of ``n_rows`` rows.
@@ -49,6 +61,6 @@ class Granularity:
             return None
         if self.mode is not Mode.AUTO:
             return PipelinePlan(capacity)
-        n_chunks = FAST_HOST_CHUNKS if self.fast_host else max(2, round(n_rows / CHUNK_ROWS))
+        n_chunks = GPU_HOST_CHUNKS if self.chunk_rows is None else max(2, round(n_rows / self.chunk_rows))
         even = -(-n_rows // n_chunks)
         return PipelinePlan(min(capacity, max(LEAST_CHUNK_ROWS, -(-even // 64) * 64)))

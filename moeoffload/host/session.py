@@ -14,7 +14,7 @@ from moeoffload.checkpoint import Checkpoint
 from moeoffload.devices import device_name, resolve_device
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.fleet import Fleet, OnProgress
-from moeoffload.host.granularity import Granularity
+from moeoffload.host.granularity import Granularity, chunk_rows
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.model import bind_experts, load_dense_model, load_draft_model, load_tokenizer
@@ -132,8 +132,8 @@ class OffloadedModel:
         settings, checkpoint = self.settings, self.checkpoint
         self._log = log
         self.recorder = Recorder(len(self.shards), len(checkpoint.layers), profile=settings.profile)
-        fast = self._device.type != "cpu"
-        granularity = Granularity(settings.mode, settings.hot_slice, settings.pipeline, fast)
+        rows = chunk_rows(self._device, checkpoint.dtype, fast_dense=settings.fast_dense)
+        granularity = Granularity(settings.mode, settings.hot_slice, settings.pipeline, rows)
         second = None
         if settings.hedge_ms or settings.verify_percent:
             coarsest = max((checkpoint.dtype, self._payload.torch_dtype), key=lambda dtype: torch.finfo(dtype).eps)
