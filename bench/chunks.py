@@ -26,7 +26,7 @@ from turns import Contender, prefill, ratio, take_turns
 from moeoffload import open_model
 from moeoffload.host.pipeline import PipelinePlan
 
-CHUNKS = {576: (128, 192, 256), 1024: (128, 256, 384, 512), 2048: (256, 384, 512, 1024), 4248: (256, 512, 768, 1088)}
+CHUNKS = {512: (128, 192, 256), 1024: (128, 256, 384, 512), 2048: (256, 384, 512, 1024), 4248: (256, 576, 768, 1088)}
 
 
 @dataclass(frozen=True)
