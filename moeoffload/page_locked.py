@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+
+_abandoned: list[PageLocked] = []
+"""Whose buffers must stay mapped until the process ends."""
 
 
 class PageLocked:
@@ -20,28 +26,55 @@ class PageLocked:
     work and are slower: the driver copies everything once more.
     """
 
-    def __init__(self, buffers: Iterable[memoryview], runtime: Any = None) -> None:
+    def __init__(self, buffers: Iterable[memoryview], device: torch.device, runtime: Any = None) -> None:
         """``buffers`` are writable; ``runtime`` is what ``torch.cuda.cudart()`` gives, by default."""
         self._buffers = list(buffers)
+        self._device = device
         self._runtime = torch.cuda.cudart() if runtime is None else runtime
         self._locked: list[int] = []
-        self.is_locked = True
-        for start, end in _pages(self._buffers):
-            error = int(self._runtime.cudaHostRegister(start, end - start, 0))
-            if error:
-                logger.info("%d bytes are not page-locked for CUDA (error %d)", end - start, error)
-                self.close()
-                return
-            self._locked.append(start)
+        self.is_locked = False
+        self._apart(self._lock)
 
     def close(self) -> None:
         """Unlocks the buffers. No copy may be under way. Idempotent."""
         self.is_locked = False
+        if self._locked:
+            self._apart(self._unlock)
+        self._buffers.clear()
+
+    def abandon(self) -> None:
+        """Instead of `close`, if copies may be under way: keeps the buffers as they are until the process ends."""
+        _abandoned.append(self)
+
+    def _lock(self) -> None:
+        for start, end in _pages(self._buffers):
+            error = int(self._runtime.cudaHostRegister(start, end - start, 0))
+            if error:
+                logger.info("%d bytes are not page-locked for CUDA (error %d)", end - start, error)
+                self._unlock()
+                return
+            self._locked.append(start)
+        self.is_locked = True
+
+    def _unlock(self) -> None:
         while self._locked:
             error = int(self._runtime.cudaHostUnregister(self._locked.pop()))
             if error:
                 logger.warning("page-locked memory was not given back (CUDA error %d)", error)
-        self._buffers.clear()
+
+    def _apart(self, work: Callable[[], None]) -> None:
+        """Does it in a thread of its own: CUDA remembers a thread's error, and its next kernel would raise."""
+
+        def run() -> None:
+            try:
+                with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+                    work()
+            except RuntimeError as error:
+                logger.warning("memory is not page-locked for CUDA: %s", error)
+
+        thread = threading.Thread(target=run, name="page-lock")
+        thread.start()
+        thread.join()
 
 
 def _pages(buffers: Iterable[memoryview]) -> list[tuple[int, int]]:

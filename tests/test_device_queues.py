@@ -203,7 +203,7 @@ def test_whole_pages_are_locked_once_and_given_back() -> None:
     page = mmap.PAGESIZE
     buffers = [memory[:100], memory[100:300], memory[3 * page : 5 * page], memory[6 * page : 6 * page + 1], memory[:0]]
     runtime = Runtime()
-    locked = PageLocked(buffers, runtime)
+    locked = PageLocked(buffers, CPU, runtime)
     assert locked.is_locked
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     assert runtime.ranges == {start: page, start + 3 * page: 2 * page, start + 6 * page: page}
@@ -216,7 +216,7 @@ def test_whole_pages_are_locked_once_and_given_back() -> None:
 def test_memory_that_cannot_be_locked_is_used_as_it_is() -> None:
     memory = memoryview(mmap.mmap(-1, 8 * mmap.PAGESIZE))
     runtime = Runtime(fails_at=2)
-    locked = PageLocked([memory[:10], memory[5 * mmap.PAGESIZE :]], runtime)
+    locked = PageLocked([memory[:10], memory[5 * mmap.PAGESIZE :]], CPU, runtime)
     assert not locked.is_locked
     assert runtime.ranges == {}
     locked.close()

@@ -31,8 +31,8 @@ _HEADER: Final = struct.Struct("=IHHII")
 _QUESTION: Final = struct.Struct("=IHHIIBBBBI2s2s16s16sI8s")
 """The header, and: family, protocol, extensions, padding, states, own port, other port, own address, other address,
 interface, cookie."""
-_ANSWER: Final = struct.Struct("=xB62xI")
-"""State and user; more follows."""
+_ANSWER: Final = struct.Struct("=xB62xII")
+"""State, user and inode; more is between them and follows."""
 _MOST_BYTES: Final = 4096
 _MAPPED: Final = b"\0" * 10 + b"\xff\xff"
 
@@ -55,7 +55,7 @@ def uid_of_peer(host: str, port: int, own_host: str, own_port: int) -> int | Non
     own = _packed(_LOCALHOST[len(peer)] if own_host == "localhost" else own_host)
     if len(own) != len(peer):
         return None
-    return _ask_kernel(peer, port, own, own_port) if _kernel_answers() else _look_through(peer, port, own_port)
+    return _ask_kernel(peer, port, own, own_port) if _kernel_answers() else _look_through(peer, port, own, own_port)
 
 
 @functools.cache
@@ -87,12 +87,12 @@ def _ask_kernel(peer: bytes, port: int, own: bytes, own_port: int) -> int | None
         answer = kernel.recv(_MOST_BYTES)
     if _HEADER.unpack_from(answer)[1] != _BY_FAMILY:
         return None
-    state, uid = _ANSWER.unpack_from(answer, _HEADER.size)
-    # A socket that nobody has any more, but which still waits for the end of its connection, is said to be root's.
-    return int(uid) if state == _ESTABLISHED else None
+    state, uid, inode = _ANSWER.unpack_from(answer, _HEADER.size)
+    # A socket that nobody has any more, or not yet, has no inode; older kernels say that it is root's.
+    return int(uid) if state == _ESTABLISHED and inode else None
 
 
-def _look_through(peer: bytes, port: int, own_port: int) -> int | None:
+def _look_through(peer: bytes, port: int, own: bytes, own_port: int) -> int | None:
     """As `_ask_kernel`, by the tables of all sockets."""
     for table in _TABLES:
         try:
@@ -107,8 +107,9 @@ def _look_through(peer: bytes, port: int, own_port: int) -> int | None:
                 and local.endswith(f":{port:04X}")
                 and remote.endswith(f":{own_port:04X}")
                 and _unmapped(_kernel_address(local)) == peer
+                and _unmapped(_kernel_address(remote)) == own
             ):
-                return int(words[7])
+                return int(words[7]) if words[9] != "0" else None
     return None
 
 

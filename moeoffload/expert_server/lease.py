@@ -411,10 +411,8 @@ class HostLease:
                 if slot.owner is not None:
                     slot.owner.drop()
         self._engine.leave(self._share)
-        if self._active is not None and not self._engine.between_calls(
-            self._active.workspace.unlock_frames, CALIBRATION_TIMEOUT_S
-        ):
-            logger.warning("%s: its buffers are kept: the device is still at work on them", self.host)
+        if self._active is not None:
+            self._active.workspace.close(lambda work: self._engine.between_calls(work, CALIBRATION_TIMEOUT_S))
         self._modules.clear()
         if self._active is not None:
             self._active.layers = ()  # now, and not when Python comes to collect what refers to each other

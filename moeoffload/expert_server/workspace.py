@@ -6,8 +6,9 @@ use, nor the other way round.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -16,6 +17,8 @@ from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.page_locked import PageLocked
 from moeoffload.transport.base import ServerSlot
 from moeoffload.wire import FrameLayout
+
+logger = logging.getLogger(__name__)
 
 
 class Workspace:
@@ -43,18 +46,30 @@ class Workspace:
         """Lets a GPU copy out of and into the slots' buffers by itself, from now on; before the first request."""
         if self._device.type != "cuda":
             return
-        with self._lock, torch.cuda.device(self._device):
-            if not self._closed:
-                self._pages = PageLocked(buffer for slot in slots for buffer in (slot.request, slot.reply))
+        with self._lock:
+            if not self._closed and self._pages is None:
+                buffers = (buffer for slot in slots for buffer in (slot.request, slot.reply))
+                self._pages = PageLocked(buffers, self._device)
                 self._tell_arenas(self._pages.is_locked)
 
-    def unlock_frames(self) -> None:
-        """Gives the buffers back, for good; while nobody computes."""
+    def close(self, between_calls: Callable[[Callable[[], None]], bool]) -> None:
+        """Gives the buffers back, for good; ``between_calls`` runs work while nobody computes, or returns False."""
         with self._lock:
             self._closed = True
-            if self._pages is not None:
-                self._tell_arenas(False)
-                self._pages.close()
+        if self._pages is None:
+            return
+        try:
+            if between_calls(self._unlock_frames):
+                return
+            logger.warning("the device is still at work: buffers of a lease are kept until this server ends")
+        except RuntimeError as error:  # of the device, which may have failed for good
+            logger.warning("buffers of a lease are kept until this server ends: %s", error)
+        self._pages.abandon()
+
+    def _unlock_frames(self) -> None:
+        assert self._pages is not None
+        self._tell_arenas(False)
+        self._pages.close()
 
     def _tell_arenas(self, are_locked: bool) -> None:
         for arena in (self._small, self._large):

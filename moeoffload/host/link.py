@@ -118,8 +118,7 @@ class ExpertLink:
                 self, slot=slot, views=SlotViews(layout, slot.request, slot.reply), packer=packer, header=header
             )
         if device.type == "cuda":
-            with torch.cuda.device(device):
-                pages = PageLocked(buffer for slot in channel.slots for buffer in (slot.request, slot.reply))
+            pages = PageLocked((buffer for slot in channel.slots for buffer in (slot.request, slot.reply)), device)
             # Whoever still copies something has this link, which therefore lives.
             weakref.finalize(self, pages.close).atexit = False
         lease.on_end(lambda reason: channel.close())

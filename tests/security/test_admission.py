@@ -264,6 +264,35 @@ def test_a_connection_that_its_process_has_left_is_nobodys() -> None:
         connection.close()
 
 
+@pytest.mark.usefixtures("kernel")
+def test_a_connection_to_somebody_else_is_not_taken_for_one_to_us() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as ours:
+        own = ours.getsockname()[1]
+        with socket.create_server(("127.0.0.2", own)) as theirs, socket.socket() as first, socket.socket() as second:
+            for caller, server in ((first, ours), (second, theirs)):
+                caller.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                caller.bind(("127.0.0.1", 0 if caller is first else first.getsockname()[1]))
+                caller.connect(server.getsockname())
+            port = first.getsockname()[1]
+            assert uid_of_peer("127.0.0.1", port, "127.0.0.1", own) == os.geteuid()
+            first.close()
+            assert uid_of_peer("127.0.0.1", port, "127.0.0.1", own) is None
+            assert uid_of_peer("127.0.0.1", port, "127.0.0.2", own) == os.geteuid()
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_connection_that_nobody_has_accepted_is_nobodys() -> None:
+    # Older kernels say that it belongs to root.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as caller:
+            own = caller.getsockname()[1]
+            assert uid_of_peer("127.0.0.1", port, "127.0.0.1", own) is None
+            accepted, _ = server.accept()
+            assert uid_of_peer("127.0.0.1", port, "127.0.0.1", own) == os.geteuid()
+            accepted.close()
+
+
 def test_peers_are_read_as_grpc_writes_them() -> None:
     assert split_peer("ipv4:127.0.0.1:40000") == ("127.0.0.1", 40000)
     assert split_peer("ipv6:%5B::1%5D:40000") == ("::1", 40000)
