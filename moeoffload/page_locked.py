@@ -8,13 +8,14 @@ import logging
 import mmap
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 logger = logging.getLogger(__name__)
 
-
+DRIVER_S: Final = 60.0
+"""Locking gigabytes takes a second or so."""
 _abandoned: list[PageLocked] = []
 """Whose buffers must stay mapped until the process ends."""
 
@@ -38,9 +39,8 @@ class PageLocked:
     def close(self) -> None:
         """Unlocks the buffers. No copy may be under way. Idempotent."""
         self.is_locked = False
-        if self._locked:
-            self._apart(self._unlock)
-        self._buffers.clear()
+        if not self._locked or self._apart(self._unlock):
+            self._buffers.clear()
 
     def abandon(self) -> None:
         """Instead of `close`, if copies may be under way: keeps the buffers as they are until the process ends."""
@@ -62,8 +62,11 @@ class PageLocked:
             if error:
                 logger.warning("page-locked memory was not given back (CUDA error %d)", error)
 
-    def _apart(self, work: Callable[[], None]) -> None:
-        """Does it in a thread of its own: CUDA remembers a thread's error, and its next kernel would raise."""
+    def _apart(self, work: Callable[[], None]) -> bool:
+        """Does it in a thread of its own: CUDA remembers a thread's error, and its next kernel would raise.
+
+        False if the driver does not come back: then the buffers are kept as they are.
+        """
 
         def run() -> None:
             try:
@@ -72,9 +75,14 @@ class PageLocked:
             except RuntimeError as error:
                 logger.warning("memory is not page-locked for CUDA: %s", error)
 
-        thread = threading.Thread(target=run, name="page-lock")
+        thread = threading.Thread(target=run, name="page-lock", daemon=True)
         thread.start()
-        thread.join()
+        thread.join(DRIVER_S)
+        if not thread.is_alive():
+            return True
+        logger.warning("the CUDA driver takes more than %g s to lock or unlock memory", DRIVER_S)
+        self.abandon()
+        return False
 
 
 def _pages(buffers: Iterable[memoryview]) -> list[tuple[int, int]]:

@@ -141,7 +141,7 @@ def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torc
         and key_dim == dim
         and value.shape[:3] == key.shape[:3]
         and n_keys > 0
-        and key_heads > 0
+        and heads >= key_heads > 0
         and heads % key_heads == 0
         and dtype in COMPUTE_DTYPES
         and key.dtype == dtype

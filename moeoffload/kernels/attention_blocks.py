@@ -21,7 +21,6 @@ from moeoffload.kernels.packed_tile import (
     PACKED_LANES,
     PACKED_ROWS,
     PACKED_VECTORS,
-    add_packed_products,
     packed_products,
 )
 from moeoffload.kernels.phases import view
@@ -117,7 +116,7 @@ def what_is_seen(
 @njit(nogil=True)
 def multiply(
     n_rows: int, rows: int, row_bytes: int, packed: int, n_pairs: int, n_columns: int, out: int, out_bytes: int,
-    adds: bool,
+    adds: int,
 ) -> None:  # fmt: skip
     """All tiles of rows times a packed operand of ``n_columns`` columns, a multiple of 16."""
     for first in range(0, n_columns, _COLUMNS):
@@ -126,10 +125,7 @@ def multiply(
         for row in range(0, n_rows, PACKED_ROWS):
             count = min(PACKED_ROWS, n_rows - row)
             source, target = rows + row * row_bytes, out + row * out_bytes + 4 * first
-            if adds:
-                add_packed_products(count, n_vectors, source, row_bytes, columns, n_pairs, target, out_bytes)
-            else:
-                packed_products(count, n_vectors, source, row_bytes, columns, n_pairs, target, out_bytes)
+            packed_products(adds, count, n_vectors, source, row_bytes, columns, n_pairs, target, out_bytes)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -200,7 +196,7 @@ def attend_many(
                     )
                 source = queries + 2 * (head * query_strides[0] + query * query_strides[1])
                 multiply(
-                    size, source, 2 * query_strides[1], keys_at, dim // 2, n_columns, products_at, 4 * KEY_BLOCK, False
+                    size, source, 2 * query_strides[1], keys_at, dim // 2, n_columns, products_at, 4 * KEY_BLOCK, 0
                 )
                 first = head * n_queries + some
                 for row in range(size):
@@ -222,4 +218,4 @@ def attend_many(
                     for i in range(filled):
                         rounded[i] = narrow(mine[i], rounded[0])
                 target = sums_at + 4 * first * width
-                multiply(size, shares_at, 2 * KEY_BLOCK, values_at, filled // 2, width, target, 4 * width, True)
+                multiply(size, shares_at, 2 * KEY_BLOCK, values_at, filled // 2, width, target, 4 * width, 1)

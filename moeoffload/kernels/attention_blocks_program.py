@@ -12,6 +12,7 @@ import torch
 
 from moeoffload.kernels import attention_words as words
 from moeoffload.kernels.attention_blocks import BLOCK_ROWS, attend_many, padded_width
+from moeoffload.kernels.attention_rows import mask_bytes_of
 from moeoffload.kernels.attention_steps import KEY_BLOCK, write_quotient
 from moeoffload.kernels.phases import view
 from moeoffload.kernels.program import Program
@@ -33,13 +34,7 @@ def _make_attention_entry(value_type: Any, row_type: Any, stamp: int) -> Callabl
         )
         dim, value_dim, part = call[words.DIM], call[words.VALUE_DIM], call[words.PART_QUERIES]
         mask_kind = call[words.MASK_KIND]
-        mask_bytes = 0
-        if mask_kind == words.BOOLEAN_MASK:
-            mask_bytes = 1
-        elif mask_kind == words.ADDED_MASK:
-            mask_bytes = 2
-        elif mask_kind == words.ADDED_FLOAT_MASK:
-            mask_bytes = 4
+        mask_bytes = mask_bytes_of(mask_kind, 2)
         n_rows = group * part
         width = padded_width(value_dim)
 

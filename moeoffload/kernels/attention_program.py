@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from moeoffload.kernels import attention_words as words
+from moeoffload.kernels.attention_rows import mask_bytes_of
 from moeoffload.kernels.attention_steps import KEY_BLOCK, attend, padded_dim, write_quotient
 from moeoffload.kernels.phases import view
 from moeoffload.kernels.program import Program
@@ -33,13 +34,7 @@ def _make_attention_entry(value_type: Any, row_type: Any, stamp: int) -> Callabl
         dim, value_dim = call[words.DIM], call[words.VALUE_DIM]
         key_stride, value_stride = call[words.KEY_STRIDES + 2], call[words.VALUE_STRIDES + 2]
         mask_kind = call[words.MASK_KIND]
-        mask_bytes = 0
-        if mask_kind == words.BOOLEAN_MASK:
-            mask_bytes = 1
-        elif mask_kind == words.ADDED_MASK:
-            mask_bytes = value_bytes
-        elif mask_kind == words.ADDED_FLOAT_MASK:
-            mask_bytes = 4
+        mask_bytes = mask_bytes_of(mask_kind, value_bytes)
         n_rows = group * n_queries
         width = padded_dim(value_dim)
 

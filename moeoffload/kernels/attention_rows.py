@@ -19,6 +19,16 @@ HIDDEN: Final = np.float32(-np.inf)
 
 
 @njit(nogil=True)
+def mask_bytes_of(kind: int, value_bytes: int) -> int:
+    """Bytes of an element of a mask of this kind, for queries of ``value_bytes`` an element; 0 if there is none."""
+    if kind == words.BOOLEAN_MASK:
+        return 1
+    if kind == words.ADDED_MASK:
+        return value_bytes
+    return 4 if kind == words.ADDED_FLOAT_MASK else 0
+
+
+@njit(nogil=True)
 def scale_and_mask(
     row: Any,
     start: int,

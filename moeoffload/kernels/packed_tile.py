@@ -1,4 +1,4 @@
-"""The packed-operand tile: rows of bfloat16 times a packed matrix, as numba intrinsics in LLVM vector code.
+"""The packed-operand tile: rows of bfloat16 times a packed matrix, as a numba intrinsic in LLVM vector code.
 
 The instruction multiplies pairs of neighbours in the inner dimension. A row has them side by side; the other operand is
 packed so that one vector has the pairs of 16 columns. An output is one lane of one accumulator that runs over the inner
@@ -7,6 +7,7 @@ dimension in order, so its bits do not depend on which rows or columns are compu
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, Final
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -22,6 +23,9 @@ PACKED_VECTORS: Final = 4
 PACKED_LANES: Final = 16
 """Columns of a vector."""
 _VECTOR_BYTES: Final = 64
+# How a size of tile is numbered.
+_STEP: Final = PACKED_ROWS + 1
+_SIZES: Final = (PACKED_VECTORS + 1) * _STEP
 
 
 class _Tile:
@@ -96,34 +100,10 @@ class _Tile:
         return self._at(self._start(base, number, step), n_bytes, kind)
 
 
-def _intrinsic_of(*, adds: bool) -> Any:
-    """What a numba intrinsic is: its signature, and a function that writes the code for every size of tile."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        rows, vectors, *given = values
-        tile = _Tile(builder, given, adds=adds)
-        done = builder.append_basic_block("packed.end")
-        by_vectors = builder.switch(vectors, done)
-        for n_vectors in range(1, PACKED_VECTORS + 1):
-            block = builder.append_basic_block(f"packed.of{n_vectors}")
-            by_vectors.add_case(ir.Constant(I64, n_vectors), block)
-            builder.position_at_end(block)
-            by_rows = builder.switch(rows, done)
-            for n_rows in range(1, PACKED_ROWS + 1):
-                case = builder.append_basic_block(f"packed.{n_vectors}.{n_rows}")
-                by_rows.add_case(ir.Constant(I64, n_rows), case)
-                builder.position_at_end(case)
-                tile.emit(n_rows, n_vectors)
-                builder.branch(done)
-        builder.position_at_end(done)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 8), generate
-
-
 @intrinsic
 def packed_products(
     typing_context: Any,
+    adds: Any,
     n_rows: Any,
     n_vectors: Any,
     rows: Any,
@@ -136,6 +116,7 @@ def packed_products(
     """``out[m, c] = sum over k of rows[m, k] * packed[k, c]`` in float32, for m < n_rows and c < 16 * n_vectors.
 
     Args:
+        adds: 1 adds to what ``out`` holds, 0 does not.
         n_rows: 1 to PACKED_ROWS.
         n_vectors: 1 to PACKED_VECTORS.
         rows: address of bfloat16 rows.
@@ -145,22 +126,20 @@ def packed_products(
         out: address of float32 rows.
         out_bytes: from one of them to the next.
     """
-    del typing_context, n_rows, n_vectors, rows, row_bytes, packed, n_pairs, out, out_bytes
-    return _intrinsic_of(adds=False)
+    del typing_context, adds, n_rows, n_vectors, rows, row_bytes, packed, n_pairs, out, out_bytes
 
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        adds, rows, vectors, *given = values
+        done = builder.append_basic_block("packed.end")
+        case = builder.add(builder.mul(adds, ir.Constant(I64, _SIZES)), builder.mul(vectors, ir.Constant(I64, _STEP)))
+        choice = builder.switch(builder.add(case, rows), done)
+        for kind, n_vectors, n_rows in product(range(2), range(1, PACKED_VECTORS + 1), range(1, PACKED_ROWS + 1)):
+            block = builder.append_basic_block(f"packed.{kind}.{n_vectors}.{n_rows}")
+            choice.add_case(ir.Constant(I64, kind * _SIZES + n_vectors * _STEP + n_rows), block)
+            builder.position_at_end(block)
+            _Tile(builder, given, adds=bool(kind)).emit(n_rows, n_vectors)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
 
-@intrinsic
-def add_packed_products(
-    typing_context: Any,
-    n_rows: Any,
-    n_vectors: Any,
-    rows: Any,
-    row_bytes: Any,
-    packed: Any,
-    n_pairs: Any,
-    out: Any,
-    out_bytes: Any,
-) -> Any:
-    """As `packed_products`, added to what ``out`` holds."""
-    del typing_context, n_rows, n_vectors, rows, row_bytes, packed, n_pairs, out, out_bytes
-    return _intrinsic_of(adds=True)
+    return types.void(*[types.int64] * 9), generate
