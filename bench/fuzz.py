@@ -178,6 +178,9 @@ def fuzz_targets(seconds: float, seed: int, folder: Path, say: Callable[[Row], N
         command = [sys.executable, str(ROOT / "fuzz" / "run_target.py"), name, "-print_final_stats=1"]
         command += [f"-max_total_time={max(1, int(seconds / len(names)))}", f"-seed={seed}", "-timeout=20"]
         command += [f"-rss_limit_mb={TARGET_MIB}", f"-artifact_prefix={folder}/{name}-"]
+        # Through a shell that forks once more: a process's peak memory, which libFuzzer looks at, begins with that of
+        # the process that started it, and one that ran other tests before may have held more than the limit.
+        command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
         started = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
         executed = re.search(r"number_of_executed_units:\s+(\d+)", done.stderr)
