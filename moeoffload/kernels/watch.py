@@ -23,7 +23,13 @@ from moeoffload.kernels.vector_ir import I32, I64, call_address, call_llvm, fini
 
 _LOOKS: Final = 16
 """Looks between two readings of the clock."""
+_ROUNDS: Final = 64
+"""Readings of the clock between two questions to the system; about 50 microseconds."""
 _CLOCK_MONOTONIC: Final = 1
+_RUSAGE_THREAD: Final = 1
+_RUSAGE_LONGS: Final = 18
+_RU_NIVCSW: Final = 17
+"""Where ``struct rusage`` counts how often others were given the core although this thread could have gone on."""
 _PAUSE: Final = "llvm.x86.sse2.pause" if platform.machine() in ("x86_64", "AMD64") else None
 
 
@@ -78,10 +84,37 @@ def _poll(typing_context: Any, poll: Any, descriptors: Any, count: Any) -> Any:
     return types.int32(types.int64, types.int64, types.int64), generate
 
 
-def _make_watch_word(stamp: int) -> Callable[[int, int, int, int, int, int], int]:
-    def watch_word(address: int, value: int, limit_ns: int, crowded_ns: int, clock: int, yield_: int) -> int:
+@intrinsic
+def _times_displaced(typing_context: Any, getrusage: Any) -> Any:
+    """How often the system has given this thread's core to others; from the C function at an address."""
+    del typing_context, getrusage
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        usage = builder.alloca(ir.ArrayType(I64, _RUSAGE_LONGS))
+        function = ir.FunctionType(I32, [I32, usage.type])
+        builder.call(builder.inttoptr(values[0], function.as_pointer()), [ir.Constant(I32, _RUSAGE_THREAD), usage])
+        return builder.extract_value(builder.load(usage), _RU_NIVCSW)
+
+    return types.int64(types.int64), generate
+
+
+# A gap between two looks is a crowd only if the system says that others had the core. A hypervisor that takes a core
+# away for a while is nobody whom looking on would keep from working, and a thread that sleeps on a virtual machine's
+# core is late, and finds its caches empty.
+
+
+def _make_watch_word(stamp: int) -> Callable[[int, int, int, int, int, int, int], int]:
+    def watch_word(
+        address: int, value: int, limit_ns: int, crowded_ns: int, clock: int, yield_: int, getrusage: int
+    ) -> int:
         _ = stamp
+        for _look in range(_LOOKS):
+            if finished(address) == value:
+                return 1
+            _pause()
+        displaced = _times_displaced(getrusage)
         started = before = _clock_ns(clock)
+        rounds = 0
         while True:
             for _look in range(_LOOKS):
                 if finished(address) == value:
@@ -91,7 +124,14 @@ def _make_watch_word(stamp: int) -> Callable[[int, int, int, int, int, int], int
             now = _clock_ns(clock)
             if now - before > crowded_ns:
                 # Perhaps it was the peer who had the core, and was quick.
-                return 1 if finished(address) == value else 2
+                if finished(address) == value:
+                    return 1
+                if _times_displaced(getrusage) != displaced:
+                    return 2
+                now = _clock_ns(clock)
+            rounds += 1
+            if rounds % _ROUNDS == 0:  # what came and went quickly is not to blame for a gap later on
+                displaced = _times_displaced(getrusage)
             if now - started > limit_ns:
                 return 0
             before = now
@@ -99,19 +139,26 @@ def _make_watch_word(stamp: int) -> Callable[[int, int, int, int, int, int], int
     return watch_word
 
 
-def _make_watch_descriptors(stamp: int) -> Callable[[int, int, int, int, int, int, int], int]:
+def _make_watch_descriptors(stamp: int) -> Callable[[int, int, int, int, int, int, int, int], int]:
     def watch_descriptors(
-        pollfds: int, count: int, limit_ns: int, crowded_ns: int, clock: int, yield_: int, poll: int
+        pollfds: int, count: int, limit_ns: int, crowded_ns: int, clock: int, yield_: int, getrusage: int, poll: int
     ) -> int:
         _ = stamp
+        displaced = _times_displaced(getrusage)
         started = before = _clock_ns(clock)
+        rounds = 0
         while True:
             if _poll(poll, pollfds, count) != 0:
                 return 1
             call_address(yield_)
             now = _clock_ns(clock)
             if now - before > crowded_ns:
-                return 2
+                if _times_displaced(getrusage) != displaced:
+                    return 2
+                now = _clock_ns(clock)
+            rounds += 1
+            if rounds % _ROUNDS == 0:
+                displaced = _times_displaced(getrusage)
             if now - started > limit_ns:
                 return 0
             before = now
@@ -124,18 +171,19 @@ class Watch:
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None)
-        self._clock, self._poll = (
-            ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0 for name in ("clock_gettime", "poll")
+        self._clock, self._poll, self._getrusage = (
+            ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0
+            for name in ("clock_gettime", "poll", "getrusage")
         )
         self._yield = yield_address()
         stamp = source_stamp()
         self._kept = (
-            compile_entry(_make_watch_word(stamp), types.int64, 6),
-            compile_entry(_make_watch_descriptors(stamp), types.int64, 7),
+            compile_entry(_make_watch_word(stamp), types.int64, 7),
+            compile_entry(_make_watch_descriptors(stamp), types.int64, 8),
         )
         word, descriptors = (entry.address for entry in self._kept)
-        self._watch_word = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)(word)
-        self._watch_descriptors = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 7)(descriptors)
+        self._watch_word = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 7)(word)
+        self._watch_descriptors = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 8)(descriptors)
 
     def word(self, address: int, value: int, limit_s: float, crowded_s: float) -> int:
         """Looks until the int64 at ``address`` is ``value``; what was written before it can be read then.
@@ -144,17 +192,21 @@ class Watch:
             address: multiple of 8, of memory that stays mapped meanwhile.
             value: what to look for.
             limit_s: at most so long, in seconds.
-            crowded_s: ends when the thread did not get the core for so long between two looks.
+            crowded_s: ends when another thread of this system had the core for so long between two looks.
 
         Returns:
             a `Seen`.
         """
-        return self._watch_word(address, value, int(limit_s * 1e9), int(crowded_s * 1e9), self._clock, self._yield)
+        return self._watch_word(
+            address, value, int(limit_s * 1e9), int(crowded_s * 1e9), self._clock, self._yield, self._getrusage
+        )
 
     def descriptors(self, pollfds: int, count: int, limit_s: float, crowded_s: float) -> int:
         """As `word`, until something happens on one of ``count`` C ``struct pollfd`` at the address ``pollfds``."""
         limit_ns, crowded_ns = int(limit_s * 1e9), int(crowded_s * 1e9)
-        return self._watch_descriptors(pollfds, count, limit_ns, crowded_ns, self._clock, self._yield, self._poll)
+        return self._watch_descriptors(
+            pollfds, count, limit_ns, crowded_ns, self._clock, self._yield, self._getrusage, self._poll
+        )
 
 
 @functools.cache

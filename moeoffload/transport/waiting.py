@@ -19,8 +19,9 @@ from moeoffload.kernels.watch import Seen, watch
 
 SPIN_LIMIT_S: Final = 10e-3
 """Default of the longest look without sleeping, in seconds: the experts of one layer for a few rows take less."""
-CROWDED_S: Final = 60e-6
-"""Who does not get the core back from ``sched_yield`` for so long shares it."""
+CROWDED_S: Final = 1e-3
+"""Who does not get the core back from ``sched_yield`` for so long shares it: a busy process keeps it for milliseconds,
+while what the system does now and then, and what would not be helped by a sleep, takes tenths of one."""
 _WEIGHT: Final = 0.125
 """Of the newest wait in the mean of recent waits."""
 _HELD_BACK: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1})
@@ -43,10 +44,10 @@ class AdaptiveSpin:
 
     @property
     def budget_s(self) -> float:
-        """Seconds worth spinning now: twice the mean of recent waits, or 0 if those were longer than the limit."""
+        """Seconds worth looking now: four times the mean of recent waits, or 0 if those were longer than the limit."""
         if self._rest or self._mean_s >= self._limit_s:
             return 0.0
-        return min(self._limit_s, 2 * self._mean_s + 10e-6)
+        return min(self._limit_s, 4 * self._mean_s + 10e-6)
 
     def learn(self, waited_s: float) -> None:
         """Takes one wait into the mean; a very long one counts as four limits, so that it is soon forgotten."""
@@ -94,7 +95,7 @@ class AdaptiveSpin:
         Does not sleep: False if nothing happened within the time it pays to look.
         """
         budget_s = min(self.budget_s, timeout_s)
-        return budget_s > 0 and self._watch.descriptors(pollfds, count, budget_s, 10 * CROWDED_S) == Seen.NEWS
+        return budget_s > 0 and self._watch.descriptors(pollfds, count, budget_s, CROWDED_S) == Seen.NEWS
 
 
 def _sleep(semaphore: posix_ipc.Semaphore, timeout_s: float) -> None:
