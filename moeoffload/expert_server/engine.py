@@ -31,7 +31,7 @@ from moeoffload.transport.base import ServerChannel, ServerSlot, Work
 
 SMALL_BYTES: Final = 1 << 17
 """Frames of up to so many bytes are small."""
-RECENT_S: Final = 10.0
+RECENT_S: Final = 0.25
 """So long after two leases took turns the threads that receive do not compute."""
 _STOP: Final = None
 T = TypeVar("T")
