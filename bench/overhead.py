@@ -2,9 +2,10 @@
 
 ``python bench/overhead.py --checkpoint DIR --json out.json``: prefill of several prompt lengths, with the pipeline off
 and on, and decode, over both transports. The baseline computes with the same kernels, and both take turns in one
-process, so that a machine that becomes slower changes both. The limit of decode is the bytes of weights and cache that
-a token needs over the bandwidth of one reading core; that of prefill its operations over torch's best product on one
-core, or, with the pipeline on, on one core for the dense layers and one for the experts.
+process, so that a machine that becomes slower changes both; decoding takes many short turns. The limit of decode is the
+bytes of weights and cache that a token needs over the bandwidth of one reading core; that of prefill its operations
+over torch's best product on one core, or, with the pipeline on, on one core for the dense layers and one for the
+experts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ DECODE_PROMPT = 64
 class Row:
     """One contender on one task; times in seconds of a prompt or of all decoded tokens.
 
-    ``ratio`` is remote over local: of the medians, and the least and the greatest of single turns. ``parts`` are the
+    ``ratio`` is remote over local in one turn: median, least and greatest. ``parts`` are the
     seconds of one more, watched turn.
     """
 
@@ -78,23 +79,30 @@ class Bench:
             for contender in self.contenders
         ]
         task = functools.partial(prefill, prompt=self._prompt(n_tokens))
-        self._measure("prefill", n_tokens, 1, self.contenders, task, limits)
+        self._measure("prefill", n_tokens, 1, self.repeats, self.contenders, task, limits)
 
-    def decode(self, n_tokens: int) -> None:
+    def decode(self, n_tokens: int, repeats: int) -> None:
         """Greedy tokens after a short prompt; the pipeline changes nothing about them."""
         serial = [contender for contender in self.contenders if contender.pipeline != "on"]
         cached = cache_bytes_per_token(self.contenders[0].model) * (DECODE_PROMPT + n_tokens // 2)
         limit = n_tokens * self.demand.decode_bytes(cached) / self.read_bytes_per_s
         task = functools.partial(decode, prompt=self._prompt(DECODE_PROMPT), n_tokens=n_tokens)
-        self._measure("decode", n_tokens, n_tokens, serial, task, [limit] * len(serial))
+        self._measure("decode", n_tokens, n_tokens, repeats, serial, task, [limit] * len(serial))
 
     def _prompt(self, n_tokens: int) -> torch.Tensor:
         return torch.randint(5, self.vocab, (1, n_tokens), generator=torch.manual_seed(n_tokens))
 
     def _measure(
-        self, name: str, tokens: int, n_forwards: int, who: Sequence[Contender], task: Task, limits: Sequence[float]
+        self,
+        name: str,
+        tokens: int,
+        n_forwards: int,
+        repeats: int,
+        who: Sequence[Contender],
+        task: Task,
+        limits: Sequence[float],
     ) -> None:
-        times = take_turns(who, task, self.repeats)
+        times = take_turns(who, task, repeats)
         for contender, mine, limit in zip(who, times, limits, strict=True):
             against = ratio(mine, times[0]) if contender.offloaded is not None else None
             accounted: float | None = None
@@ -114,12 +122,13 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
     quick: Annotated[bool, typer.Option(help="One short prompt, few repetitions.")] = False,
     lengths: Annotated[str, typer.Option(help="Prompt lengths, with commas.")] = "512,2048,4248",
-    decode_tokens: int = 64,
+    decode_tokens: int = 32,
     repeats: int = 5,
+    decode_repeats: int = 21,
 ) -> None:
     """Measure prefill and decode, remote beside local."""
     if quick:
-        repeats, decode_tokens, lengths = 2, 8, "512"
+        repeats, decode_repeats, decode_tokens, lengths = 2, 2, 8, "512"
     host_core, server_core = cores()
     with contextlib.ExitStack() as stack:
         if checkpoint is None:
@@ -142,7 +151,7 @@ def main(
         kernel = offloaded.links[0].info.kernel
         for length in lengths.split(","):
             bench.prefill(int(length))
-        bench.decode(decode_tokens)
+        bench.decode(decode_tokens, decode_repeats)
     console.print(f"experts: {local_experts()} locally, {kernel} on the server")
     if local_experts() != SAME_KERNELS:
         console.print(
@@ -157,6 +166,7 @@ def main(
             "same_kernels": local_experts() == SAME_KERNELS,
             "server_kernel": kernel,
             "repeats": repeats,
+            "decode_repeats": decode_repeats,
             "decode_prompt": DECODE_PROMPT,
             "host_core": host_core,
             "server_core": server_core,
@@ -169,7 +179,7 @@ def main(
 def show(bench: Bench) -> None:
     """Prints both tables: the ratios, and where the time of the remote runs went."""
     rates = f"one core reads {bench.read_bytes_per_s / 1e9:.1f} GB/s, multiplies {bench.flop_per_s / 1e9:.0f} GFLOP/s"
-    table = Table(title=f"medians of {bench.repeats} turns (least-greatest); {rates}")
+    table = Table(title=f"medians of all turns (least-greatest); {rates}")
     for column in ("task", "tokens", "transport", "pipeline", "seconds", "tok/s", "limit tok/s", "remote / local"):
         table.add_column(column, justify="left" if column in ("task", "transport", "pipeline") else "right")
     parts = Table(title="one watched turn: seconds by part, and the share of the time that they account for")

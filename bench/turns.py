@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -75,6 +74,5 @@ def take_turns(contenders: Sequence[_T], task: Callable[[_T], float], repeats: i
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Ratio of the medians, and the least and the greatest ratio of one turn."""
-    turns = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-    return Spread(statistics.median(ours) / statistics.median(theirs), min(turns), max(turns))
+    """Median, least and greatest ratio of one turn: what a machine does to both in one turn does not count."""
+    return Spread.of([mine / other for mine, other in zip(ours, theirs, strict=True)])

@@ -32,7 +32,8 @@ from moeoffload.transport.base import ServerChannel, ServerSlot, Work
 SMALL_BYTES: Final = 1 << 17
 """Frames of up to so many bytes are small."""
 RECENT_S: Final = 0.25
-"""So long after two leases took turns the threads that receive do not compute."""
+"""Leases that go from one to another and on within so long take turns; so long after that the threads that receive do
+not compute."""
 _STOP: Final = None
 T = TypeVar("T")
 
@@ -64,8 +65,9 @@ class Engine:
         self._given_s = 0.0
         """Seconds of it in which brief requests of other hosts had their turn."""
         self._last = 0
-        """Lease of the last request, as a number that keeps nothing of it alive; and until when it was not the only one
-        lately (perf_counter seconds)."""
+        """Lease of the last request, as a number that keeps nothing of it alive; when it took over from another, and
+        until when they take turns (perf_counter seconds)."""
+        self._turned_at = float("-inf")
         self._shared_until = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -91,9 +93,9 @@ class Engine:
     def _takes_turns(self, lease: int, now: float) -> bool:
         """Whether several leases have been at work lately."""
         if lease != self._last:
-            if self._last:
+            if now - self._turned_at < RECENT_S:
                 self._shared_until = now + RECENT_S
-            self._last = lease
+            self._last, self._turned_at = lease, now
         return now < self._shared_until
 
     def compute_small(self) -> None:

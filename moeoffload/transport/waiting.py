@@ -24,6 +24,8 @@ CROWDED_S: Final = 1e-3
 while what the system does now and then, and what would not be helped by a sleep, takes tenths of one."""
 _WEIGHT: Final = 0.125
 """Of the newest wait in the mean of recent waits."""
+_LONGEST: Final = 1.25
+"""Limits that a long wait counts as: after a prompt, or a pause of any length, three short waits are slept through."""
 _HELD_BACK: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1})
 """Signals that wait until a sleep is over: posix_ipc drops what a signal's handler raises, so Ctrl-C would be lost."""
 _MAX_REST: Final = 64
@@ -50,8 +52,8 @@ class AdaptiveSpin:
         return min(self._limit_s, 4 * self._mean_s + 10e-6)
 
     def learn(self, waited_s: float) -> None:
-        """Takes one wait into the mean; a very long one counts as four limits, so that it is soon forgotten."""
-        self._mean_s += _WEIGHT * (min(waited_s, 4 * self._limit_s) - self._mean_s)
+        """Takes one wait into the mean; a long one counts as hardly more than the limit, and is soon forgotten."""
+        self._mean_s += _WEIGHT * (min(waited_s, _LONGEST * self._limit_s) - self._mean_s)
         if self._rest:
             self._rest -= 1
 
