@@ -12,7 +12,7 @@ import torch
 
 from moeoffload.errors import ServerError
 from moeoffload.expert_server.calibrate import Pace
-from moeoffload.expert_server.engine import Engine
+from moeoffload.expert_server.engine import RECENT_S, Engine
 from moeoffload.expert_server.fair_share import BRIEF_PRICE, SMALL_IN_A_ROW, FairShares
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
@@ -92,7 +92,7 @@ class Host:
         for slot in self.channel.slots:
             slot.owner = SlotContext(self.active, slot)
 
-    def submit(self, n_rows: int) -> Callable[[], None] | None:
+    def submit(self, n_rows: int, received_at: float = 0.0) -> Callable[[], None] | None:
         slot = self.channel.slots[self._next % self.n_slots]
         self._next += 1
         body = LAYOUT.dispatch_body_bytes(n_rows)
@@ -100,6 +100,7 @@ class Host:
             Kind.DISPATCH, LAYOUT.dtype_out, LAYOUT.dtype_back, 1, 1, top_k=2, rows=n_rows, body_bytes=body
         ).pack_into(slot.request)
         slot.n_bytes = HEADER_BYTES + body
+        slot.received_at = received_at
         return self.engine.submit(self.channel, slot)
 
     def wait(self, n_replies: int) -> None:
@@ -143,6 +144,21 @@ def test_a_lone_host_is_computed_in_one_go(engine: Engine) -> None:
     assert work is not None, "the thread that receives computes it"
     work()
     assert log == ["a64", "a1"]
+
+
+def test_hosts_whose_requests_go_to_and_fro_are_computed_by_a_thread_of_its_own(engine: Engine) -> None:
+    """Else one's frames would wait while the thread that received another's computes them; a hop costs a lone one."""
+    first, second = Host(engine, "a", []), Host(engine, "b", [])
+
+    def is_handed_over(host: Host, at: float) -> bool:
+        return host.submit(BRIEF, at) is None
+
+    assert not is_handed_over(first, 0.0)
+    assert not is_handed_over(second, 10.0)
+    assert not is_handed_over(second, 10.1), "one has followed the other"
+    assert is_handed_over(first, 10.2)
+    assert is_handed_over(first, 10.2 + RECENT_S / 2)
+    assert not is_handed_over(first, 10.3 + RECENT_S)
 
 
 def test_brief_requests_without_end_leave_the_other_host_its_part(engine: Engine) -> None:
