@@ -149,6 +149,7 @@ def test_a_lone_host_is_computed_in_one_go(engine: Engine) -> None:
 def test_hosts_whose_requests_go_to_and_fro_are_computed_by_a_thread_of_its_own(engine: Engine) -> None:
     """Else one's frames would wait while the thread that received another's computes them; a hop costs a lone one."""
     first, second = Host(engine, "a", []), Host(engine, "b", [])
+    engine.start()
 
     def is_handed_over(host: Host, at: float) -> bool:
         return host.submit(BRIEF, at) is None
