@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any, Final
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from moeoffload.kernels.program import compile_entry, source_stamp, yield_address
@@ -62,7 +62,7 @@ def _clock_ns(typing_context: Any, clock_gettime: Any) -> Any:
     del typing_context, clock_gettime
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        time = builder.alloca(ir.ArrayType(I64, 2))
+        time = cgutils.alloca_once(builder, ir.ArrayType(I64, 2))
         function = ir.FunctionType(I32, [I32, time.type])
         builder.call(builder.inttoptr(values[0], function.as_pointer()), [ir.Constant(I32, _CLOCK_MONOTONIC), time])
         seconds, rest = (builder.extract_value(builder.load(time), part) for part in (0, 1))
@@ -90,7 +90,8 @@ def _times_displaced(typing_context: Any, getrusage: Any) -> Any:
     del typing_context, getrusage
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        usage = builder.alloca(ir.ArrayType(I64, _RUSAGE_LONGS))
+        # Zeros: a system that cannot tell has displaced nobody.
+        usage = cgutils.alloca_once(builder, ir.ArrayType(I64, _RUSAGE_LONGS), zfill=True)
         function = ir.FunctionType(I32, [I32, usage.type])
         builder.call(builder.inttoptr(values[0], function.as_pointer()), [ir.Constant(I32, _RUSAGE_THREAD), usage])
         return builder.extract_value(builder.load(usage), _RU_NIVCSW)
