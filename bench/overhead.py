@@ -40,8 +40,8 @@ DECODE_PROMPT = 64
 class Row:
     """One contender on one task; times in seconds of a prompt or of all decoded tokens.
 
-    ``ratio`` is remote over local in one turn: median, least and greatest. ``parts`` are the
-    seconds of one more, watched turn.
+    ``ratio`` is remote over local in one turn: median, least and greatest. ``parts`` are the seconds of one more,
+    watched turn.
     """
 
     task: str

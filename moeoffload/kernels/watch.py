@@ -129,7 +129,6 @@ def _make_watch_word(stamp: int) -> Callable[[int, int, int, int, int, int, int]
                     return 1
                 if _times_displaced(getrusage) != displaced:
                     return 2
-                now = _clock_ns(clock)
             rounds += 1
             if rounds % _ROUNDS == 0:  # what came and went quickly is not to blame for a gap later on
                 displaced = _times_displaced(getrusage)
@@ -153,10 +152,8 @@ def _make_watch_descriptors(stamp: int) -> Callable[[int, int, int, int, int, in
                 return 1
             call_address(yield_)
             now = _clock_ns(clock)
-            if now - before > crowded_ns:
-                if _times_displaced(getrusage) != displaced:
-                    return 2
-                now = _clock_ns(clock)
+            if now - before > crowded_ns and _times_displaced(getrusage) != displaced:
+                return 2
             rounds += 1
             if rounds % _ROUNDS == 0:
                 displaced = _times_displaced(getrusage)

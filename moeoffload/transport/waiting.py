@@ -1,9 +1,9 @@
 """Waiting for a peer: first look for a while without sleeping, if that has paid off lately.
 
 Waking a sleeping thread on another core costs 20 to 50 microseconds, and what it needs has left the caches by then. So
-a thread looks for as long as recent waits took, never longer than a limit: in a generation that is the whole wait, and
-an idle channel costs one such look and then nothing. It gives up at once when somebody else wants its core, and rests
-for more and more waits as long as that goes on.
+a thread looks for a few times as long as recent waits took, never longer than a limit: in a generation that is the
+whole wait, and an idle channel costs a dozen such looks and then nothing. It gives up at once when somebody else wants
+its core, and rests for more and more waits as long as that goes on.
 """
 
 from __future__ import annotations

@@ -160,24 +160,19 @@ def test_a_watch_ends_when_its_time_is_over() -> None:
 
 
 @pytest.fixture
-def one_core() -> Iterator[int]:
-    """A core that the calling thread is bound to."""
+def busy_process() -> Iterator[None]:
+    """Computes all the time, on the only core that the calling thread may use."""
     allowed = os.sched_getaffinity(0)
-    core = max(allowed)
-    os.sched_setaffinity(0, {core})
-    yield core
-    os.sched_setaffinity(0, allowed)
-
-
-@pytest.fixture
-def busy_process(one_core: int) -> Iterator[None]:
-    """Computes on that core, all the time."""
-    process = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    yield
-    process.kill()
-    process.communicate()
+    os.sched_setaffinity(0, {max(allowed)})
+    try:
+        command = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield
+            process.kill()
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 @pytest.mark.usefixtures("busy_process")
