@@ -32,3 +32,10 @@ class EngineCounters:
     """Over all batches, what the member that waited longest has waited."""
     collect_s: float = 0.0
     """Of that, waited on purpose: 0 without a collection window."""
+
+    def add_small(self, requests: int, rows: int, compute_s: float) -> None:
+        """Requests that were computed as they came, each by itself."""
+        self.requests += requests
+        self.rows += rows
+        self.compute_s += compute_s
+        self.members[0] += requests

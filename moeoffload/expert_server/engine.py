@@ -9,13 +9,15 @@ which brief requests of others have their turn. What is computed with the reques
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from time import perf_counter
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import torch
 
@@ -38,17 +40,30 @@ _STOP: Final = None
 T = TypeVar("T")
 
 
+class Turnaround(Protocol):
+    """Whoever answers small requests between `Engine.try_begin` and `Engine.end`."""
+
+    @property
+    def totals(self) -> tuple[int, int, float]:
+        """Requests and rows that were answered, and the seconds that took."""
+
+
 class Engine:
     """Owns the compute thread and the right to compute. `submit` may be called from any thread."""
 
     def __init__(self, pace: Pace, *, coalesce: bool = True, collect_window_s: float = 0.0) -> None:
         """``coalesce`` and ``collect_window_s``: see `Batcher`."""
         self.pace = pace
-        self.counters = EngineCounters()
+        self._counters = EngineCounters()
         self.kernel_workspace = KernelWorkspace()
+        self._called = ctypes.c_int64()
+        """Not 0 when there is something else to do than to answer small requests of the lease at work."""
+        self.call_address = ctypes.addressof(self._called)
+        self._turnarounds: list[Turnaround] = []
+        self._counting = threading.Lock()
         self.shares: FairShares[Request | Job] = FairShares()
         self._batcher = Batcher(self.shares, coalesce=coalesce, window_s=collect_window_s)
-        self._answers = Answers(self.shares, pace, self.counters)
+        self._answers = Answers(self.shares, pace, self._counters)
         self._batch = Batch()
         self._urgent = Batch()
         """That interrupts a long one."""
@@ -56,7 +71,6 @@ class Engine:
         """One for each request and job that the compute thread has to look for."""
         self._n_tokens = 0
         """Tokens that are not used up; each is followed by a look at the small requests."""
-        self._counting = threading.Lock()
         self._computing = threading.Lock()
         self._running: HostShare = Share("")
         """Whose job or batch is computed; since when, and what a second of it costs that host."""
@@ -71,6 +85,27 @@ class Engine:
         self._shared_until = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
+    @property
+    def counters(self) -> EngineCounters:
+        """What was done so far, by whomever."""
+        with self._counting:
+            counters = replace(self._counters, members=list(self._counters.members))
+            for totals in (turnaround.totals for turnaround in self._turnarounds):
+                counters.add_small(*totals)
+        return counters
+
+    def add_turnaround(self, turnaround: Turnaround) -> None:
+        """From now on its totals count."""
+        with self._counting:
+            self._turnarounds.append(turnaround)
+
+    def forget_turnaround(self, turnaround: Turnaround) -> None:
+        """It has ended; what it has done stays counted."""
+        with self._counting:
+            if turnaround in self._turnarounds:
+                self._turnarounds.remove(turnaround)
+                self._counters.add_small(*turnaround.totals)
+
     def start(self) -> None:
         """Starts the compute thread."""
         self._thread.start()
@@ -81,6 +116,8 @@ class Engine:
         share = host.share
         if slot.n_bytes <= SMALL_BYTES:
             share.small.append((channel, slot))
+            if self.shares.n_leases > 1:
+                self._called.value = 1
             alone = self.shares.n_leases == 1 or not self._takes_turns(id(host), slot.received_at)
             if alone and not self._batcher.window_s:
                 return self.compute_small
@@ -106,6 +143,35 @@ class Engine:
                     self._serve_next(share)
             finally:
                 self._computing.release()
+
+    @property
+    def may_turn_around(self) -> bool:
+        """Whether small requests may be answered without `submit`, between `try_begin` and `end`."""
+        return not self.pace.slows and not self._batcher.window_s
+
+    def try_begin(self, lease: object) -> bool:
+        """Takes the right to compute for small requests of a lease, if it is the only one at work; `end` gives it back.
+
+        Whoever has it gives it back soon when the int64 at ``call_address`` is not 0. ``lease`` is an `ActiveHost`.
+        """
+        if self._n_tokens or not self._computing.acquire(blocking=False):
+            return False
+        # In this order: who comes queues the request first, then says so.
+        self._count(0)
+        alone = self.shares.n_leases == 1 or (self._last == id(lease) and perf_counter() >= self._shared_until)
+        if alone and not self._called.value and not self.shares.has_small():
+            return True
+        self._computing.release()
+        self.compute_small()
+        return False
+
+    def end(self, share: HostShare, n_requests: int, took_s: float) -> None:
+        """Gives the right to compute back; ``took_s`` seconds of it were for requests of this host."""
+        if n_requests:
+            for _ in range(n_requests):
+                share.charge(took_s / n_requests, BRIEF_PRICE)
+        self._computing.release()
+        self.compute_small()
 
     def run(self, work: Callable[[], T], share: HostShare, timeout_s: float) -> T:
         """Runs ``work`` on the compute thread when it is the turn of this host, and returns its result.
@@ -154,9 +220,13 @@ class Engine:
         self._thread.join(timeout_s)
 
     def _wake(self) -> None:
-        with self._counting:
-            self._n_tokens += 1
+        self._count(1)
         self._tokens.put(True)
+
+    def _count(self, tokens: int) -> None:
+        with self._counting:
+            self._n_tokens += tokens
+            self._called.value = self._n_tokens
 
     def _run(self) -> None:
         while self._tokens.get() is not _STOP:
@@ -164,8 +234,7 @@ class Engine:
                 # Up to one large request, for which this token may have been; small ones also have other ways.
                 while (share := self._pick()) is not None and not self._serve_next(share):
                     pass
-            with self._counting:
-                self._n_tokens -= 1
+            self._count(-1)
             self.compute_small()
 
     def _pick(self) -> HostShare | None:

@@ -21,6 +21,7 @@ from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
+from moeoffload.expert_server.turnaround import Turnaround
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels, prepare_layer
 from moeoffload.payload import PayloadDtype
@@ -99,6 +100,7 @@ class HostLease:
         self._reserved = 0
         self._active: ActiveHost | None = None
         self._channels: dict[str, ServerChannel] = {}
+        self._turnaround: Turnaround | None = None
 
     def end(self, reason: str) -> None:
         """Asks the host's stream to end, with the reason that the host is told."""
@@ -373,6 +375,7 @@ class HostLease:
         if not secrets.compare_digest(request.nonce, channel.nonce):
             raise ServerError(f"transport {request.transport}: the host does not see this server's memory")
         channel.opened()
+        self._turn_around(channel)
         if self._active is not None:
             self._active.workspace.lock_frames(channel.slots)
         for name, other in list(self._channels.items()):
@@ -381,6 +384,15 @@ class HostLease:
                 del self._channels[name]
         logger.info("%s: attached over %s (%s)", self.host, request.transport, request.reason)
         return pb.Ready(epoch=self.epoch)
+
+    def _turn_around(self, channel: ServerChannel) -> None:
+        active = self._active
+        assert active is not None, "channels are opened after the lease became active"
+        turnaround = Turnaround.for_channel(self._engine, active, channel.places)
+        if turnaround is not None:
+            self._turnaround = turnaround
+            self._engine.add_turnaround(turnaround)
+            channel.express = turnaround
 
     @property
     def pool_creations(self) -> dict[str, int]:
@@ -410,6 +422,8 @@ class HostLease:
             for slot in channel.slots:
                 if slot.owner is not None:
                     slot.owner.drop()
+        if self._turnaround is not None:
+            self._engine.forget_turnaround(self._turnaround)
         self._engine.leave(self._share)
         if self._active is not None:
             self._active.workspace.close(lambda work: self._engine.between_calls(work, CALIBRATION_TIMEOUT_S))

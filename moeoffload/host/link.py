@@ -15,12 +15,13 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ProtocolError, ServerError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
+from moeoffload.host.exchange import Exchange
 from moeoffload.host.flight import Flight
 from moeoffload.kernels.pack import RowPacker
 from moeoffload.page_locked import PageLocked
 from moeoffload.payload import describe_bad_row, encode_rows
 from moeoffload.placement import ExpertTable, slot_table
-from moeoffload.transport import HostChannel, HostSlot
+from moeoffload.transport import HostChannel, HostSlot, SharedHostEnd
 from moeoffload.wire import HEADER_BYTES, ErrorCode, Flag, FrameHeader, FrameLayout, Kind, SlotViews, read_error_text
 
 END_REASON_TIMEOUT_S: Final = 1.0
@@ -57,6 +58,7 @@ class _RemoteFlight(Flight):
     packer: RowPacker = field(kw_only=True)
     header: FrameHeader = field(kw_only=True)
     """Of requests; the fields that are the same for all of them are filled in once."""
+    exchange: Exchange | None = field(kw_only=True)
     reply: FrameHeader = field(default_factory=FrameHeader)
     request_id: int = 0
     sent_at: float = 0.0
@@ -109,13 +111,19 @@ class ExpertLink:
         self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
         self.holds_none = [not held for held in table.layers]
         self._slot_of = [slot_table(held, n).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
+        shared = channel if isinstance(channel, SharedHostEnd) and device.type == "cpu" else None
         for slot in channel.slots:
             body = torch.frombuffer(slot.request, dtype=torch.uint8, offset=HEADER_BYTES).data_ptr()
             payload = layout.dtype_out.torch_dtype
             header = FrameHeader(Kind.DISPATCH, layout.dtype_out, layout.dtype_back, epoch=epoch, top_k=layout.top_k)
             packer = RowPacker(body, dtype, payload, hidden=layout.hidden, top_k=layout.top_k)
             slot.owner = _RemoteFlight(
-                self, slot=slot, views=SlotViews(layout, slot.request, slot.reply), packer=packer, header=header
+                self,
+                slot=slot,
+                views=SlotViews(layout, slot.request, slot.reply),
+                packer=packer,
+                header=header,
+                exchange=None if shared is None else Exchange(shared, slot, packer, layout, epoch),
             )
         if device.type == "cuda":
             pages = PageLocked((buffer for slot in channel.slots for buffer in (slot.request, slot.reply)), device)
@@ -185,25 +193,17 @@ class ExpertLink:
     ) -> bool:
         """See `ShardLink`."""
         assert isinstance(flight, _RemoteFlight)
-        channel, layout, slot = self._channel, self.layout, flight.slot
+        channel, slot = self._channel, flight.slot
+        n_bytes = -1
         try:
-            if flight.packer.takes(hidden, ids, weights):
-                n_rows, index = self._pack_few(flight, layer, start, hidden, ids, weights)
-            else:
-                n_rows, index = self._pack(flight, layer, start, hidden, ids, weights)
+            few = flight.packer.takes(hidden, ids, weights)
+            if few and flight.exchange is not None:
+                n_bytes, n_rows, index = self._exchange(flight, flight.exchange, layer, hidden, ids, weights)
+            if n_bytes < 0:
+                n_bytes, n_rows, index = self._send(flight, few, layer, start, hidden, ids, weights)
             if n_rows == 0:
                 channel.release(slot)
                 return False
-            header = flight.header
-            header.request_id = flight.request_id = channel.next_id(slot)
-            header.layer, header.rows = layer, n_rows
-            header.flags = Flag.WEIGHTS_F32 if weights.dtype is torch.float32 else Flag.NONE
-            header.body_bytes = n_rows * layout.dispatch_row_bytes
-            flight.deadline_s = self._deadline_of.get(n_rows) or self.deadline_s(n_rows)
-            header.timeout_us = int(flight.deadline_s * 1e6)
-            header.pack_into(slot.request)
-            n_bytes = HEADER_BYTES + header.body_bytes
-            channel.send(slot, n_bytes)
         except BaseException as error:
             channel.release(slot)
             raise self._explain(error) if isinstance(error, ServerError) else error from None
@@ -217,6 +217,52 @@ class ExpertLink:
         to.rows += n_rows
         to.bytes_out += n_bytes
         return True
+
+    def _exchange(
+        self,
+        flight: _RemoteFlight,
+        exchange: Exchange,
+        layer: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> tuple[int, int, torch.Tensor | None]:
+        """As `_send`, in compiled code; less than no bytes if it has to be done that way."""
+        n_rows = ids.shape[0]
+        flight.request_id = self._channel.next_id(flight.slot)
+        flight.deadline_s = self._deadline_of.get(n_rows) or self.deadline_s(n_rows)
+        table, holds_all = self._slot_of[layer], self.holds_all[layer]
+        n_bytes = exchange.send(layer, hidden, ids, weights, table, holds_all=holds_all, timeout_s=flight.deadline_s)
+        index = flight.packer.look()
+        return n_bytes, flight.packer.n_rows, index
+
+    def _send(
+        self,
+        flight: _RemoteFlight,
+        few: bool,
+        layer: int,
+        start: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> tuple[int, int, torch.Tensor | None]:
+        """Packs and sends a frame; its bytes, its rows, and which these are: None if all of the chunk."""
+        channel, layout, slot = self._channel, self.layout, flight.slot
+        pack = self._pack_few if few else self._pack
+        n_rows, index = pack(flight, layer, start, hidden, ids, weights)
+        if n_rows == 0:
+            return 0, 0, None
+        header = flight.header
+        header.request_id = flight.request_id = channel.next_id(slot)
+        header.layer, header.rows = layer, n_rows
+        header.flags = Flag.WEIGHTS_F32 if weights.dtype is torch.float32 else Flag.NONE
+        header.body_bytes = n_rows * layout.dispatch_row_bytes
+        flight.deadline_s = self._deadline_of.get(n_rows) or self.deadline_s(n_rows)
+        header.timeout_us = int(flight.deadline_s * 1e6)
+        header.pack_into(slot.request)
+        n_bytes = HEADER_BYTES + header.body_bytes
+        channel.send(slot, n_bytes)
+        return n_bytes, n_rows, index
 
     def _pack(
         self,
@@ -273,6 +319,8 @@ class ExpertLink:
         left_s = max(min(LOOK_S, flight.deadline_s), flight.sent_at + flight.deadline_s - perf_counter())
         wait_s = left_s if within_s is None else min(within_s, left_s)
         gives_up = wait_s < left_s
+        if flight.exchange is not None and self._collect(flight, flight.exchange, wait_s, to):
+            return flight.views.combine(flight.n_rows)
         try:
             n_bytes = self._channel.wait(slot, wait_s, keep=gives_up)
         except DeadlineError:
@@ -294,15 +342,29 @@ class ExpertLink:
             raise self._explain(error) from None
         if header.kind == Kind.ERROR:
             raise self._error(flight, header)
-        self._recent_s = max(perf_counter() - flight.sent_at, RECENT * self._recent_s)
-        to.bytes_back += n_bytes
-        flight.queue_s, flight.compute_s = header.queue_us * 1e-6, header.compute_us * 1e-6
-        to.queue_s += flight.queue_s
-        to.compute_s += flight.compute_s
+        self._count(flight, to, n_bytes, header.queue_us * 1e-6, header.compute_us * 1e-6)
         try:
             return flight.views.combine(flight.n_rows)
         except ServerError as error:
             raise self._explain(error) from None
+
+    def _collect(self, flight: _RemoteFlight, exchange: Exchange, wait_s: float, to: CallCounters) -> bool:
+        """Looks for the sums in compiled code; False if they have to be waited for, or what came is none."""
+        try:
+            is_here = exchange.receive(flight.request_id, flight.layer, flight.n_rows, wait_s)
+        except ServerError as error:
+            raise self._explain(error) from None
+        if is_here:
+            self._count(flight, to, exchange.n_bytes, exchange.queue_s, exchange.compute_s)
+        return is_here
+
+    def _count(self, flight: _RemoteFlight, to: CallCounters, n_bytes: int, queue_s: float, compute_s: float) -> None:
+        """Takes a reply into the figures."""
+        self._recent_s = max(perf_counter() - flight.sent_at, RECENT * self._recent_s)
+        to.bytes_back += n_bytes
+        flight.queue_s, flight.compute_s = queue_s, compute_s
+        to.queue_s += queue_s
+        to.compute_s += compute_s
 
     def release(self, flight: Flight) -> None:
         """See `ShardLink`."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from moeoffload.kernels import words
+from moeoffload.kernels.huge_pages import move_to_huge_pages
 from moeoffload.kernels.phases import plan_words
 from moeoffload.kernels.program import COMPUTE_DTYPES, ITEM_GROUPS, linear_program, row_dtype, threads_for
 from moeoffload.kernels.tile import WEIGHT_ROWS
@@ -136,11 +137,11 @@ def accelerate_linears(model: nn.Module) -> Callable[[], None]:
     """Lets the model's linear layers read their weights at memory speed in calls of few rows.
 
     Changes the class of each `torch.nn.Linear` on the CPU in bfloat16 or float16 (not of its subclasses) to
-    `FewRowLinear`: parameters, hooks and names stay. Calls with gradient, of more rows or under ``torch.compile`` are
-    computed as before.
+    `FewRowLinear`: parameters, hooks and names stay; the weights move to huge pages. Calls with gradient, of more rows
+    or under ``torch.compile`` are computed as before.
 
     Returns:
-        a function that changes them back.
+        a function that changes them back; weights stay where they are.
     """
     chosen = [
         module
@@ -151,6 +152,7 @@ def accelerate_linears(model: nn.Module) -> Callable[[], None]:
         linear_program(dtype)
     for module in chosen:
         module.__class__ = FewRowLinear
+    move_to_huge_pages(each for module in chosen for each in module.parameters(recurse=False))
 
     def restore() -> None:
         for module in chosen:

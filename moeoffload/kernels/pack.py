@@ -15,28 +15,29 @@ import numpy as np
 import torch
 from numba import njit, types
 
-from moeoffload.kernels.phases import view
+from moeoffload.kernels.phases import convert, view
 from moeoffload.kernels.program import WEIGHT_TYPES, compile_entry, source_stamp
 from moeoffload.kernels.vector_ir import bits_of, narrow, widen
 
 MAX_ROWS: Final = 16
 """Calls of more rows are left to torch, which shares them out among threads."""
 
-_HIDDEN: Final = 0
-_IDS: Final = 1
-_WEIGHTS: Final = 2
-_TABLE: Final = 3
-_BODY: Final = 4
-_INDEX: Final = 5
-_N_ROWS: Final = 6
-_TOP_K: Final = 7
-_WIDTH: Final = 8
-_N_EXPERTS: Final = 9
-_HOLDS_ALL: Final = 10
-_WEIGHTS_ARE_F32: Final = 11
-_N_HIT: Final = 12
-_BAD_ROW: Final = 13
-_WORDS: Final = 14
+# Words of a packer's call block.
+PACK_HIDDEN: Final = 0
+PACK_IDS: Final = 1
+PACK_WEIGHTS: Final = 2
+PACK_TABLE: Final = 3
+PACK_BODY: Final = 4
+PACK_INDEX: Final = 5
+PACK_N_ROWS: Final = 6
+PACK_TOP_K: Final = 7
+PACK_WIDTH: Final = 8
+PACK_N_EXPERTS: Final = 9
+PACK_HOLDS_ALL: Final = 10
+PACK_WEIGHTS_ARE_F32: Final = 11
+PACK_N_HIT: Final = 12
+PACK_BAD_ROW: Final = 13
+PACK_WORDS: Final = 14
 
 _BAD_ID: Final = -2
 
@@ -76,22 +77,22 @@ def _make_pack(source: Any, payload: Any, stamp: int) -> Callable[[int], None]:
 
     def pack(address: int) -> None:
         _ = stamp
-        call = view(address, np.int64, _WORDS)
-        n_rows, top_k, width = call[_N_ROWS], call[_TOP_K], call[_WIDTH]
-        hidden = view(call[_HIDDEN], source, n_rows * width)
-        ids = view(call[_IDS], np.int64, n_rows * top_k)
-        table = view(call[_TABLE], np.int16, call[_N_EXPERTS])
-        index = view(call[_INDEX], np.int64, n_rows)
-        n_hit = _find_rows(ids, top_k, table, n_rows, call[_HOLDS_ALL], index)
-        call[_N_HIT] = n_hit
-        call[_BAD_ROW] = -1
+        call = view(address, np.int64, PACK_WORDS)
+        n_rows, top_k, width = call[PACK_N_ROWS], call[PACK_TOP_K], call[PACK_WIDTH]
+        hidden = view(call[PACK_HIDDEN], source, n_rows * width)
+        ids = view(call[PACK_IDS], np.int64, n_rows * top_k)
+        table = view(call[PACK_TABLE], np.int16, call[PACK_N_EXPERTS])
+        index = view(call[PACK_INDEX], np.int64, n_rows)
+        n_hit = _find_rows(ids, top_k, table, n_rows, call[PACK_HOLDS_ALL], index)
+        call[PACK_N_HIT] = n_hit
+        call[PACK_BAD_ROW] = -1
         if n_hit <= 0:
             return
-        rows = view(call[_BODY], payload, n_hit * width)
-        weights = view(call[_BODY] + n_hit * width * item_bytes, np.float32, n_hit * top_k)
-        slots = view(call[_BODY] + n_hit * (width * item_bytes + top_k * 4), np.int16, n_hit * top_k)
-        exact = view(call[_WEIGHTS], np.float32, n_rows * top_k)
-        rounded = view(call[_WEIGHTS], source, n_rows * top_k)
+        rows = view(call[PACK_BODY], payload, n_hit * width)
+        weights = view(call[PACK_BODY] + n_hit * width * item_bytes, np.float32, n_hit * top_k)
+        slots = view(call[PACK_BODY] + n_hit * (width * item_bytes + top_k * 4), np.int16, n_hit * top_k)
+        exact = view(call[PACK_WEIGHTS], np.float32, n_rows * top_k)
+        rounded = view(call[PACK_WEIGHTS], source, n_rows * top_k)
         for i in range(n_hit):
             row = index[i]
             largest = np.int32(0)
@@ -100,11 +101,11 @@ def _make_pack(source: Any, payload: Any, stamp: int) -> Callable[[int], None]:
                 rows[i * width + j] = value
                 largest = max(largest, _raw(value) & np.int32(magnitude))
             if largest >= infinite:
-                call[_BAD_ROW] = i
+                call[PACK_BAD_ROW] = i
                 return
             for k in range(top_k):
                 at = row * top_k + k
-                weights[i * top_k + k] = exact[at] if call[_WEIGHTS_ARE_F32] else widen(rounded[at])
+                weights[i * top_k + k] = exact[at] if call[PACK_WEIGHTS_ARE_F32] else widen(rounded[at])
                 slots[i * top_k + k] = table[ids[at]]
 
     return pack
@@ -166,8 +167,23 @@ def route_unpacker(
     return functools.partial(run, *places, slots.numel())
 
 
+def _make_convert(source: Any, target: Any, stamp: int) -> Callable[[int, int, int], None]:
+    def convert_rows(values_address: int, out_address: int, count: int) -> None:
+        _ = stamp
+        convert(view(values_address, source, count), view(out_address, target, count))
+
+    return convert_rows
+
+
 @functools.cache
-def _encode_program(payload: torch.dtype) -> tuple[Any, Callable[[int, int, int, int], int]]:
+def convert_program(source: torch.dtype, target: torch.dtype) -> Any:
+    """Compiled: from an address to an address, so many elements of a dtype to another one."""
+    return compile_entry(_make_convert(WEIGHT_TYPES[source], WEIGHT_TYPES[target], source_stamp()), types.void, 3)
+
+
+@functools.cache
+def encode_program(payload: torch.dtype) -> tuple[Any, Callable[[int, int, int, int], int]]:
+    """The program of `SumEncoder` for a payload dtype."""
     compiled = compile_entry(_make_encode(WEIGHT_TYPES[payload], source_stamp()), types.int64, 4)
     return compiled, ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(compiled.address)
 
@@ -176,7 +192,7 @@ class SumEncoder:
     """Writes float32 sums into a reply of the payload dtype. Thread-safe."""
 
     def __init__(self, payload: torch.dtype) -> None:
-        self._kept, self._run = _encode_program(payload)
+        self._kept, self._run = encode_program(payload)
 
     def encode(self, sums: torch.Tensor, out: torch.Tensor) -> int | None:
         """Writes ``sums`` (n, hidden) float32 into ``out`` (n, hidden) of the payload dtype, contiguous on the CPU.
@@ -213,11 +229,21 @@ class RowPacker:
         self._source = source
         self._kept, self._run = _pack_program(source, payload)
         self._index = torch.empty(MAX_ROWS, dtype=torch.int64)
-        self._call = (ctypes.c_int64 * _WORDS)()
+        self._call = (ctypes.c_int64 * PACK_WORDS)()
         self._address = ctypes.addressof(self._call)
-        self._call[_BODY] = body
-        self._call[_INDEX] = self._index.data_ptr()
-        self._call[_TOP_K], self._call[_WIDTH] = top_k, hidden
+        self._call[PACK_BODY] = body
+        self._call[PACK_INDEX] = self._index.data_ptr()
+        self._call[PACK_TOP_K], self._call[PACK_WIDTH] = top_k, hidden
+
+    @property
+    def compiled(self) -> tuple[int, int]:
+        """Addresses of the program and of its call block, in which body, index, top_k and width are filled in."""
+        return self._kept.address, self._address
+
+    def look(self) -> torch.Tensor | None:
+        """What `pack` returns, after compiled code has run the program; sets ``n_rows``."""
+        self.n_rows = n_hit = self._call[PACK_N_HIT]
+        return None if n_hit == self._call[PACK_N_ROWS] else self._index[:n_hit]
 
     def takes(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> bool:
         """Whether `pack` is made for this call."""
@@ -252,14 +278,14 @@ class RowPacker:
         """
         call = self._call
         n_rows = ids.shape[0]
-        call[_HIDDEN], call[_IDS] = hidden.data_ptr(), ids.data_ptr()
-        call[_WEIGHTS], call[_TABLE] = weights.data_ptr(), table.data_ptr()
-        call[_N_ROWS], call[_N_EXPERTS] = n_rows, table.shape[0]
-        call[_HOLDS_ALL], call[_WEIGHTS_ARE_F32] = holds_all, weights.dtype == torch.float32
+        call[PACK_HIDDEN], call[PACK_IDS] = hidden.data_ptr(), ids.data_ptr()
+        call[PACK_WEIGHTS], call[PACK_TABLE] = weights.data_ptr(), table.data_ptr()
+        call[PACK_N_ROWS], call[PACK_N_EXPERTS] = n_rows, table.shape[0]
+        call[PACK_HOLDS_ALL], call[PACK_WEIGHTS_ARE_F32] = holds_all, weights.dtype == torch.float32
         self._run(self._address)
-        n_hit = call[_N_HIT]
+        n_hit = call[PACK_N_HIT]
         if n_hit < 0:
             raise IndexError(f"expert ids from {int(ids.min())} to {int(ids.max())}: there are {table.shape[0]}")
-        bad = call[_BAD_ROW]
+        bad = call[PACK_BAD_ROW]
         self.n_rows, self.bad_row = n_hit, bad if bad >= 0 else None
         return None if n_hit == n_rows else self._index[:n_hit]

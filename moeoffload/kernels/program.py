@@ -187,6 +187,11 @@ class Program:
         """Runs the phases of the call block at an address in this thread."""
         self._team = _team()
 
+    @property
+    def team_address(self) -> int:
+        """Of the C function that runs an entry in several threads, 0 if there is none."""
+        return 0 if self._team is None else self._team.address
+
     def run_threaded(self, block: int, n_threads: int) -> None:
         """Runs them in ``n_threads`` threads of torch's own pool; without one, in this thread."""
         if self._team is None:
@@ -202,6 +207,7 @@ class _Team:
         self.parallel: Any = library.GOMP_parallel
         self.parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         self.parallel.restype = None
+        self.address: int = ctypes.cast(self.parallel, ctypes.c_void_p).value or 0
 
 
 @functools.cache
@@ -217,9 +223,9 @@ def _team() -> _Team | None:
 
 
 @functools.cache
-def yield_address() -> int:
-    """Address of the C library's function that lets other threads run."""
-    return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+def c_function(name: str) -> int:
+    """Address of a function of the C library."""
+    return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
 
 
 @functools.cache
@@ -255,12 +261,17 @@ _SOURCES: Final = (
     "attention_rows.py",
     "attention_steps.py",
     "attention_words.py",
+    "exchange_program.py",
+    "exchange_words.py",
+    "frame_program.py",
     "norm_program.py",
     "pack.py",
     "packed_tile.py",
     "phases.py",
     "program.py",
     "tile.py",
+    "turnaround_program.py",
+    "turnaround_words.py",
     "value_tile.py",
     "vector_ir.py",
     "watch.py",

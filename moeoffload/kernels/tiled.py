@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from moeoffload.kernels import words
 from moeoffload.kernels.company import bears_company
 from moeoffload.kernels.layout import ExpertsLayout
 from moeoffload.kernels.phases import N_HIT, N_PRESENT, SUM_COLUMNS
-from moeoffload.kernels.program import ITEM_GROUPS, experts_program, row_dtype, threads_for, yield_address
+from moeoffload.kernels.program import ITEM_GROUPS, c_function, experts_program, row_dtype, threads_for
 from moeoffload.kernels.tile import WEIGHT_ROWS
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, PreparedCall, layer_shape
 
@@ -27,6 +27,14 @@ _COUNTER_OF: Final = {words.UP_PHASE: 0, words.ACTIVATE_PHASE: 1, words.DOWN_PHA
 def _items(n_out: int) -> int:
     """Items that a projection with so many weight rows has for each expert, when it is computed in steps."""
     return -(-(n_out // WEIGHT_ROWS) // ITEM_GROUPS)
+
+
+class CompiledLayer(NamedTuple):
+    """Addresses: of the program, of what runs it in several threads (0: nothing does), of the layer's block."""
+
+    program: int
+    team: int
+    block: int
 
 
 class TiledExperts:
@@ -108,6 +116,11 @@ class TiledExperts:
         self._program.run(arena.address)
         if call[words.BAD_ROUTE] >= 0:
             raise self._bad_route(arena)
+
+    @property
+    def compiled(self) -> CompiledLayer:
+        """See `LayerKernels.compiled`; good as long as this lives."""
+        return CompiledLayer(self._program.address, self._program.team_address, self._block_address)
 
     def _run_fused(self, arena: Arena, n_threads: int) -> None:
         if n_threads == 1:
@@ -201,7 +214,7 @@ class TiledExperts:
             call[words.ITEM_GROUPS] = item_groups
             self._program.run(arena.address)
         else:
-            call[words.YIELD] = yield_address()
+            call[words.YIELD] = c_function("sched_yield")
             call[words.ITEM_GROUPS] = ITEM_GROUPS
             self._program.run_threaded(arena.address, n_threads)
         if call[words.BAD_ROUTE] >= 0:

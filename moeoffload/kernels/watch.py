@@ -15,10 +15,11 @@ from enum import IntEnum
 from typing import Any, Final
 
 from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from moeoffload.kernels.program import compile_entry, source_stamp, yield_address
+from moeoffload.kernels.program import c_function, compile_entry, source_stamp
 from moeoffload.kernels.vector_ir import I32, I64, call_address, call_llvm, finished
 
 _LOOKS: Final = 16
@@ -41,6 +42,8 @@ class Seen(IntEnum):
     NEWS = 1
     CROWDED = 2
     """Somebody else wants this core: looking on would keep them, perhaps the very peer, from working."""
+    CALLED = 3
+    """This process has something else to do for the thread that looks."""
 
 
 @intrinsic
@@ -57,7 +60,7 @@ def _pause(typing_context: Any) -> Any:
 
 
 @intrinsic
-def _clock_ns(typing_context: Any, clock_gettime: Any) -> Any:
+def clock_ns(typing_context: Any, clock_gettime: Any) -> Any:
     """CLOCK_MONOTONIC in nanoseconds, from the C function at an address."""
     del typing_context, clock_gettime
 
@@ -104,37 +107,47 @@ def _times_displaced(typing_context: Any, getrusage: Any) -> Any:
 # core is late, and finds its caches empty.
 
 
-def _make_watch_word(stamp: int) -> Callable[[int, int, int, int, int, int, int], int]:
-    def watch_word(
-        address: int, value: int, limit_ns: int, crowded_ns: int, clock: int, yield_: int, getrusage: int
-    ) -> int:
-        _ = stamp
+@njit(nogil=True)
+def look_for(
+    address: int, value: int, call: int, limit_ns: int, crowded_ns: int, clock: int, yield_: int, getrusage: int
+) -> int:
+    """Looks until the int64 at ``address`` is ``value``, or the one at ``call`` is not 0; returns a `Seen`."""
+    for _look in range(_LOOKS):
+        if finished(address) == value:
+            return 1
+        _pause()
+    displaced = _times_displaced(getrusage)
+    started = before = clock_ns(clock)
+    rounds = 0
+    while True:
         for _look in range(_LOOKS):
             if finished(address) == value:
                 return 1
             _pause()
-        displaced = _times_displaced(getrusage)
-        started = before = _clock_ns(clock)
-        rounds = 0
-        while True:
-            for _look in range(_LOOKS):
-                if finished(address) == value:
-                    return 1
-                _pause()
-            call_address(yield_)
-            now = _clock_ns(clock)
-            if now - before > crowded_ns:
-                # Perhaps it was the peer who had the core, and was quick.
-                if finished(address) == value:
-                    return 1
-                if _times_displaced(getrusage) != displaced:
-                    return 2
-            rounds += 1
-            if rounds % _ROUNDS == 0:  # what came and went quickly is not to blame for a gap later on
-                displaced = _times_displaced(getrusage)
-            if now - started > limit_ns:
-                return 0
-            before = now
+        if finished(call) != 0:
+            return 3
+        call_address(yield_)
+        now = clock_ns(clock)
+        if now - before > crowded_ns:
+            # Perhaps it was the peer who had the core, and was quick.
+            if finished(address) == value:
+                return 1
+            if _times_displaced(getrusage) != displaced:
+                return 2
+        rounds += 1
+        if rounds % _ROUNDS == 0:  # what came and went quickly is not to blame for a gap later on
+            displaced = _times_displaced(getrusage)
+        if now - started > limit_ns:
+            return 0
+        before = now
+
+
+def _make_watch_word(stamp: int) -> Callable[[int, int, int, int, int, int, int, int], int]:
+    def watch_word(
+        address: int, value: int, call: int, limit_ns: int, crowded_ns: int, clock: int, yield_: int, getrusage: int
+    ) -> int:
+        _ = stamp
+        return look_for(address, value, call, limit_ns, crowded_ns, clock, yield_, getrusage)
 
     return watch_word
 
@@ -145,13 +158,13 @@ def _make_watch_descriptors(stamp: int) -> Callable[[int, int, int, int, int, in
     ) -> int:
         _ = stamp
         displaced = _times_displaced(getrusage)
-        started = before = _clock_ns(clock)
+        started = before = clock_ns(clock)
         rounds = 0
         while True:
             if _poll(poll, pollfds, count) != 0:
                 return 1
             call_address(yield_)
-            now = _clock_ns(clock)
+            now = clock_ns(clock)
             if now - before > crowded_ns and _times_displaced(getrusage) != displaced:
                 return 2
             rounds += 1
@@ -168,19 +181,18 @@ class Watch:
     """The compiled loops; one for the whole process, see `watch`."""
 
     def __init__(self) -> None:
-        libc = ctypes.CDLL(None)
-        self._clock, self._poll, self._getrusage = (
-            ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0
-            for name in ("clock_gettime", "poll", "getrusage")
+        self._clock, self._poll, self._getrusage, self._yield = (
+            c_function(name) for name in ("clock_gettime", "poll", "getrusage", "sched_yield")
         )
-        self._yield = yield_address()
+        self._nobody_calls = ctypes.c_int64()
+        self._call = ctypes.addressof(self._nobody_calls)
         stamp = source_stamp()
         self._kept = (
-            compile_entry(_make_watch_word(stamp), types.int64, 7),
+            compile_entry(_make_watch_word(stamp), types.int64, 8),
             compile_entry(_make_watch_descriptors(stamp), types.int64, 8),
         )
         word, descriptors = (entry.address for entry in self._kept)
-        self._watch_word = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 7)(word)
+        self._watch_word = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 8)(word)
         self._watch_descriptors = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 8)(descriptors)
 
     def word(self, address: int, value: int, limit_s: float, crowded_s: float) -> int:
@@ -195,8 +207,9 @@ class Watch:
         Returns:
             a `Seen`.
         """
+        limit_ns, crowded_ns = int(limit_s * 1e9), int(crowded_s * 1e9)
         return self._watch_word(
-            address, value, int(limit_s * 1e9), int(crowded_s * 1e9), self._clock, self._yield, self._getrusage
+            address, value, self._call, limit_ns, crowded_ns, self._clock, self._yield, self._getrusage
         )
 
     def descriptors(self, pollfds: int, count: int, limit_s: float, crowded_s: float) -> int:

@@ -14,7 +14,7 @@ from moeoffload.transport.base import (
 )
 from moeoffload.transport.loopback import loopback_pair
 from moeoffload.transport.segment import sweep_stale_segments
-from moeoffload.transport.shared import SharedServerEnd, open_shared
+from moeoffload.transport.shared import SharedHostEnd, SharedServerEnd, open_shared
 from moeoffload.transport.stream import open_stream
 from moeoffload.transport.stream_keys import StreamKeys
 from moeoffload.transport.stream_listener import StreamListener, StreamServerEnd
@@ -27,6 +27,7 @@ __all__ = [
     "HostSlot",
     "ServerChannel",
     "ServerSlot",
+    "SharedHostEnd",
     "SharedServerEnd",
     "StreamKeys",
     "StreamListener",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from moeoffload.errors import ProtocolError
+from moeoffload.transport.waiting import AdaptiveSpin
 from moeoffload.wire.header import HEADER_BYTES
 
 MAX_CHANNEL_SLOTS: Final = 64
@@ -164,6 +165,48 @@ another thread.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class SlotPlaces:
+    """Where a slot lies: addresses of its buffers, of the line that announces its reply, and of its semaphore."""
+
+    request: int
+    reply: int
+    line: int
+    semaphore: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelPlaces:
+    """Where a channel in shared memory lies, for compiled code: addresses that are good while its reader runs."""
+
+    ring: int
+    """Of the lines that announce requests."""
+    semaphore: int
+    """That counts them."""
+    slots: tuple[SlotPlaces, ...]
+
+
+class Express(ABC):
+    """Answers the small requests of a channel in shared memory by itself. For the thread that reads the channel."""
+
+    n_read: int
+    """Requests that were taken off the ring; set before `serve`, which counts on."""
+    looked_since: float
+    """When its last look began, perf_counter seconds."""
+
+    @abstractmethod
+    def serve(self, spin: AdaptiveSpin) -> int | None:
+        """Looks for requests and answers them, as long as that is all that there is to do.
+
+        Returns:
+            why it ended, a `Seen`; None if it is not possible now, and nothing was done.
+        """
+
+    @abstractmethod
+    def call_back(self) -> None:
+        """Makes `serve` return, and never do anything again. From any thread."""
+
+
 class ServerChannel(ABC):
     """The server's end of the data plane to one attached host."""
 
@@ -171,6 +214,8 @@ class ServerChannel(ABC):
     slots: tuple[ServerSlot, ...]
     offer: ChannelOffer
     """What the host needs to open its end; for the control plane."""
+    express: Express | None = None
+    """Set by whoever computes, if there are ``places``."""
     nonce: bytes = b""
     """As `HostChannel.nonce`: equal on both ends exactly if they share memory."""
     n_dropped: int = 0
@@ -190,6 +235,11 @@ class ServerChannel(ABC):
 
         Waits for a `Deliver` call that is running: do not call it under a lock that `Deliver` takes.
         """
+
+    @property
+    def places(self) -> ChannelPlaces | None:
+        """Where frames and what announces them lie, if that is shared memory."""
+        return None
 
     def opened(self) -> None:  # noqa: B027 (most transports have nothing to do)
         """The control plane says that the host opened its end; names and other means to open it are given up."""

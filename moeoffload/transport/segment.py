@@ -29,7 +29,8 @@ from typing import Final
 import posix_ipc
 
 from moeoffload.errors import ProtocolError, ServerError
-from moeoffload.transport.base import ChannelSizes
+from moeoffload.transport.base import ChannelPlaces, ChannelSizes, SlotPlaces
+from moeoffload.transport.native_semaphore import NativeSemaphore
 
 MAGIC: Final = b"MOEXSHM\0"
 VERSION: Final = 1
@@ -80,18 +81,24 @@ class Segment:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         request_step, reply_step = _aligned(sizes.request_bytes), _aligned(sizes.reply_bytes)
         replies_at = control + n * request_step
-        self.requests = [memory[at : at + sizes.request_bytes] for at in range(control, replies_at, request_step)]
-        self.replies = [memory[at : at + sizes.reply_bytes] for at in range(replies_at, len(memory), reply_step)]
+        requests, replies = range(control, replies_at, request_step), range(replies_at, len(memory), reply_step)
+        self.requests = [memory[at : at + sizes.request_bytes] for at in requests]
+        self.replies = [memory[at : at + sizes.reply_bytes] for at in replies]
+        self._request_addresses = [self._address + at for at in requests]
+        self._reply_addresses = [self._address + at for at in replies]
         flags = posix_ipc.O_CREX if create else 0
         semaphores: list[posix_ipc.Semaphore] = []
+        self._native: list[NativeSemaphore] = []
         try:
             for semaphore in _semaphore_names(name, n):
                 semaphores.append(posix_ipc.Semaphore(semaphore, flags, mode=0o600))
+                self._native.append(NativeSemaphore(semaphore))
         except BaseException:
-            for opened in semaphores:
+            for opened in (*semaphores, *self._native):
                 opened.close()
             raise
         self.request_semaphore, *self.reply_semaphores = semaphores
+        self._request_semaphore_at, *self._reply_semaphores_at = (each.address for each in self._native)
 
     @classmethod
     def create(cls, sizes: ChannelSizes) -> Segment:
@@ -144,7 +151,7 @@ class Segment:
             if stat.st_size != segment_bytes(sizes):
                 raise ProtocolError(f"shared memory {name} has {stat.st_size} bytes, expected {segment_bytes(sizes)}")
             segment = cls(name, sizes, shm.fd, create=False)
-        except posix_ipc.ExistentialError:
+        except (posix_ipc.ExistentialError, FileNotFoundError):
             raise ServerError(f"the semaphores of {name} are not on this host") from None
         finally:
             shm.close_fd()
@@ -163,6 +170,17 @@ class Segment:
         """Where a word lies in this process; mapped as long as there is a view on the memory."""
         return self._address + word * _WORD
 
+    @property
+    def places(self) -> ChannelPlaces:
+        """Where everything lies in this process."""
+        lines = (self.address_of(self.reply_at(slot)) for slot in range(self._sizes.n_slots))
+        slots = zip(self._request_addresses, self._reply_addresses, lines, self._reply_semaphores_at, strict=True)
+        return ChannelPlaces(
+            self.address_of(self.ring_at(0)),
+            self._request_semaphore_at,
+            tuple(SlotPlaces(*places) for places in slots),
+        )
+
     def unlink(self) -> None:
         """Takes the names away; what is open stays usable. Idempotent, also across the two sides."""
         if self._linked:
@@ -176,8 +194,7 @@ class Segment:
         unmapping it under a tensor would be a crash.
         """
         self.unlink()
-        self.request_semaphore.close()
-        for semaphore in self.reply_semaphores:
+        for semaphore in (self.request_semaphore, *self.reply_semaphores, *self._native):
             semaphore.close()
 
 

@@ -7,13 +7,22 @@ A request or reply costs its sender one ring entry or line and one semaphore pos
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter
 from typing import Final
 
 from moeoffload.errors import DeadlineError, ProtocolError
-from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, HostSlot, ServerSlot
-from moeoffload.transport.pool import PooledHostChannel, PooledServerChannel
+from moeoffload.kernels.watch import Seen
+from moeoffload.transport.base import (
+    ChannelOffer,
+    ChannelPlaces,
+    ChannelSizes,
+    Deliver,
+    HostSlot,
+    ServerSlot,
+)
+from moeoffload.transport.pool import PooledHostChannel, PooledServerChannel, SlotState
 from moeoffload.transport.segment import HOST_CLOSED, SERVER_CLOSED, Segment
 from moeoffload.transport.waiting import SPIN_LIMIT_S, AdaptiveSpin
 from moeoffload.wire import HEADER_BYTES, ErrorCode
@@ -55,6 +64,65 @@ class SharedHostEnd(PooledHostChannel):
             words[at], words[at + 1], words[at + 2] = index, n_bytes, request_id
             self._segment.request_semaphore.release()
             words[at + 3] = self._n_sent
+
+    @property
+    def places(self) -> ChannelPlaces:
+        """Where its frames lie, for `send_by` and `look_by`."""
+        return self._segment.places
+
+    def send_by(self, slot: HostSlot, post: Callable[..., int], block: int, *values: int) -> int:
+        """As `send`, by compiled code: ``post(block, n_sent, *values)`` writes the frame and announces it.
+
+        The frame is the n-th of the channel, counted from 0, and has the id ``next_id(slot)``.
+
+        Returns:
+            what ``post`` has: the bytes of the frame; nothing was sent if that is not positive.
+
+        Raises:
+            ServerError: the channel is closed.
+        """
+        index = slot.index
+        if self._states[index] != SlotState.HELD:
+            raise RuntimeError(f"slot {index} is {SlotState(self._states[index]).name}; send needs it acquired")
+        self._enter()
+        try:
+            with self._ring:
+                n_bytes = post(block, self._n_sent, *values)
+                if n_bytes > 0:
+                    self._n_sent += 1
+                    self._awaited[index] = self._ids[index]
+                    self._mark_sent(slot)
+        finally:
+            self._leave()
+        return n_bytes
+
+    def look_by(self, slot: HostSlot, collect: Callable[..., int], block: int, *values: int, timeout_s: float) -> bool:
+        """Looks for a reply as long as that pays, by compiled code: ``collect(block, *values, limit_ns)``.
+
+        Returns:
+            whether it came and was as it should be, as if `wait` had returned; else it can still be waited for.
+
+        Raises:
+            ServerError: the channel is closed.
+        """
+        spin, index = self._spin, slot.index
+        budget_s = min(spin.budget_s, timeout_s)
+        if budget_s <= 0 or self._states[index] != SlotState.SENT:
+            return False
+        self._enter()
+        try:
+            started = perf_counter()
+            seen = collect(block, *values, int(budget_s * 1e9))
+        finally:
+            self._leave()
+        if seen != Seen.NEWS:
+            if seen == Seen.CROWDED:
+                spin.met(seen)
+            return False
+        spin.met(seen)
+        spin.learn(perf_counter() - started)
+        self._states[index] = SlotState.HELD
+        return True
 
     def _drop_spare_replies(self, index: int) -> None:
         """Drops the reply before, should it come once more: nobody has asked for anything since."""
@@ -130,6 +198,11 @@ class SharedServerEnd(PooledServerChannel):
         self._reader = threading.Thread(target=self._read, name="shared-reader", daemon=True)
         self._reader.start()
 
+    @property
+    def places(self) -> ChannelPlaces:
+        """See `ServerChannel.places`."""
+        return self._segment.places
+
     def opened(self) -> None:
         """The host has opened its end: the names are given up (the host has tried that, too)."""
         self._segment.unlink()
@@ -139,9 +212,19 @@ class SharedServerEnd(PooledServerChannel):
         ring = [segment.ring_at(n) for n in range(len(self.slots))]
         bells = [segment.address_of(at + 3) for at in ring]
         while not self._closed:
+            looked_since = None
+            if (express := self.express) is not None:
+                express.n_read = n_read
+                seen = express.serve(self._spin)
+                n_read = express.n_read
+                if seen == Seen.CALLED:
+                    continue
+                if seen == Seen.NOTHING:
+                    looked_since = express.looked_since
             place = n_read % len(ring)
             at = ring[place]
-            if not self._spin.acquire(segment.request_semaphore, bells[place], n_read + 1, READ_POLL_S):
+            bell = bells[place]
+            if not self._spin.acquire(segment.request_semaphore, bell, n_read + 1, READ_POLL_S, looked_since):
                 continue
             if self._words[HOST_CLOSED]:
                 self.close()
@@ -177,6 +260,8 @@ class SharedServerEnd(PooledServerChannel):
 
     def _close(self) -> None:
         self._words[SERVER_CLOSED] = 1
+        if self.express is not None:
+            self.express.call_back()
         self._segment.request_semaphore.release()
         for semaphore in self._segment.reply_semaphores:
             with suppress(OSError):  # full: its host is awake anyway

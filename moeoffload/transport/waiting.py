@@ -57,6 +57,11 @@ class AdaptiveSpin:
         if self._rest:
             self._rest -= 1
 
+    def learn_from(self, n_waits: int, waited_s: float) -> None:
+        """As `learn`, for several waits that took ``waited_s`` seconds together."""
+        for _ in range(n_waits):
+            self.learn(waited_s / n_waits)
+
     def met(self, seen: int) -> None:
         """Draws the conclusion from the `Seen` of one look."""
         if seen != Seen.CROWDED:
@@ -65,7 +70,14 @@ class AdaptiveSpin:
         self._rest = min(2**self._crowds, _MAX_REST)
         self._crowds = min(self._crowds + 1, 8)
 
-    def acquire(self, semaphore: posix_ipc.Semaphore, bell: int, value: int, timeout_s: float) -> bool:
+    def acquire(
+        self,
+        semaphore: posix_ipc.Semaphore,
+        bell: int,
+        value: int,
+        timeout_s: float,
+        looked_since: float | None = None,
+    ) -> bool:
         """Takes one token of ``semaphore``; False if there was none within ``timeout_s`` (or a signal came).
 
         Args:
@@ -73,9 +85,10 @@ class AdaptiveSpin:
             bell: address of the int64 to look at meanwhile.
             value: what the bell shows when the token is there.
             timeout_s: deadline in seconds; 0 does not wait.
+            looked_since: since when (perf_counter seconds) somebody else has looked, as long as it pays.
         """
-        start = perf_counter()
-        budget_s = min(self.budget_s, timeout_s)
+        start = perf_counter() if looked_since is None else looked_since
+        budget_s = min(self.budget_s, timeout_s) if looked_since is None else 0.0
         try:
             if budget_s > 0:
                 seen = self._watch.word(bell, value, budget_s, CROWDED_S)

@@ -90,6 +90,12 @@ class FrameHeader:
     compute_us: int = 0
     code: int = 0
 
+    def first_word(self) -> int:
+        """The first eight bytes as a little-endian integer: magic, version, kind and dtypes."""
+        frame = bytearray(HEADER_BYTES)
+        self.pack_into(memoryview(frame))
+        return int.from_bytes(frame[:8], "little")
+
     def pack_into(self, buffer: memoryview) -> None:
         """Writes the header with its checksum over the first 64 bytes of ``buffer``."""
         _FIELDS.pack_into(

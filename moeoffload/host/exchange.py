@@ -1,0 +1,123 @@
+"""A slot of a channel in shared memory, for requests of few rows: packed, sent and awaited by compiled code."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+import torch
+
+from moeoffload.kernels import exchange_words as xw
+from moeoffload.kernels.exchange_program import exchange_programs
+from moeoffload.kernels.pack import RowPacker
+from moeoffload.kernels.program import c_function
+from moeoffload.transport import HostSlot, SharedHostEnd
+from moeoffload.transport.waiting import CROWDED_S
+from moeoffload.wire import FrameHeader, FrameLayout, Kind
+
+_NS: Final = 1e9
+_LOW: Final = 0xFFFF_FFFF
+_C_FUNCTIONS: Final = {
+    xw.CLOCK: "clock_gettime",
+    xw.YIELD: "sched_yield",
+    xw.GETRUSAGE: "getrusage",
+    xw.TRY_WAIT: "sem_trywait",
+    xw.POST: "sem_post",
+}
+
+
+class Exchange:
+    """Not thread-safe, as its slot. What it leaves undone is to be done the long way, which says what is wrong.
+
+    Attributes:
+        queue_s, compute_s: what the server has written into the last reply.
+        n_bytes: of the last reply.
+    """
+
+    def __init__(
+        self, channel: SharedHostEnd, slot: HostSlot, packer: RowPacker, layout: FrameLayout, epoch: int
+    ) -> None:
+        """``packer`` is the one of the slot."""
+        self.queue_s = self.compute_s = 0.0
+        self.n_bytes = 0
+        self._channel = channel
+        self._slot = slot
+        self._kept, self._post, self._collect = exchange_programs()
+        self._packer = packer
+        self._block = block = (ctypes.c_int64 * xw.BLOCK_WORDS)()
+        self._address = ctypes.addressof(block)
+        self._nobody_calls = ctypes.c_int64()
+        places = channel.places
+        place = places.slots[slot.index]
+        block[xw.SLOT], block[xw.RING], block[xw.N_SLOTS] = slot.index, places.ring, len(places.slots)
+        block[xw.REQUEST_SEMAPHORE] = places.semaphore
+        block[xw.REQUEST], block[xw.REPLY] = place.request, place.reply
+        block[xw.LINE], block[xw.SEMAPHORE] = place.line, place.semaphore
+        block[xw.HEAD], block[xw.HEAD_BACK] = (
+            FrameHeader(kind, layout.dtype_out, layout.dtype_back).first_word()
+            for kind in (Kind.DISPATCH, Kind.COMBINE)
+        )
+        block[xw.EPOCH], block[xw.TOP_K] = epoch, layout.top_k
+        block[xw.ROW_BYTES], block[xw.ROW_BYTES_BACK] = layout.dispatch_row_bytes, layout.combine_row_bytes
+        block[xw.PACK], block[xw.PACK_CALL] = packer.compiled
+        block[xw.CALL] = ctypes.addressof(self._nobody_calls)
+        block[xw.CROWDED_NS] = int(CROWDED_S * _NS)
+        for word, name in _C_FUNCTIONS.items():
+            block[word] = c_function(name)
+
+    def send(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        table: torch.Tensor,
+        *,
+        holds_all: bool,
+        timeout_s: float,
+    ) -> int:
+        """Sends what `RowPacker.pack` would pack, if the packer ``takes`` it; the packer can be asked what that was.
+
+        Returns:
+            the bytes of the frame; 0 if no row has an expert there; less if nothing was done.
+
+        Raises:
+            ServerError: the channel is closed.
+        """
+        channel, slot = self._channel, self._slot
+        n_bytes = channel.send_by(
+            slot,
+            self._post,
+            self._address,
+            hidden.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            ids.shape[0],
+            weights.dtype is torch.float32,
+            table.data_ptr(),
+            table.shape[0],
+            holds_all,
+            layer,
+            channel.next_id(slot),
+            int(timeout_s * 1e6),
+        )
+        if self._block[xw.N_STALE]:
+            channel.n_stale += self._block[xw.N_STALE]
+            self._block[xw.N_STALE] = 0
+        return n_bytes
+
+    def receive(self, request_id: int, layer: int, n_rows: int, timeout_s: float) -> bool:
+        """Looks for the sums, as long as that pays; whether they are there, checked and ready to be read.
+
+        Raises:
+            ServerError: the channel is closed.
+        """
+        if not self._channel.look_by(
+            self._slot, self._collect, self._address, request_id, layer, n_rows, timeout_s=timeout_s
+        ):
+            return False
+        block = self._block
+        times = block[xw.TIMES]
+        self.queue_s, self.compute_s = (times & _LOW) * 1e-6, (times >> 32 & _LOW) * 1e-6
+        self.n_bytes = block[xw.N_BYTES]
+        return True
