@@ -173,7 +173,7 @@ def write_error(slot: ServerSlot, header: FrameHeader, code: ErrorCode, text: st
 def write_sums_header(slot: ServerSlot, context: SlotContext, queue_s: float, compute_s: float) -> int:
     """Puts the header before the sums in the reply buffer; returns the frame's length in bytes."""
     header = context.header
-    header.kind = Kind.COMBINE
+    header.kind, header.code = Kind.COMBINE, 0
     header.body_bytes = header.rows * context.host.layout.combine_row_bytes
     header.queue_us = _microseconds(queue_s)
     header.compute_us = _microseconds(compute_s)

@@ -133,6 +133,7 @@ class Turnaround(Express):
     def call_back(self) -> None:
         """See `Express`."""
         self._block[tw.CALL] = ctypes.addressof(self._called_back)
+        self._engine.call()  # a look that has begun
 
     @property
     def totals(self) -> tuple[int, int, float]:

@@ -20,6 +20,8 @@ from torch import nn
 
 _PAGE_BYTES: Final = 1 << 21
 _MADV_HUGEPAGE: Final = 14
+_MADV_DONTNEED: Final = 4
+_SMALL_PAGE_BYTES: Final = 4096
 _SYSTEM_SAYS: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SPARE: Final = 2
 """So many times what is to be moved has to be available."""
@@ -63,8 +65,11 @@ def move_to_huge_pages(parameters: Iterable[nn.Parameter]) -> int:
     n_bytes = sum(each.numel() * each.itemsize for each in large.values())
     if not _system_has_huge_pages() or psutil.virtual_memory().available < _SPARE * n_bytes:
         return 0
+    clean = _clean_file_mappings()
     for each in large.values():
-        each.data = _copy_in_huge_pages(each.data)
+        old = each.data
+        each.data = _copy_in_huge_pages(old)
+        _let_go(old, clean)
     return n_bytes
 
 
@@ -83,3 +88,32 @@ def _copy_in_huge_pages(values: torch.Tensor) -> torch.Tensor:
     copy = room[start : start + n_bytes].view(values.dtype).view(values.shape)
     prefer_huge_pages(copy)
     return copy.copy_(values)
+
+
+def _clean_file_mappings() -> list[range]:
+    """Addresses where this process has mapped files and written nothing of its own: the file has all that is there."""
+    mappings: list[range] = []
+    current, is_file, n_copied = range(0), False, 0
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        name, *values = line.split()
+        if name == "Anonymous:":
+            n_copied = int(values[0])  # to be written to
+        elif name == "Swap:":
+            if is_file and n_copied + int(values[0]) == 0:
+                mappings.append(current)
+        elif not name.endswith(":"):  # address, permissions, offset, device, inode, path
+            start, end = name.split("-")
+            current, is_file = range(int(start, 16), int(end, 16)), values[3] != "0"
+    return mappings
+
+
+def _let_go(values: torch.Tensor, clean: list[range]) -> None:
+    """Takes what was only read from a file out of this process's memory; it stays in the system's cache."""
+    start = -(-values.data_ptr() // _SMALL_PAGE_BYTES) * _SMALL_PAGE_BYTES
+    end = (values.data_ptr() + values.numel() * values.itemsize) // _SMALL_PAGE_BYTES * _SMALL_PAGE_BYTES
+    if start < end and any(start in mapping and end - 1 in mapping for mapping in clean):
+        _madvise()(start, end - start, _MADV_DONTNEED)

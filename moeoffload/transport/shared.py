@@ -109,6 +109,8 @@ class SharedHostEnd(PooledHostChannel):
         budget_s = min(spin.budget_s, timeout_s)
         if budget_s <= 0 or self._states[index] != SlotState.SENT:
             return False
+        if self._words[SERVER_CLOSED]:
+            self._check_open()
         self._enter()
         try:
             started = perf_counter()
