@@ -1,7 +1,8 @@
 """The transport benchmark: round trips of both transports between two pinned processes, beside what bounds them.
 
 ``python bench/round_trips.py --json out.json``: a frame goes from one process to the other, is copied there from
-request to reply, and comes back, at 4 KiB to 16 MiB. Baselines of the same run: bare semaphores, once asleep and once
+request to reply, and comes back, at 4 KiB to 16 MiB; a decode step of 4 KiB also goes its own, compiled way
+(`step_path`). Baselines of the same run: bare semaphores, once asleep and once
 with the waiting strategy of shared memory (look first) and that one copy; bare ZeroMQ, once as messages that nobody
 copies and once into and out of buffers that stay, as tensors need it; gRPC unary. The limit of shared is the semaphores
 that look first, that of stream is bare ZeroMQ without copies.
@@ -29,6 +30,7 @@ import zmq
 from rich.console import Console
 from rich.table import Table
 from servers import cores, write_json
+from step_path import call_steps, serve_steps
 
 from moeoffload.transport import (
     ChannelSizes,
@@ -47,6 +49,7 @@ KIB, MIB = 1 << 10, 1 << 20
 BYTES = (4 * KIB, 64 * KIB, MIB, 2 * MIB, 4 * MIB, 16 * MIB)
 SIZES = ChannelSizes(n_slots=2, request_bytes=BYTES[-1], reply_bytes=BYTES[-1])
 TIMEOUT_S = 30.0
+STEPS = "shared, decode step"
 GRPC_METHOD = "/bench.Echo/Call"
 GRPC_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
@@ -301,6 +304,7 @@ CONTENDERS: dict[str, tuple[Callable[[Connection], None] | None, Callable[[Any],
     "semaphore": (serve_semaphore, call_semaphore),
     "semaphore, looking": (serve_looking, call_looking),
     "shared": (serve_shared, call_channel),
+    STEPS: (serve_steps, call_steps),
     "ZeroMQ tcp": (serve_zeromq, call_zeromq),
     "ZeroMQ tcp, buffers": (serve_zeromq_buffers, call_zeromq_buffers),
     "stream": (serve_stream, call_channel),
@@ -349,7 +353,7 @@ def measure(call: Call, n_bytes: int, budget_s: float) -> tuple[float, float]:
 
 def limit_of(contender: str, n_bytes: int, medians: dict[tuple[str, int], float]) -> tuple[str, float | None]:
     """What bounds this figure, and its time in this run."""
-    if contender == "shared":
+    if contender in ("shared", STEPS):
         return "semaphore, looking", medians["semaphore, looking", n_bytes]
     if contender == "stream":
         return "ZeroMQ tcp", medians["ZeroMQ tcp", n_bytes]
@@ -368,7 +372,7 @@ def main(
     medians: dict[tuple[str, int], float] = {}
     for name, (serve, connect) in CONTENDERS.items():
         with served(serve, server_core) as address, connect(address) as call:
-            for n_bytes in BYTES:
+            for n_bytes in BYTES[:1] if name == STEPS else BYTES:
                 medians[name, n_bytes], p95 = measure(call, n_bytes, 0.1 if quick else 1.0)
                 limit = limit_of(name, n_bytes, medians)
                 rows.append(Row(name, n_bytes, medians[name, n_bytes], p95, *limit))

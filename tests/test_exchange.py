@@ -208,6 +208,43 @@ def test_replies_that_come_twice_are_dropped_and_counted(ends: Ends) -> None:
     assert ends.host.n_stale == 2
 
 
+def interrupted(run: Callable[..., int]) -> Callable[..., int]:
+    """As a compiled piece during which Ctrl-C was pressed: the exception comes when it returns."""
+
+    def run_and_raise(*values: int) -> int:
+        run(*values)
+        raise KeyboardInterrupt
+
+    return run_and_raise
+
+
+def test_a_send_that_is_interrupted_keeps_the_channel_in_step(ends: Ends) -> None:
+    post = ends.exchange._post
+    for _ in range(3):
+        ends.exchange._post = interrupted(post)
+        with pytest.raises(KeyboardInterrupt):
+            ends.send(Rows(1), ALL, holds_all=True)
+        ends.exchange._post = post
+        assert ends.receive(1), "the request was on its way"
+        assert ends.send(Rows(2), ALL, holds_all=True) > 0
+        assert ends.receive(2)
+    assert ends.server.n_dropped == 0
+
+
+def test_a_wait_that_is_interrupted_does_not_lose_the_slot(ends: Ends) -> None:
+    collect = ends.exchange._collect
+    for _ in range(3):
+        ends.send(Rows(1), ALL, holds_all=True)
+        ends.exchange._collect = interrupted(collect)
+        with pytest.raises(KeyboardInterrupt):
+            ends.receive(1)
+        ends.exchange._collect = collect
+        ends.host.release(ends.slot)
+        assert ends.host.is_idle
+        assert ends.host.acquire(SOON_S) is ends.slot
+    assert ends.host.n_abandoned == 0
+
+
 def test_a_channel_that_either_side_has_closed_says_so(ends: Ends) -> None:
     ends.send(Rows(1), ALL, holds_all=True)
     assert ends.receive(1)

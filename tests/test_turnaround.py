@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -18,10 +19,12 @@ from hypothesis import strategies as st
 
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
+from moeoffload.expert_server.fair_share import BRIEF_PRICE, FairShares
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.turnaround import Turnaround
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import LayerKernels, prepare_layer
+from moeoffload.kernels import turnaround_words as tw
 from moeoffload.kernels.frame_program import header_crc
 from moeoffload.kernels.turnaround_words import MOST_ROWS
 from moeoffload.payload import PayloadDtype
@@ -283,6 +286,55 @@ def test_what_was_done_stays_counted_and_shared_out() -> None:
         engine.forget_turnaround(turnaround)
         engine.forget_turnaround(turnaround)
         assert engine.counters == at_the_end
+
+
+def test_a_host_that_was_alone_does_not_pay_for_it_when_others_come() -> None:
+    shares: FairShares[str] = FairShares()
+    first, second = shares.join("first"), shares.join("second")
+    second.small.append("before")
+    assert shares.pick() is second
+    second.next()
+    second.charge(1e-3, 1.0)
+    shares.served_alone(first, 100, 1.0)
+    turns = []
+    for _ in range(6):
+        for share in (first, second):
+            if not share.small:
+                share.small.append("request")
+        turn = shares.pick()
+        assert turn is not None
+        turn.next()
+        turn.charge(10e-3, BRIEF_PRICE)
+        turns.append(turn.key)
+    assert turns.count("first") == turns.count("second") == 3
+
+
+def test_without_threads_of_torchs_pool_one_thread_computes() -> None:
+    with one_host() as host:
+        expected = host.call(2, 4)[1]
+        assert host.turnaround is not None
+        block = host.turnaround._block
+        block[tw.TEAM] = 0
+        threads = (ctypes.c_int64 * (MOST_ROWS + 1)).from_address(block[tw.THREADS])
+        for n_rows in range(MOST_ROWS + 1):
+            threads[n_rows] = 2
+        before = host.n_compiled
+        assert host.call(2, 4)[1] == expected
+        assert host.n_compiled == before + 1
+
+
+def test_two_threads_of_torchs_pool_compute_the_same() -> None:
+    with one_host() as host:
+        assert host.turnaround is not None
+        expected = host.call(2, 4)[1]
+        block = host.turnaround._block
+        assert block[tw.TEAM]
+        threads = (ctypes.c_int64 * (MOST_ROWS + 1)).from_address(block[tw.THREADS])
+        for n_rows in range(MOST_ROWS + 1):
+            threads[n_rows] = 2
+        before = host.n_compiled
+        assert host.call(2, 4)[1] == expected
+        assert host.n_compiled == before + 1
 
 
 def test_servers_that_wait_for_company_or_are_slowed_have_none() -> None:

@@ -171,8 +171,7 @@ class Engine:
 
     def end(self, share: HostShare, n_requests: int, took_s: float) -> None:
         """Gives the right to compute back; ``took_s`` seconds of it were for requests of this host."""
-        for _ in range(n_requests):
-            share.charge(took_s / n_requests, BRIEF_PRICE)
+        self.shares.served_alone(share, n_requests, took_s)
         self._computing.release()
         self.compute_small()
 
@@ -197,12 +196,17 @@ class Engine:
 
     def between_calls(self, work: Callable[[], None], timeout_s: float) -> bool:
         """Runs ``work`` while nobody computes; False if somebody did for all of ``timeout_s``."""
-        if not self._computing.acquire(timeout=timeout_s):
-            return False
+        self._count(1)  # whoever answers small requests in a row makes room
         try:
-            work()
+            if not self._computing.acquire(timeout=timeout_s):
+                return False
+            try:
+                work()
+            finally:
+                self._computing.release()
         finally:
-            self._computing.release()
+            self._count(-1)
+            self.compute_small()
         return True
 
     def pause(self) -> float:

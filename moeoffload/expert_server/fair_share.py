@@ -135,6 +135,21 @@ class FairShares(Generic[T]):
         turn.used_s = least.used_s
         return turn
 
+    def served_alone(self, share: Share[T], n_requests: int, took_s: float) -> None:
+        """Counts brief requests that were served without `pick`, while nobody else had any."""
+        if not n_requests:
+            return
+        # As if each request had been picked: who has nothing to do is idle, and starts where this one stands.
+        for other in self._shares:
+            if other is not share and not other.small and not other.large:
+                other.is_idle = True
+        if share.is_idle:
+            share.is_idle = False
+            share.used_s = max(share.used_s, self._clock_s)
+        for _ in range(n_requests):
+            share.charge(took_s / n_requests, BRIEF_PRICE)
+        self._clock_s = max(self._clock_s, share.used_s)
+
     def rival(self, running: Share[T], clock_s: float) -> Share[T] | None:
         """The host whose small request comes before what ``running`` computes and has used up to ``clock_s`` for."""
         self._clock_s = max(self._clock_s, clock_s)

@@ -386,12 +386,17 @@ class HostLease:
         return pb.Ready(epoch=self.epoch)
 
     def _turn_around(self, channel: ServerChannel) -> None:
-        active = self._active
+        active, engine = self._active, self._engine
         assert active is not None, "channels are opened after the lease became active"
-        turnaround = Turnaround.for_channel(self._engine, active, channel.places)
+        if self._turnaround is not None:
+            return
+        # Where nobody computes meanwhile: calls are prepared in the block that others may be using.
+        turnaround = engine.run(
+            lambda: Turnaround.for_channel(engine, active, channel.places), self._share, CALIBRATION_TIMEOUT_S
+        )
         if turnaround is not None:
             self._turnaround = turnaround
-            self._engine.add_turnaround(turnaround)
+            engine.add_turnaround(turnaround)
             channel.express = turnaround
 
     @property

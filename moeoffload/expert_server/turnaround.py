@@ -57,14 +57,14 @@ class _Calls:
 class Turnaround(Express):
     """Made by `for_channel`. It keeps what the loop knows by its address, but not the channel's memory."""
 
-    def __init__(self, engine: Engine, host: ActiveHost, lead: LayerKernels, places: ChannelPlaces) -> None:
-        self.n_read = 0
+    def __init__(
+        self, engine: Engine, host: ActiveHost, lead: LayerKernels, arena: HostArena, places: ChannelPlaces
+    ) -> None:
+        self.n_read = self.n_unsent = 0
         self.looked_since = 0.0
         self._engine = engine
         self._host = host
         layout, compute = host.layout, host.compute_dtype
-        arena = host.workspace.arena(1)
-        assert isinstance(arena, HostArena), "kernels with a shape run on the CPU"
         calls = _prepare(arena, lead, layout.capacity, compute)
         self._block = block = (ctypes.c_int64 * tw.BLOCK_WORDS)()
         self._address = ctypes.addressof(block)
@@ -102,11 +102,12 @@ class Turnaround(Express):
 
     @classmethod
     def for_channel(cls, engine: Engine, host: ActiveHost, places: ChannelPlaces | None) -> Turnaround | None:
-        """One for a channel, or None where it has nothing to offer."""
+        """One for a channel, or None where it has nothing to offer. To be called while nobody computes."""
         lead = next((layer for layer in host.layers if layer is not None and layer.shape is not None), None)
-        if places is None or lead is None or not engine.may_turn_around:
+        arena = host.workspace.arena(1)
+        if places is None or lead is None or not isinstance(arena, HostArena) or not engine.may_turn_around:
             return None
-        return cls(engine, host, lead, places)
+        return cls(engine, host, lead, arena, places)
 
     def serve(self, spin: AdaptiveSpin) -> int | None:
         """See `Express`."""
@@ -115,6 +116,7 @@ class Turnaround(Express):
         if budget_s <= 0 or not engine.try_begin(self._host):
             return None
         layers = self._host.layers  # the lease may end: the experts stay until this is over
+        unsent = block[tw.UNSENT]
         served, waited_ns, compute_ns = block[tw.SERVED], block[tw.WAITED_NS], block[tw.COMPUTE_NS]
         try:
             block[tw.N_READ], block[tw.LIMIT_NS] = self.n_read, int(budget_s * _NS)
@@ -123,6 +125,7 @@ class Turnaround(Express):
             n_served = block[tw.SERVED] - served
             engine.end(self._host.share, n_served, (block[tw.COMPUTE_NS] - compute_ns) / _NS)
         self.n_read = block[tw.N_READ]
+        self.n_unsent += block[tw.UNSENT] - unsent
         self.looked_since = block[tw.LOOKED_SINCE] / _NS
         if n_served:
             spin.learn_from(n_served, (block[tw.WAITED_NS] - waited_ns) / _NS)

@@ -46,6 +46,7 @@ class Exchange:
         self._packer = packer
         self._block = block = (ctypes.c_int64 * xw.BLOCK_WORDS)()
         self._address = ctypes.addressof(block)
+        self._sent, self._taken = (ctypes.c_int64.from_buffer(block, word * 8) for word in (xw.SENT, xw.TAKEN))
         self._nobody_calls = ctypes.c_int64()
         places = channel.places
         place = places.slots[slot.index]
@@ -89,6 +90,7 @@ class Exchange:
             slot,
             self._post,
             self._address,
+            self._sent,
             hidden.data_ptr(),
             ids.data_ptr(),
             weights.data_ptr(),
@@ -113,7 +115,7 @@ class Exchange:
             ServerError: the channel is closed.
         """
         if not self._channel.look_by(
-            self._slot, self._collect, self._address, request_id, layer, n_rows, timeout_s=timeout_s
+            self._slot, self._collect, self._address, self._taken, request_id, layer, n_rows, timeout_s=timeout_s
         ):
             return False
         block = self._block

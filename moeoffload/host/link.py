@@ -319,8 +319,11 @@ class ExpertLink:
         left_s = max(min(LOOK_S, flight.deadline_s), flight.sent_at + flight.deadline_s - perf_counter())
         wait_s = left_s if within_s is None else min(within_s, left_s)
         gives_up = wait_s < left_s
-        if flight.exchange is not None and self._collect(flight, flight.exchange, wait_s, to):
-            return flight.views.combine(flight.n_rows)
+        if flight.exchange is not None:
+            started = perf_counter()
+            if self._collect(flight, flight.exchange, wait_s, to):
+                return self._sums(flight)
+            wait_s = max(0.0, wait_s - (perf_counter() - started))
         try:
             n_bytes = self._channel.wait(slot, wait_s, keep=gives_up)
         except DeadlineError:
@@ -343,6 +346,9 @@ class ExpertLink:
         if header.kind == Kind.ERROR:
             raise self._error(flight, header)
         self._count(flight, to, n_bytes, header.queue_us * 1e-6, header.compute_us * 1e-6)
+        return self._sums(flight)
+
+    def _sums(self, flight: _RemoteFlight) -> torch.Tensor:
         try:
             return flight.views.combine(flight.n_rows)
         except ServerError as error:

@@ -126,6 +126,7 @@ def _make_post(stamp: int) -> Callable[..., int]:
         entry[2] = request_id
         if of_semaphore(block[xw.POST], block[xw.REQUEST_SEMAPHORE]) != 0:
             return REFUSED
+        block[xw.SENT] = n_bytes
         ring_bell(line + BELL, n_sent + 1)
         return n_bytes
 
@@ -168,6 +169,7 @@ def _make_collect(stamp: int) -> Callable[[int, int, int, int, int], int]:
             or of_semaphore(block[xw.TRY_WAIT], block[xw.SEMAPHORE]) != 0
         ):
             return _SEEN_CALLED
+        block[xw.TAKEN] = 1
         block[xw.N_BYTES] = n_bytes
         block[xw.TIMES] = header[TIMES]
         return seen

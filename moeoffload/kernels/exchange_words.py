@@ -43,6 +43,11 @@ N_BYTES: Final = 24
 TIMES: Final = 25
 """That the server has written into it."""
 
+SENT: Final = 26
+"""Not 0 once the request is on its way: Python may be interrupted before it learns what `post` returned."""
+TAKEN: Final = 27
+"""Not 0 once the token of the reply is taken."""
+
 HEADER: Final = 32
 """A private copy of the header: what is shared can change at any time."""
 BLOCK_WORDS: Final = 40

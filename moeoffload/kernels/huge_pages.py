@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
 import torch
 from torch import nn
+
+from moeoffload.devices import free_now
 
 _PAGE_BYTES: Final = 1 << 21
 _MADV_HUGEPAGE: Final = 14
@@ -63,7 +64,7 @@ def move_to_huge_pages(parameters: Iterable[nn.Parameter]) -> int:
         if each.device.type == "cpu" and each.is_contiguous() and each.numel() * each.itemsize >= _PAGE_BYTES
     }
     n_bytes = sum(each.numel() * each.itemsize for each in large.values())
-    if not _system_has_huge_pages() or psutil.virtual_memory().available < _SPARE * n_bytes:
+    if not _system_has_huge_pages() or free_now(torch.device("cpu")) < _SPARE * n_bytes:
         return 0
     clean = _clean_file_mappings()
     for each in large.values():

@@ -126,7 +126,7 @@ def _compute(block: Any, call_address: int, body: int, reply: int) -> bool:
             call[words.OPERANDS] = body
     n_threads = view(block[tw.THREADS], np.int64, tw.MOST_ROWS + 1)[n_rows]
     call[words.ITEM_GROUPS] = _ALL_GROUPS
-    if n_threads == 1:
+    if n_threads == 1 or block[tw.TEAM] == 0:
         call[words.PHASES] = _ALL_PHASES
         _run_kernel(block[tw.KERNEL], call_address)
     else:
@@ -161,9 +161,6 @@ def _answer(address: int, line: int, received: int) -> bool:
         return False
     reply = slot[tw.REPLY]
     if not _compute(block, call_address, slot[tw.REQUEST] + HEADER_BYTES, reply + HEADER_BYTES):
-        return False
-    # Who rings has posted before: there is a token, unless the host does not keep to the rules.
-    if of_semaphore(block[tw.TRY_WAIT], block[tw.REQUEST_SEMAPHORE]) != 0:
         return False
     n_rows = header[ROWS] & LOW
     took = clock_ns(block[tw.CLOCK]) - received
@@ -215,10 +212,17 @@ def _make_turnaround(stamp: int) -> Callable[[int], int]:
             if finished(following + BELL) == n_read + 2:
                 return _SEEN_NEWS
             received = clock_ns(clock)
+            # Who rings has posted before: there is a token, unless the host does not keep to the rules. It comes first,
+            # since it orders memory on every architecture.
+            if of_semaphore(block[tw.TRY_WAIT], block[tw.REQUEST_SEMAPHORE]) != 0:
+                return _SEEN_NEWS
             if not _answer(address, line, received):
+                of_semaphore(block[tw.POST], block[tw.REQUEST_SEMAPHORE])
                 return _SEEN_NEWS
             block[tw.WAITED_NS] += received - done
             done = clock_ns(clock)
+            if finished(block[tw.CALL]) != 0:
+                return _SEEN_CALLED
         return _SEEN_CALLED
 
     return turnaround

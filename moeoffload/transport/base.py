@@ -191,6 +191,8 @@ class Express(ABC):
 
     n_read: int
     """Requests that were taken off the ring; set before `serve`, which counts on."""
+    n_unsent: int
+    """Replies whose host has filled its semaphore; whoever reads it sets it back to 0."""
     looked_since: float
     """When its last look began, perf_counter seconds."""
 

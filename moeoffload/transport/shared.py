@@ -6,6 +6,7 @@ A request or reply costs its sender one ring entry or line and one semaphore pos
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -50,6 +51,8 @@ class SharedHostEnd(PooledHostChannel):
         self._n_sent = 0
         self._awaited = [0] * sizes.n_slots
         """Per slot the request id whose reply is to come."""
+        self._looked_since: list[float | None] = [None] * sizes.n_slots
+        """Per slot since when `look_by` has looked, if it has found nothing."""
         self._spin = AdaptiveSpin(spin_limit_s)
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
@@ -70,10 +73,17 @@ class SharedHostEnd(PooledHostChannel):
         """Where its frames lie, for `send_by` and `look_by`."""
         return self._segment.places
 
-    def send_by(self, slot: HostSlot, post: Callable[..., int], block: int, *values: int) -> int:
+    def send_by(self, slot: HostSlot, post: Callable[..., int], block: int, sent: ctypes.c_int64, *values: int) -> int:
         """As `send`, by compiled code: ``post(block, n_sent, *values)`` writes the frame and announces it.
 
         The frame is the n-th of the channel, counted from 0, and has the id ``next_id(slot)``.
+
+        Args:
+            slot: acquired.
+            post: see above.
+            block: what it works on.
+            sent: not 0 as soon as the frame is on its way; an exception, of Ctrl-C, may come before ``post`` returns.
+            values: see above.
 
         Returns:
             what ``post`` has: the bytes of the frame; nothing was sent if that is not positive.
@@ -87,17 +97,29 @@ class SharedHostEnd(PooledHostChannel):
         self._enter()
         try:
             with self._ring:
-                n_bytes = post(block, self._n_sent, *values)
-                if n_bytes > 0:
-                    self._n_sent += 1
-                    self._awaited[index] = self._ids[index]
-                    self._mark_sent(slot)
+                sent.value = 0
+                try:
+                    return post(block, self._n_sent, *values)
+                finally:
+                    if sent.value:
+                        self._n_sent += 1
+                        self._awaited[index] = self._ids[index]
+                        self._mark_sent(slot)
         finally:
             self._leave()
-        return n_bytes
 
-    def look_by(self, slot: HostSlot, collect: Callable[..., int], block: int, *values: int, timeout_s: float) -> bool:
+    def look_by(
+        self,
+        slot: HostSlot,
+        collect: Callable[..., int],
+        block: int,
+        taken: ctypes.c_int64,
+        *values: int,
+        timeout_s: float,
+    ) -> bool:
         """Looks for a reply as long as that pays, by compiled code: ``collect(block, *values, limit_ns)``.
+
+        ``taken`` is not 0 as soon as the reply is had, see ``sent`` of `send_by`.
 
         Returns:
             whether it came and was as it should be, as if `wait` had returned; else it can still be waited for.
@@ -112,19 +134,22 @@ class SharedHostEnd(PooledHostChannel):
         if self._words[SERVER_CLOSED]:
             self._check_open()
         self._enter()
+        started = perf_counter()
+        taken.value = 0
         try:
-            started = perf_counter()
             seen = collect(block, *values, int(budget_s * 1e9))
         finally:
+            if taken.value:
+                self._states[index] = SlotState.HELD
             self._leave()
-        if seen != Seen.NEWS:
-            if seen == Seen.CROWDED:
-                spin.met(seen)
+        if seen == Seen.CALLED:
             return False
         spin.met(seen)
-        spin.learn(perf_counter() - started)
-        self._states[index] = SlotState.HELD
-        return True
+        if seen == Seen.NEWS:
+            spin.learn(perf_counter() - started)
+            return True
+        self._looked_since[index] = started
+        return False
 
     def _drop_spare_replies(self, index: int) -> None:
         """Drops the reply before, should it come once more: nobody has asked for anything since."""
@@ -146,7 +171,9 @@ class SharedHostEnd(PooledHostChannel):
             if left_s <= 0:
                 raise DeadlineError
             # A token without its reply is the wake-up of a close(), or of nobody: look again.
-            took = self._spin.acquire(semaphore, bell, awaited, left_s if left_s < READ_POLL_S else READ_POLL_S)
+            looked_since, self._looked_since[index] = self._looked_since[index], None
+            poll_s = left_s if left_s < READ_POLL_S else READ_POLL_S
+            took = self._spin.acquire(semaphore, bell, awaited, poll_s, looked_since)
             if took and self._words[at + 1] == awaited:
                 return self._words[at]
 
@@ -219,9 +246,11 @@ class SharedServerEnd(PooledServerChannel):
                 express.n_read = n_read
                 seen = express.serve(self._spin)
                 n_read = express.n_read
+                self.n_dropped += express.n_unsent
+                express.n_unsent = 0
                 if seen == Seen.CALLED:
                     continue
-                if seen == Seen.NOTHING:
+                if seen is not None:
                     looked_since = express.looked_since
             place = n_read % len(ring)
             at = ring[place]
@@ -264,9 +293,8 @@ class SharedServerEnd(PooledServerChannel):
         self._words[SERVER_CLOSED] = 1
         if self.express is not None:
             self.express.call_back()
-        self._segment.request_semaphore.release()
-        for semaphore in self._segment.reply_semaphores:
-            with suppress(OSError):  # full: its host is awake anyway
+        for semaphore in (self._segment.request_semaphore, *self._segment.reply_semaphores):
+            with suppress(OSError):  # full: whoever waits for it is awake anyway
                 semaphore.release()
         if self._reader is not threading.current_thread():
             self._reader.join()  # it frees the segment

@@ -87,17 +87,19 @@ class AdaptiveSpin:
             timeout_s: deadline in seconds; 0 does not wait.
             looked_since: since when (perf_counter seconds) somebody else has looked, as long as it pays.
         """
-        start = perf_counter() if looked_since is None else looked_since
+        begun = perf_counter()
+        start = begun if looked_since is None else looked_since
         budget_s = min(self.budget_s, timeout_s) if looked_since is None else 0.0
         try:
             if budget_s > 0:
                 seen = self._watch.word(bell, value, budget_s, CROWDED_S)
                 if seen != Seen.NEWS or self._crowds:
                     self.met(seen)
-            if semaphore.value or timeout_s <= 0:
+            left_s = timeout_s - (perf_counter() - begun)
+            if semaphore.value or left_s <= 0:
                 semaphore.acquire(0)
             else:
-                _sleep(semaphore, timeout_s)
+                _sleep(semaphore, left_s)
         except (posix_ipc.BusyError, posix_ipc.SignalError):
             return False
         finally:

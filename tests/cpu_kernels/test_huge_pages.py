@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -78,7 +76,7 @@ def test_what_was_written_to_a_mapped_file_is_not_lost(tmp_path: Path) -> None:
 def test_nothing_moves_where_there_is_too_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     only = parameter(4)
     place = only.data_ptr()
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=7 * MIB))
+    monkeypatch.setattr(huge_pages, "free_now", lambda device: 7 * MIB)
     assert move_to_huge_pages([only]) == 0
     assert only.data_ptr() == place
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from time import perf_counter
 from typing import Any
 
 import posix_ipc
@@ -71,6 +72,16 @@ class Bell:
 
     def ring(self, value: int) -> None:
         self._word.value = value
+
+
+def test_a_look_by_somebody_else_counts_and_is_not_repeated(semaphore: posix_ipc.Semaphore) -> None:
+    spin, bell = AdaptiveSpin(200e-6), Bell()
+    assert spin.budget_s > 0
+    assert not spin.acquire(semaphore, bell.address, 1, 0.01, looked_since=perf_counter() - 10.0)
+    before = spin._mean_s
+    semaphore.release()
+    assert spin.acquire(semaphore, bell.address, 1, 1.0, looked_since=perf_counter() - 10.0)  # the bell is silent
+    assert spin._mean_s > before
 
 
 def test_exactly_one_token_is_taken(semaphore: posix_ipc.Semaphore) -> None:
