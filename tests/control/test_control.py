@@ -213,7 +213,7 @@ def test_draining_keeps_attached_hosts_refuses_new_ones_and_ends_with_the_last(s
             assert health_of(server.address, "") == health_pb2.HealthCheckResponse.NOT_SERVING
             assert health_of(server.address, SERVICE_NAME) == health_pb2.HealthCheckResponse.NOT_SERVING
             with pytest.raises(ServerError, match=f"{server.address}: .*draining"):
-                open_model(DEMO, experts=[server.address], threads=1)
+                open_model(DEMO, experts=[server.address], threads=1, connect_timeout_s=5.0)
             with raw_host(server.address) as other, pytest.raises(grpc.RpcError, match="draining"):
                 other.hello()
             assert torch.equal(logits_of(model), before)

@@ -1,4 +1,4 @@
-"""About a minute of what bench/fuzz.py does for ten: a real server under fuzzed frames, calls and connections."""
+"""About half a minute of what bench/fuzz.py does for ten: a real server under fuzzed frames, calls and connections."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "bench"))
 from fuzz import Row, fuzz_server, fuzz_targets
 
-SERVER_S = 22.0
-TARGETS_S = 12.0
+SERVER_S = 12.0
+TARGETS_S = 8.0
 SEED = 7
 
 
