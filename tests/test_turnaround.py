@@ -309,26 +309,15 @@ def test_a_host_that_was_alone_does_not_pay_for_it_when_others_come() -> None:
     assert turns.count("first") == turns.count("second") == 3
 
 
-def test_without_threads_of_torchs_pool_one_thread_computes() -> None:
+@pytest.mark.parametrize("has_team", [True, False])
+def test_two_threads_compute_the_same_and_one_where_there_is_no_pool(has_team: bool) -> None:
     with one_host() as host:
         expected = host.call(2, 4)[1]
         assert host.turnaround is not None
-        block = host.turnaround._block
-        block[tw.TEAM] = 0
-        threads = (ctypes.c_int64 * (MOST_ROWS + 1)).from_address(block[tw.THREADS])
-        for n_rows in range(MOST_ROWS + 1):
-            threads[n_rows] = 2
-        before = host.n_compiled
-        assert host.call(2, 4)[1] == expected
-        assert host.n_compiled == before + 1
-
-
-def test_two_threads_of_torchs_pool_compute_the_same() -> None:
-    with one_host() as host:
-        assert host.turnaround is not None
-        expected = host.call(2, 4)[1]
         block = host.turnaround._block
         assert block[tw.TEAM]
+        if not has_team:
+            block[tw.TEAM] = 0
         threads = (ctypes.c_int64 * (MOST_ROWS + 1)).from_address(block[tw.THREADS])
         for n_rows in range(MOST_ROWS + 1):
             threads[n_rows] = 2
