@@ -41,8 +41,7 @@ def serve_steps(pipe: Connection) -> None:
     engine = Engine(Pace())
     config = CONFIG_MAPPING["qwen3_moe"](hidden_size=HIDDEN, moe_intermediate_size=32, num_experts=1)
     config._experts_implementation = "eager"
-    with torch.device("cpu"):
-        experts = Qwen3MoeExperts(config).to(torch.bfloat16).eval().requires_grad_(False)
+    experts = Qwen3MoeExperts(config).to(torch.bfloat16).eval().requires_grad_(False)
     for parameter in experts.parameters():
         parameter.zero_()
     layer = prepare_layer(experts, engine.kernel_workspace, "tiled")

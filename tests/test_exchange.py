@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from moeoffload.errors import ServerError
 from moeoffload.host.exchange import Exchange
 from moeoffload.kernels.pack import RowPacker
+from moeoffload.kernels.watch import Seen
 from moeoffload.payload import PayloadDtype
 from moeoffload.transport import ChannelSizes, ServerChannel, ServerSlot, SharedServerEnd, open_shared
 from moeoffload.wire import HEADER_BYTES, ErrorCode, Flag, FrameHeader, FrameLayout, Kind
@@ -201,8 +203,9 @@ def test_replies_that_come_twice_are_dropped_and_counted(ends: Ends) -> None:
     ends.send(Rows(1), ALL, holds_all=True)
     assert ends.receive(1)
     ends.times = 1
-    while len(ends.frames) < 1 or ends.host._segment.reply_semaphores[ends.slot.index].value < 2:
-        pass  # the two others are on their way
+    until = time.monotonic() + SOON_S
+    while ends.host._segment.reply_semaphores[ends.slot.index].value < 2:  # the two others are on their way
+        assert time.monotonic() < until
     ends.send(Rows(1), ALL, holds_all=True)
     assert ends.receive(1)
     assert ends.host.n_stale == 2
@@ -243,6 +246,17 @@ def test_a_wait_that_is_interrupted_does_not_lose_the_slot(ends: Ends) -> None:
         assert ends.host.is_idle
         assert ends.host.acquire(SOON_S) is ends.slot
     assert ends.host.n_abandoned == 0
+
+
+def test_a_look_that_found_nothing_does_not_count_for_the_next_request(ends: Ends) -> None:
+    ends.send(Rows(1), ALL, holds_all=True)
+    nothing = Seen.NOTHING
+    assert not ends.host.look_by(ends.slot, lambda *values: nothing, 0, ends.exchange._taken, timeout_s=1.0)
+    assert ends.host._looked_since[ends.slot.index] is not None
+    assert ends.receive(1)
+    ends.send(Rows(1), ALL, holds_all=True)
+    assert ends.host._looked_since[ends.slot.index] is None
+    assert ends.receive(1)
 
 
 def test_a_channel_that_either_side_has_closed_says_so(ends: Ends) -> None:

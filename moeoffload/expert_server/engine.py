@@ -40,7 +40,7 @@ _STOP: Final = None
 T = TypeVar("T")
 
 
-class Turnaround(Protocol):
+class Tallied(Protocol):
     """Whoever answers small requests between `Engine.try_begin` and `Engine.end`."""
 
     @property
@@ -59,7 +59,7 @@ class Engine:
         self._called = ctypes.c_int64()
         """Not 0 when there is something else to do than to answer small requests of the lease at work."""
         self.call_address = ctypes.addressof(self._called)
-        self._turnarounds: list[Turnaround] = []
+        self._turnarounds: list[Tallied] = []
         self._counting = threading.Lock()
         self.shares: FairShares[Request | Job] = FairShares()
         self._batcher = Batcher(self.shares, coalesce=coalesce, window_s=collect_window_s)
@@ -94,12 +94,12 @@ class Engine:
                 counters.add_small(*totals)
         return counters
 
-    def add_turnaround(self, turnaround: Turnaround) -> None:
+    def add_turnaround(self, turnaround: Tallied) -> None:
         """From now on its totals count."""
         with self._counting:
             self._turnarounds.append(turnaround)
 
-    def forget_turnaround(self, turnaround: Turnaround) -> None:
+    def forget_turnaround(self, turnaround: Tallied) -> None:
         """It has ended; what it has done stays counted."""
         with self._counting:
             if turnaround in self._turnarounds:

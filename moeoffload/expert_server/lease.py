@@ -388,7 +388,7 @@ class HostLease:
     def _turn_around(self, channel: ServerChannel) -> None:
         active, engine = self._active, self._engine
         assert active is not None, "channels are opened after the lease became active"
-        if self._turnaround is not None:
+        if self._turnaround is not None or channel.places is None:
             return
         # Where nobody computes meanwhile: calls are prepared in the block that others may be using.
         turnaround = engine.run(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -19,7 +18,7 @@ from moeoffload.expert_server.requests import ActiveHost
 from moeoffload.kernels import LayerKernels
 from moeoffload.kernels import turnaround_words as tw
 from moeoffload.kernels.pack import convert_program, encode_program, unpack_program
-from moeoffload.kernels.program import c_function
+from moeoffload.kernels.program import functions_of_a_look
 from moeoffload.kernels.turnaround_program import turnaround_program
 from moeoffload.kernels.watch import Seen
 from moeoffload.kernels.workspace import PreparedCall
@@ -30,28 +29,6 @@ from moeoffload.wire import FrameHeader, Kind
 MOST_IN_A_ROW: Final = 16
 """Requests after which Python looks what else there is: the times are shared out and learned from then."""
 _NS: Final = 1e9
-_C_FUNCTIONS: Final = {
-    tw.CLOCK: "clock_gettime",
-    tw.YIELD: "sched_yield",
-    tw.GETRUSAGE: "getrusage",
-    tw.TRY_WAIT: "sem_trywait",
-    tw.POST: "sem_post",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """The calls that were prepared: weights of the compute dtype and of float32, each for 0 to MOST_ROWS rows."""
-
-    prepared: tuple[PreparedCall | None, ...]
-
-    @property
-    def addresses(self) -> list[int]:
-        return [0 if call is None else call.arena.address for call in self.prepared]
-
-    @property
-    def threads(self) -> list[int]:
-        return [0 if call is None else call.n_threads for call in self.prepared[: tw.MOST_ROWS + 1]]
 
 
 class Turnaround(Express):
@@ -65,7 +42,9 @@ class Turnaround(Express):
         self._engine = engine
         self._host = host
         layout, compute = host.layout, host.compute_dtype
-        calls = _prepare(arena, lead, layout.capacity, compute)
+        rounded, exact = (_prepare(arena, lead, layout.capacity, dtype) for dtype in (compute, torch.float32))
+        calls = [0 if call is None else call.arena.address for call in (*rounded, *exact)]
+        threads = [0 if call is None else call.n_threads for call in rounded]
         self._block = block = (ctypes.c_int64 * tw.BLOCK_WORDS)()
         self._address = ctypes.addressof(block)
         self._called_back = ctypes.c_int64(1)
@@ -76,9 +55,9 @@ class Turnaround(Express):
         encodes = encode_program(back)[0]
         slots = [word for each in places.slots for word in (each.request, each.reply, each.line, each.semaphore)]
         layers = [_block_of(layer, lead) for layer in host.layers]
-        tables = [_table(values) for values in (slots, layers, calls.addresses, calls.threads)]
+        tables = [_table(values) for values in (slots, layers, calls, threads)]
         block[tw.SLOTS], block[tw.LAYERS], block[tw.CALLS], block[tw.THREADS] = map(ctypes.addressof, tables)
-        self._kept: tuple[Any, ...] = (calls, arena, converts, unpacks, encodes, tables)
+        self._kept: tuple[Any, ...] = (rounded, exact, arena, converts, unpacks, encodes, tables)
         block[tw.CALL] = engine.call_address
         block[tw.RING], block[tw.N_SLOTS] = places.ring, len(places.slots)
         block[tw.REQUEST_SEMAPHORE] = places.semaphore
@@ -97,8 +76,7 @@ class Turnaround(Express):
         block[tw.CONVERT] = 0 if converts is None else converts.address
         block[tw.UNPACK_ROUNDED], block[tw.UNPACK_F32] = (each.address for each in unpacks)
         block[tw.ENCODE] = encodes.address
-        for word, name in _C_FUNCTIONS.items():
-            block[word] = c_function(name)
+        block[tw.CLOCK : tw.POST + 1] = functions_of_a_look()
 
     @classmethod
     def for_channel(cls, engine: Engine, host: ActiveHost, places: ChannelPlaces | None) -> Turnaround | None:
@@ -145,15 +123,15 @@ class Turnaround(Express):
         return block[tw.SERVED], block[tw.SERVED_ROWS], block[tw.COMPUTE_NS] / _NS
 
 
-def _prepare(arena: HostArena, lead: LayerKernels, capacity: int, compute: torch.dtype) -> _Calls:
-    rows = range(1, min(tw.MOST_ROWS, capacity) + 1)
-    prepared: list[PreparedCall | None] = []
-    for weights_dtype in (compute, torch.float32):
-        calls: list[PreparedCall | None] = [None] * (tw.MOST_ROWS + 1)
-        for n_rows in rows:
-            calls[n_rows] = lead.prepare(*arena.part(0, n_rows, weights_dtype))
-        prepared += calls
-    return _Calls(tuple(prepared))
+def _prepare(
+    arena: HostArena, lead: LayerKernels, capacity: int, weights_dtype: torch.dtype
+) -> list[PreparedCall | None]:
+    """The calls of 0 to MOST_ROWS rows; None where there is none."""
+    most = min(tw.MOST_ROWS, capacity)
+    return [
+        lead.prepare(*arena.part(0, n_rows, weights_dtype)) if 1 <= n_rows <= most else None
+        for n_rows in range(tw.MOST_ROWS + 1)
+    ]
 
 
 def _block_of(layer: LayerKernels | None, lead: LayerKernels) -> int:

@@ -10,27 +10,20 @@ import torch
 from moeoffload.kernels import exchange_words as xw
 from moeoffload.kernels.exchange_program import exchange_programs
 from moeoffload.kernels.pack import RowPacker
-from moeoffload.kernels.program import c_function
+from moeoffload.kernels.program import functions_of_a_look
 from moeoffload.transport import HostSlot, SharedHostEnd
 from moeoffload.transport.waiting import CROWDED_S
 from moeoffload.wire import FrameHeader, FrameLayout, Kind
 
 _NS: Final = 1e9
 _LOW: Final = 0xFFFF_FFFF
-_C_FUNCTIONS: Final = {
-    xw.CLOCK: "clock_gettime",
-    xw.YIELD: "sched_yield",
-    xw.GETRUSAGE: "getrusage",
-    xw.TRY_WAIT: "sem_trywait",
-    xw.POST: "sem_post",
-}
 
 
 class Exchange:
     """Not thread-safe, as its slot. What it leaves undone is to be done the long way, which says what is wrong.
 
     Attributes:
-        queue_s, compute_s: what the server has written into the last reply.
+        queue_s, compute_s: what the server has written into the last reply, in seconds.
         n_bytes: of the last reply.
     """
 
@@ -63,8 +56,7 @@ class Exchange:
         block[xw.PACK], block[xw.PACK_CALL] = packer.compiled
         block[xw.CALL] = ctypes.addressof(self._nobody_calls)
         block[xw.CROWDED_NS] = int(CROWDED_S * _NS)
-        for word, name in _C_FUNCTIONS.items():
-            block[word] = c_function(name)
+        block[xw.CLOCK : xw.POST + 1] = functions_of_a_look()
 
     def send(
         self,
@@ -78,6 +70,15 @@ class Exchange:
         timeout_s: float,
     ) -> int:
         """Sends what `RowPacker.pack` would pack, if the packer ``takes`` it; the packer can be asked what that was.
+
+        Args:
+            layer: running number of the MoE layer.
+            hidden: (n, hidden) of the packer's source dtype.
+            ids: (n, top_k) int64 expert numbers.
+            weights: (n, top_k) float32 or of the source dtype.
+            table: (n_experts,) int16, the slot of each expert, -1 for those that are elsewhere.
+            holds_all: no expert is elsewhere.
+            timeout_s: how long the reply will be waited for, in seconds; goes into the header.
 
         Returns:
             the bytes of the frame; 0 if no row has an expert there; less if nothing was done.
@@ -110,6 +111,10 @@ class Exchange:
 
     def receive(self, request_id: int, layer: int, n_rows: int, timeout_s: float) -> bool:
         """Looks for the sums, as long as that pays; whether they are there, checked and ready to be read.
+
+        Args:
+            request_id, layer, n_rows: of what was sent.
+            timeout_s: longest look, in seconds.
 
         Raises:
             ServerError: the channel is closed.

@@ -17,6 +17,7 @@ from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.exchange import Exchange
 from moeoffload.host.flight import Flight
+from moeoffload.kernels.exchange_program import REFUSED
 from moeoffload.kernels.pack import RowPacker
 from moeoffload.page_locked import PageLocked
 from moeoffload.payload import describe_bad_row, encode_rows
@@ -194,7 +195,7 @@ class ExpertLink:
         """See `ShardLink`."""
         assert isinstance(flight, _RemoteFlight)
         channel, slot = self._channel, flight.slot
-        n_bytes = -1
+        n_bytes = REFUSED
         try:
             few = flight.packer.takes(hidden, ids, weights)
             if few and flight.exchange is not None:

@@ -50,11 +50,11 @@ from moeoffload.kernels.pack import (
 )
 from moeoffload.kernels.phases import view
 from moeoffload.kernels.program import compile_entry, source_stamp
-from moeoffload.kernels.watch import look_for
+from moeoffload.kernels.watch import Seen, look_for
 
 _MOST_SPARE: Final = 8
-_SEEN_NEWS: Final = 1
-_SEEN_CALLED: Final = 3
+_SEEN_NEWS: Final = int(Seen.NEWS)
+_SEEN_CALLED: Final = int(Seen.CALLED)
 REFUSED: Final = -1
 """Nothing was sent: Python knows why."""
 _POST_ARGUMENTS: Final = 13
@@ -180,6 +180,8 @@ def _make_collect(stamp: int) -> Callable[[int, int, int, int, int], int]:
 @functools.cache
 def exchange_programs() -> tuple[Any, Callable[..., int], Callable[[int, int, int, int, int], int]]:
     """What keeps the code, and the two pieces; the first call compiles them or loads them from the on-disk cache.
+
+    All arguments are int64, tensors and blocks their addresses (shapes: `RowPacker.pack`).
 
     ``post(block, n_sent, hidden, ids, weights, n_rows, weights_are_f32, table, n_experts, holds_all, layer, request_id,
     timeout_us)`` packs rows as `RowPacker` does and sends them as the n-th request of the channel, counted from 0. It

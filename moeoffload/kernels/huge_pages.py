@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +23,6 @@ from moeoffload.devices import free_now
 _PAGE_BYTES: Final = 1 << 21
 _MADV_HUGEPAGE: Final = 14
 _MADV_DONTNEED: Final = 4
-_SMALL_PAGE_BYTES: Final = 4096
 _SYSTEM_SAYS: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SPARE: Final = 2
 """So many times what is to be moved has to be available."""
@@ -114,7 +114,8 @@ def _clean_file_mappings() -> list[range]:
 
 def _let_go(values: torch.Tensor, clean: list[range]) -> None:
     """Takes what was only read from a file out of this process's memory; it stays in the system's cache."""
-    start = -(-values.data_ptr() // _SMALL_PAGE_BYTES) * _SMALL_PAGE_BYTES
-    end = (values.data_ptr() + values.numel() * values.itemsize) // _SMALL_PAGE_BYTES * _SMALL_PAGE_BYTES
+    page = mmap.PAGESIZE
+    start = -(-values.data_ptr() // page) * page
+    end = (values.data_ptr() + values.numel() * values.itemsize) // page * page
     if start < end and any(start in mapping and end - 1 in mapping for mapping in clean):
         _madvise()(start, end - start, _MADV_DONTNEED)

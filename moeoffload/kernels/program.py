@@ -165,6 +165,8 @@ def row_dtype(dtype: torch.dtype) -> torch.dtype:
 
 ITEM_GROUPS: Final = 16
 """Groups of four weight rows that a thread claims at a time."""
+ALL_GROUPS: Final = 1 << 30
+"""A single thread claims all of a phase at once."""
 
 # Waking another thread costs some microseconds, in which one core reads this much.
 _BYTES_PER_THREAD: Final = 1 << 18
@@ -226,6 +228,12 @@ def _team() -> _Team | None:
 def c_function(name: str) -> int:
     """Address of a function of the C library."""
     return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
+
+
+def functions_of_a_look() -> list[Any]:
+    """Addresses of what compiled code on shared memory calls: CLOCK, YIELD, GETRUSAGE, TRY_WAIT, POST of its block."""
+    names = ("clock_gettime", "sched_yield", "getrusage", "sem_trywait", "sem_post")
+    return [c_function(name) for name in names]
 
 
 @functools.cache

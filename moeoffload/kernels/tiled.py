@@ -14,12 +14,10 @@ from moeoffload.kernels import words
 from moeoffload.kernels.company import bears_company
 from moeoffload.kernels.layout import ExpertsLayout
 from moeoffload.kernels.phases import N_HIT, N_PRESENT, SUM_COLUMNS
-from moeoffload.kernels.program import ITEM_GROUPS, c_function, experts_program, row_dtype, threads_for
+from moeoffload.kernels.program import ALL_GROUPS, ITEM_GROUPS, c_function, experts_program, row_dtype, threads_for
 from moeoffload.kernels.tile import WEIGHT_ROWS
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, PreparedCall, layer_shape
 
-ALL_GROUPS: Final = 1 << 30
-"""A single thread claims all of a phase at once."""
 _COUNTER_OF: Final = {words.UP_PHASE: 0, words.ACTIVATE_PHASE: 1, words.DOWN_PHASE: 2, words.SUM_PHASE: 3}
 """Number of a phase's line of counters."""
 

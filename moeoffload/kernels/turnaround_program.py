@@ -39,16 +39,15 @@ from moeoffload.kernels.frame_program import (
     ring_bell,
 )
 from moeoffload.kernels.phases import view
-from moeoffload.kernels.program import ITEM_GROUPS, compile_entry, source_stamp
+from moeoffload.kernels.program import ALL_GROUPS, ITEM_GROUPS, compile_entry, source_stamp
 from moeoffload.kernels.vector_ir import finished
-from moeoffload.kernels.watch import clock_ns, look_for
+from moeoffload.kernels.watch import Seen, clock_ns, look_for
 
 _ROUTE_BYTES: Final = 4
 """Of a weight in the frame; slots follow the weights."""
-_ALL_GROUPS: Final = 1 << 30
 _ALL_PHASES: Final = words.PLAN_PHASE | words.COMPUTE_PHASES
-_SEEN_NEWS: Final = 1
-_SEEN_CALLED: Final = 3
+_SEEN_NEWS: Final = int(Seen.NEWS)
+_SEEN_CALLED: Final = int(Seen.CALLED)
 
 
 @intrinsic
@@ -125,7 +124,7 @@ def _compute(block: Any, call_address: int, body: int, reply: int) -> bool:
         if block[tw.ROWS_ARE_OPERANDS]:
             call[words.OPERANDS] = body
     n_threads = view(block[tw.THREADS], np.int64, tw.MOST_ROWS + 1)[n_rows]
-    call[words.ITEM_GROUPS] = _ALL_GROUPS
+    call[words.ITEM_GROUPS] = ALL_GROUPS
     if n_threads == 1 or block[tw.TEAM] == 0:
         call[words.PHASES] = _ALL_PHASES
         _run_kernel(block[tw.KERNEL], call_address)
@@ -146,7 +145,7 @@ def _compute(block: Any, call_address: int, body: int, reply: int) -> bool:
 def _answer(address: int, line: int, received: int) -> bool:
     """Answers the request that a line of the ring announces; False if that is left to Python, and nothing was done."""
     block = view(address, np.int64, tw.BLOCK_WORDS)
-    entry = view(line, np.int64, 4)
+    entry = view(line, np.int64, 3)
     index, n_bytes, request_id = entry[0], entry[1], entry[2]
     if index < 0 or index >= block[tw.N_SLOTS]:
         return False
@@ -172,16 +171,17 @@ def _answer(address: int, line: int, received: int) -> bool:
     answer = view(reply, np.int64, HEADER_WORDS)
     for word in range(HEADER_WORDS):
         answer[word] = header[word]
+    # Before the host can have the reply, and ask what was done.
+    block[tw.N_READ] += 1
+    block[tw.SERVED] += 1
+    block[tw.SERVED_ROWS] += n_rows
+    block[tw.COMPUTE_NS] += took
     announcement = view(slot[tw.LINE], np.int64, 2)
     announcement[0] = HEADER_BYTES + header[BODY_BYTES]
     announcement[1] = request_id
     if of_semaphore(block[tw.POST], slot[tw.SEMAPHORE]) != 0:
         block[tw.UNSENT] += 1
     ring_bell(slot[tw.LINE] + REPLY_BELL, request_id)
-    block[tw.N_READ] += 1
-    block[tw.SERVED] += 1
-    block[tw.SERVED_ROWS] += n_rows
-    block[tw.COMPUTE_NS] += took
     return True
 
 

@@ -59,14 +59,18 @@ class SharedHostEnd(PooledHostChannel):
         words, index = self._words, slot.index
         if self._segment.reply_semaphores[index].value:
             self._drop_spare_replies(index)
-        self._awaited[index] = request_id
-        self._mark_sent(slot)
+        self._expect(slot, request_id)
         with self._ring:  # the n-th post must come after the n-th entry
             at = self._ring_at[self._n_sent % len(self._ring_at)]
             self._n_sent += 1
             words[at], words[at + 1], words[at + 2] = index, n_bytes, request_id
             self._segment.request_semaphore.release()
             words[at + 3] = self._n_sent
+
+    def _expect(self, slot: HostSlot, request_id: int) -> None:
+        self._awaited[slot.index] = request_id
+        self._looked_since[slot.index] = None
+        self._mark_sent(slot)
 
     @property
     def places(self) -> ChannelPlaces:
@@ -103,8 +107,7 @@ class SharedHostEnd(PooledHostChannel):
                 finally:
                     if sent.value:
                         self._n_sent += 1
-                        self._awaited[index] = self._ids[index]
-                        self._mark_sent(slot)
+                        self._expect(slot, self._ids[index])
         finally:
             self._leave()
 
