@@ -21,6 +21,8 @@ import torch
 from numba import types
 
 from moeoffload.kernels import words
+from moeoffload.kernels.matrix_phases import project_as_fits
+from moeoffload.kernels.matrix_tile import may_use_matrix_unit
 from moeoffload.kernels.phases import (
     convert,
     make_plan,
@@ -49,7 +51,7 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
         n_routes = n_rows * top_k
         counters = address + np.int64(words.COUNTERS * 8)
         item_groups, limit = call[words.ITEM_GROUPS], call[words.LIMIT]
-        yield_address = call[words.YIELD]
+        yield_address, packed = call[words.YIELD], call[words.PACKED]
         plan = view(call[words.PLAN], np.int32, plan_words(n_experts, n_routes))
         operands = view(call[words.OPERANDS], row_type, n_rows * hidden)
         up = view(call[words.UP], weight_type, n_routes * up_columns)
@@ -57,7 +59,7 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
         down = view(call[words.DOWN], weight_type, n_routes * hidden)
 
         if phases & words.PLAN_PHASE:
-            for counter in range(4):
+            for counter in range(words.N_COUNTERS):
                 call[words.COUNTERS + counter * words.COUNTER_WORDS] = 0
                 call[words.COUNTERS + counter * words.COUNTER_WORDS + 1] = 0
             call[words.BAD_ROUTE] = make_plan(view(call[words.SLOTS], np.int64, n_routes), top_k, n_experts, plan)
@@ -70,7 +72,10 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
             weights = view(layer[words.UP_WEIGHT], weight_type, n_experts * up_columns * hidden)
             bias = view(layer[words.UP_BIAS], weight_type, n_experts * up_columns)
             mode = 2 if layer[words.UP_BIAS] != 0 else 0
-            n_items = project(
+            n_items = project_as_fits(
+                packed,
+                counters + 256,
+                yield_address,
                 plan,
                 n_experts,
                 n_routes,
@@ -94,7 +99,10 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
             weights = view(layer[words.DOWN_WEIGHT], weight_type, n_experts * hidden * inter)
             bias = view(layer[words.DOWN_BIAS], weight_type, n_experts * hidden)
             mode = 2 if layer[words.DOWN_BIAS] != 0 else 0
-            n_items = project(
+            n_items = project_as_fits(
+                packed,
+                counters + 320,
+                yield_address,
                 plan,
                 n_experts,
                 n_routes,
@@ -272,6 +280,8 @@ _SOURCES: Final = (
     "exchange_program.py",
     "exchange_words.py",
     "frame_program.py",
+    "matrix_phases.py",
+    "matrix_tile.py",
     "norm_program.py",
     "pack.py",
     "packed_tile.py",
@@ -289,9 +299,9 @@ _SOURCES: Final = (
 
 @functools.cache
 def source_stamp() -> int:
-    """Changes with any file the compiled code is made from; numba itself looks at one only."""
+    """Changes with any file the compiled code is made from, and with what it may use; numba itself looks at one only."""
     folder = Path(__file__).parent
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(bytes([may_use_matrix_unit()]))
     for name in _SOURCES:
         digest.update((folder / name).read_bytes())
     return int.from_bytes(digest.digest()[:7], "little")

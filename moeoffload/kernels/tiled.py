@@ -13,6 +13,7 @@ from torch import nn
 from moeoffload.kernels import words
 from moeoffload.kernels.company import bears_company
 from moeoffload.kernels.layout import ExpertsLayout
+from moeoffload.kernels.matrix_phases import uses_matrix_unit
 from moeoffload.kernels.phases import N_HIT, N_PRESENT, SUM_COLUMNS
 from moeoffload.kernels.program import ALL_GROUPS, ITEM_GROUPS, c_function, experts_program, row_dtype, threads_for
 from moeoffload.kernels.tile import WEIGHT_ROWS
@@ -46,15 +47,8 @@ class TiledExperts:
         self._program = experts_program(self._dtype)
         n_experts, up_columns, hidden = layout.up.shape
         inter = layout.down.shape[2]
-        self.shape = layer_shape(
-            n_experts,
-            hidden,
-            inter,
-            up_columns,
-            self._dtype.itemsize,
-            self._row_dtype.itemsize,
-            self._row_dtype != self._dtype,
-        )
+        sizes = (hidden, inter, up_columns, self._dtype.itemsize, self._row_dtype.itemsize)
+        self.shape = layer_shape(n_experts, *sizes, self._row_dtype != self._dtype, uses_matrix_unit(*sizes))
         self._block = (ctypes.c_int64 * words.LAYER_WORDS)(
             n_experts,
             hidden,
@@ -151,6 +145,7 @@ class TiledExperts:
         call[words.UP] = call[words.DOWN] = buffers[words.UP].data_ptr()
         call[words.ACTIVATED] = buffers[words.ACTIVATED].data_ptr()
         call[words.OPERANDS] = buffers[words.OPERANDS].data_ptr() if self.shape.converts_rows else call[words.ROWS]
+        call[words.PACKED] = buffers[words.PACKED].data_ptr() if self.shape.uses_matrix_unit else 0
         call[words.LIMIT] = words.NO_LIMIT
         return arena, threads_for(min(n_rows * top_k, self.shape.n_experts) * self._expert_bytes)
 

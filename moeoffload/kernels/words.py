@@ -41,10 +41,13 @@ BAD_ROUTE: Final = 16
 LIMIT: Final = 17
 """No item from this number on is computed, in any phase: so a call can be computed in steps, phase by phase."""
 NO_LIMIT: Final = 1 << 62
+PACKED: Final = 18
+"""(positions, max(hidden, inter)) row dtype for the matrix unit's operands; 0 where it is not used."""
 COUNTERS: Final = 24
-"""One cache line per phase: how many of its items are claimed, and how many finished."""
+"""One cache line per phase: how many of its items are claimed, and how many finished. Two more for packing."""
+N_COUNTERS: Final = 6
 COUNTER_WORDS: Final = 8
-CALL_WORDS: Final = 56
+CALL_WORDS: Final = COUNTERS + N_COUNTERS * COUNTER_WORDS
 
 # The call block of a linear layer has ROWS, OUT (n_rows, n_out), N_ROWS, PHASES, ITEM_GROUPS, PLAN, OPERANDS and:
 WEIGHT: Final = LAYER

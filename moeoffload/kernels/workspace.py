@@ -27,6 +27,7 @@ class LayerShape:
     item_bytes: int
     row_item_bytes: int
     converts_rows: bool
+    uses_matrix_unit: bool
 
 
 layer_shape = functools.cache(LayerShape)
@@ -51,6 +52,7 @@ class Arena:
             words.PLAN: plan_words.py_func(shape.n_experts, n_routes) * 4,
             words.UP: n_routes * max(shape.up_columns, shape.hidden) * shape.item_bytes,
             words.ACTIVATED: n_routes * shape.inter * shape.row_item_bytes,
+            words.PACKED: n_routes * max(shape.hidden, shape.inter) * shape.row_item_bytes * shape.uses_matrix_unit,
             words.OPERANDS: n_rows * shape.hidden * shape.row_item_bytes if shape.converts_rows else 0,
         }
         for word, size in n_bytes.items():

@@ -1,0 +1,241 @@
+"""The projections of `phases` on CPUs with a matrix unit: rows packed once for a phase, weights multiplied as they lie.
+
+Packing is shared out among threads as the products are, and done before they begin. Rows of an expert are packed in
+groups of 16; one that is left alone is read where it lies, so a decode step packs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit
+
+from moeoffload.kernels.matrix_tile import (
+    ACCUMULATOR_BYTES,
+    MATRIX_ROWS,
+    MATRIX_STEP,
+    SCRATCH_BYTES,
+    begin_tiles,
+    end_tiles,
+    matrix_products,
+    may_use_matrix_unit,
+    pack_step,
+    stack_memory,
+    write_products,
+)
+from moeoffload.kernels.phases import N_HIT, WEIGHT_ROWS, plan_parts, project, view, wait_for_items
+from moeoffload.kernels.vector_ir import claim, finish
+
+_ROW_BYTES: Final = 2
+_LINE_BYTES: Final = 64
+_WEIGHT_TILES: Final = 2
+"""Of 16 weight rows; as many tiles of rows: four products for four operands that are read."""
+
+
+@njit(nogil=True)
+def _pack(rows: int, row_index: Any, first: int, count: int, inner: int, packed: int) -> None:
+    """Rows ``row_index[first..first + count]``, of which there are 2 to 16, as one packed tile for each step."""
+    places = stack_memory()
+    addresses = view(places, np.int64, MATRIX_ROWS)
+    for row in range(MATRIX_ROWS):
+        addresses[row] = rows + row_index[first + min(row, count - 1)] * inner * _ROW_BYTES
+    for at in range(0, inner * _ROW_BYTES, _LINE_BYTES):
+        pack_step(places, at, count, packed + at * count)
+
+
+@njit(nogil=True)
+def _pack_all(plan: Any, first: Any, rows: int, row_index: Any, inner: int, packed: int, counter: int) -> None:
+    """Packs the rows of every expert, shared out among the threads that call this."""
+    n_hit = plan[N_HIT]
+    while True:
+        group = claim(counter)
+        if group >= n_hit:
+            return
+        position, last = first[group], first[group + 1]
+        while last - position > 1:
+            count = min(MATRIX_ROWS, last - position)
+            _pack(rows, row_index, position, count, inner, packed + position * inner * _ROW_BYTES)
+            position += count
+        finish(counter + 8)
+
+
+@njit(nogil=True)
+def _multiply(
+    weights: int,
+    following: int,
+    start: int,
+    end: int,
+    n_out: int,
+    inner: int,
+    rows: int,
+    row_index: Any,
+    packed: int,
+    first: int,
+    last: int,
+    bias: int,
+    bias_mode: int,
+    out: int,
+) -> None:
+    """Positions ``first..last`` times the weight tiles ``start..end`` of an expert at ``weights``.
+
+    The last tile of 16 rows begins earlier where they do not divide ``n_out``: some rows are computed twice, with the
+    same result. ``following`` is the address of what is read afterwards, or 0.
+    """
+    memory = stack_memory()
+    config = memory + SCRATCH_BYTES
+    row_bytes = inner * _ROW_BYTES
+    n_steps = inner // MATRIX_STEP
+    n_groups = (last - first + MATRIX_ROWS - 1) // MATRIX_ROWS
+    n_passes = (n_groups + 1) // 2
+    columns = more_columns = 0
+    tile = start
+    while tile < end:
+        n_weights = min(_WEIGHT_TILES, end - tile)
+        weight_row = tile * MATRIX_ROWS
+        if weight_row + n_weights * MATRIX_ROWS > n_out:
+            if n_weights > 1:
+                n_weights -= 1
+            else:
+                weight_row = n_out - MATRIX_ROWS
+        tile += n_weights
+        ahead = weights + tile * MATRIX_ROWS * row_bytes if tile < end else following
+        lines = _WEIGHT_TILES * MATRIX_ROWS if ahead != 0 else 0
+        n_ahead = (lines + n_passes - 1) // n_passes
+        for group in range(0, n_groups, 2):
+            position = first + group * MATRIX_ROWS
+            n_rows = min(2, n_groups - group)
+            count = min(MATRIX_ROWS, last - position)
+            more = min(MATRIX_ROWS, last - position - MATRIX_ROWS) if n_rows > 1 else count
+            if count != columns or more != more_columns:
+                begin_tiles(config, count, more)
+                columns, more_columns = count, more
+            some = packed + position * row_bytes if count > 1 else rows + row_index[position] * row_bytes
+            others = position + MATRIX_ROWS
+            if n_rows > 1:
+                other = packed + others * row_bytes if more > 1 else rows + row_index[others] * row_bytes
+            else:
+                other = some
+            matrix_products(
+                n_weights,
+                n_rows,
+                weights + weight_row * row_bytes,
+                row_bytes,
+                some,
+                count,
+                other,
+                more,
+                n_steps,
+                ahead,
+                min(n_ahead, lines),
+                memory,
+            )
+            lines -= min(n_ahead, lines)
+            ahead += n_ahead * n_steps * _LINE_BYTES
+            for weight_tile in range(n_weights):
+                column = weight_row + weight_tile * MATRIX_ROWS
+                for row_tile in range(n_rows):
+                    write_products(
+                        memory + (2 * weight_tile + row_tile) * ACCUMULATOR_BYTES,
+                        count if row_tile == 0 else more,
+                        bias + column * _ROW_BYTES,
+                        bias_mode,
+                        out + ((position + row_tile * MATRIX_ROWS) * n_out + column) * _ROW_BYTES,
+                        n_out * _ROW_BYTES,
+                    )
+    end_tiles()
+
+
+@njit(nogil=True)
+def _project_by_matrix(
+    packed: int,
+    packing: int,
+    yield_address: int,
+    plan: Any,
+    n_experts: int,
+    n_routes: int,
+    weights: Any,
+    n_out: int,
+    inner: int,
+    rows: Any,
+    rows_are_sorted: bool,
+    bias: Any,
+    bias_mode: int,
+    out: Any,
+    item_groups: int,
+    counter: int,
+    limit: int,
+) -> int:
+    """As `project`, with as many items."""
+    hit, first, row_of, _, identity, _ = plan_parts(plan, n_experts, n_routes)
+    row_index = identity if rows_are_sorted else row_of
+    row_place, weight_place = rows.ctypes.data, weights.ctypes.data
+    bias_place, out_place = bias.ctypes.data, out.ctypes.data
+    _pack_all(plan, first, row_place, row_index, inner, packed, packing)
+    n_hit = plan[N_HIT]
+    wait_for_items(packing, n_hit, yield_address)
+    per_expert = (n_out // WEIGHT_ROWS + item_groups - 1) // item_groups
+    n_tiles = (n_out + MATRIX_ROWS - 1) // MATRIX_ROWS
+    per_item = (n_tiles + per_expert - 1) // per_expert
+    n_items = n_hit * per_expert
+    while True:
+        item = claim(counter)
+        if item >= n_items or item >= limit:
+            return n_items
+        group = item // per_expert
+        start = (item - group * per_expert) * per_item
+        end = min(start + per_item, n_tiles)
+        expert_bytes = n_out * inner * _ROW_BYTES
+        following = weight_place + hit[group + 1] * expert_bytes if per_expert == 1 and group + 1 < n_hit else 0
+        _multiply(
+            weight_place + hit[group] * expert_bytes,
+            following,
+            start,
+            end,
+            n_out,
+            inner,
+            row_place,
+            row_index,
+            packed,
+            first[group],
+            first[group + 1],
+            bias_place + hit[group] * n_out * _ROW_BYTES,
+            bias_mode,
+            out_place,
+        )
+        finish(counter + 8)
+
+
+def uses_matrix_unit(hidden: int, inter: int, up_columns: int, item_bytes: int, row_item_bytes: int) -> bool:
+    """Whether a layer of this shape is multiplied by the unit: all of its calls are, or none.
+
+    Args:
+        hidden, inter, up_columns: inner dimensions and columns of its projections.
+        item_bytes, row_item_bytes: of weights and of operands; bfloat16 has 2 and 2, and no other dtype has.
+    """
+    fits = hidden % MATRIX_STEP == 0 and inter % MATRIX_STEP == 0 and min(hidden, up_columns) >= MATRIX_ROWS
+    return item_bytes == row_item_bytes == _ROW_BYTES and fits and may_use_matrix_unit()
+
+
+if may_use_matrix_unit():
+
+    @njit(nogil=True)
+    def project_as_fits(packed: int, packing: int, yield_address: int, *job: Any) -> int:
+        """As `project` with the arguments ``job``; by the matrix unit if ``packed`` is not 0.
+
+        Args:
+            packed: address of memory for packed rows (positions, inner).
+            packing: address of two more counters.
+            yield_address: see `wait_for_items`.
+            job: see `project`.
+        """
+        if packed == 0:
+            return project(*job)
+        return _project_by_matrix(packed, packing, yield_address, *job)
+
+else:
+
+    @njit(nogil=True)
+    def project_as_fits(packed: int, packing: int, yield_address: int, *job: Any) -> int:
+        """As `project`: code for a unit that is not there could not be compiled."""
+        return project(*job)
