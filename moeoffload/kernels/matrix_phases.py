@@ -6,16 +6,19 @@ groups of 16; one that is left alone is read where it lies, so a decode step pac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
 from moeoffload.kernels.matrix_tile import (
     ACCUMULATOR_BYTES,
     MATRIX_ROWS,
     MATRIX_STEP,
     SCRATCH_BYTES,
+    STREAMS,
     begin_tiles,
     end_tiles,
     matrix_products,
@@ -79,8 +82,7 @@ def _multiply(
 ) -> None:
     """Positions ``first..last`` times the weight tiles ``start..end`` of an expert at ``weights``.
 
-    The last tile of 16 rows begins earlier where they do not divide ``n_out``: some rows are computed twice, with the
-    same result. ``following`` is the address of what is read afterwards, or 0.
+    ``following`` is the address of what is read afterwards, or 0.
     """
     memory = stack_memory()
     config = memory + SCRATCH_BYTES
@@ -93,14 +95,9 @@ def _multiply(
     while tile < end:
         n_weights = min(_WEIGHT_TILES, end - tile)
         weight_row = tile * MATRIX_ROWS
-        if weight_row + n_weights * MATRIX_ROWS > n_out:
-            if n_weights > 1:
-                n_weights -= 1
-            else:
-                weight_row = n_out - MATRIX_ROWS
         tile += n_weights
         ahead = weights + tile * MATRIX_ROWS * row_bytes if tile < end else following
-        lines = _WEIGHT_TILES * MATRIX_ROWS if ahead != 0 else 0
+        lines = _WEIGHT_TILES * MATRIX_ROWS // STREAMS if ahead != 0 else 0
         n_ahead = (lines + n_passes - 1) // n_passes
         for group in range(0, n_groups, 2):
             position = first + group * MATRIX_ROWS
@@ -175,7 +172,7 @@ def _project_by_matrix(
     n_hit = plan[N_HIT]
     wait_for_items(packing, n_hit, yield_address)
     per_expert = (n_out // WEIGHT_ROWS + item_groups - 1) // item_groups
-    n_tiles = (n_out + MATRIX_ROWS - 1) // MATRIX_ROWS
+    n_tiles = n_out // MATRIX_ROWS
     per_item = (n_tiles + per_expert - 1) // per_expert
     n_items = n_hit * per_expert
     while True:
@@ -213,29 +210,34 @@ def uses_matrix_unit(hidden: int, inter: int, up_columns: int, item_bytes: int, 
         hidden, inter, up_columns: inner dimensions and columns of its projections.
         item_bytes, row_item_bytes: of weights and of operands; bfloat16 has 2 and 2, and no other dtype has.
     """
-    fits = hidden % MATRIX_STEP == 0 and inter % MATRIX_STEP == 0 and min(hidden, up_columns) >= MATRIX_ROWS
+    fits = all(size % MATRIX_STEP == 0 for size in (hidden, inter, up_columns))
     return item_bytes == row_item_bytes == _ROW_BYTES and fits and may_use_matrix_unit()
 
 
-if may_use_matrix_unit():
+def project_as_fits(packed: int, packing: int, yield_address: int, *job: Any) -> int:
+    """As `project`; by the matrix unit if ``packed`` is not 0. For compiled code only.
 
-    @njit(nogil=True)
-    def project_as_fits(packed: int, packing: int, yield_address: int, *job: Any) -> int:
-        """As `project` with the arguments ``job``; by the matrix unit if ``packed`` is not 0.
+    Args:
+        packed: address of memory for packed rows (positions, inner).
+        packing: address of two more counters.
+        yield_address: see `wait_for_items`.
+        job: the arguments of `project`.
+    """
+    raise NotImplementedError
 
-        Args:
-            packed: address of memory for packed rows (positions, inner).
-            packing: address of two more counters.
-            yield_address: see `wait_for_items`.
-            job: see `project`.
-        """
+
+@overload(project_as_fits, jit_options={"nogil": True})
+def _project_as_fits(packed: Any, packing: Any, yield_address: Any, *job: Any) -> Callable[..., int]:
+    def either(packed: Any, packing: Any, yield_address: Any, *job: Any) -> Any:
         if packed == 0:
             return project(*job)
         return _project_by_matrix(packed, packing, yield_address, *job)
 
-else:
-
-    @njit(nogil=True)
-    def project_as_fits(packed: int, packing: int, yield_address: int, *job: Any) -> int:
-        """As `project`: code for a unit that is not there could not be compiled."""
+    def plain(packed: Any, packing: Any, yield_address: Any, *job: Any) -> Any:
         return project(*job)
+
+    # Numba compares the annotations, too. Code for a unit that is not there could not be compiled; where the unit is of
+    # no use, compiling takes time.
+    weights, rows = job[3], job[6]
+    multiplies = weights.dtype == rows.dtype == types.uint16
+    return either if multiplies and may_use_matrix_unit() else plain

@@ -299,7 +299,7 @@ _SOURCES: Final = (
 
 @functools.cache
 def source_stamp() -> int:
-    """Changes with any file the compiled code is made from, and with what it may use; numba itself looks at one only."""
+    """Changes with any file the compiled code is made from, and with the CPU's units; numba looks at one file only."""
     folder = Path(__file__).parent
     digest = hashlib.sha256(bytes([may_use_matrix_unit()]))
     for name in _SOURCES:

@@ -1,0 +1,70 @@
+"""Experts on a CPU with a matrix unit: any number of rows of an expert, alone and together; what it leaves to others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moeoffload.kernels import KernelWorkspace, prepare_layer
+from moeoffload.kernels.matrix_tile import may_use_matrix_unit
+
+from .experts import call, exact, gated_experts, random_rows, routes
+
+pytestmark = pytest.mark.skipif(not may_use_matrix_unit(), reason="this CPU has no matrix unit, or it may not be used")
+
+
+def packed_bytes(hidden: int, inter: int, dtype: torch.dtype, n_rows: int = 40) -> int:
+    """How much more a workspace holds than one of the same size and dtype whose layers the unit does not fit."""
+    held = []
+    for width in (hidden, hidden + 8):
+        workspace = KernelWorkspace()
+        layer = prepare_layer(gated_experts(4, width, inter, dtype), workspace, "tiled")
+        call(layer, random_rows(n_rows, width, dtype), *routes(n_rows, 2, 4))
+        held.append(workspace.n_bytes)
+    return held[0] - held[1]
+
+
+def test_only_layers_that_fit_are_packed() -> None:
+    assert packed_bytes(256, 64, torch.bfloat16) > 0
+    assert packed_bytes(264, 64, torch.bfloat16) < 0, "only the larger layer counts"
+    assert packed_bytes(256, 72, torch.bfloat16) < 0
+    assert packed_bytes(256, 64, torch.float16) < 0
+    assert packed_bytes(256, 64, torch.float32) < 0
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_any_number_of_rows_of_an_expert(n_threads: int) -> None:
+    # One expert takes all rows, so tiles of rows have every size; others take what the slots leave them.
+    experts = gated_experts(3, 96, 64, torch.bfloat16, integers=True)
+    experts.gate_up_proj.copy_(experts.gate_up_proj.sign())
+    layer = prepare_layer(experts, kernel="tiled")
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        for n_rows in (*range(1, 36), 47, 48, 49, 63, 64, 65, 128, 200):
+            rows = random_rows(n_rows, 96, torch.bfloat16, seed=n_rows)
+            slots = torch.zeros(n_rows, 2, dtype=torch.int64)
+            slots[:, 1] = torch.arange(n_rows) % 5 - 2  # -2 is no slot
+            slots[:, 1].clamp_(min=-1)
+            weights = torch.rand(n_rows, 2, generator=torch.Generator().manual_seed(n_rows))
+            truth = exact(experts, rows, slots, weights)
+            result = call(layer, rows, slots, weights)
+            assert (result - truth).abs().max() <= 2**-5 * truth.abs().max(), n_rows
+            for row in range(0, n_rows, 7):
+                one = slice(row, row + 1)
+                assert torch.equal(call(layer, rows[one], slots[one], weights[one]), result[one]), (n_rows, row)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rows_that_are_not_finite_stay_so_and_alone() -> None:
+    layer = prepare_layer(gated_experts(2, 64, 32, torch.bfloat16), kernel="tiled")
+    rows = random_rows(20, 64, torch.bfloat16)
+    slots, weights = torch.zeros(20, 1, dtype=torch.int64), torch.ones(20, 1)
+    good = call(layer, rows, slots, weights)
+    rows[3, 5], rows[17, 0] = torch.inf, torch.nan
+    result = call(layer, rows, slots, weights)
+    assert not result[3].isfinite().all()
+    assert not result[17].isfinite().all()
+    others = [row for row in range(20) if row not in (3, 17)]
+    assert torch.equal(result[others], good[others])
