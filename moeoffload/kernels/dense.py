@@ -16,8 +16,9 @@ from torch import nn
 
 from moeoffload.kernels import words
 from moeoffload.kernels.huge_pages import move_to_huge_pages
+from moeoffload.kernels.matrix_phases import multiplies_by_matrix
 from moeoffload.kernels.phases import plan_words
-from moeoffload.kernels.program import COMPUTE_DTYPES, ITEM_GROUPS, linear_program, row_dtype, threads_for
+from moeoffload.kernels.program import COMPUTE_DTYPES, ITEM_GROUPS, c_function, linear_program, row_dtype, threads_for
 from moeoffload.kernels.tile import WEIGHT_ROWS
 
 MAX_ROWS: Final = 16
@@ -25,13 +26,14 @@ MAX_ROWS: Final = 16
 
 
 class _Thread(threading.local):
-    """A thread's call block, plan and converted rows."""
+    """A thread's call block, plan, and rows that were converted or packed."""
 
     def __init__(self) -> None:
         self.call = (ctypes.c_int64 * words.CALL_WORDS)()
         self.address = ctypes.addressof(self.call)
         self.plan = torch.empty(plan_words.py_func(1, MAX_ROWS), dtype=torch.int32)
         self.operands = torch.empty(0, dtype=torch.float32)
+        self.packed = torch.empty(0, dtype=torch.bfloat16)
         self.call[words.PLAN] = self.plan.data_ptr()
 
 
@@ -76,6 +78,12 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         if thread.operands.numel() < n_rows * n_in:
             thread.operands = torch.empty(MAX_ROWS * n_in, dtype=torch.float32)
         call[words.OPERANDS] = thread.operands.data_ptr()
+    elif multiplies_by_matrix(n_in, n_out):
+        if thread.packed.numel() < n_rows * n_in:
+            thread.packed = torch.empty(MAX_ROWS * n_in, dtype=torch.bfloat16)
+        call[words.PACKED] = thread.packed.data_ptr()
+    else:
+        call[words.PACKED] = 0
     program = linear_program(dtype)
     n_threads = threads_for(n_out * n_in * dtype.itemsize)
     call[words.PHASES] = words.PLAN_PHASE | words.UP_PHASE
@@ -84,6 +92,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         program.run(thread.address)
     else:
         call[words.ITEM_GROUPS] = ITEM_GROUPS
+        call[words.YIELD] = c_function("sched_yield")
         call[words.PHASES] = words.PLAN_PHASE
         program.run(thread.address)
         call[words.PHASES] = words.UP_PHASE

@@ -203,6 +203,11 @@ def _project_by_matrix(
         finish(counter + 8)
 
 
+def multiplies_by_matrix(n_in: int, n_out: int) -> bool:
+    """Whether the unit multiplies rows of ``n_in`` bfloat16 by ``n_out`` weight rows: in all calls, or in none."""
+    return n_in % MATRIX_STEP == 0 and n_out % MATRIX_ROWS == 0 and may_use_matrix_unit()
+
+
 def uses_matrix_unit(hidden: int, inter: int, up_columns: int, item_bytes: int, row_item_bytes: int) -> bool:
     """Whether a layer of this shape is multiplied by the unit: all of its calls are, or none.
 
@@ -214,7 +219,7 @@ def uses_matrix_unit(hidden: int, inter: int, up_columns: int, item_bytes: int, 
     return item_bytes == row_item_bytes == _ROW_BYTES and fits and may_use_matrix_unit()
 
 
-def project_as_fits(packed: int, packing: int, yield_address: int, *job: Any) -> int:
+def project_as_fits(packed: Any, packing: Any, yield_address: Any, *job: Any) -> Any:
     """As `project`; by the matrix unit if ``packed`` is not 0. For compiled code only.
 
     Args:

@@ -28,7 +28,6 @@ from moeoffload.kernels.phases import (
     make_plan,
     plan_one,
     plan_words,
-    project,
     silu_times_up,
     view,
     wait_for_items,
@@ -74,7 +73,7 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
             mode = 2 if layer[words.UP_BIAS] != 0 else 0
             n_items = project_as_fits(
                 packed,
-                counters + 256,
+                counters + words.PACK_UP * 64,
                 yield_address,
                 plan,
                 n_experts,
@@ -101,7 +100,7 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
             mode = 2 if layer[words.DOWN_BIAS] != 0 else 0
             n_items = project_as_fits(
                 packed,
-                counters + 320,
+                counters + words.PACK_DOWN * 64,
                 yield_address,
                 plan,
                 n_experts,
@@ -141,8 +140,9 @@ def _make_linear_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable[
         plan = view(call[words.PLAN], np.int32, plan_words(1, n_rows))
         operands = view(call[words.OPERANDS], row_type, n_rows * n_in)
         if call[words.PHASES] & words.PLAN_PHASE:
-            call[words.COUNTERS] = 0
-            call[words.COUNTERS + 1] = 0
+            for number in (0, words.PACK_UP):
+                call[words.COUNTERS + number * words.COUNTER_WORDS] = 0
+                call[words.COUNTERS + number * words.COUNTER_WORDS + 1] = 0
             plan_one(plan, n_rows)
             if call[words.OPERANDS] != call[words.ROWS]:
                 convert(view(call[words.ROWS], weight_type, n_rows * n_in), operands)
@@ -153,8 +153,24 @@ def _make_linear_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable[
             out = view(call[words.OUT], weight_type, n_rows * n_out)
             counter = address + np.int64(words.COUNTERS * 8)
             groups = call[words.ITEM_GROUPS]
-            project(
-                plan, 1, n_rows, weights, n_out, n_in, operands, True, bias, mode, out, groups, counter, words.NO_LIMIT
+            project_as_fits(
+                call[words.PACKED],
+                counter + words.PACK_UP * 64,
+                call[words.YIELD],
+                plan,
+                1,
+                n_rows,
+                weights,
+                n_out,
+                n_in,
+                operands,
+                True,
+                bias,
+                mode,
+                out,
+                groups,
+                counter,
+                words.NO_LIMIT,
             )
 
     return linear_entry

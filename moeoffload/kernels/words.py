@@ -45,11 +45,14 @@ PACKED: Final = 18
 """(positions, max(hidden, inter)) row dtype for the matrix unit's operands; 0 where it is not used."""
 COUNTERS: Final = 24
 """One cache line per phase: how many of its items are claimed, and how many finished. Two more for packing."""
+PACK_UP: Final = 4
+PACK_DOWN: Final = 5
 N_COUNTERS: Final = 6
 COUNTER_WORDS: Final = 8
 CALL_WORDS: Final = COUNTERS + N_COUNTERS * COUNTER_WORDS
 
-# The call block of a linear layer has ROWS, OUT (n_rows, n_out), N_ROWS, PHASES, ITEM_GROUPS, PLAN, OPERANDS and:
+# The call block of a linear layer has ROWS, OUT (n_rows, n_out), N_ROWS, PHASES, ITEM_GROUPS, PLAN, OPERANDS,
+# PACKED, YIELD and:
 WEIGHT: Final = LAYER
 """(n_out, n_in)."""
 BIAS: Final = SLOTS

@@ -1,4 +1,4 @@
-"""Experts on a CPU with a matrix unit: any number of rows of an expert, alone and together; what it leaves to others."""
+"""Experts on a CPU with a matrix unit: any number of rows of an expert, alone and together; what it is not for."""
 
 from __future__ import annotations
 
