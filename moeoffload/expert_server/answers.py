@@ -16,7 +16,6 @@ from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.counters import EngineCounters, member_class
 from moeoffload.expert_server.fair_share import BRIEF_ROWS, FairShares
-from moeoffload.expert_server.few_rows import FewRows
 from moeoffload.expert_server.requests import (
     ActiveHost,
     HostShare,
@@ -32,7 +31,7 @@ from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import describe_bad_row
 from moeoffload.transport.base import ServerSlot
-from moeoffload.wire import ErrorCode
+from moeoffload.wire import HEADER_BYTES, ErrorCode
 
 logger = logging.getLogger(__name__)
 
@@ -91,19 +90,35 @@ class Answers:
     def _serve_alone(self, slot: ServerSlot, context: SlotContext, pause: Pause | None) -> int:
         """Computes one request into its reply buffer; returns the length of the reply frame in bytes."""
         started = perf_counter()
+        n_bytes = self._serve_step(slot, context, started) if pause is not None else 0
+        if n_bytes:
+            return n_bytes
         experts = check(slot, context)
-        n_rows, given_s = context.header.rows, 0.0
-        # Who interrupts another has a workspace of its own, who may be interrupted computes in steps.
-        plain = pause is not None and self._pace is None and (n_rows == 1 or self._shares.n_shares == 1)
-        few = context.few_rows() if plain and experts.shape is not None else None
-        if few is None:
-            call, bad, given_s = self._compute(context, experts, pause)
-        else:
-            call, bad = few.call, self._compute_few(few, experts)
+        call, bad, given_s = self._compute(context, experts, pause)
         if bad is not None:
             raise _bad_sums(context, call, bad)
         took_s = perf_counter() - started - given_s
         wait_s = started - slot.received_at
+        self._count_alone(context.header.rows, wait_s, took_s)
+        return write_sums_header(slot, context, wait_s + given_s, took_s)
+
+    def _serve_step(self, slot: ServerSlot, context: SlotContext, started: float) -> int:
+        """As `_serve_alone`, in compiled code; 0 if that is not for this request, or something is wrong with it."""
+        host = context.host
+        places, steps = context.places, host.steps
+        # Who may be interrupted computes in steps; whoever interrupts another has a workspace of its own.
+        plain = self._pace is None and (self._shares.n_shares == 1 or slot.n_bytes <= host.row_bytes)
+        layers = host.layers  # the lease may end: the experts stay until this is over
+        if not plain or steps is None or places is None or not layers or slot.n_bytes > host.step_bytes:
+            return 0
+        wait_s = started - slot.received_at
+        n_bytes = steps.answer(places.request, slot.n_bytes, places.reply, wait_s)
+        if n_bytes:
+            n_rows = (slot.n_bytes - HEADER_BYTES) // host.layout.dispatch_row_bytes
+            self._count_alone(n_rows, wait_s, perf_counter() - started)
+        return n_bytes
+
+    def _count_alone(self, n_rows: int, wait_s: float, took_s: float) -> None:
         counters = self._counters
         counters.members[0] += 1
         counters.batch_wait_s += wait_s
@@ -111,20 +126,12 @@ class Answers:
         counters.requests += 1
         counters.rows += n_rows
         counters.queue_s += wait_s
-        return write_sums_header(slot, context, wait_s + given_s, took_s)
-
-    def _compute_few(self, few: FewRows, experts: LayerKernels) -> int | None:
-        """Computes a request of few rows; returns a row of the sums that is not finite, or None."""
-        try:
-            return few.compute(experts)
-        except IndexError:
-            raise _bad_slots(experts) from None
 
     @torch.inference_mode()
     def _compute(
         self, context: SlotContext, experts: LayerKernels, pause: Pause | None
     ) -> tuple[KernelInput, int | None, float]:
-        """As `_compute_few`, for any request; also returns what was computed, and the seconds that others had."""
+        """Computes a request: what was computed, a row of sums that is not finite, and the seconds that others had."""
         host, views, n_rows = context.host, context.views, context.header.rows
         arena = host.workspace.arena(n_rows)
         reply = views.combine(n_rows)  # the lease may end meanwhile

@@ -375,7 +375,7 @@ class HostLease:
         if not secrets.compare_digest(request.nonce, channel.nonce):
             raise ServerError(f"transport {request.transport}: the host does not see this server's memory")
         channel.opened()
-        self._turn_around(channel)
+        self._prepare_steps(channel)
         if self._active is not None:
             self._active.workspace.lock_frames(channel.slots)
         for name, other in list(self._channels.items()):
@@ -385,15 +385,18 @@ class HostLease:
         logger.info("%s: attached over %s (%s)", self.host, request.transport, request.reason)
         return pb.Ready(epoch=self.epoch)
 
-    def _turn_around(self, channel: ServerChannel) -> None:
+    def _prepare_steps(self, channel: ServerChannel) -> None:
         active, engine = self._active, self._engine
         assert active is not None, "channels are opened after the lease became active"
-        if self._turnaround is not None or channel.places is None:
+        if active.steps is not None:
             return
+
+        def prepare() -> Turnaround | None:
+            active.steps = active.make_steps()
+            return Turnaround.for_channel(engine, active, channel.places)
+
         # Where nobody computes meanwhile: calls are prepared in the block that others may be using.
-        turnaround = engine.run(
-            lambda: Turnaround.for_channel(engine, active, channel.places), self._share, CALIBRATION_TIMEOUT_S
-        )
+        turnaround = engine.run(prepare, self._share, CALIBRATION_TIMEOUT_S)
         if turnaround is not None:
             self._turnaround = turnaround
             engine.add_turnaround(turnaround)
@@ -434,6 +437,7 @@ class HostLease:
             self._active.workspace.close(lambda work: self._engine.between_calls(work, CALIBRATION_TIMEOUT_S))
         self._modules.clear()
         if self._active is not None:
+            self._active.steps = None
             self._active.layers = ()  # now, and not when Python comes to collect what refers to each other
         self._store.reserve(-self._reserved)
         for key in keys:

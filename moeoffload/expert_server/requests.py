@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from moeoffload.errors import CapacityError, ProtocolError
+from moeoffload.expert_server.compiled_steps import CompiledSteps
 from moeoffload.expert_server.fair_share import BRIEF_ROWS, Share
-from moeoffload.expert_server.few_rows import MOST_ROWS, FewRows
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import LayerKernels
+from moeoffload.kernels.turnaround_words import MOST_ROWS
 from moeoffload.transport.base import ServerChannel, ServerSlot
 from moeoffload.wire import (
     HEADER_BYTES,
-    ByRows,
     ErrorCode,
     Flag,
     FrameHeader,
@@ -41,11 +41,38 @@ class ActiveHost:
     workspace: Workspace
     share: HostShare
     closed: bool = False
+    steps: CompiledSteps | None = None
+    """For small requests that come one at a time; for whoever has the right to compute."""
     brief_bytes: int = field(init=False)
     """Frames of up to so many bytes are brief requests."""
+    row_bytes: int = field(init=False)
+    """Those of one row."""
+    step_bytes: int = field(init=False)
+    """Those for which there may be ``steps``."""
 
     def __post_init__(self) -> None:
-        self.brief_bytes = HEADER_BYTES + self.layout.dispatch_body_bytes(min(BRIEF_ROWS, self.layout.capacity))
+        self.brief_bytes, self.row_bytes, self.step_bytes = (
+            HEADER_BYTES + self.layout.dispatch_body_bytes(min(n_rows, self.layout.capacity))
+            for n_rows in (BRIEF_ROWS, 1, MOST_ROWS)
+        )
+
+    def make_steps(self) -> CompiledSteps | None:
+        """New ones; to be called while nobody computes."""
+        return CompiledSteps.for_host(self.layers, self.layout, self.epoch, self.compute_dtype, self.workspace)
+
+
+class SlotPlaces(NamedTuple):
+    """Addresses of a slot's buffers, good as long as this lives."""
+
+    request: int
+    reply: int
+    kept: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, slot: ServerSlot) -> SlotPlaces:
+        """Those of a slot."""
+        request, reply = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (slot.request, slot.reply))
+        return cls(request.data_ptr(), reply.data_ptr(), (request, reply))
 
 
 @dataclass(slots=True, eq=False)
@@ -56,44 +83,27 @@ class SlotContext:
     slot: InitVar[ServerSlot]
     views: SlotViews = field(init=False)
     header: FrameHeader = field(default_factory=FrameHeader)
-    _few: ByRows[FewRows] = field(init=False)
+    places: SlotPlaces | None = field(init=False)
+    """None when the slot's memory was let go of."""
 
     def __post_init__(self, slot: ServerSlot) -> None:
         self.views = SlotViews(self.host.layout, slot.request, slot.reply)
-        self._few = ByRows(self._make_few, slot.request)
-
-    def _make_few(self, buffer: memoryview, n_rows: int) -> FewRows:
-        del buffer  # what it has of the slot is had by way of the views
-        return FewRows(self.host.workspace, self.views, n_rows, self.weights_dtype)
+        self.places = SlotPlaces.of(slot)
 
     @property
     def weights_dtype(self) -> torch.dtype:
         """Of the routing weights, as the header that was checked says."""
         return torch.float32 if self.header.flags & _WEIGHTS_F32 else self.host.compute_dtype
 
-    def few_rows(self) -> FewRows | None:
-        """For the request whose header was checked; None if it has to be computed another way.
-
-        Raises:
-            ServerError: the lease ended meanwhile.
-        """
-        n_rows = self.header.rows
-        if n_rows > MOST_ROWS:
-            return None
-        few = self._few.small.get(n_rows)
-        if few is None:
-            few = self._few.get(n_rows)
-        return few if few.is_possible and few.weights_dtype is self.weights_dtype else None
-
     @property
     def n_created(self) -> int:
         """Views and the like made so far."""
-        return self.views.n_created + self._few.n_created
+        return self.views.n_created
 
     def drop(self) -> None:
         """Lets go of the slot's memory. From any thread."""
         self.views.drop()
-        self._few.drop()
+        self.places = None
 
 
 class RequestError(Exception):

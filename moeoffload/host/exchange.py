@@ -1,4 +1,5 @@
-"""A slot of a channel in shared memory, for requests of few rows: packed, sent and awaited by compiled code."""
+"""A slot of a channel, for requests of few rows: packed and checked by compiled code; in shared memory also sent and
+awaited by it."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from moeoffload.kernels import exchange_words as xw
 from moeoffload.kernels.exchange_program import exchange_programs
 from moeoffload.kernels.pack import RowPacker
 from moeoffload.kernels.program import functions_of_a_look
-from moeoffload.transport import HostSlot, SharedHostEnd
+from moeoffload.transport import HostChannel, HostSlot, SharedHostEnd
+from moeoffload.transport.base import ChannelPlaces
 from moeoffload.transport.waiting import CROWDED_S
 from moeoffload.wire import FrameHeader, FrameLayout, Kind
 
 _NS: Final = 1e9
 _LOW: Final = 0xFFFF_FFFF
+_BYTE: Final = torch.uint8
 
 
 class Exchange:
@@ -28,25 +31,26 @@ class Exchange:
     """
 
     def __init__(
-        self, channel: SharedHostEnd, slot: HostSlot, packer: RowPacker, layout: FrameLayout, epoch: int
+        self, channel: HostChannel, slot: HostSlot, packer: RowPacker, layout: FrameLayout, epoch: int
     ) -> None:
         """``packer`` is the one of the slot."""
         self.queue_s = self.compute_s = 0.0
         self.n_bytes = 0
         self._channel = channel
         self._slot = slot
-        self._kept, self._post, self._collect = exchange_programs()
+        self._shared = channel if isinstance(channel, SharedHostEnd) else None
+        self._kept, self._post, self._collect, self._accept = exchange_programs()
         self._packer = packer
         self._block = block = (ctypes.c_int64 * xw.BLOCK_WORDS)()
         self._address = ctypes.addressof(block)
         self._sent, self._taken = (ctypes.c_int64.from_buffer(block, word * 8) for word in (xw.SENT, xw.TAKEN))
         self._nobody_calls = ctypes.c_int64()
-        places = channel.places
-        place = places.slots[slot.index]
-        block[xw.SLOT], block[xw.RING], block[xw.N_SLOTS] = slot.index, places.ring, len(places.slots)
-        block[xw.REQUEST_SEMAPHORE] = places.semaphore
-        block[xw.REQUEST], block[xw.REPLY] = place.request, place.reply
-        block[xw.LINE], block[xw.SEMAPHORE] = place.line, place.semaphore
+        if self._shared is not None:
+            self._take_places(self._shared.places)
+        else:
+            # Slots of other channels hold on to memory of their own.
+            buffers = (slot.request, slot.reply)
+            block[xw.REQUEST], block[xw.REPLY] = (torch.frombuffer(each, dtype=_BYTE).data_ptr() for each in buffers)
         block[xw.HEAD], block[xw.HEAD_BACK] = (
             FrameHeader(kind, layout.dtype_out, layout.dtype_back).first_word()
             for kind in (Kind.DISPATCH, Kind.COMBINE)
@@ -57,6 +61,14 @@ class Exchange:
         block[xw.CALL] = ctypes.addressof(self._nobody_calls)
         block[xw.CROWDED_NS] = int(CROWDED_S * _NS)
         block[xw.CLOCK : xw.POST + 1] = functions_of_a_look()
+
+    def _take_places(self, places: ChannelPlaces) -> None:
+        block, index = self._block, self._slot.index
+        place = places.slots[index]
+        block[xw.SLOT], block[xw.RING], block[xw.N_SLOTS] = index, places.ring, len(places.slots)
+        block[xw.REQUEST_SEMAPHORE] = places.semaphore
+        block[xw.REQUEST], block[xw.REPLY] = place.request, place.reply
+        block[xw.LINE], block[xw.SEMAPHORE] = place.line, place.semaphore
 
     def send(
         self,
@@ -84,14 +96,10 @@ class Exchange:
             the bytes of the frame; 0 if no row has an expert there; less if nothing was done.
 
         Raises:
-            ServerError: the channel is closed.
+            ServerError: the channel is closed, or takes nothing.
         """
-        channel, slot = self._channel, self._slot
-        n_bytes = channel.send_by(
-            slot,
-            self._post,
-            self._address,
-            self._sent,
+        channel, shared, slot = self._channel, self._shared, self._slot
+        frame = (
             hidden.data_ptr(),
             ids.data_ptr(),
             weights.data_ptr(),
@@ -104,13 +112,19 @@ class Exchange:
             channel.next_id(slot),
             int(timeout_s * 1e6),
         )
+        if shared is None:
+            n_bytes = self._post(self._address, 0, *frame)
+            if n_bytes > 0:
+                channel.send(slot, n_bytes)
+            return n_bytes
+        n_bytes = shared.send_by(slot, self._post, self._address, self._sent, *frame)
         if self._block[xw.N_STALE]:
-            channel.n_stale += self._block[xw.N_STALE]
+            shared.n_stale += self._block[xw.N_STALE]
             self._block[xw.N_STALE] = 0
         return n_bytes
 
     def receive(self, request_id: int, layer: int, n_rows: int, timeout_s: float) -> bool:
-        """Looks for the sums, as long as that pays; whether they are there, checked and ready to be read.
+        """Looks for the sums in shared memory, as long as that pays; whether they are there and ready to be read.
 
         Args:
             request_id, layer, n_rows: of what was sent.
@@ -119,12 +133,23 @@ class Exchange:
         Raises:
             ServerError: the channel is closed.
         """
-        if not self._channel.look_by(
+        shared = self._shared
+        if shared is None or not shared.look_by(
             self._slot, self._collect, self._address, self._taken, request_id, layer, n_rows, timeout_s=timeout_s
         ):
             return False
+        self._read_times()
+        return True
+
+    def accept(self, request_id: int, layer: int, n_rows: int, n_bytes: int) -> bool:
+        """Whether a reply of ``n_bytes`` that was waited for has the sums of what was sent, ready to be read."""
+        if not self._accept(self._address, request_id, layer, n_rows, n_bytes):
+            return False
+        self._read_times()
+        return True
+
+    def _read_times(self) -> None:
         block = self._block
         times = block[xw.TIMES]
         self.queue_s, self.compute_s = (times & _LOW) * 1e-6, (times >> 32 & _LOW) * 1e-6
         self.n_bytes = block[xw.N_BYTES]
-        return True

@@ -22,7 +22,7 @@ from moeoffload.kernels.pack import RowPacker
 from moeoffload.page_locked import PageLocked
 from moeoffload.payload import describe_bad_row, encode_rows
 from moeoffload.placement import ExpertTable, slot_table
-from moeoffload.transport import HostChannel, HostSlot, SharedHostEnd
+from moeoffload.transport import HostChannel, HostSlot
 from moeoffload.wire import HEADER_BYTES, ErrorCode, Flag, FrameHeader, FrameLayout, Kind, SlotViews, read_error_text
 
 END_REASON_TIMEOUT_S: Final = 1.0
@@ -112,7 +112,6 @@ class ExpertLink:
         self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
         self.holds_none = [not held for held in table.layers]
         self._slot_of = [slot_table(held, n).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
-        shared = channel if isinstance(channel, SharedHostEnd) and device.type == "cpu" else None
         for slot in channel.slots:
             body = torch.frombuffer(slot.request, dtype=torch.uint8, offset=HEADER_BYTES).data_ptr()
             payload = layout.dtype_out.torch_dtype
@@ -124,7 +123,7 @@ class ExpertLink:
                 views=SlotViews(layout, slot.request, slot.reply),
                 packer=packer,
                 header=header,
-                exchange=None if shared is None else Exchange(shared, slot, packer, layout, epoch),
+                exchange=Exchange(channel, slot, packer, layout, epoch) if device.type == "cpu" else None,
             )
         if device.type == "cuda":
             pages = PageLocked((buffer for slot in channel.slots for buffer in (slot.request, slot.reply)), device)
@@ -320,9 +319,10 @@ class ExpertLink:
         left_s = max(min(LOOK_S, flight.deadline_s), flight.sent_at + flight.deadline_s - perf_counter())
         wait_s = left_s if within_s is None else min(within_s, left_s)
         gives_up = wait_s < left_s
-        if flight.exchange is not None:
+        exchange = flight.exchange
+        if exchange is not None:
             started = perf_counter()
-            if self._collect(flight, flight.exchange, wait_s, to):
+            if self._collect(flight, exchange, wait_s, to):
                 return self._sums(flight)
             wait_s = max(0.0, wait_s - (perf_counter() - started))
         try:
@@ -333,6 +333,9 @@ class ExpertLink:
             raise DeadlineError(f"{self.name}: no reply within {flight.deadline_s:.3g} s") from None
         except ServerError as error:
             raise self._explain(error) from None
+        if exchange is not None and exchange.accept(flight.request_id, flight.layer, flight.n_rows, n_bytes):
+            self._count(flight, to, n_bytes, exchange.queue_s, exchange.compute_s)
+            return self._sums(flight)
         header = flight.reply
         try:
             header.unpack_from(slot.reply)

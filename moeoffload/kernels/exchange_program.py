@@ -1,6 +1,6 @@
-"""A host's side of a decode step in shared memory, in two compiled pieces: rows to a request, and a reply awaited.
+"""A host's side of a decode step in compiled pieces: rows to a request, a reply awaited in shared memory, or checked.
 
-Both leave everything unusual to Python, which then does all of it once more and says what is wrong.
+All of them leave everything unusual to Python, which then does all of it once more and says what is wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from moeoffload.kernels import exchange_words as xw
@@ -58,7 +58,7 @@ _SEEN_CALLED: Final = int(Seen.CALLED)
 REFUSED: Final = -1
 """Nothing was sent: Python knows why."""
 _POST_ARGUMENTS: Final = 13
-_COLLECT_ARGUMENTS: Final = 5
+FiveInts = Callable[[int, int, int, int, int], int]
 
 
 @intrinsic
@@ -101,7 +101,7 @@ def _make_post(stamp: int) -> Callable[..., int]:
         if n_hit < 0 or call[PACK_BAD_ROW] >= 0:
             return REFUSED
         # The reply before, should it come once more: nobody has asked for anything since.
-        for _spare in range(_MOST_SPARE):
+        for _spare in range(_MOST_SPARE if block[xw.RING] != 0 else 0):
             if of_semaphore(block[xw.TRY_WAIT], block[xw.SEMAPHORE]) != 0:
                 break
             block[xw.N_STALE] += 1
@@ -119,6 +119,8 @@ def _make_post(stamp: int) -> Callable[..., int]:
         for word in range(HEADER_WORDS):
             frame[word] = header[word]
         n_bytes = HEADER_BYTES + header[BODY_BYTES]
+        if block[xw.RING] == 0:
+            return n_bytes
         line = block[xw.RING] + n_sent % block[xw.N_SLOTS] * LINE_BYTES
         entry = view(line, np.int64, 3)
         entry[0] = block[xw.SLOT]
@@ -133,7 +135,31 @@ def _make_post(stamp: int) -> Callable[..., int]:
     return post
 
 
-def _make_collect(stamp: int) -> Callable[[int, int, int, int, int], int]:
+@njit(nogil=True)
+def _holds_sums(address: int, request_id: int, layer: int, n_rows: int, n_bytes: int) -> bool:
+    """Whether the reply of so many bytes has the sums of a request; then its bytes and times are in the block."""
+    block = view(address, np.int64, xw.BLOCK_WORDS)
+    frame = view(block[xw.REPLY], np.int64, HEADER_WORDS)
+    header = block[xw.HEADER : xw.HEADER + HEADER_WORDS]
+    for word in range(HEADER_WORDS):
+        header[word] = frame[word]
+    body = n_rows * block[xw.ROW_BYTES_BACK]
+    if (
+        n_bytes != HEADER_BYTES + body
+        or header[KIND] != block[xw.HEAD_BACK]
+        or header[REQUEST_ID] != request_id
+        or header[WHERE] != (block[xw.EPOCH] | (layer << 32) | (block[xw.TOP_K] << 48))
+        or (header[ROWS] & LOW) != n_rows
+        or header[BODY_BYTES] != body
+        or ((header[CHECK] >> 32) & LOW) != header_crc(address + xw.HEADER * 8)
+    ):
+        return False
+    block[xw.N_BYTES] = n_bytes
+    block[xw.TIMES] = header[TIMES]
+    return True
+
+
+def _make_collect(stamp: int) -> FiveInts:
     def collect(address: int, request_id: int, layer: int, n_rows: int, limit_ns: int) -> int:
         _ = stamp
         block = view(address, np.int64, xw.BLOCK_WORDS)
@@ -151,50 +177,51 @@ def _make_collect(stamp: int) -> Callable[[int, int, int, int, int], int]:
         if seen != _SEEN_NEWS:
             return seen
         announced = view(line, np.int64, 2)
-        n_bytes, announced_id = announced[0], announced[1]
-        frame = view(block[xw.REPLY], np.int64, HEADER_WORDS)
-        header = block[xw.HEADER : xw.HEADER + HEADER_WORDS]
-        for word in range(HEADER_WORDS):
-            header[word] = frame[word]
-        body = n_rows * block[xw.ROW_BYTES_BACK]
+        n_bytes = announced[0]
         if (
-            announced_id != request_id
-            or n_bytes != HEADER_BYTES + body
-            or header[KIND] != block[xw.HEAD_BACK]
-            or header[REQUEST_ID] != request_id
-            or header[WHERE] != (block[xw.EPOCH] | (layer << 32) | (block[xw.TOP_K] << 48))
-            or (header[ROWS] & LOW) != n_rows
-            or header[BODY_BYTES] != body
-            or ((header[CHECK] >> 32) & LOW) != header_crc(address + xw.HEADER * 8)
+            announced[1] != request_id
+            or not _holds_sums(address, request_id, layer, n_rows, n_bytes)
             or of_semaphore(block[xw.TRY_WAIT], block[xw.SEMAPHORE]) != 0
         ):
             return _SEEN_CALLED
         block[xw.TAKEN] = 1
-        block[xw.N_BYTES] = n_bytes
-        block[xw.TIMES] = header[TIMES]
         return seen
 
     return collect
 
 
+def _make_accept(stamp: int) -> FiveInts:
+    def accept(address: int, request_id: int, layer: int, n_rows: int, n_bytes: int) -> int:
+        _ = stamp
+        return _holds_sums(address, request_id, layer, n_rows, n_bytes)
+
+    return accept
+
+
 @functools.cache
-def exchange_programs() -> tuple[Any, Callable[..., int], Callable[[int, int, int, int, int], int]]:
-    """What keeps the code, and the two pieces; the first call compiles them or loads them from the on-disk cache.
+def exchange_programs() -> tuple[Any, Callable[..., int], FiveInts, FiveInts]:
+    """What keeps the code, and the three pieces; the first call compiles them or loads them from the on-disk cache.
 
     All arguments are int64, tensors and blocks their addresses (shapes: `RowPacker.pack`).
 
     ``post(block, n_sent, hidden, ids, weights, n_rows, weights_are_f32, table, n_experts, holds_all, layer, request_id,
     timeout_us)`` packs rows as `RowPacker` does and sends them as the n-th request of the channel, counted from 0. It
-    returns the bytes of the frame, 0 if no row has an expert in the table, or ``REFUSED``.
+    returns the bytes of the frame, 0 if no row has an expert in the table, or ``REFUSED``. Without a RING the frame is
+    made, and somebody else sends it.
 
     ``collect(block, request_id, layer, n_rows, limit_ns)`` looks for the sums of that request and takes its token. It
     returns a `Seen`: NEWS when they are there and as they should be, CALLED when what is there is for Python to read.
+
+    ``accept(block, request_id, layer, n_rows, n_bytes)`` says of a reply of so many bytes, which came another way,
+    whether it has the sums of that request (1), or is for Python to read (0).
     """
     stamp = source_stamp()
     post = compile_entry(_make_post(stamp), types.int64, _POST_ARGUMENTS)
-    collect = compile_entry(_make_collect(stamp), types.int64, _COLLECT_ARGUMENTS)
+    collect, accept = (compile_entry(make(stamp), types.int64, 5) for make in (_make_collect, _make_accept))
+    five_ints = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)
     return (
-        (post, collect),
+        (post, collect, accept),
         ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * _POST_ARGUMENTS)(post.address),
-        ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * _COLLECT_ARGUMENTS)(collect.address),
+        five_ints(collect.address),
+        five_ints(accept.address),
     )

@@ -145,26 +145,9 @@ def _make_unpack(target: Any, stamp: int) -> Callable[[int, int, int, int, int],
 
 
 @functools.cache
-def unpack_program(target: torch.dtype) -> tuple[Any, Callable[[int, int, int, int, int], None]]:
-    """The program of `route_unpacker` for weights of a dtype; the first call compiles it or loads it from the cache."""
-    compiled = compile_entry(_make_unpack(WEIGHT_TYPES[target], source_stamp()), types.void, 5)
-    return compiled, ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(compiled.address)
-
-
-def route_unpacker(
-    slots: torch.Tensor, weights: torch.Tensor, slots_out: torch.Tensor, weights_out: torch.Tensor
-) -> Callable[[], None]:
-    """What copies routes out of a frame, for tensors that stay where they are; all contiguous on the CPU.
-
-    Args:
-        slots: (n, top_k) int16.
-        weights: (n, top_k) float32.
-        slots_out: (n, top_k) int64.
-        weights_out: (n, top_k) float32, or a compute dtype to which weights are rounded.
-    """
-    _, run = unpack_program(weights_out.dtype)
-    places = (slots.data_ptr(), slots_out.data_ptr(), weights.data_ptr(), weights_out.data_ptr())
-    return functools.partial(run, *places, slots.numel())
+def unpack_program(target: torch.dtype) -> Any:
+    """Compiled: n routes out of a frame. ``(slots, to, weights, to, n)``: int16 to int64, float32 to a dtype."""
+    return compile_entry(_make_unpack(WEIGHT_TYPES[target], source_stamp()), types.void, 5)
 
 
 def _make_convert(source: Any, target: Any, stamp: int) -> Callable[[int, int, int], None]:
@@ -202,10 +185,6 @@ class SumEncoder:
         """
         bad = self._run(sums.data_ptr(), out.data_ptr(), sums.shape[0], sums.shape[1])
         return bad if bad >= 0 else None
-
-    def for_places(self, sums: torch.Tensor, out: torch.Tensor) -> Callable[[], int]:
-        """As `encode`, for tensors that stay where they are; what is returned gives -1 instead of None."""
-        return functools.partial(self._run, sums.data_ptr(), out.data_ptr(), sums.shape[0], sums.shape[1])
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""From look to reply without Python: a server's loop over the decode steps of a host that it has to itself.
+"""From frame to frame without Python; and from look to reply, for a server that one host has to itself.
 
 Beside the experts' weights, which pass through its caches with every request, a process finds little of itself in there
 when the next one comes: each function of Python on the way then costs microseconds. This loop is a few kilobytes. It
@@ -142,6 +142,36 @@ def _compute(block: Any, call_address: int, body: int, reply: int) -> bool:
 
 
 @njit(nogil=True)
+def _reply_to(address: int, request: int, n_bytes: int, reply: int, queue_ns: int, received: int) -> int:
+    """Answers a frame by another one; returns its bytes, or 0 if that is left to Python, and nothing was done."""
+    block = view(address, np.int64, tw.BLOCK_WORDS)
+    frame = view(request, np.int64, HEADER_WORDS)
+    header = block[tw.HEADER : tw.HEADER + HEADER_WORDS]
+    for word in range(HEADER_WORDS):
+        header[word] = frame[word]
+    header_address = address + tw.HEADER * 8
+    call_address = _call_of(block, header, n_bytes)
+    if call_address == 0 or header_crc(header_address) != ((header[CHECK] >> 32) & LOW):
+        return 0
+    if not _compute(block, call_address, request + HEADER_BYTES, reply + HEADER_BYTES):
+        return 0
+    n_rows = header[ROWS] & LOW
+    took = clock_ns(block[tw.CLOCK]) - received
+    header[KIND] = block[tw.HEAD_BACK]
+    header[BODY_BYTES] = n_rows * block[tw.ROW_BYTES_BACK]
+    header[TIMES] = min(queue_ns // 1000, LOW) | (min(took // 1000, LOW) << 32)
+    header[CHECK] = 0
+    header[CHECK] = header_crc(header_address) << 32
+    answer = view(reply, np.int64, HEADER_WORDS)
+    for word in range(HEADER_WORDS):
+        answer[word] = header[word]
+    block[tw.SERVED] += 1
+    block[tw.SERVED_ROWS] += n_rows
+    block[tw.COMPUTE_NS] += took
+    return HEADER_BYTES + header[BODY_BYTES]
+
+
+@njit(nogil=True)
 def _answer(address: int, line: int, received: int) -> bool:
     """Answers the request that a line of the ring announces; False if that is left to Python, and nothing was done."""
     block = view(address, np.int64, tw.BLOCK_WORDS)
@@ -150,34 +180,13 @@ def _answer(address: int, line: int, received: int) -> bool:
     if index < 0 or index >= block[tw.N_SLOTS]:
         return False
     slot = view(block[tw.SLOTS] + index * tw.SLOT_WORDS * 8, np.int64, tw.SLOT_WORDS)
-    frame = view(slot[tw.REQUEST], np.int64, HEADER_WORDS)
-    header = block[tw.HEADER : tw.HEADER + HEADER_WORDS]
-    for word in range(HEADER_WORDS):
-        header[word] = frame[word]
-    header_address = address + tw.HEADER * 8
-    call_address = _call_of(block, header, n_bytes)
-    if call_address == 0 or header_crc(header_address) != ((header[CHECK] >> 32) & LOW):
+    # What was done is counted before the host can have the reply, and ask for it.
+    n_bytes_back = _reply_to(address, slot[tw.REQUEST], n_bytes, slot[tw.REPLY], 0, received)
+    if n_bytes_back == 0:
         return False
-    reply = slot[tw.REPLY]
-    if not _compute(block, call_address, slot[tw.REQUEST] + HEADER_BYTES, reply + HEADER_BYTES):
-        return False
-    n_rows = header[ROWS] & LOW
-    took = clock_ns(block[tw.CLOCK]) - received
-    header[KIND] = block[tw.HEAD_BACK]
-    header[BODY_BYTES] = n_rows * block[tw.ROW_BYTES_BACK]
-    header[TIMES] = min(took // 1000, LOW) << 32
-    header[CHECK] = 0
-    header[CHECK] = header_crc(header_address) << 32
-    answer = view(reply, np.int64, HEADER_WORDS)
-    for word in range(HEADER_WORDS):
-        answer[word] = header[word]
-    # Before the host can have the reply, and ask what was done.
     block[tw.N_READ] += 1
-    block[tw.SERVED] += 1
-    block[tw.SERVED_ROWS] += n_rows
-    block[tw.COMPUTE_NS] += took
     announcement = view(slot[tw.LINE], np.int64, 2)
-    announcement[0] = HEADER_BYTES + header[BODY_BYTES]
+    announcement[0] = n_bytes_back
     announcement[1] = request_id
     if of_semaphore(block[tw.POST], slot[tw.SEMAPHORE]) != 0:
         block[tw.UNSENT] += 1
@@ -226,6 +235,25 @@ def _make_turnaround(stamp: int) -> Callable[[int], int]:
         return _SEEN_CALLED
 
     return turnaround
+
+
+def _make_answer(stamp: int) -> Callable[[int, int, int, int, int], int]:
+    def answer(address: int, request: int, n_bytes: int, reply: int, queue_ns: int) -> int:
+        _ = stamp
+        block = view(address, np.int64, tw.BLOCK_WORDS)
+        return _reply_to(address, request, n_bytes, reply, queue_ns, clock_ns(block[tw.CLOCK]))
+
+    return answer
+
+
+@functools.cache
+def answer_program() -> tuple[Any, Callable[[int, int, int, int, int], int]]:
+    """One step: takes the addresses of a block, of a request and its bytes, of the reply, and how long it has waited.
+
+    It returns the bytes of the reply, or 0 if the request is left to Python. Compiled as `turnaround_program` is.
+    """
+    compiled = compile_entry(_make_answer(source_stamp()), types.int64, 5)
+    return compiled, ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(compiled.address)
 
 
 @functools.cache
