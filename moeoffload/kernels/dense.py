@@ -78,7 +78,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         if thread.operands.numel() < n_rows * n_in:
             thread.operands = torch.empty(MAX_ROWS * n_in, dtype=torch.float32)
         call[words.OPERANDS] = thread.operands.data_ptr()
-    elif multiplies_by_matrix(n_in, n_out):
+    elif dtype == torch.bfloat16 and multiplies_by_matrix(n_in, n_out):
         if thread.packed.numel() < n_rows * n_in:
             thread.packed = torch.empty(MAX_ROWS * n_in, dtype=torch.bfloat16)
         call[words.PACKED] = thread.packed.data_ptr()

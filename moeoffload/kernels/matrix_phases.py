@@ -1,6 +1,6 @@
 """The projections of `phases` on CPUs with a matrix unit: rows packed once for a phase, weights multiplied as they lie.
 
-Packing is shared out among threads as the products are, and done before they begin. Rows of an expert are packed in
+Packing is a phase of its own, before its products. Rows of an expert are packed in
 groups of 16; one that is left alone is read where it lies, so a decode step packs nothing.
 """
 
@@ -48,17 +48,37 @@ def _pack(rows: int, row_index: Any, first: int, count: int, inner: int, packed:
 
 
 @njit(nogil=True)
-def _pack_all(plan: Any, first: Any, rows: int, row_index: Any, inner: int, packed: int, counter: int) -> None:
-    """Packs the rows of every expert, shared out among the threads that call this."""
+def pack_rows(
+    packed: int,
+    plan: Any,
+    n_experts: int,
+    n_routes: int,
+    inner: int,
+    rows: Any,
+    rows_are_sorted: bool,
+    counter: int,
+    limit: int,
+) -> None:
+    """Packs the rows of every expert that is hit, for `project_as_fits`; an expert is an item.
+
+    Args:
+        packed: address of memory for (positions, inner); 0 if nothing is to be packed.
+        plan, n_experts, n_routes, inner, rows, rows_are_sorted, counter, limit: see `phases.project`.
+    """
+    if packed == 0:
+        return
+    _, first, row_of, _, identity, _ = plan_parts(plan, n_experts, n_routes)
+    row_index = identity if rows_are_sorted else row_of
+    place = rows.ctypes.data
     n_hit = plan[N_HIT]
     while True:
         group = claim(counter)
-        if group >= n_hit:
+        if group >= n_hit or group >= limit:
             return
         position, last = first[group], first[group + 1]
         while last - position > 1:
             count = min(MATRIX_ROWS, last - position)
-            _pack(rows, row_index, position, count, inner, packed + position * inner * _ROW_BYTES)
+            _pack(place, row_index, position, count, inner, packed + position * inner * _ROW_BYTES)
             position += count
         finish(counter + 8)
 
@@ -168,7 +188,6 @@ def _project_by_matrix(
     row_index = identity if rows_are_sorted else row_of
     row_place, weight_place = rows.ctypes.data, weights.ctypes.data
     bias_place, out_place = bias.ctypes.data, out.ctypes.data
-    _pack_all(plan, first, row_place, row_index, inner, packed, packing)
     n_hit = plan[N_HIT]
     wait_for_items(packing, n_hit, yield_address)
     per_expert = (n_out // WEIGHT_ROWS + item_groups - 1) // item_groups
@@ -223,8 +242,8 @@ def project_as_fits(packed: Any, packing: Any, yield_address: Any, *job: Any) ->
     """As `project`; by the matrix unit if ``packed`` is not 0. For compiled code only.
 
     Args:
-        packed: address of memory for packed rows (positions, inner).
-        packing: address of two more counters.
+        packed: address of rows that `pack_rows` packs, perhaps in other threads meanwhile.
+        packing: its counter.
         yield_address: see `wait_for_items`.
         job: the arguments of `project`.
     """

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import platform
+import sys
 from itertools import product
 from typing import Any, Final
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
 
 from moeoffload.kernels.vector_ir import F32, I8, I16, I32, I64, call_llvm, has_matrix_unit, narrowed, vector, widened
@@ -53,7 +53,7 @@ _TILE_DATA: Final = 18
 @functools.cache
 def may_use_matrix_unit() -> bool:
     """Whether this CPU has the unit and Linux lets this process use it; asks for that when first called."""
-    if not has_matrix_unit() or platform.machine() != "x86_64" or os.name != "posix":
+    if not has_matrix_unit() or platform.machine() != "x86_64" or sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
@@ -79,7 +79,9 @@ def stack_memory(typing_context: Any) -> Any:
     del typing_context
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        memory = cgutils.alloca_once(builder, ir.ArrayType(I8, STACK_BYTES))
+        # Not cgutils' way, which fills it with zeros each time.
+        with builder.goto_entry_block():
+            memory = builder.alloca(ir.ArrayType(I8, STACK_BYTES))
         memory.align = _LINE
         return builder.ptrtoint(memory, I64)
 

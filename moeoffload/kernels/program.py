@@ -21,7 +21,7 @@ import torch
 from numba import types
 
 from moeoffload.kernels import words
-from moeoffload.kernels.matrix_phases import project_as_fits
+from moeoffload.kernels.matrix_phases import pack_rows, project_as_fits
 from moeoffload.kernels.matrix_tile import may_use_matrix_unit
 from moeoffload.kernels.phases import (
     convert,
@@ -67,13 +67,16 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
             if call[words.OPERANDS] != call[words.ROWS]:
                 convert(view(call[words.ROWS], weight_type, n_rows * hidden), operands)
         n_items = 0
+        pack_up, pack_down = counters + words.PACK_UP * 64, counters + words.PACK_DOWN * 64
+        if phases & words.PACK_UP_PHASE:
+            pack_rows(packed, plan, n_experts, n_routes, hidden, operands, False, pack_up, limit)
         if phases & words.UP_PHASE:
             weights = view(layer[words.UP_WEIGHT], weight_type, n_experts * up_columns * hidden)
             bias = view(layer[words.UP_BIAS], weight_type, n_experts * up_columns)
             mode = 2 if layer[words.UP_BIAS] != 0 else 0
             n_items = project_as_fits(
                 packed,
-                counters + words.PACK_UP * 64,
+                pack_up,
                 yield_address,
                 plan,
                 n_experts,
@@ -93,14 +96,17 @@ def _make_experts_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable
         if phases & words.ACTIVATE_PHASE:
             wait_for_items(counters, n_items, yield_address)
             n_items = silu_times_up(plan, inter, up, activated, counters + 64, limit)
-        if phases & words.DOWN_PHASE:
+        if phases & words.PROJECT_DOWN:
             wait_for_items(counters + 64, n_items, yield_address)
+        if phases & words.PACK_DOWN_PHASE:
+            pack_rows(packed, plan, n_experts, n_routes, inter, activated, True, pack_down, limit)
+        if phases & words.DOWN_PHASE:
             weights = view(layer[words.DOWN_WEIGHT], weight_type, n_experts * hidden * inter)
             bias = view(layer[words.DOWN_BIAS], weight_type, n_experts * hidden)
             mode = 2 if layer[words.DOWN_BIAS] != 0 else 0
             n_items = project_as_fits(
                 packed,
-                counters + words.PACK_DOWN * 64,
+                pack_down,
                 yield_address,
                 plan,
                 n_experts,
@@ -152,10 +158,11 @@ def _make_linear_entry(weight_type: Any, row_type: Any, stamp: int) -> Callable[
             mode = 1 if call[words.BIAS] != 0 else 0
             out = view(call[words.OUT], weight_type, n_rows * n_out)
             counter = address + np.int64(words.COUNTERS * 8)
-            groups = call[words.ITEM_GROUPS]
+            groups, packing = call[words.ITEM_GROUPS], counter + words.PACK_UP * 64
+            pack_rows(call[words.PACKED], plan, 1, n_rows, n_in, operands, True, packing, words.NO_LIMIT)
             project_as_fits(
                 call[words.PACKED],
-                counter + words.PACK_UP * 64,
+                packing,
                 call[words.YIELD],
                 plan,
                 1,

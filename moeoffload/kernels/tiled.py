@@ -19,7 +19,14 @@ from moeoffload.kernels.program import ALL_GROUPS, ITEM_GROUPS, c_function, expe
 from moeoffload.kernels.tile import WEIGHT_ROWS
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, PreparedCall, layer_shape
 
-_COUNTER_OF: Final = {words.UP_PHASE: 0, words.ACTIVATE_PHASE: 1, words.DOWN_PHASE: 2, words.SUM_PHASE: 3}
+_COUNTER_OF: Final = {
+    words.UP_PHASE: 0,
+    words.ACTIVATE_PHASE: 1,
+    words.DOWN_PHASE: 2,
+    words.SUM_PHASE: 3,
+    words.PACK_UP_PHASE: words.PACK_UP,
+    words.PACK_DOWN_PHASE: words.PACK_DOWN,
+}
 """Number of a phase's line of counters."""
 
 
@@ -166,6 +173,8 @@ class TiledExperts:
         plan = (ctypes.c_int32 * 2).from_address(call[words.PLAN])
         n_present, n_hit = plan[N_PRESENT], plan[N_HIT]
         n_sums = rows.shape[0] * -(-shape.hidden // SUM_COLUMNS)
+        n_packed = n_hit if shape.uses_matrix_unit else 0
+        yield from self._steps(arena, words.PACK_UP_PHASE, n_packed, n_threads, step_s)
         yield from self._steps(arena, words.UP_PHASE, n_hit * _items(shape.up_columns), n_threads, step_s)
         if self.is_fused:
             yield from self._steps(arena, words.ACTIVATE_PHASE, n_present, n_threads, step_s)
@@ -175,6 +184,7 @@ class TiledExperts:
             activated = values.to(self._row_dtype).contiguous()
             call[words.ACTIVATED] = activated.data_ptr()
             yield
+        yield from self._steps(arena, words.PACK_DOWN_PHASE, n_packed, n_threads, step_s)
         yield from self._steps(arena, words.DOWN_PHASE, n_hit * _items(shape.hidden), n_threads, step_s)
         if module.has_post_expert_norm and n_present:
             values = arena.matrix(words.UP, (n_present, shape.hidden), self._dtype)
@@ -224,15 +234,15 @@ class TiledExperts:
         if n_present == 0:
             self._phases(arena, words.SUM_PHASE, 1)
             return
-        self._phases(arena, words.UP_PHASE, n_threads)
+        self._phases(arena, words.PROJECT_UP, n_threads)
         values = arena.matrix(words.UP, (n_present, shape.up_columns), self._dtype)
         values = module._apply_gate(values) if module.has_gate else module.act_fn(values)
         activated = values.to(self._row_dtype).contiguous()
         call[words.ACTIVATED] = activated.data_ptr()
         if not module.has_post_expert_norm:
-            self._phases(arena, words.DOWN_PHASE | words.SUM_PHASE, n_threads)
+            self._phases(arena, words.PROJECT_DOWN | words.SUM_PHASE, n_threads)
             return
-        self._phases(arena, words.DOWN_PHASE, n_threads)
+        self._phases(arena, words.PROJECT_DOWN, n_threads)
         values = module.post_expert_norm(arena.matrix(words.UP, (n_present, shape.hidden), self._dtype)).contiguous()
         call[words.DOWN] = values.data_ptr()
         self._phases(arena, words.SUM_PHASE, 1)

@@ -40,8 +40,8 @@ class Arena:
 
     call: ctypes.Array[ctypes.c_int64] = field(default_factory=(ctypes.c_int64 * words.CALL_WORDS))
     buffers: dict[int, torch.Tensor] = field(default_factory=dict)
-    # Most routes that the buffers are large enough for, by shape.
-    fits: dict[LayerShape, int] = field(default_factory=dict)
+    # Most rows and most routes that the buffers are large enough for, by shape.
+    fits: dict[LayerShape, tuple[int, int]] = field(default_factory=dict)
     n_created: int = 0
     address: int = field(init=False)
     """Of the call block."""
@@ -60,7 +60,8 @@ class Arena:
             if old is None or old.numel() < size:
                 self.buffers[word] = torch.empty(size, dtype=torch.uint8)
                 self.n_created += 1
-        self.fits[shape] = max(n_routes, self.fits.get(shape, 0))
+        most_rows, most_routes = self.fits.get(shape, (0, 0))
+        self.fits[shape] = max(n_rows, most_rows), max(n_routes, most_routes)
 
     def __post_init__(self) -> None:
         self.address = ctypes.addressof(self.call)
@@ -110,7 +111,8 @@ class KernelWorkspace:
         """The arena for a call, large enough for it."""
         is_small = n_rows <= SMALL_ROWS
         arena = self._small if is_small else self._large
-        if arena.fits.get(shape, -1) < n_rows * top_k:
+        most_rows, most_routes = arena.fits.get(shape, (-1, -1))
+        if most_rows < n_rows or most_routes < n_rows * top_k:
             rows = SMALL_ROWS if is_small else n_rows
             arena.reserve(shape, rows, rows * top_k)
         return arena

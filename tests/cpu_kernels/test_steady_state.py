@@ -13,7 +13,7 @@ import numba
 import pytest
 import torch
 
-from moeoffload.kernels import KernelWorkspace, prepare_layer, warm_up
+from moeoffload.kernels import KernelWorkspace, prepare_layer, warm_up, words
 from moeoffload.kernels import program as programs
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes
@@ -163,3 +163,17 @@ def test_a_cpu_without_512_bit_vectors_and_bfloat16_products(tmp_path: Path) -> 
         },
     )
     assert found.stdout.strip() == "fine", found.stderr
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_workspace_has_room_for_more_rows_of_fewer_routes(dtype: torch.dtype) -> None:
+    workspace = KernelWorkspace()
+    layer = prepare_layer(gated_experts(8, 72, 32, dtype), workspace, "tiled")
+    for n_rows, top_k in ((20, 4), (40, 2), (80, 1)):
+        inputs = random_rows(n_rows, 72, dtype), *routes(n_rows, top_k, 8)
+        result = call(layer, *inputs)
+        assert torch.equal(result, call(prepare_layer(gated_experts(8, 72, 32, dtype), kernel="tiled"), *inputs))
+        assert layer.shape is not None
+        arena = workspace.arena(layer.shape, n_rows, top_k)
+        needed = n_rows * 72 * 4 if layer.shape.converts_rows else 0
+        assert arena.buffers[words.OPERANDS].numel() >= needed
