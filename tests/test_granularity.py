@@ -12,7 +12,6 @@ from moeoffload.host.granularity import (
     Granularity,
     chunk_rows,
 )
-from moeoffload.kernels.attention import takes_many
 from moeoffload.settings import Mode, Pipeline
 
 
@@ -32,13 +31,19 @@ def test_a_cpu_host_cuts_a_prompt_into_even_chunks(n_rows: int, expected: list[i
     assert chunks(n_rows) == expected
 
 
-def test_chunks_are_longer_where_attention_skips_what_is_hidden() -> None:
+@pytest.mark.parametrize("matrix_unit", [False, True])
+@pytest.mark.parametrize("skips", [False, True])
+def test_chunks_are_longer_where_attention_skips_what_is_hidden_or_experts_are_fast(
+    skips: bool, matrix_unit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moeoffload.host.granularity.may_use_matrix_unit", lambda: matrix_unit)
+    monkeypatch.setattr("moeoffload.host.granularity.takes_many", lambda dtype: skips and dtype == torch.bfloat16)
     assert chunks(512, size=CHUNK_ROWS) == [256] * 2
     assert chunks(2048, size=CHUNK_ROWS) == [512] * 4
     cpu = torch.device("cpu")
-    skips = takes_many(torch.bfloat16)
-    assert chunk_rows(cpu, torch.bfloat16, fast_dense=True) == (CHUNK_ROWS if skips else MASKED_CHUNK_ROWS)
-    assert chunk_rows(cpu, torch.bfloat16, fast_dense=False) == MASKED_CHUNK_ROWS
+    long, short = CHUNK_ROWS, MASKED_CHUNK_ROWS
+    assert chunk_rows(cpu, torch.bfloat16, fast_dense=True) == (long if skips or matrix_unit else short)
+    assert chunk_rows(cpu, torch.bfloat16, fast_dense=False) == (long if matrix_unit else short)
     assert chunk_rows(cpu, torch.float32, fast_dense=True) == MASKED_CHUNK_ROWS
     assert chunk_rows(torch.device("cuda", 1), torch.bfloat16, fast_dense=True) is None
 

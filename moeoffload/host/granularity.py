@@ -10,6 +10,7 @@ import torch
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.pipeline import PipelinePlan
 from moeoffload.kernels.attention import takes_many
+from moeoffload.kernels.matrix_tile import may_use_matrix_unit
 from moeoffload.settings import Mode, Pipeline
 
 # Smaller chunks overlap better; but below these sizes the experts' weights are read for too few rows. Measured on CPUs,
@@ -26,7 +27,10 @@ def chunk_rows(device: torch.device, dtype: torch.dtype, *, fast_dense: bool) ->
     """About how long the chunks of a prompt are on a host; None if there are GPU_HOST_CHUNKS of them."""
     if device.type != "cpu":
         return None
-    return CHUNK_ROWS if fast_dense and takes_many(dtype) else MASKED_CHUNK_ROWS
+    skips = fast_dense and takes_many(dtype)
+    # Servers are presumably CPUs like this one: so fast that short chunks would be over before the weights are read.
+    multiplies = dtype == torch.bfloat16 and may_use_matrix_unit()
+    return CHUNK_ROWS if skips or multiplies else MASKED_CHUNK_ROWS
 
 
 @dataclass(frozen=True, slots=True)
