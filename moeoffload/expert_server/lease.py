@@ -381,6 +381,7 @@ class HostLease:
         for name, other in list(self._channels.items()):
             if name != request.transport:
                 other.close()
+                _drop_slots(other)
                 del self._channels[name]
         logger.info("%s: attached over %s (%s)", self.host, request.transport, request.reason)
         return pb.Ready(epoch=self.epoch)
@@ -427,9 +428,7 @@ class HostLease:
                 channel.close()
             except MoeOffloadError as error:
                 logger.warning("%s: %s", self.host, error)
-            for slot in channel.slots:
-                if slot.owner is not None:
-                    slot.owner.drop()
+            _drop_slots(channel)
         if self._turnaround is not None:
             self._engine.forget_turnaround(self._turnaround)
         self._engine.leave(self._share)
@@ -444,3 +443,10 @@ class HostLease:
             self._store.release(key)
         logger.info("%s: lease ended (%s)", self.host, reason)
         self._on_close(self)
+
+
+def _drop_slots(channel: ServerChannel) -> None:
+    """Lets go of the memory of a closed channel."""
+    for slot in channel.slots:
+        if slot.owner is not None:
+            slot.owner.drop()
