@@ -247,7 +247,7 @@ def project_as_fits(packed: Any, packing: Any, yield_address: Any, *job: Any) ->
         yield_address: see `wait_for_items`.
         job: the arguments of `project`.
     """
-    raise NotImplementedError
+    raise TypeError("project_as_fits is called by compiled code only")
 
 
 @overload(project_as_fits, jit_options={"nogil": True})
