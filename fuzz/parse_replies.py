@@ -13,7 +13,8 @@ from shapes import EPOCH, LAYOUT, N_EXPERTS, ScriptedSocket, pack_messages, repl
 from moeoffload.errors import MoeOffloadError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
-from moeoffload.host.link import Deadlines, ExpertLink, LinkInfo
+from moeoffload.host.deadlines import DeadlineBounds
+from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.placement import ExpertTable
 from moeoffload.transport import ChannelSizes, HostChannel, SharedServerEnd, open_shared
 from moeoffload.transport.stream import StreamHostEnd
@@ -67,7 +68,7 @@ class _Host:
             [N_EXPERTS],
             torch.device("cpu"),
             torch.bfloat16,
-            Deadlines(timeout_s, timeout_s),
+            DeadlineBounds(timeout_s, timeout_s),
             SliceLearner([], LAYOUT.capacity, 1),
         )
 

@@ -16,7 +16,8 @@ from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
 from moeoffload.host.auto_slice import SliceLearner
-from moeoffload.host.link import Deadlines, ExpertLink, LinkInfo
+from moeoffload.host.deadlines import DeadlineBounds
+from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.host.patience import while_busy
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
@@ -195,7 +196,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         [layer.n_experts for layer in checkpoint.layers],
         plan.device,
         checkpoint.dtype,
-        Deadlines(settings.dispatch_floor_s, settings.dispatch_timeout_s),
+        DeadlineBounds(settings.dispatch_floor_s, settings.dispatch_timeout_s),
         SliceLearner(timings, layout.capacity, settings.hot_slice),
     )
 

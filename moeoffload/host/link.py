@@ -15,6 +15,7 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ProtocolError, ServerError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
+from moeoffload.host.deadlines import DeadlineBounds, Deadlines
 from moeoffload.host.exchange import Exchange
 from moeoffload.host.flight import Flight
 from moeoffload.kernels.exchange_program import REFUSED
@@ -27,13 +28,7 @@ from moeoffload.wire import HEADER_BYTES, ErrorCode, Flag, FrameHeader, FrameLay
 
 END_REASON_TIMEOUT_S: Final = 1.0
 LEAVE_S: Final = 2.0
-PATIENCE: Final = 8.0
-"""A dispatch may take so many times what recent ones of its size took."""
-FEW_ROWS: Final = 16
-"""Deadlines for up to so many rows are worked out one call ahead, when the host waits anyway."""
 LOOK_S: Final = 0.02
-RECENT: Final = 0.98
-"""How much of the longest recent wait each reply leaves."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +61,6 @@ class _RemoteFlight(Flight):
     deadline_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """How long a dispatch may take: a multiple of what recent ones took, within these bounds, in seconds."""
-
-    floor_s: float
-    ceiling_s: float
-
-
 class ExpertLink:
     """Sends chunks of rows to one server and takes the sums back."""
 
@@ -89,7 +76,7 @@ class ExpertLink:
         n_experts: list[int],
         device: torch.device,
         dtype: torch.dtype,
-        deadlines: Deadlines,
+        bounds: DeadlineBounds,
         learner: SliceLearner,
     ) -> None:
         self.info = info
@@ -102,11 +89,7 @@ class ExpertLink:
         self._lease = lease
         self._channel = channel
         self._epoch = epoch
-        self._deadlines = deadlines
-        self._recent_s = 0.0
-        """The longest wait of the last dispatches, forgotten slowly."""
-        self._deadline_of: dict[int, float] = {}
-        """Of calls of few rows, by how many."""
+        self._deadlines = Deadlines(bounds, self.n_slots, learner)
         self.n_calls = 0
         self._leaving = False
         self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
@@ -155,10 +138,8 @@ class ExpertLink:
         return self._channel.is_idle
 
     def deadline_s(self, n_rows: int) -> float:
-        """How long a dispatch of so many rows may take: other ones of this host may be before it."""
-        bounds = self._deadlines
-        usual = max(self._recent_s, self.n_slots * self.learner.seconds(n_rows))
-        return min(bounds.ceiling_s, max(bounds.floor_s, PATIENCE * usual))
+        """How long a dispatch of so many rows may take."""
+        return self._deadlines.work_out(n_rows)
 
     @property
     def n_created(self) -> int:
@@ -210,8 +191,7 @@ class ExpertLink:
         flight.sent_at = perf_counter()
         flight.layer, flight.start, flight.n_rows, flight.index = layer, start, n_rows, index
         flight.chunk_rows = ids.shape[0]
-        if n_rows <= FEW_ROWS:  # for the next call; now there is time
-            self._deadline_of[n_rows] = self.deadline_s(n_rows)
+        self._deadlines.prepare(n_rows)  # for the next call; now there is time
         self.n_calls += 1
         to.calls += 1
         to.rows += n_rows
@@ -230,7 +210,7 @@ class ExpertLink:
         """As `_send`, in compiled code; less than no bytes if it has to be done that way."""
         n_rows = ids.shape[0]
         flight.request_id = self._channel.next_id(flight.slot)
-        flight.deadline_s = self._deadline_of.get(n_rows) or self.deadline_s(n_rows)
+        flight.deadline_s = self._deadlines.of(n_rows)
         table, holds_all = self._slot_of[layer], self.holds_all[layer]
         n_bytes = exchange.send(layer, hidden, ids, weights, table, holds_all=holds_all, timeout_s=flight.deadline_s)
         index = flight.packer.look()
@@ -257,7 +237,7 @@ class ExpertLink:
         header.layer, header.rows = layer, n_rows
         header.flags = Flag.WEIGHTS_F32 if weights.dtype is torch.float32 else Flag.NONE
         header.body_bytes = n_rows * layout.dispatch_row_bytes
-        flight.deadline_s = self._deadline_of.get(n_rows) or self.deadline_s(n_rows)
+        flight.deadline_s = self._deadlines.of(n_rows)
         header.timeout_us = int(flight.deadline_s * 1e6)
         header.pack_into(slot.request)
         n_bytes = HEADER_BYTES + header.body_bytes
@@ -370,7 +350,7 @@ class ExpertLink:
 
     def _count(self, flight: _RemoteFlight, to: CallCounters, n_bytes: int, queue_s: float, compute_s: float) -> None:
         """Takes a reply into the figures."""
-        self._recent_s = max(perf_counter() - flight.sent_at, RECENT * self._recent_s)
+        self._deadlines.waited(perf_counter() - flight.sent_at)
         to.bytes_back += n_bytes
         flight.queue_s, flight.compute_s = queue_s, compute_s
         to.queue_s += queue_s
