@@ -47,8 +47,10 @@ class Turnaround(Express):
     @classmethod
     def for_channel(cls, engine: Engine, host: ActiveHost, places: ChannelPlaces | None) -> Turnaround | None:
         """One for a channel, or None where it has nothing to offer. To be called while nobody computes."""
-        steps = host.make_steps() if places is not None and engine.may_turn_around else None
-        return cls(engine, host, steps, places) if places is not None and steps is not None else None
+        if places is None or not engine.may_turn_around:
+            return None
+        steps = host.make_steps()
+        return None if steps is None else cls(engine, host, steps, places)
 
     def serve(self, spin: AdaptiveSpin) -> int | None:
         """See `Express`."""

@@ -1,7 +1,7 @@
 """The projections of `phases` on CPUs with a matrix unit: rows packed once for a phase, weights multiplied as they lie.
 
-Packing is a phase of its own, before its products. Rows of an expert are packed in
-groups of 16; one that is left alone is read where it lies, so a decode step packs nothing.
+Packing is a phase of its own, before its products. Rows of an expert are packed in groups of 16; one that is left alone
+is read where it lies, so a decode step packs nothing.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ def uses_matrix_unit(hidden: int, inter: int, up_columns: int, item_bytes: int, 
         hidden, inter, up_columns: inner dimensions and columns of its projections.
         item_bytes, row_item_bytes: of weights and of operands; bfloat16 has 2 and 2, and no other dtype has.
     """
-    fits = all(size % MATRIX_STEP == 0 for size in (hidden, inter, up_columns))
-    return item_bytes == row_item_bytes == _ROW_BYTES and fits and may_use_matrix_unit()
+    fits = multiplies_by_matrix(hidden, up_columns) and multiplies_by_matrix(inter, hidden)
+    return fits and item_bytes == row_item_bytes == _ROW_BYTES
 
 
 def project_as_fits(packed: Any, packing: Any, yield_address: Any, *job: Any) -> Any:

@@ -22,7 +22,19 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 from numba.extending import intrinsic
 
-from moeoffload.kernels.vector_ir import F32, I8, I16, I32, I64, call_llvm, has_matrix_unit, narrowed, vector, widened
+from moeoffload.kernels.vector_ir import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    call_llvm,
+    has_matrix_unit,
+    narrowed,
+    shuffle,
+    vector,
+    widened,
+)
 
 MATRIX_ROWS: Final = 16
 """Rows of weights, and most rows of activations, of one accumulator."""
@@ -260,14 +272,10 @@ def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
         new = list(rows)
         for at in (at for at in range(16) if not at & distance):
             one, other = rows[at], rows[at | distance]
-            new[at] = _shuffled(builder, one, other, low)
-            new[at | distance] = _shuffled(builder, one, other, high)
+            new[at] = shuffle(builder, one, other, low)
+            new[at | distance] = shuffle(builder, one, other, high)
         rows = new
     return rows
-
-
-def _shuffled(builder: ir.IRBuilder, one: ir.Value, other: ir.Value, lanes: list[int]) -> ir.Value:
-    return builder.shuffle_vector(one, other, ir.Constant(vector(I32, len(lanes)), lanes))
 
 
 def _first_lanes(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
