@@ -56,7 +56,7 @@ def serve_steps(pipe: Connection) -> None:
         return engine.submit(channel, slot)
 
     server = SharedServerEnd(ChannelSizes(2, LAYOUT.request_bytes, LAYOUT.reply_bytes), deliver)
-    server.express = Turnaround.for_channel(engine, host, server.places)
+    server.express = Turnaround.for_channel(engine, host, server)
     assert server.express is not None
     pipe.send(server.offer)
     with contextlib.suppress(EOFError):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -14,7 +17,19 @@ from moeoffload.host.exchange import Exchange
 from moeoffload.kernels.pack import RowPacker
 from moeoffload.kernels.watch import Seen
 from moeoffload.payload import PayloadDtype
-from moeoffload.transport import ChannelSizes, ServerChannel, ServerSlot, SharedServerEnd, open_shared
+from moeoffload.transport import (
+    ChannelSizes,
+    ServerChannel,
+    ServerSlot,
+    SharedHostEnd,
+    SharedServerEnd,
+    StreamListener,
+    StreamServerEnd,
+    open_shared,
+    open_stream,
+)
+from moeoffload.transport.stream import StreamHostEnd
+from moeoffload.transport.waiting import AdaptiveSpin
 from moeoffload.wire import HEADER_BYTES, ErrorCode, Flag, FrameHeader, FrameLayout, Kind
 from moeoffload.wire.layout import write_error_text
 
@@ -36,14 +51,27 @@ def answer(header: FrameHeader, slot: ServerSlot) -> int:
 class Ends:
     """Both ends of a channel; ``frames`` has what arrived, ``reply`` says what goes back."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, payload: torch.dtype | None = None) -> None:
+    def __init__(
+        self, way: str = "shared", dtype: torch.dtype = torch.bfloat16, payload: torch.dtype | None = None
+    ) -> None:
         self.layout = FrameLayout(HIDDEN, TOP_K, PayloadDtype.from_torch(payload or dtype), PayloadDtype.F32, 16)
         self.frames: list[bytes] = []
         self.reply: Reply = answer
         self.times = 1
         sizes = ChannelSizes(2, self.layout.request_bytes, self.layout.reply_bytes)
-        self.server = SharedServerEnd(sizes, self._deliver)
-        self.host = open_shared(self.server.offer, spin_limit_s=60.0)
+        self._end = contextlib.ExitStack()
+        self.server: SharedServerEnd | StreamServerEnd
+        self.host: SharedHostEnd | StreamHostEnd
+        if way == "shared":
+            self.server = SharedServerEnd(sizes, self._deliver)
+            self.host = open_shared(self.server.offer, spin_limit_s=60.0)
+        else:
+            listener = StreamListener(max_request_bytes=sizes.request_bytes, lane_port=0)
+            self._end.callback(listener.close)
+            self.server = listener.open_channel(sizes, self._deliver)
+            self.host = open_stream(self.server.offer, "127.0.0.1", timeout_s=SOON_S)
+            assert self.host._lane is not None
+            self.host._lane.spin = AdaptiveSpin(60.0)
         self.slot = slot = self.host.acquire(SOON_S)
         body = torch.frombuffer(slot.request, dtype=torch.uint8, offset=HEADER_BYTES).data_ptr()
         self.packer = RowPacker(body, dtype, self.layout.dtype_out.torch_dtype, hidden=HIDDEN, top_k=TOP_K)
@@ -70,6 +98,7 @@ class Ends:
         self.host.release(self.slot)
         self.host.close()
         self.server.close()
+        self._end.close()
 
 
 class Rows:
@@ -90,9 +119,26 @@ def _cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"moeoffload.{name}.CROWDED_S", 3600.0)
 
 
+WAYS = ("shared", "lane")
+
+
+@pytest.fixture(params=WAYS)
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    ends = Ends(request.param)
+    yield ends
+    ends.close()
+
+
 @pytest.fixture
-def ends() -> Iterator[Ends]:
+def shared() -> Iterator[Ends]:
     ends = Ends()
+    yield ends
+    ends.close()
+
+
+@pytest.fixture
+def lane() -> Iterator[Ends]:
+    ends = Ends("lane")
     yield ends
     ends.close()
 
@@ -106,10 +152,11 @@ def table(*held: int) -> torch.Tensor:
 ALL = table(*range(N_EXPERTS))
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("payload", DTYPES)
-def test_frames_are_those_of_the_long_way(dtype: torch.dtype, payload: torch.dtype) -> None:
-    ends = Ends(dtype, payload)
+def test_frames_are_those_of_the_long_way(way: str, dtype: torch.dtype, payload: torch.dtype) -> None:
+    ends = Ends(way, dtype, payload)
     try:
         for n_rows in (1, 3, 16):
             for weights, held in ((torch.float32, ALL), (dtype, table(1, 4))):
@@ -190,8 +237,9 @@ def short(header: FrameHeader, slot: ServerSlot) -> int:
     return answer(header, slot) - 4
 
 
-@pytest.mark.parametrize("reply", [refuse, of_another_epoch, damaged, short])
-def test_any_other_reply_is_still_there_for_the_long_way(ends: Ends, reply: Reply) -> None:
+@pytest.mark.parametrize(("way", "reply"), [*product(WAYS, [refuse, of_another_epoch, damaged]), ("shared", short)])
+def test_any_other_reply_is_still_there_for_the_long_way(way: str, reply: Reply) -> None:
+    ends = Ends(way)
     ends.reply = reply
     ends.send(Rows(1), ALL, holds_all=True)
     assert not ends.receive(1)
@@ -199,15 +247,18 @@ def test_any_other_reply_is_still_there_for_the_long_way(ends: Ends, reply: Repl
     ends.reply = answer
     ends.send(Rows(1), ALL, holds_all=True)
     assert ends.receive(1)
+    ends.close()
 
 
-def test_replies_that_come_twice_are_dropped_and_counted(ends: Ends) -> None:
+def test_replies_that_come_twice_are_dropped_and_counted(shared: Ends) -> None:
+    ends, host = shared, shared.host
+    assert isinstance(host, SharedHostEnd)
     ends.times = 3
     ends.send(Rows(1), ALL, holds_all=True)
     assert ends.receive(1)
     ends.times = 1
     until = time.monotonic() + SOON_S
-    while ends.host._segment.reply_semaphores[ends.slot.index].value < 2:  # the two others are on their way
+    while host._segment.reply_semaphores[ends.slot.index].value < 2:  # the two others are on their way
         assert time.monotonic() < until
     ends.send(Rows(1), ALL, holds_all=True)
     assert ends.receive(1)
@@ -225,12 +276,12 @@ def interrupted(run: Callable[..., int]) -> Callable[..., int]:
 
 
 def test_a_send_that_is_interrupted_keeps_the_channel_in_step(ends: Ends) -> None:
-    post = ends.exchange._post
+    code = ends.exchange._code
     for _ in range(3):
-        ends.exchange._post = interrupted(post)
+        ends.exchange._code = replace(code, post=interrupted(code.post))
         with pytest.raises(KeyboardInterrupt):
             ends.send(Rows(1), ALL, holds_all=True)
-        ends.exchange._post = post
+        ends.exchange._code = code
         assert ends.receive(1), "the request was on its way"
         assert ends.send(Rows(2), ALL, holds_all=True) > 0
         assert ends.receive(2)
@@ -238,27 +289,29 @@ def test_a_send_that_is_interrupted_keeps_the_channel_in_step(ends: Ends) -> Non
 
 
 def test_a_wait_that_is_interrupted_does_not_lose_the_slot(ends: Ends) -> None:
-    collect = ends.exchange._collect
+    code = ends.exchange._code
     for _ in range(3):
         ends.send(Rows(1), ALL, holds_all=True)
-        ends.exchange._collect = interrupted(collect)
+        ends.exchange._code = replace(code, collect=interrupted(code.collect))
         with pytest.raises(KeyboardInterrupt):
             ends.receive(1)
-        ends.exchange._collect = collect
+        ends.exchange._code = code
         ends.host.release(ends.slot)
         assert ends.host.is_idle
         assert ends.host.acquire(SOON_S) is ends.slot
     assert ends.host.n_abandoned == 0
 
 
-def test_a_look_that_found_nothing_does_not_count_for_the_next_request(ends: Ends) -> None:
+def test_a_look_that_found_nothing_does_not_count_for_the_next_request(shared: Ends) -> None:
+    ends, host = shared, shared.host
+    assert isinstance(host, SharedHostEnd)
     ends.send(Rows(1), ALL, holds_all=True)
-    nothing = Seen.NOTHING
-    assert not ends.host.look_by(ends.slot, lambda *values: nothing, 0, ends.exchange._taken, timeout_s=1.0)
-    assert ends.host._looked_since[ends.slot.index] is not None
+    code = replace(ends.exchange._code, collect=lambda *values: Seen.NOTHING)
+    assert not host.look_by(ends.slot, code, timeout_s=1.0)
+    assert host._looked_since[ends.slot.index] is not None
     assert ends.receive(1)
     ends.send(Rows(1), ALL, holds_all=True)
-    assert ends.host._looked_since[ends.slot.index] is None
+    assert host._looked_since[ends.slot.index] is None
     assert ends.receive(1)
 
 
@@ -266,10 +319,13 @@ def test_a_channel_that_either_side_has_closed_says_so(ends: Ends) -> None:
     ends.send(Rows(1), ALL, holds_all=True)
     assert ends.receive(1)
     ends.server.close()
-    ends.send(Rows(1), ALL, holds_all=True)
-    with pytest.raises(ServerError, match="closed"):
-        ends.receive(1)
-    with pytest.raises(ServerError, match="closed"):
+
+    def call() -> None:
+        ends.send(Rows(1), ALL, holds_all=True)
+        assert not ends.receive(1)
         ends.host.wait(ends.slot, SOON_S)
+
+    with pytest.raises(ServerError, match="closed"):
+        call()
     with pytest.raises(ServerError, match="closed"):
         ends.host.acquire(0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -9,6 +10,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,8 +30,17 @@ from moeoffload.kernels import turnaround_words as tw
 from moeoffload.kernels.frame_program import header_crc
 from moeoffload.kernels.turnaround_words import MOST_ROWS
 from moeoffload.payload import PayloadDtype
-from moeoffload.transport import ChannelSizes, ServerChannel, SharedServerEnd, open_shared
+from moeoffload.transport import (
+    ChannelSizes,
+    HostChannel,
+    ServerChannel,
+    SharedServerEnd,
+    StreamListener,
+    open_shared,
+    open_stream,
+)
 from moeoffload.transport.base import Work
+from moeoffload.transport.waiting import AdaptiveSpin
 from moeoffload.wire import HEADER_BYTES, ErrorCode, Flag, FrameHeader, FrameLayout, Kind
 
 SOON_S = 30.0
@@ -38,6 +49,7 @@ LONG_S = 300.0
 N_EXPERTS, HIDDEN, TOP_K, EPOCH = 6, 64, 3, 7
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BF16 = torch.bfloat16
+WAYS = ("shared", "lane")
 
 
 class Server:
@@ -55,10 +67,16 @@ class Server:
 
 
 class Host:
-    """One host of a server over shared memory, with or without the compiled way."""
+    """One host of a server over shared memory or a lane, with or without the compiled way."""
 
     def __init__(
-        self, server: Server, *, compiled: bool, out: torch.dtype | None = None, back: torch.dtype | None = None
+        self,
+        server: Server,
+        *,
+        compiled: bool,
+        out: torch.dtype | None = None,
+        back: torch.dtype | None = None,
+        way: str = "shared",
     ) -> None:
         self.server, engine = server, server.engine
         codes = [PayloadDtype.from_torch(each or server.dtype) for each in (out, back)]
@@ -67,12 +85,23 @@ class Host:
         workspace = Workspace(self.layout, server.dtype, torch.device("cpu"))
         self.active = ActiveHost(EPOCH, self.layout, server.layers, server.dtype, workspace, self.share)
         sizes = ChannelSizes(2, self.layout.request_bytes, self.layout.reply_bytes)
-        self.end = SharedServerEnd(sizes, self._deliver, spin_limit_s=LONG_S if compiled else 0.0)
-        self.turnaround = Turnaround.for_channel(engine, self.active, self.end.places) if compiled else None
+        self._close = contextlib.ExitStack()
+        self.end: ServerChannel
+        self.channel: HostChannel
+        if way == "shared":
+            self.end = SharedServerEnd(sizes, self._deliver, spin_limit_s=LONG_S if compiled else 0.0)
+            self.channel = open_shared(self.end.offer)
+        else:
+            listener = StreamListener(max_request_bytes=sizes.request_bytes, lane_port=0)
+            self._close.callback(listener.close)
+            self.end = listener.open_channel(sizes, self._deliver)
+            self.channel = open_stream(self.end.offer, "127.0.0.1", timeout_s=SOON_S)
+            assert self.end._lane is not None
+            self.end._lane.lane.spin = AdaptiveSpin(LONG_S)
+        self.turnaround = Turnaround.for_channel(engine, self.active, self.end) if compiled else None
         if self.turnaround is not None:
             engine.add_turnaround(self.turnaround)
             self.end.express = self.turnaround
-        self.channel = open_shared(self.end.offer)
 
     def _deliver(self, channel: ServerChannel, slot: Any) -> Work | None:
         if slot.owner is None:
@@ -146,6 +175,7 @@ class Host:
     def close(self) -> None:
         self.channel.close()
         self.end.close()
+        self._close.close()
         if self.turnaround is not None:
             self.server.engine.forget_turnaround(self.turnaround)
         self.server.engine.leave(self.share)
@@ -178,11 +208,15 @@ def long_way(dtype: torch.dtype = BF16, **options: Any) -> Iterator[Host]:
     server.engine.stop(SOON_S)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("out", DTYPES)
-@pytest.mark.parametrize("back", DTYPES)
-def test_replies_have_the_bits_of_the_long_way(dtype: torch.dtype, out: torch.dtype, back: torch.dtype) -> None:
-    with one_host(dtype, out=out, back=back) as host, long_way(dtype, out=out, back=back) as other:
+@pytest.mark.parametrize(
+    ("way", "dtype", "out", "back"),
+    [("shared", *dtypes) for dtypes in product(DTYPES, repeat=3)]
+    + [("lane", *dtypes) for dtypes in zip(DTYPES, DTYPES[1:] + DTYPES, DTYPES, strict=False)],
+)
+def test_replies_have_the_bits_of_the_long_way(
+    way: str, dtype: torch.dtype, out: torch.dtype, back: torch.dtype
+) -> None:
+    with one_host(dtype, out=out, back=back, way=way) as host, long_way(dtype, out=out, back=back) as other:
         before, n = host.n_compiled, 0
         for n_rows in (1, 2, MOST_ROWS):
             for flags in (Flag.NONE, Flag.WEIGHTS_F32):
@@ -197,12 +231,14 @@ def test_replies_have_the_bits_of_the_long_way(dtype: torch.dtype, out: torch.dt
         assert host.n_compiled > before
 
 
-def test_what_it_is_not_made_for_is_computed_all_the_same() -> None:
-    with one_host() as host, long_way() as other:
+@pytest.mark.parametrize("way", WAYS)
+def test_what_it_is_not_made_for_is_computed_all_the_same(way: str) -> None:
+    with one_host(way=way) as host, long_way() as other:
         for n_rows, layer in ((MOST_ROWS + 1, 0), (2, 1), (1, 0), (16, 1)):
             assert host.call(n_rows, 5, layer=layer)[1] == other.call(n_rows, 5, layer=layer)[1]
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("options", "code"),
     [
@@ -213,8 +249,10 @@ def test_what_it_is_not_made_for_is_computed_all_the_same() -> None:
         ({"layer": 3}, ErrorCode.BAD_FRAME),
     ],
 )
-def test_what_is_wrong_is_told_and_the_next_request_is_answered(options: dict[str, Any], code: ErrorCode) -> None:
-    with one_host() as host:
+def test_what_is_wrong_is_told_and_the_next_request_is_answered(
+    options: dict[str, Any], code: ErrorCode, way: str
+) -> None:
+    with one_host(way=way) as host:
         good = host.call(2, 9)[1]
         header, _ = host.call(2, 9, **options)
         assert (header.kind, header.code) == (Kind.ERROR, code)
@@ -222,10 +260,11 @@ def test_what_is_wrong_is_told_and_the_next_request_is_answered(options: dict[st
         assert host.server.engine.counters.errors == 1
 
 
-def test_any_header_has_the_answer_of_the_long_way() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_any_header_has_the_answer_of_the_long_way(way: str) -> None:
     places = st.integers(0, 59).filter(lambda at: not 8 <= at < 16)  # a channel sends no other id than its own
 
-    with one_host() as host, long_way() as other:
+    with one_host(way=way) as host, long_way() as other:
 
         @settings(max_examples=150, deadline=None)
         @given(st.dictionaries(places, st.integers(0, 255), max_size=3), st.none() | st.integers(64, 400))
@@ -239,39 +278,44 @@ def test_any_header_has_the_answer_of_the_long_way() -> None:
         assert host.n_compiled > before
 
 
-def test_another_host_interrupts_the_look() -> None:
-    with one_host() as host:
-        other = Host(host.server, compiled=False)
+@pytest.mark.parametrize("way", WAYS)
+def test_another_host_interrupts_the_look(way: str) -> None:
+    with one_host(way=way) as host:
+        other = Host(host.server, compiled=False, way=way)
         for seed in range(5):
             assert other.call(1, seed)[1] == host.call(1, seed)[1]
         other.close()
         host.warm_up()
 
 
-def test_a_host_with_an_idle_one_beside_it_is_answered_in_compiled_code() -> None:
-    with one_host() as host:
-        other = Host(host.server, compiled=False)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_host_with_an_idle_one_beside_it_is_answered_in_compiled_code(way: str) -> None:
+    with one_host(way=way) as host:
+        other = Host(host.server, compiled=False, way=way)
         other.call(1, 0)
         host.warm_up()
         other.close()
 
 
-def test_jobs_and_large_requests_interrupt_the_look() -> None:
-    with one_host() as host:
+@pytest.mark.parametrize("way", WAYS)
+def test_jobs_and_large_requests_interrupt_the_look(way: str) -> None:
+    with one_host(way=way) as host:
         assert host.server.engine.run(lambda: "done", host.share, SOON_S) == "done"
         host.warm_up()
 
 
-def test_a_channel_closes_while_it_looks() -> None:
-    with one_host() as host:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_channel_closes_while_it_looks(way: str) -> None:
+    with one_host(way=way) as host:
         closing = threading.Thread(target=host.end.close)
         closing.start()
         closing.join(SOON_S)
         assert not closing.is_alive()
 
 
-def test_what_was_done_stays_counted_and_shared_out() -> None:
-    with one_host() as host:
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_done_stays_counted_and_shared_out(way: str) -> None:
+    with one_host(way=way) as host:
         before = host.server.engine.counters
         used_s = host.share.used_s
         for seed in range(40):

@@ -116,8 +116,7 @@ class Engine:
         share = host.share
         if slot.n_bytes <= SMALL_BYTES:
             share.small.append((channel, slot))
-            if self.shares.n_leases > 1:
-                self._called.value = 1
+            self._called.value = 1  # whoever looks for requests at another place stops that
             alone = self.shares.n_leases == 1 or not self._takes_turns(id(host), slot.received_at)
             if alone and not self._batcher.window_s:
                 return self.compute_small

@@ -394,7 +394,7 @@ class HostLease:
 
         def prepare() -> Turnaround | None:
             active.steps = active.make_steps()
-            return Turnaround.for_channel(engine, active, channel.places)
+            return Turnaround.for_channel(engine, active, channel)
 
         # Where nobody computes meanwhile: calls are prepared in the block that others may be using.
         turnaround = engine.run(prepare, self._share, CALIBRATION_TIMEOUT_S)

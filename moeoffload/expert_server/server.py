@@ -86,6 +86,7 @@ class ExpertServer:
                 settings.stream_port,
                 max_request_bytes=MAX_FRAME_BYTES,
                 encrypted=credentials.encrypt_rows,
+                lane_port=settings.lane_port,
                 on_refused=refusals.add,
             )
             factories["stream"] = listener.open_channel

@@ -1,5 +1,5 @@
-"""A slot of a channel, for requests of few rows: packed and checked by compiled code; in shared memory also sent and
-awaited by it."""
+"""A slot of a channel, for requests of few rows: packed and checked by compiled code; in shared memory and over a lane
+also sent and awaited by it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeoffload.kernels.exchange_program import exchange_programs
 from moeoffload.kernels.pack import RowPacker
 from moeoffload.kernels.program import functions_of_a_look
 from moeoffload.transport import HostChannel, HostSlot, SharedHostEnd
-from moeoffload.transport.base import ChannelPlaces
+from moeoffload.transport.base import ChannelPlaces, CompiledSlot
 from moeoffload.transport.waiting import CROWDED_S
 from moeoffload.wire import FrameHeader, FrameLayout, Kind
 
@@ -38,15 +38,15 @@ class Exchange:
         self.n_bytes = 0
         self._channel = channel
         self._slot = slot
-        self._shared = channel if isinstance(channel, SharedHostEnd) else None
-        self._kept, self._post, self._collect, self._accept = exchange_programs()
+        self._kept, post, collect, self._accept = exchange_programs()
         self._packer = packer
         self._block = block = (ctypes.c_int64 * xw.BLOCK_WORDS)()
         self._address = ctypes.addressof(block)
-        self._sent, self._taken = (ctypes.c_int64.from_buffer(block, word * 8) for word in (xw.SENT, xw.TAKEN))
+        marks = (ctypes.c_int64.from_buffer(block, word * 8) for word in (xw.SENT, xw.TAKEN, xw.LANE))
+        self._code = CompiledSlot(post, collect, self._address, *marks)
         self._nobody_calls = ctypes.c_int64()
-        if self._shared is not None:
-            self._take_places(self._shared.places)
+        if isinstance(channel, SharedHostEnd):
+            self._take_places(channel.places)
         else:
             # Slots of other channels hold on to memory of their own.
             buffers = (slot.request, slot.reply)
@@ -98,8 +98,10 @@ class Exchange:
         Raises:
             ServerError: the channel is closed, or takes nothing.
         """
-        channel, shared, slot = self._channel, self._shared, self._slot
-        frame = (
+        channel, slot = self._channel, self._slot
+        n_bytes = channel.send_by(
+            slot,
+            self._code,
             hidden.data_ptr(),
             ids.data_ptr(),
             weights.data_ptr(),
@@ -112,19 +114,13 @@ class Exchange:
             channel.next_id(slot),
             int(timeout_s * 1e6),
         )
-        if shared is None:
-            n_bytes = self._post(self._address, 0, *frame)
-            if n_bytes > 0:
-                channel.send(slot, n_bytes)
-            return n_bytes
-        n_bytes = shared.send_by(slot, self._post, self._address, self._sent, *frame)
         if self._block[xw.N_STALE]:
-            shared.n_stale += self._block[xw.N_STALE]
+            channel.n_stale += self._block[xw.N_STALE]
             self._block[xw.N_STALE] = 0
         return n_bytes
 
     def receive(self, request_id: int, layer: int, n_rows: int, timeout_s: float) -> bool:
-        """Looks for the sums in shared memory, as long as that pays; whether they are there and ready to be read.
+        """Looks for the sums in compiled code, as long as that pays; whether they are there and ready to be read.
 
         Args:
             request_id, layer, n_rows: of what was sent.
@@ -133,10 +129,7 @@ class Exchange:
         Raises:
             ServerError: the channel is closed.
         """
-        shared = self._shared
-        if shared is None or not shared.look_by(
-            self._slot, self._collect, self._address, self._taken, request_id, layer, n_rows, timeout_s=timeout_s
-        ):
+        if not self._channel.look_by(self._slot, self._code, request_id, layer, n_rows, timeout_s=timeout_s):
             return False
         self._read_times()
         return True

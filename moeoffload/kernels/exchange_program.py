@@ -1,4 +1,6 @@
-"""A host's side of a decode step in compiled pieces: rows to a request, a reply awaited in shared memory, or checked.
+"""A host's side of a decode step in compiled pieces: rows to a request, a reply awaited, or checked.
+
+The request goes through shared memory or over a lane, and its reply is looked for there; or others send and receive.
 
 All of them leave everything unusual to Python, which then does all of it once more and says what is wrong.
 """
@@ -15,6 +17,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from moeoffload.kernels import exchange_words as xw
+from moeoffload.kernels import lane_words as lw
 from moeoffload.kernels.frame_program import (
     BELL,
     BODY_BYTES,
@@ -35,6 +38,7 @@ from moeoffload.kernels.frame_program import (
     of_semaphore,
     ring_bell,
 )
+from moeoffload.kernels.lane_program import frame_here, look_for_frame, send_frame
 from moeoffload.kernels.pack import (
     PACK_BAD_ROW,
     PACK_HIDDEN,
@@ -119,6 +123,9 @@ def _make_post(stamp: int) -> Callable[..., int]:
         for word in range(HEADER_WORDS):
             frame[word] = header[word]
         n_bytes = HEADER_BYTES + header[BODY_BYTES]
+        if block[xw.LANE] != 0:
+            block[xw.SENT] = send_frame(block[xw.LANE], block[xw.REQUEST], n_bytes)
+            return n_bytes
         if block[xw.RING] == 0:
             return n_bytes
         line = block[xw.RING] + n_sent % block[xw.N_SLOTS] * LINE_BYTES
@@ -159,10 +166,35 @@ def _holds_sums(address: int, request_id: int, layer: int, n_rows: int, n_bytes:
     return True
 
 
+@njit(nogil=True)
+def _collect_from_lane(address: int, request_id: int, layer: int, n_rows: int, limit_ns: int) -> int:
+    block = view(address, np.int64, xw.BLOCK_WORDS)
+    lane = block[xw.LANE]
+    seen = look_for_frame(
+        lane,
+        block[xw.CALL],
+        limit_ns,
+        block[xw.CROWDED_NS],
+        block[xw.CLOCK],
+        block[xw.YIELD],
+        block[xw.GETRUSAGE],
+    )
+    if seen != _SEEN_NEWS:
+        return seen
+    n_bytes = frame_here(lane)
+    if n_bytes == 0 or not _holds_sums(address, request_id, layer, n_rows, n_bytes):
+        return _SEEN_CALLED
+    view(lane, np.int64, lw.LANE_WORDS)[lw.HAVE] = 0
+    block[xw.TAKEN] = 1
+    return seen
+
+
 def _make_collect(stamp: int) -> FiveInts:
     def collect(address: int, request_id: int, layer: int, n_rows: int, limit_ns: int) -> int:
         _ = stamp
         block = view(address, np.int64, xw.BLOCK_WORDS)
+        if block[xw.LANE] != 0:
+            return _collect_from_lane(address, request_id, layer, n_rows, limit_ns)
         line = block[xw.LINE]
         seen = look_for(
             line + REPLY_BELL,
@@ -206,10 +238,10 @@ def exchange_programs() -> tuple[Any, Callable[..., int], FiveInts, FiveInts]:
 
     ``post(block, n_sent, hidden, ids, weights, n_rows, weights_are_f32, table, n_experts, holds_all, layer, request_id,
     timeout_us)`` packs rows as `RowPacker` does and sends them as the n-th request of the channel, counted from 0. It
-    returns the bytes of the frame, 0 if no row has an expert in the table, or ``REFUSED``. Without a RING the frame is
-    made, and somebody else sends it.
+    returns the bytes of the frame, 0 if no row has an expert in the table, or ``REFUSED``. Over a LANE the frame may be
+    SENT in part, or not at all. With neither that nor a RING it is made, and somebody else sends it.
 
-    ``collect(block, request_id, layer, n_rows, limit_ns)`` looks for the sums of that request and takes its token. It
+    ``collect(block, request_id, layer, n_rows, limit_ns)`` looks for the sums of that request and takes them. It
     returns a `Seen`: NEWS when they are there and as they should be, CALLED when what is there is for Python to read.
 
     ``accept(block, request_id, layer, n_rows, n_bytes)`` says of a reply of so many bytes, which came another way,

@@ -44,9 +44,11 @@ TIMES: Final = 25
 """That the server has written into it."""
 
 SENT: Final = 26
-"""Not 0 once the request is on its way: Python may be interrupted before it learns what `post` returned."""
+"""Bytes of the request that are on their way: Python may be interrupted before it learns what `post` returned."""
 TAKEN: Final = 27
 """Not 0 once the token of the reply is taken."""
+LANE: Final = 28
+"""Address of the block of the lane over which this request goes; 0 if there is none."""
 
 HEADER: Final = 32
 """A private copy of the header: what is shared can change at any time."""

@@ -303,6 +303,8 @@ _SOURCES: Final = (
     "exchange_program.py",
     "exchange_words.py",
     "frame_program.py",
+    "lane_program.py",
+    "lane_words.py",
     "matrix_phases.py",
     "matrix_tile.py",
     "norm_program.py",

@@ -2,8 +2,8 @@
 
 Beside the experts' weights, which pass through its caches with every request, a process finds little of itself in there
 when the next one comes: each function of Python on the way then costs microseconds. This loop is a few kilobytes. It
-looks for the next request in shared memory, checks the header, computes and replies; whatever is unusual about a
-request it leaves where it is, for Python to take it from the beginning.
+looks for the next request in shared memory or on a lane, checks the header, computes and replies; whatever is unusual
+about a request it leaves where it is, for Python to take it from the beginning.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
+from moeoffload.kernels import lane_words as lw
 from moeoffload.kernels import turnaround_words as tw
 from moeoffload.kernels import words
 from moeoffload.kernels.frame_program import (
@@ -38,6 +39,7 @@ from moeoffload.kernels.frame_program import (
     of_semaphore,
     ring_bell,
 )
+from moeoffload.kernels.lane_program import frame_here, look_for_frame, send_frame
 from moeoffload.kernels.phases import view
 from moeoffload.kernels.program import ALL_GROUPS, ITEM_GROUPS, compile_entry, source_stamp
 from moeoffload.kernels.vector_ir import finished
@@ -237,6 +239,46 @@ def _make_turnaround(stamp: int) -> Callable[[int], int]:
     return turnaround
 
 
+def _make_lane_turnaround(stamp: int) -> Callable[[int], int]:
+    def lane_turnaround(address: int) -> int:
+        _ = stamp
+        block = view(address, np.int64, tw.BLOCK_WORDS)
+        clock, lane_address = block[tw.CLOCK], block[tw.LANE]
+        lane = view(lane_address, np.int64, lw.LANE_WORDS)
+        done = clock_ns(clock)
+        for _request in range(block[tw.MOST]):
+            block[tw.LOOKED_SINCE] = done
+            seen = look_for_frame(
+                lane_address,
+                block[tw.CALL],
+                block[tw.LIMIT_NS],
+                block[tw.CROWDED_NS],
+                clock,
+                block[tw.YIELD],
+                block[tw.GETRUSAGE],
+            )
+            if seen != _SEEN_NEWS:
+                return seen
+            received = clock_ns(clock)
+            n_bytes = frame_here(lane_address)
+            if n_bytes == 0:
+                return _SEEN_NEWS
+            n_bytes_back = _reply_to(address, lane[lw.BUFFER], n_bytes, block[tw.OUT], 0, received)
+            if n_bytes_back == 0:
+                return _SEEN_NEWS
+            lane[lw.HAVE] = 0
+            if send_frame(lane_address, block[tw.OUT], n_bytes_back) != n_bytes_back:
+                block[tw.LEFT] = n_bytes_back
+                return _SEEN_CALLED
+            block[tw.WAITED_NS] += received - done
+            done = clock_ns(clock)
+            if finished(block[tw.CALL]) != 0:
+                return _SEEN_CALLED
+        return _SEEN_CALLED
+
+    return lane_turnaround
+
+
 def _make_answer(stamp: int) -> Callable[[int, int, int, int, int], int]:
     def answer(address: int, request: int, n_bytes: int, reply: int, queue_ns: int) -> int:
         _ = stamp
@@ -263,4 +305,14 @@ def turnaround_program() -> tuple[Any, Callable[[int], int]]:
     ``CALLED`` also after ``MOST`` requests.
     """
     compiled = compile_entry(_make_turnaround(source_stamp()), types.int64)
+    return compiled, ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(compiled.address)
+
+
+@functools.cache
+def lane_turnaround_program() -> tuple[Any, Callable[[int], int]]:
+    """As `turnaround_program`, for requests that come over a lane.
+
+    ``CALLED`` also when a reply was ``LEFT``; ``NEWS`` also when the lane has ended.
+    """
+    compiled = compile_entry(_make_lane_turnaround(source_stamp()), types.int64)
     return compiled, ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(compiled.address)

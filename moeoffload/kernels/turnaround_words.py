@@ -72,9 +72,15 @@ LOOKED_SINCE: Final = 38
 UNSENT: Final = 37
 """Replies whose host has filled its semaphore up to the brim."""
 
+LANE: Final = 39
+"""Address of the block of a lane, for the loop that answers what comes over it."""
 HEADER: Final = 40
 """A private copy of the header: what a host shares with us it can change at any time."""
-BLOCK_WORDS: Final = 48
+OUT: Final = 48
+"""Address of a buffer for replies that go over the lane."""
+LEFT: Final = 49
+"""Bytes of the reply in there that the lane has not taken whole; 0 if it has."""
+BLOCK_WORDS: Final = 56
 
 # A slot.
 REQUEST: Final = 0

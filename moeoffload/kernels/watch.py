@@ -88,7 +88,7 @@ def _poll(typing_context: Any, poll: Any, descriptors: Any, count: Any) -> Any:
 
 
 @intrinsic
-def _times_displaced(typing_context: Any, getrusage: Any) -> Any:
+def times_displaced(typing_context: Any, getrusage: Any) -> Any:
     """How often the system has given this thread's core to others; from the C function at an address."""
     del typing_context, getrusage
 
@@ -116,7 +116,7 @@ def look_for(
         if finished(address) == value:
             return 1
         _pause()
-    displaced = _times_displaced(getrusage)
+    displaced = times_displaced(getrusage)
     started = before = clock_ns(clock)
     rounds = 0
     while True:
@@ -132,11 +132,11 @@ def look_for(
             # Perhaps it was the peer who had the core, and was quick.
             if finished(address) == value:
                 return 1
-            if _times_displaced(getrusage) != displaced:
+            if times_displaced(getrusage) != displaced:
                 return 2
         rounds += 1
         if rounds % _ROUNDS == 0:  # what came and went quickly is not to blame for a gap later on
-            displaced = _times_displaced(getrusage)
+            displaced = times_displaced(getrusage)
         if now - started > limit_ns:
             return 0
         before = now
@@ -157,7 +157,7 @@ def _make_watch_descriptors(stamp: int) -> Callable[[int, int, int, int, int, in
         pollfds: int, count: int, limit_ns: int, crowded_ns: int, clock: int, yield_: int, getrusage: int, poll: int
     ) -> int:
         _ = stamp
-        displaced = _times_displaced(getrusage)
+        displaced = times_displaced(getrusage)
         started = before = clock_ns(clock)
         rounds = 0
         while True:
@@ -165,11 +165,11 @@ def _make_watch_descriptors(stamp: int) -> Callable[[int, int, int, int, int, in
                 return 1
             call_address(yield_)
             now = clock_ns(clock)
-            if now - before > crowded_ns and _times_displaced(getrusage) != displaced:
+            if now - before > crowded_ns and times_displaced(getrusage) != displaced:
                 return 2
             rounds += 1
             if rounds % _ROUNDS == 0:
-                displaced = _times_displaced(getrusage)
+                displaced = times_displaced(getrusage)
             if now - started > limit_ns:
                 return 0
             before = now

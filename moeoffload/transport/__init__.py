@@ -17,7 +17,8 @@ from moeoffload.transport.segment import sweep_stale_segments
 from moeoffload.transport.shared import SharedHostEnd, SharedServerEnd, open_shared
 from moeoffload.transport.stream import open_stream
 from moeoffload.transport.stream_keys import StreamKeys
-from moeoffload.transport.stream_listener import StreamListener, StreamServerEnd
+from moeoffload.transport.stream_listener import StreamListener
+from moeoffload.transport.stream_server_end import StreamServerEnd
 
 __all__ = [
     "ChannelOffer",

@@ -7,6 +7,7 @@ All slots and their buffers are made once, when the channel is opened.
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,6 +85,26 @@ class ChannelOffer:
     parameters: dict[str, str] = field(default_factory=dict, repr=False)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledSlot:
+    """What sends and collects the frames of one slot in compiled code; see `moeoffload.kernels.exchange_program`."""
+
+    post: Callable[..., int]
+    """``post(block, n_sent, *values)`` writes the frame that is the n-th of the channel, counted from 0, and sends it,
+    where it can; returns its bytes, and nothing was sent if they are not positive."""
+    collect: Callable[..., int]
+    """``collect(block, *values, limit_ns)`` looks for the reply; returns a `Seen`."""
+    block: int
+    """Address of what they work on."""
+    sent: ctypes.c_int64
+    """In there: bytes that are on their way as soon as they are. An exception, of Ctrl-C, may come before ``post``
+    returns."""
+    taken: ctypes.c_int64
+    """Not 0 as soon as the reply is had."""
+    lane: ctypes.c_int64
+    """Address of the block of the lane that is to be used, or 0."""
+
+
 class HostChannel(ABC):
     """The host's end of the data plane to one server. Safe to use from several threads, each with its own slots.
 
@@ -141,6 +162,33 @@ class HostChannel(ABC):
         """
 
     @abstractmethod
+    def send_by(self, slot: HostSlot, code: CompiledSlot, *values: int) -> int:
+        """As `send`, of a frame that compiled code writes; it has the id ``next_id(slot)``.
+
+        Args:
+            slot: acquired.
+            code: of this slot.
+            values: see there.
+
+        Returns:
+            the bytes of the frame; nothing was sent if that is not positive.
+
+        Raises:
+            ServerError: the channel is closed, or the frame could not be handed over.
+        """
+
+    @abstractmethod
+    def look_by(self, slot: HostSlot, code: CompiledSlot, *values: int, timeout_s: float) -> bool:
+        """Looks for a reply in compiled code as long as that pays, ``timeout_s`` seconds at most.
+
+        Returns:
+            whether it came and was as it should be, as if `wait` had returned; else it can still be waited for.
+
+        Raises:
+            ServerError: the channel is closed.
+        """
+
+    @abstractmethod
     def release(self, slot: HostSlot) -> None:
         """Gives a slot back; once after each ``acquire``, whether or not something was sent or received."""
 
@@ -187,7 +235,7 @@ class ChannelPlaces:
 
 
 class Express(ABC):
-    """Answers the small requests of a channel in shared memory by itself. For the thread that reads the channel."""
+    """Answers the small requests of a channel by itself. For the thread that reads its ring or its lane."""
 
     n_read: int
     """Requests that were taken off the ring; set before `serve`, which counts on."""
@@ -195,6 +243,8 @@ class Express(ABC):
     """Replies whose host has filled its semaphore; whoever reads it sets it back to 0."""
     looked_since: float
     """When its last look began, perf_counter seconds."""
+    unsent: memoryview | None = None
+    """A reply that the lane has not taken whole; the lane is of no use any more."""
 
     @abstractmethod
     def serve(self, spin: AdaptiveSpin) -> int | None:
@@ -217,7 +267,7 @@ class ServerChannel(ABC):
     offer: ChannelOffer
     """What the host needs to open its end; for the control plane."""
     express: Express | None = None
-    """Set by whoever computes, if there are ``places``."""
+    """Set by whoever computes, if there are ``places`` or a ``lane``."""
     nonce: bytes = b""
     """As `HostChannel.nonce`: equal on both ends exactly if they share memory."""
     n_dropped: int = 0
@@ -225,10 +275,10 @@ class ServerChannel(ABC):
 
     @abstractmethod
     def reply(self, slot: ServerSlot, n_bytes: int) -> None:
-        """Sends the first ``n_bytes`` of ``slot.reply``, from any thread; the slot then takes the next request.
+        """Sends a frame, the first ``n_bytes`` of ``slot.reply``; the slot then takes the next request.
 
-        Never blocks for long and never raises because the host is gone. The buffer must stay as it is until the slot
-        is delivered again.
+        From any thread. Never blocks for long and never raises because the host is gone. The buffer must stay as it is
+        until the slot is delivered again.
         """
 
     @abstractmethod
@@ -242,6 +292,11 @@ class ServerChannel(ABC):
     def places(self) -> ChannelPlaces | None:
         """Where frames and what announces them lie, if that is shared memory."""
         return None
+
+    @property
+    def lane(self) -> int:
+        """Address of the block of its lane, see `moeoffload.kernels.lane_words`; 0 if it has none."""
+        return 0
 
     def opened(self) -> None:  # noqa: B027 (most transports have nothing to do)
         """The control plane says that the host opened its end; names and other means to open it are given up."""

@@ -13,7 +13,16 @@ from time import perf_counter
 from typing import Final
 
 from moeoffload.errors import CapacityError, DeadlineError, ProtocolError, ServerError
-from moeoffload.transport.base import ChannelSizes, Deliver, HostChannel, HostSlot, ServerChannel, ServerSlot, Work
+from moeoffload.transport.base import (
+    ChannelSizes,
+    CompiledSlot,
+    Deliver,
+    HostChannel,
+    HostSlot,
+    ServerChannel,
+    ServerSlot,
+    Work,
+)
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, peek_request_id, write_error_text
 
 LATE_POLL_S: Final = 0.005
@@ -137,8 +146,7 @@ class PooledHostChannel(HostChannel):
     def send(self, slot: HostSlot, n_bytes: int) -> None:
         """See `HostChannel.send`."""
         index = slot.index
-        if self._states[index] != SlotState.HELD:
-            raise RuntimeError(f"slot {index} is {SlotState(self._states[index]).name}; send needs it acquired")
+        self._check_held(slot)
         if not HEADER_BYTES <= n_bytes <= len(slot.request):
             raise CapacityError(f"frame of {n_bytes} bytes; a slot takes {HEADER_BYTES} to {len(slot.request)}")
         request_id = peek_request_id(slot.request)
@@ -150,10 +158,32 @@ class PooledHostChannel(HostChannel):
         finally:
             self._leave()
 
+    def send_by(self, slot: HostSlot, code: CompiledSlot, *values: int) -> int:
+        """See `HostChannel.send_by`."""
+        n_bytes = code.post(code.block, 0, *values)
+        if n_bytes > 0:
+            self.send(slot, n_bytes)
+        return n_bytes
+
+    def look_by(self, slot: HostSlot, code: CompiledSlot, *values: int, timeout_s: float) -> bool:
+        """See `HostChannel.look_by`."""
+        del slot, code, values, timeout_s
+        return False
+
+    def _check_held(self, slot: HostSlot) -> None:
+        state = self._states[slot.index]
+        if state != SlotState.HELD:
+            raise RuntimeError(f"slot {slot.index} is {SlotState(state).name}; send needs it acquired")
+
     def _mark_sent(self, slot: HostSlot) -> None:
         """For ``_send``: from here on a reply may come. Done before the bytes go, since the reply can be quick."""
         self._ids[slot.index] += len(self.slots)
         self._states[slot.index] = SlotState.SENT
+
+    def _unmark_sent(self, slot: HostSlot) -> None:
+        """After all, the frame did not go."""
+        self._ids[slot.index] -= len(self.slots)
+        self._states[slot.index] = SlotState.HELD
 
     def wait(self, slot: HostSlot, timeout_s: float, *, keep: bool = False) -> int:
         """See `HostChannel.wait`."""

@@ -6,9 +6,7 @@ A request or reply costs its sender one ring entry or line and one semaphore pos
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter
 from typing import Final
@@ -19,6 +17,7 @@ from moeoffload.transport.base import (
     ChannelOffer,
     ChannelPlaces,
     ChannelSizes,
+    CompiledSlot,
     Deliver,
     HostSlot,
     ServerSlot,
@@ -74,62 +73,28 @@ class SharedHostEnd(PooledHostChannel):
 
     @property
     def places(self) -> ChannelPlaces:
-        """Where its frames lie, for `send_by` and `look_by`."""
+        """Where its frames lie, for compiled code."""
         return self._segment.places
 
-    def send_by(self, slot: HostSlot, post: Callable[..., int], block: int, sent: ctypes.c_int64, *values: int) -> int:
-        """As `send`, by compiled code: ``post(block, n_sent, *values)`` writes the frame and announces it.
-
-        The frame is the n-th of the channel, counted from 0, and has the id ``next_id(slot)``.
-
-        Args:
-            slot: acquired.
-            post: see above.
-            block: what it works on.
-            sent: not 0 as soon as the frame is on its way; an exception, of Ctrl-C, may come before ``post`` returns.
-            values: see above.
-
-        Returns:
-            what ``post`` has: the bytes of the frame; nothing was sent if that is not positive.
-
-        Raises:
-            ServerError: the channel is closed.
-        """
+    def send_by(self, slot: HostSlot, code: CompiledSlot, *values: int) -> int:
+        """See `HostChannel.send_by`."""
         index = slot.index
-        if self._states[index] != SlotState.HELD:
-            raise RuntimeError(f"slot {index} is {SlotState(self._states[index]).name}; send needs it acquired")
+        self._check_held(slot)
         self._enter()
         try:
             with self._ring:
-                sent.value = 0
+                code.sent.value = 0
                 try:
-                    return post(block, self._n_sent, *values)
+                    return code.post(code.block, self._n_sent, *values)
                 finally:
-                    if sent.value:
+                    if code.sent.value:
                         self._n_sent += 1
                         self._expect(slot, self._ids[index])
         finally:
             self._leave()
 
-    def look_by(
-        self,
-        slot: HostSlot,
-        collect: Callable[..., int],
-        block: int,
-        taken: ctypes.c_int64,
-        *values: int,
-        timeout_s: float,
-    ) -> bool:
-        """Looks for a reply as long as that pays, by compiled code: ``collect(block, *values, limit_ns)``.
-
-        ``taken`` is not 0 as soon as the reply is had, see ``sent`` of `send_by`.
-
-        Returns:
-            whether it came and was as it should be, as if `wait` had returned; else it can still be waited for.
-
-        Raises:
-            ServerError: the channel is closed.
-        """
+    def look_by(self, slot: HostSlot, code: CompiledSlot, *values: int, timeout_s: float) -> bool:
+        """See `HostChannel.look_by`."""
         spin, index = self._spin, slot.index
         budget_s = min(spin.budget_s, timeout_s)
         if budget_s <= 0 or self._states[index] != SlotState.SENT:
@@ -138,11 +103,11 @@ class SharedHostEnd(PooledHostChannel):
             self._check_open()
         self._enter()
         started = perf_counter()
-        taken.value = 0
+        code.taken.value = 0
         try:
-            seen = collect(block, *values, int(budget_s * 1e9))
+            seen = code.collect(code.block, *values, int(budget_s * 1e9))
         finally:
-            if taken.value:
+            if code.taken.value:
                 self._states[index] = SlotState.HELD
             self._leave()
         if seen == Seen.CALLED:

@@ -17,7 +17,9 @@ import zmq
 
 from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.transport.base import ChannelOffer, ChannelSizes, HostSlot
-from moeoffload.transport.pool import PooledHostChannel, SlotState
+from moeoffload.transport.lane import TOKEN_BYTES
+from moeoffload.transport.laned import SEND_TIMEOUT_S, LanedHostChannel
+from moeoffload.transport.pool import SlotState
 from moeoffload.transport.stream_keys import StreamKeys, check_key, encrypt_host_end
 from moeoffload.transport.zmq_socket import (
     CLOSED_ID,
@@ -31,15 +33,13 @@ from moeoffload.transport.zmq_socket import (
 )
 from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
 
-SEND_TIMEOUT_S: Final = 2.0
-"""How long a send waits for room, when the connection is lost and all that may be queued for it is queued."""
 RETRY_S: Final = 0.002
 PROBE_S: Final = 0.25
 """Between two questions to the server whether an abandoned slot, or a new channel, is known to it."""
 _NOBODY: Final = -1
 
 
-class StreamHostEnd(PooledHostChannel):
+class StreamHostEnd(LanedHostChannel):
     """The host's end; made by `open_stream`."""
 
     name = "stream"
@@ -103,7 +103,7 @@ class StreamHostEnd(PooledHostChannel):
             except DeadlineError:
                 continue  # the connection may have broken under the ping; a second answer would be dropped
 
-    def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
+    def _send_otherwise(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
         at = 0
         deadline = perf_counter() + SEND_TIMEOUT_S
         while True:
@@ -122,7 +122,7 @@ class StreamHostEnd(PooledHostChannel):
                 raise ServerError(f"{self._endpoint} has taken nothing for {SEND_TIMEOUT_S:g} s")
             time.sleep(RETRY_S)
 
-    def _await_reply(self, slot: HostSlot, deadline: float) -> int:
+    def _await_otherwise(self, slot: HostSlot, deadline: float) -> int:
         index = slot.index
         likely = False
         try:
@@ -229,17 +229,30 @@ class StreamHostEnd(PooledHostChannel):
                 FrameHeader(Kind.PING, request_id=request_id).pack_into(self._probe)
                 self._wire.send(request_id, self._probe_out, HEADER_BYTES, None)
 
-    def _take_late(self, slot: HostSlot) -> bool:
+    def _expect_otherwise(self, slot: HostSlot, request_id: int) -> None:
+        with self._using:
+            self._awaited[slot.index], self._arrived[slot.index] = request_id, 0
+            self._probed_at[slot.index] = perf_counter()
+
+    def _had(self, index: int) -> None:
+        self._awaited[index] = 0  # one word: no lock
+
+    def _has_arrived(self, index: int) -> bool:
+        return self._arrived[index] > 0
+
+    def _take_otherwise(self, slot: HostSlot) -> bool:
         n_bytes, self._arrived[slot.index] = self._arrived[slot.index], 0
         return n_bytes > 0
 
     def _wake(self) -> None:
+        super()._wake()
         self._wire.wake()
         for gate in self._gates:
             with suppress(RuntimeError):  # somebody else has just woken that thread
                 gate.release()
 
     def _dispose(self) -> None:
+        super()._dispose()
         self._wire.close()
 
 
@@ -269,6 +282,8 @@ def open_stream(
         port = int(offer.parameters["port"])
         # Under encryption the routing id is nobody's business but ZeroMQ's: it never crosses the control plane.
         routing_id = new_routing_id() if pair else bytes.fromhex(offer.parameters["routing_id"])
+        lane_port, lane_token = int(offer.parameters.get("lane_port", "0")), offer.parameters.get("lane_token", "")
+        token = bytes.fromhex(lane_token)
     except (KeyError, ValueError) as error:
         raise ProtocolError(f"the offer of a stream channel has no valid {error}") from error
     if not 0 < port < 65_536 or len(routing_id) != ROUTING_ID_BYTES:
@@ -277,6 +292,8 @@ def open_stream(
     channel = StreamHostEnd(offer.sizes, f"tcp://{address}:{port}", routing_id, pair)
     try:
         channel.greet(timeout_s)
+        if 0 < lane_port < 65_536 and len(token) == TOKEN_BYTES and pair is None:
+            channel.open_lane(host.strip("[]"), lane_port, token, timeout_s)
     except BaseException:
         channel.close()
         raise

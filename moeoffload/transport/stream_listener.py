@@ -1,9 +1,7 @@
 """The server's end of the stream transport: one ZeroMQ ROUTER over TCP for all hosts, one thread that reads it.
 
 Every attach gets an unguessable routing id; what comes under another one is dropped. With encryption every attach has a
-key instead, by which each message is known; the routing id is then the host's own choice. The server's slot is the one
-with the number of the host's slot (request id modulo slots): a host uses a slot again only when it has the whole reply,
-so a reply can be sent from where it was written, without a copy.
+key instead, by which each message is known; the routing id is then the host's own choice.
 """
 
 from __future__ import annotations
@@ -15,19 +13,18 @@ from typing import Final
 import zmq
 
 from moeoffload.errors import CapacityError, ProtocolError, ServerError
-from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, ServerSlot
-from moeoffload.transport.pool import PooledServerChannel, write_error_frame
+from moeoffload.transport.base import ChannelSizes, Deliver, ServerSlot
+from moeoffload.transport.lane_door import LaneDoor
+from moeoffload.transport.pool import write_error_frame
 from moeoffload.transport.stream_keys import Door, OnRefused, check_key
+from moeoffload.transport.stream_server_end import StreamServerEnd
 from moeoffload.transport.zmq_socket import (
     CLOSED_ID,
     ROUTING_ID_BYTES,
     FrameSocket,
-    IncomingFrame,
     OutgoingFrame,
-    new_routing_id,
-    slot_buffers,
 )
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, peek_request_id
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind
 
 READ_POLL_S: Final = 0.5
 READ_AHEAD: Final = 16
@@ -41,83 +38,12 @@ _ERROR_BYTES: Final = 256
 log = logging.getLogger(__name__)
 
 
-class StreamServerEnd(PooledServerChannel):
-    """The server's end of one attach; made by `StreamListener.open_channel`."""
-
-    name = "stream"
-
-    def __init__(self, listener: StreamListener, sizes: ChannelSizes, deliver: Deliver, key: str) -> None:
-        buffers = slot_buffers(sizes)
-        super().__init__(tuple(ServerSlot(i, *pair) for i, pair in enumerate(buffers)), deliver)
-        self.key = key
-        """The host's public CURVE key; empty without encryption."""
-        self.routing_id = b"" if key else new_routing_id()
-        """Where replies go; with encryption it is known once the host has sent something."""
-        parameters = {"port": str(listener.port)}
-        parameters |= {"server_key": listener.public_key} if key else {"routing_id": self.routing_id.hex()}
-        self.offer = ChannelOffer(self.name, sizes, parameters)
-        self._listener = listener
-        self._outgoing = [OutgoingFrame(reply) for _, reply in buffers]
-        self._incoming = [IncomingFrame(request) for request, _ in buffers]
-
-    def receive(self, wire: FrameSocket, request_id: int, at: int, frame_bytes: int) -> tuple[ServerSlot, int] | None:
-        """Takes one piece in; the slot and the frame's bytes if the frame is now complete or wrong, else None."""
-        slot = self.slots[request_id % len(self.slots)]
-        incoming = self._incoming[slot.index]
-        if not HEADER_BYTES <= frame_bytes <= len(slot.request):
-            wire.skip()
-            incoming.request_id = request_id
-            return (slot, frame_bytes) if at == 0 else None
-        piece = incoming.expects(request_id, at, frame_bytes)
-        if piece is None:
-            wire.skip()
-            self.n_dropped += 1
-            return None
-        whole = incoming.took(wire.receive_piece(piece))
-        if whole is None:
-            return slot, 0
-        return (slot, frame_bytes) if whole else None
-
-    def is_busy(self, request_id: int) -> bool:
-        """Whether the slot of this request still has another one."""
-        return self._busy[request_id % len(self.slots)]
-
-    def received(self, slot: ServerSlot, n_bytes: int) -> None:
-        """Hands a request on, if it is one: ``n_bytes`` may be more or less than a slot takes."""
-        request_id = self._incoming[slot.index].request_id
-        if n_bytes > len(slot.request):
-            text = f"a frame of {n_bytes} bytes does not fit into a slot of {len(slot.request)} bytes"
-            self._refuse(slot, request_id, ErrorCode.CAPACITY, text)
-        elif n_bytes < HEADER_BYTES or peek_request_id(slot.request) != request_id:
-            self._refuse(slot, request_id, ErrorCode.BAD_FRAME, "what arrived is not the announced frame")
-        elif n_bytes == HEADER_BYTES and self._is_ping(slot):
-            slot.reply[:HEADER_BYTES] = slot.request[:HEADER_BYTES]
-            self._busy[slot.index] = True
-            self.reply(slot, HEADER_BYTES)
-        else:
-            self._deliver(slot, n_bytes)
-
-    def _is_ping(self, slot: ServerSlot) -> bool:
-        try:
-            self._header.unpack_from(slot.request)
-        except ProtocolError:
-            return False  # whoever takes frames apart says what is wrong with it
-        return self._header.kind == Kind.PING
-
-    def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
-        request_id = self._incoming[slot.index].request_id
-        if not self._listener.send(self.routing_id, request_id, self._outgoing[slot.index], n_bytes):
-            self.n_dropped += 1
-
-    def _close(self) -> None:
-        self._listener.forget(self)
-
-
 class StreamListener:
     """Where the hosts of a server connect to.
 
     Attributes:
         port: the TCP port, also when a free one was asked for.
+        lane_door: where lanes come in, if there are any.
         n_unknown: messages that were dropped since no channel has their routing id or key.
     """
 
@@ -128,6 +54,7 @@ class StreamListener:
         *,
         max_request_bytes: int,
         encrypted: bool = False,
+        lane_port: int | None = None,
         on_refused: OnRefused = lambda peer, reason: None,
     ) -> None:
         """Binds and starts to read.
@@ -136,7 +63,8 @@ class StreamListener:
             host: address of the interface to listen at, or ``*`` for all.
             port: TCP port; 0 takes a free one.
             max_request_bytes: the largest request frame that any channel may be opened for.
-            encrypted: speak CURVE only, with the keys of open channels only.
+            encrypted: speak CURVE only, with the keys of open channels only. There are no lanes then.
+            lane_port: TCP port of the lanes, see `moeoffload.transport.lane`; 0 takes a free one, None offers none.
             on_refused: told who was not let in; from any thread.
 
         Raises:
@@ -171,6 +99,11 @@ class StreamListener:
             raise ServerError(f"cannot listen at {host}:{port}: {error}") from error
         endpoint = self._wire.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rpartition(":")[2])
+        try:
+            self.lane_door = LaneDoor(host, lane_port) if lane_port is not None and not encrypted else None
+        except ServerError:
+            self._wire.close()
+            raise
         self._reader = threading.Thread(target=self._read, name="stream-reader", daemon=True)
         self._reader.start()
 
@@ -221,6 +154,8 @@ class StreamListener:
                 channel.close()  # opened meanwhile
             self._wire.wake()
             self._reader.join()
+            if self.lane_door is not None:
+                self.lane_door.close()
             self._shut_door()
             self._wire.close(FAREWELL_MS)
 

@@ -7,6 +7,7 @@ from moeoffload.wire.header import (
     Flag,
     FrameHeader,
     Kind,
+    peek_frame_bytes,
     peek_layer,
     peek_request_id,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "FrameLayout",
     "Kind",
     "SlotViews",
+    "peek_frame_bytes",
     "peek_layer",
     "peek_request_id",
     "read_error_text",

@@ -31,6 +31,8 @@ _FIELDS: Final = struct.Struct("<4sBBBBQIHHIIQQIII")
 _CHECKSUM: Final = struct.Struct("<I")
 _REQUEST_ID: Final = struct.Struct("<Q")
 _REQUEST_ID_OFFSET: Final = 8
+_BODY_BYTES: Final = struct.Struct("<Q")
+_BODY_BYTES_OFFSET: Final = 32
 _LAYER: Final = struct.Struct("<H")
 _LAYER_OFFSET: Final = 20
 assert _FIELDS.size + _CHECKSUM.size == HEADER_BYTES
@@ -124,6 +126,11 @@ class FrameHeader:
             raise ProtocolError(f"frame version is {version}, this side speaks {WIRE_VERSION}")
         if _CHECKSUM.unpack_from(buffer, _FIELDS.size)[0] != zlib.crc32(buffer[: _FIELDS.size]):
             raise ProtocolError("frame checksum does not match its header")
+
+
+def peek_frame_bytes(frame: memoryview) -> int:
+    """Bytes of the whole frame as its header has them, without checking anything."""
+    return HEADER_BYTES + int(_BODY_BYTES.unpack_from(frame, _BODY_BYTES_OFFSET)[0])
 
 
 def peek_request_id(buffer: memoryview) -> int:

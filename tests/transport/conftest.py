@@ -19,7 +19,7 @@ from moeoffload.transport import (
 
 from .ends import SIZES, Ends, echo
 
-TRANSPORTS = ("loopback", "shared", "stream", "stream encrypted")
+TRANSPORTS = ("loopback", "shared", "stream", "stream with a lane", "stream encrypted")
 
 OpenEnds = Callable[..., Ends]
 
@@ -36,7 +36,8 @@ def both_ends(transport: str, deliver: Deliver = echo, sizes: ChannelSizes = SIZ
             ends = Ends(open_channel(server.offer, host="", timeout_s=10), server)
         else:
             encrypted, keys = transport == "stream encrypted", StreamKeys.new()
-            listener = StreamListener(max_request_bytes=sizes.request_bytes, encrypted=encrypted)
+            lane_port = 0 if transport == "stream with a lane" else None
+            listener = StreamListener(max_request_bytes=sizes.request_bytes, encrypted=encrypted, lane_port=lane_port)
             stack.callback(listener.close)
             channel = listener.open_channel(sizes, deliver, keys.public)
             ends = Ends(open_channel(channel.offer, host="127.0.0.1", timeout_s=10, keys=keys), channel)

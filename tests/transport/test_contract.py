@@ -266,7 +266,7 @@ def test_nothing_is_delivered_after_close(open_ends: OpenEnds) -> None:
     def count(channel: ServerChannel, slot: ServerSlot) -> None:
         nonlocal n_delivered
         n_delivered += 1
-        channel.reply(slot, HEADER_BYTES)
+        echo(channel, slot)
 
     ends = open_ends(count)
     slot = ends.host.acquire(SOON_S)
