@@ -120,6 +120,8 @@ class HostChannel(ABC):
     """Random bytes that only a process which shares the server's memory can know; empty on other transports."""
     n_stale: int = 0
     """Late, duplicate or unknown replies that were dropped."""
+    remark: str = ""
+    """Why it works less well than it could; empty if it does not."""
 
     @abstractmethod
     def acquire(self, timeout_s: float) -> HostSlot:

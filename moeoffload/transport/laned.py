@@ -24,15 +24,10 @@ _NOBODY: Final = -1
 
 
 class LanedHostChannel(PooledHostChannel):
-    """A transport adds the other way: ``_send_otherwise`` and so on.
-
-    Attributes:
-        without_lane: why there is no lane; empty if there is one.
-    """
+    """A transport adds the other way: ``_send_otherwise`` and so on."""
 
     def __init__(self, sizes: ChannelSizes, slots: tuple[HostSlot, ...]) -> None:
         super().__init__(sizes, slots)
-        self.without_lane = "the server offers none"
         self._lane: Lane | None = None
         self._lane_slot = _NOBODY
         """Whose request is on the lane, until its reply is here. Who has that slot uses the lane without a lock."""
@@ -77,7 +72,7 @@ class LanedHostChannel(PooledHostChannel):
         try:
             lane = Lane(socket.create_connection((host, port), timeout_s), LANE_BYTES)
         except OSError as error:
-            self.without_lane = f"port {port}: {error.strerror or error}"
+            self.remark = f"without a lane: port {port}: {error.strerror or error}"
             return
         slot, request_id = self.slots[0], self._ids[0]
         self._ids[0] += len(self.slots)
@@ -90,11 +85,11 @@ class LanedHostChannel(PooledHostChannel):
                     lane.wait(max(0.0, deadline - perf_counter()))
                 if lane.receive() == HEADER_BYTES and peek_request_id(slot.reply) == request_id:
                     lane.taken()
-                    self._lane, self.without_lane = lane, ""
+                    self._lane = lane
                     return
-            self.without_lane = f"port {port} does not answer"
+            self.remark = f"without a lane: port {port} does not answer"
         except LaneEndedError:
-            self.without_lane = f"port {port} was closed"
+            self.remark = f"without a lane: port {port} was closed"
         lane.close()
 
     def _take_lane(self, slot: HostSlot) -> Lane | None:
@@ -116,7 +111,7 @@ class LanedHostChannel(PooledHostChannel):
         """From now on everything goes through ZeroMQ, the reply that was expected here too. By who has the lane."""
         with self._taking:
             lane, self._lane, self._lane_slot = self._lane, None, _NOBODY
-            self.without_lane = "it broke"
+            self.remark = "without a lane: it broke"
         if lane is not None:
             lane.close()
 

@@ -1,0 +1,318 @@
+"""Lanes: small frames go over them, and whatever happens to them the channel works as it did without one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moeoffload.errors import DeadlineError, ServerError
+from moeoffload.transport import ChannelSizes, Deliver, StreamListener, StreamServerEnd, lane_door, open_stream
+from moeoffload.transport.lane import LANE_BYTES, TOKEN_BYTES
+from moeoffload.transport.lane_reader import LaneReader
+from moeoffload.transport.stream import StreamHostEnd
+from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
+
+from .ends import SIZES, SOON_S, OnDemand, call, echo, eventually, receive, send
+from .tcp import Proxy
+
+LARGE = ChannelSizes(2, 4 * LANE_BYTES, 4 * LANE_BYTES)
+
+
+@pytest.fixture
+def listener() -> Iterator[StreamListener]:
+    listener = StreamListener(max_request_bytes=LARGE.request_bytes, lane_port=0)
+    yield listener
+    listener.close()
+
+
+@contextlib.contextmanager
+def both(
+    listener: StreamListener, deliver: Deliver = echo, sizes: ChannelSizes = SIZES, other: dict[str, str] | None = None
+) -> Iterator[tuple[StreamHostEnd, StreamServerEnd]]:
+    server = listener.open_channel(sizes, deliver)
+    server.offer.parameters.update(other or {})
+    host = open_stream(server.offer, "127.0.0.1", timeout_s=SOON_S)
+    try:
+        yield host, server
+    finally:
+        host.close()
+        server.close()
+
+
+def port_of(listener: StreamListener) -> int:
+    assert listener.lane_door is not None
+    return listener.lane_door.port
+
+
+def reader_of(server: StreamServerEnd) -> LaneReader:
+    assert server._lane is not None
+    return server._lane
+
+
+@contextlib.contextmanager
+def bare_lane(listener: StreamListener, server: StreamServerEnd) -> Iterator[socket.socket]:
+    """The host's end of a lane, as anybody could write it."""
+    with socket.create_connection(("127.0.0.1", port_of(listener)), SOON_S) as connection:
+        connection.sendall(bytes.fromhex(server.offer.parameters["lane_token"]))
+        eventually(lambda: server._lane is not None)
+        yield connection
+
+
+def frame(request_id: int, body: bytes = b"", kind: Kind = Kind.DISPATCH) -> bytes:
+    data = bytearray(HEADER_BYTES)
+    FrameHeader(kind, request_id=request_id, body_bytes=len(body)).pack_into(memoryview(data))
+    return bytes(data) + body
+
+
+def read(connection: socket.socket, n_bytes: int) -> bytes:
+    data = b""
+    while len(data) < n_bytes:
+        data += (piece := connection.recv(n_bytes - len(data)))
+        assert piece, "the lane was closed"
+    return data
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_small_frames_need_nothing_but_the_lane(listener: StreamListener) -> None:
+    proxy = Proxy(listener.port)
+    with both(listener, sizes=LARGE, other={"port": str(proxy.port)}) as (host, _):
+        proxy.cut()
+        for body in (b"", b"small", os.urandom(LANE_BYTES - HEADER_BYTES)):
+            assert call(host, body) == body
+        large = os.urandom(LANE_BYTES)
+        with pytest.raises(DeadlineError):
+            call(host, large, 0.3)
+        proxy.mend()
+        assert call(host, large) == large
+        assert host.remark == ""
+    proxy.close()
+
+
+def test_one_request_is_on_the_lane_and_the_others_go_another_way(listener: StreamListener) -> None:
+    server = OnDemand()
+    with both(listener, server) as (host, _):
+        slots = [host.acquire(SOON_S) for _ in range(3)]
+        ids = [send(host, slot, bytes([slot.index])) for slot in slots]
+        for _ in slots:
+            server.answer()
+        for slot, request_id in zip(reversed(slots), reversed(ids), strict=True):
+            assert receive(host, slot, request_id) == bytes([slot.index])
+            host.release(slot)
+        assert host.is_idle
+        assert host.n_stale == 0
+
+
+def test_a_reply_that_the_lane_cannot_bring_comes_another_way(listener: StreamListener) -> None:
+    server = OnDemand()
+    proxy = Proxy(port_of(listener))
+    with both(listener, server, other={"lane_port": str(proxy.port)}) as (host, end):
+        slot = host.acquire(SOON_S)
+        request_id = send(host, slot, b"asked over the lane")
+        request = server.take()
+        proxy.cut()
+        eventually(lambda: reader_of(end)._closed)
+        echo(*request)
+        assert receive(host, slot, request_id) == b"asked over the lane"
+        assert "lane" in host.remark
+        second = send(host, slot, b"and the next")
+        server.answer()
+        assert receive(host, slot, second) == b"and the next"
+        host.release(slot)
+    proxy.close()
+
+
+def test_a_request_that_the_lane_cannot_bring_goes_another_way(listener: StreamListener) -> None:
+    with both(listener) as (host, _):
+        assert call(host, b"first") == b"first"
+        assert host._lane is not None
+        host._lane.end()
+        assert call(host, b"second") == b"second"
+        assert call(host, b"third") == b"third"
+
+
+def test_a_late_reply_frees_its_slot_and_the_lane(listener: StreamListener) -> None:
+    server = OnDemand()
+    with both(listener, server, ChannelSizes(1, 8192, 8192)) as (host, _):
+        slot = host.acquire(SOON_S)
+        send(host, slot, b"late")
+        with pytest.raises(DeadlineError):
+            host.wait(slot, 0.05)
+        host.release(slot)
+        server.answer()
+        slot = host.acquire(SOON_S)
+        request_id = send(host, slot, b"in time")
+        server.answer()
+        assert receive(host, slot, request_id) == b"in time"
+        host.release(slot)
+        assert host.n_stale == 1
+        assert host._lane is not None
+
+
+def test_a_wait_that_is_kept_can_be_taken_up_again(listener: StreamListener) -> None:
+    server = OnDemand()
+    with both(listener, server) as (host, _):
+        slot = host.acquire(SOON_S)
+        request_id = send(host, slot, b"patience")
+        with pytest.raises(DeadlineError):
+            host.wait(slot, 0.05, keep=True)
+        server.answer()
+        assert receive(host, slot, request_id) == b"patience"
+        host.release(slot)
+
+
+def test_a_slot_whose_reply_was_lost_on_the_lane_comes_back(
+    listener: StreamListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with both(listener, sizes=ChannelSizes(1, 8192, 8192)) as (host, _):
+        slot = host.acquire(SOON_S)
+        monkeypatch.setattr(LaneReader, "send", lambda self, data: True)
+        send(host, slot, b"lost")
+        with pytest.raises(DeadlineError):
+            host.wait(slot, 0.05)
+        host.release(slot)
+        monkeypatch.undo()
+        assert call(host, b"after") == b"after"
+
+
+@pytest.mark.parametrize("what", ["nobody", "silence", "closed"])
+def test_where_the_lane_cannot_be_opened_the_channel_works_without(
+    listener: StreamListener, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moeoffload.transport.laned.OPEN_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = int(other.getsockname()[1])
+        if what == "nobody":
+            other.close()
+        token = {"lane_token": bytes(TOKEN_BYTES).hex()} if what == "closed" else {}
+        place = {} if what == "closed" else {"lane_port": str(port)}
+        with both(listener, other=place | token) as (host, _):
+            assert host.remark.startswith("without a lane: port")
+            assert call(host, b"all the same") == b"all the same"
+
+
+@pytest.mark.parametrize("wrong", [{"lane_port": "70000"}, {"lane_token": "abcd"}, {"lane_port": "0"}])
+def test_an_offer_of_a_lane_that_makes_no_sense_is_left_alone(listener: StreamListener, wrong: dict[str, str]) -> None:
+    with both(listener, other=wrong) as (host, _):
+        assert call(host, b"all the same") == b"all the same"
+
+
+@pytest.mark.parametrize("wrong", [{"lane_port": "x"}, {"lane_token": "no digits"}])
+def test_an_offer_of_a_lane_that_cannot_be_read_is_refused(listener: StreamListener, wrong: dict[str, str]) -> None:
+    with pytest.raises(ServerError, match="offer of a stream channel"), both(listener, other=wrong):
+        pass
+
+
+def test_a_secret_opens_one_lane(listener: StreamListener) -> None:
+    with both(listener) as (host, server):
+        token = bytes.fromhex(server.offer.parameters["lane_token"])
+        for said in (token, bytes(TOKEN_BYTES)):
+            with socket.create_connection(("127.0.0.1", port_of(listener)), SOON_S) as stranger:
+                stranger.sendall(said)
+                assert is_closed(stranger)
+        assert call(host, b"still mine") == b"still mine"
+        assert listener.lane_door is not None
+        eventually(lambda: listener.lane_door is not None and listener.lane_door.n_refused == 2)
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(listener: StreamListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_door, "INTRODUCTION_S", 0.2)
+    with contextlib.ExitStack() as stack:
+        place = ("127.0.0.1", port_of(listener))
+        strangers = [
+            stack.enter_context(socket.create_connection(place, SOON_S)) for _ in range(lane_door.MOST_STRANGERS + 8)
+        ]
+        strangers[-1].sendall(b"half")
+        host, _ = stack.enter_context(both(listener))
+        assert host.remark == ""
+        for stranger in strangers:
+            assert is_closed(stranger)
+
+
+def test_a_closed_channel_opens_no_lane(listener: StreamListener) -> None:
+    server = listener.open_channel(SIZES, echo)
+    server.close()
+    with socket.create_connection(("127.0.0.1", port_of(listener)), SOON_S) as connection:
+        connection.sendall(bytes.fromhex(server.offer.parameters["lane_token"]))
+        assert is_closed(connection)
+
+
+def test_bytes_may_come_one_by_one(listener: StreamListener) -> None:
+    server = listener.open_channel(SIZES, echo)
+    with bare_lane(listener, server) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        data = frame(6, b"slowly")
+        for at in range(len(data)):
+            connection.sendall(data[at : at + 1])
+            time.sleep(0.001)
+        assert read(connection, len(data)) == data
+    server.close()
+
+
+LIES = {
+    "a body that is too long": frame(6)[:32] + (2**40).to_bytes(8, "little") + frame(6)[40:],
+    "a negative length": frame(6)[:32] + b"\xff" * 8 + frame(6)[40:],
+    "a frame that does not fit into a slot": frame(6, bytes(SIZES.request_bytes)),
+    "two requests at once": frame(5, b"one") + frame(6, b"two"),
+    "one for a slot that is in use": frame(4, b"busy"),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_who_breaks_the_rules_loses_the_lane_and_nothing_else(listener: StreamListener, what: str) -> None:
+    server = OnDemand()
+    end = listener.open_channel(SIZES, server)
+    with bare_lane(listener, end) as connection:
+        connection.sendall(frame(4, b"first"))
+        first = server.take()
+        connection.sendall(LIES[what])
+        assert is_closed(connection)
+        echo(*first)  # goes nowhere: nobody is connected any more
+    with both(listener) as (host, _):
+        assert call(host, b"others") == b"others"
+    assert server.requests.empty()
+    end.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=200),
+            st.builds(frame, st.integers(0, 20), st.binary(max_size=64), st.sampled_from(Kind)),
+        ),
+        max_size=4,
+    )
+)
+def test_any_bytes_leave_the_listener_usable(listener: StreamListener, pieces: list[bytes]) -> None:
+    end = listener.open_channel(SIZES, echo)
+    with bare_lane(listener, end) as connection, contextlib.suppress(OSError):
+        for piece in pieces:
+            connection.sendall(piece)
+    end.close()
+    with both(listener) as (host, _):
+        assert call(host, b"others") == b"others"
+        assert host.remark == ""
+
+
+def test_an_encrypted_stream_has_no_lane() -> None:
+    listener = StreamListener(max_request_bytes=LARGE.request_bytes, encrypted=True, lane_port=0)
+    assert listener.lane_door is None
+    listener.close()
+
+
+def test_a_port_in_use_is_named(listener: StreamListener) -> None:
+    with pytest.raises(ServerError, match=str(port_of(listener))):
+        StreamListener(max_request_bytes=1024, lane_port=port_of(listener))
