@@ -38,7 +38,7 @@ from moeoffload.kernels.frame_program import (
     of_semaphore,
     ring_bell,
 )
-from moeoffload.kernels.lane_program import frame_here, look_for_frame, send_frame
+from moeoffload.kernels.lane_program import let_go, look_for_frame, send_frame
 from moeoffload.kernels.pack import (
     PACK_BAD_ROW,
     PACK_HIDDEN,
@@ -181,10 +181,10 @@ def _collect_from_lane(address: int, request_id: int, layer: int, n_rows: int, l
     )
     if seen != _SEEN_NEWS:
         return seen
-    n_bytes = frame_here(lane)
+    n_bytes = view(lane, np.int64, lw.LANE_WORDS)[lw.FRAME]
     if n_bytes == 0 or not _holds_sums(address, request_id, layer, n_rows, n_bytes):
         return _SEEN_CALLED
-    view(lane, np.int64, lw.LANE_WORDS)[lw.HAVE] = 0
+    let_go(lane)
     block[xw.TAKEN] = 1
     return seen
 
@@ -238,8 +238,8 @@ def exchange_programs() -> tuple[Any, Callable[..., int], FiveInts, FiveInts]:
 
     ``post(block, n_sent, hidden, ids, weights, n_rows, weights_are_f32, table, n_experts, holds_all, layer, request_id,
     timeout_us)`` packs rows as `RowPacker` does and sends them as the n-th request of the channel, counted from 0. It
-    returns the bytes of the frame, 0 if no row has an expert in the table, or ``REFUSED``. Over a LANE the frame may be
-    SENT in part, or not at all. With neither that nor a RING it is made, and somebody else sends it.
+    returns the bytes of the frame, 0 if no row has an expert in the table, or ``REFUSED``. Over a LANE it may not be
+    SENT, see `send_frame`. With neither that nor a RING it is made, and somebody else sends it.
 
     ``collect(block, request_id, layer, n_rows, limit_ns)`` looks for the sums of that request and takes them. It
     returns a `Seen`: NEWS when they are there and as they should be, CALLED when what is there is for Python to read.

@@ -44,7 +44,8 @@ TIMES: Final = 25
 """That the server has written into it."""
 
 SENT: Final = 26
-"""Bytes of the request that are on their way: Python may be interrupted before it learns what `post` returned."""
+"""Not 0 once the request is on its way: Python may be interrupted before it learns what `post` returned. Less than 0 if
+the lane could not take it."""
 TAKEN: Final = 27
 """Not 0 once the token of the reply is taken."""
 LANE: Final = 28

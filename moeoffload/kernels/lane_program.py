@@ -1,7 +1,10 @@
-"""Frames over a TCP connection, in compiled code: sent whole or not, and looked for without sleeping.
+"""Frames over a TCP connection, in compiled code: sent at once or not, and looked for without sleeping.
 
 At most one frame is on its way in each direction (see `moeoffload.transport.lane`), so whatever can be read belongs to
-it: one call of the system for each frame.
+it: one call of the system for each frame. In the clear a frame lies on the wire as it is; sealed it comes in a box of
+libsodium (``crypto_box_easy_afternm``: XSalsa20-Poly1305 under the key that both key pairs agree on), after the box's
+length in 8 bytes. The nonce is the number of the box and its direction: none comes twice under the key of one attach,
+and a box that was changed, repeated, left out or sent back does not open.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ from moeoffload.kernels.program import compile_entry, source_stamp
 from moeoffload.kernels.vector_ir import call_address, finished
 from moeoffload.kernels.watch import Seen, clock_ns, times_displaced
 
+SEAL_BYTES: Final = 16
+LENGTH_BYTES: Final = 8
+BOX_BYTES: Final = SEAL_BYTES + LENGTH_BYTES
+"""What sealing adds to a frame."""
 _ROUNDS: Final = 64
 """Looks between two questions to the system whether others had the core."""
 _NOTHING: Final = int(Seen.NOTHING)
@@ -37,47 +44,107 @@ def _transfer(typing_context: Any, function: Any, descriptor: Any, buffer: Any, 
     return c_call(4, types.int64)
 
 
+@intrinsic
+def _box(typing_context: Any, function: Any, to: Any, of: Any, n_bytes: Any, nonce: Any, key: Any) -> Any:
+    """``crypto_box_easy_afternm`` or ``crypto_box_open_easy_afternm``; 0 if it went well."""
+    del typing_context, function, to, of, n_bytes, nonce, key
+    return c_call(5, types.int32)
+
+
+@njit(nogil=True)
+def _nonce_of(lane: int, number: int, side: int) -> int:
+    block = view(lane, np.int64, lw.LANE_WORDS)
+    block[lw.NONCE], block[lw.NONCE + 1], block[lw.NONCE + 2] = number, side, 0
+    return lane + lw.NONCE * 8
+
+
 @njit(nogil=True)
 def send_frame(lane: int, frame: int, n_bytes: int) -> int:
-    """Sends as much of the frame at an address as is taken at once; returns how many bytes that is.
+    """Sends the frame at an address; returns its bytes if it was taken whole, 0 if nothing of it was sent.
 
-    None of one that is longer than the other side takes.
+    Nothing is sent of one that is longer than the other side takes. After -1 the lane is out of step, and of no use.
     """
     block = view(lane, np.int64, lw.LANE_WORDS)
     if n_bytes > block[lw.MOST]:
         return 0
-    return max(0, _transfer(block[lw.SEND], block[lw.DESCRIPTOR], frame, n_bytes, 0))
+    out, n_out = frame, n_bytes
+    if block[lw.KEY] != 0:
+        out, n_out = block[lw.BOX_OUT], n_bytes + BOX_BYTES
+        view(out, np.int64, 1)[0] = n_bytes + SEAL_BYTES
+        nonce = _nonce_of(lane, block[lw.N_OUT], block[lw.SIDE])
+        block[lw.N_OUT] += 1
+        if _box(block[lw.SEAL], out + LENGTH_BYTES, frame, n_bytes, nonce, block[lw.KEY]) != 0:
+            return -1
+    n_taken = _transfer(block[lw.SEND], block[lw.DESCRIPTOR], out, n_out, 0)
+    if n_taken == n_out:
+        return n_bytes
+    # Sealed once more the same frame would be another box than the one that is expected.
+    return 0 if n_taken <= 0 and block[lw.KEY] == 0 else -1
 
 
 @njit(nogil=True)
-def frame_here(lane: int) -> int:
-    """Bytes of the frame that is there as a whole, or 0. What breaks the rules ends the lane."""
+def _find_frame(lane: int) -> int:
+    """Bytes of the frame in the buffer if all of it is there, 0 if not yet, -1 if it breaks the rules."""
     block = view(lane, np.int64, lw.LANE_WORDS)
     have = block[lw.HAVE]
     if have < HEADER_BYTES:
         return 0
     body = view(block[lw.BUFFER], np.int64, HEADER_WORDS)[BODY_BYTES]
     if body < 0 or body > block[lw.ROOM] - HEADER_BYTES or have > HEADER_BYTES + body:
-        block[lw.ENDED] = 1
-        return 0
+        return -1
     return HEADER_BYTES + body if have == HEADER_BYTES + body else 0
 
 
 @njit(nogil=True)
-def _take_in(lane: int) -> bool:
+def _open_frame(lane: int) -> int:
+    """As `_find_frame`, of the box that has come in, which is opened."""
+    block = view(lane, np.int64, lw.LANE_WORDS)
+    have, box = block[lw.HAVE], block[lw.BOX_IN]
+    if have < LENGTH_BYTES:
+        return 0
+    n_sealed = view(box, np.int64, 1)[0]
+    n_bytes = n_sealed - SEAL_BYTES
+    if n_bytes < HEADER_BYTES or n_bytes > block[lw.ROOM] or have > n_sealed + LENGTH_BYTES:
+        return -1
+    if have < n_sealed + LENGTH_BYTES:
+        return 0
+    nonce = _nonce_of(lane, block[lw.N_IN], 1 - block[lw.SIDE])
+    block[lw.N_IN] += 1
+    if _box(block[lw.OPEN], block[lw.BUFFER], box + LENGTH_BYTES, n_sealed, nonce, block[lw.KEY]) != 0:
+        return -1
+    body = view(block[lw.BUFFER], np.int64, HEADER_WORDS)[BODY_BYTES]
+    return n_bytes if body == n_bytes - HEADER_BYTES else -1
+
+
+@njit(nogil=True)
+def take_in(lane: int) -> bool:
     """Reads what has come; whether there is news: a whole frame, or the end of the lane."""
     block = view(lane, np.int64, lw.LANE_WORDS)
-    room = block[lw.ROOM] - block[lw.HAVE]
-    if room <= 0:
+    if block[lw.FRAME] != 0 or block[lw.ENDED] != 0:
         return True
-    n_bytes = _transfer(block[lw.RECV], block[lw.DESCRIPTOR], block[lw.BUFFER] + block[lw.HAVE], room, 0)
+    sealed = block[lw.KEY] != 0
+    buffer, room = block[lw.BUFFER], block[lw.ROOM]
+    if sealed:
+        buffer, room = block[lw.BOX_IN], room + BOX_BYTES
+    n_bytes = _transfer(block[lw.RECV], block[lw.DESCRIPTOR], buffer + block[lw.HAVE], room - block[lw.HAVE], 0)
     if n_bytes < 0:  # nothing there; or an error, and then there is nothing more to read at the next look
         return False
-    if n_bytes == 0:
-        block[lw.ENDED] = 1
-        return True
     block[lw.HAVE] += n_bytes
-    return frame_here(lane) != 0 or block[lw.ENDED] != 0
+    found = 0
+    if n_bytes > 0:
+        found = _open_frame(lane) if sealed else _find_frame(lane)
+    if n_bytes == 0 or found < 0:
+        block[lw.ENDED] = 1
+    else:
+        block[lw.FRAME] = found
+    return block[lw.FRAME] != 0 or block[lw.ENDED] != 0
+
+
+@njit(nogil=True)
+def let_go(lane: int) -> None:
+    """The frame was read; its place is free for the next one."""
+    block = view(lane, np.int64, lw.LANE_WORDS)
+    block[lw.HAVE] = block[lw.FRAME] = 0
 
 
 @njit(nogil=True)
@@ -85,14 +152,13 @@ def look_for_frame(
     lane: int, call: int, limit_ns: int, crowded_ns: int, clock: int, yield_: int, getrusage: int
 ) -> int:
     """Looks until there is a whole frame, the lane has ended, or the int64 at ``call`` is not 0; returns a `Seen`."""
-    block = view(lane, np.int64, lw.LANE_WORDS)
-    if frame_here(lane) != 0 or block[lw.ENDED] != 0:
+    if take_in(lane):
         return _NEWS
     displaced = times_displaced(getrusage)
     started = before = clock_ns(clock)
     rounds = 0
     while True:
-        if _take_in(lane):
+        if take_in(lane):
             return _NEWS
         if finished(call) != 0:
             return _CALLED
@@ -100,7 +166,7 @@ def look_for_frame(
         now = clock_ns(clock)
         if now - before > crowded_ns and times_displaced(getrusage) != displaced:
             # Perhaps it was the peer who had the core, and was quick.
-            return _NEWS if _take_in(lane) else _CROWDED
+            return _NEWS if take_in(lane) else _CROWDED
         rounds += 1
         if rounds % _ROUNDS == 0:
             displaced = times_displaced(getrusage)
@@ -112,20 +178,33 @@ def look_for_frame(
 def _make_receive(stamp: int) -> Callable[[int], int]:
     def receive(lane: int) -> int:
         _ = stamp
+        take_in(lane)
         block = view(lane, np.int64, lw.LANE_WORDS)
-        if frame_here(lane) == 0 and block[lw.ENDED] == 0:
-            _take_in(lane)
-        n_bytes = frame_here(lane)
-        return n_bytes if n_bytes != 0 else -block[lw.ENDED]
+        return block[lw.FRAME] if block[lw.FRAME] != 0 else -block[lw.ENDED]
 
     return receive
 
 
-@functools.cache
-def receive_program() -> tuple[Any, Callable[[int], int]]:
-    """What keeps the code, and a function that reads what has come over the lane at an address.
+def _make_send(stamp: int) -> Callable[[int, int, int], int]:
+    def send(lane: int, frame: int, n_bytes: int) -> int:
+        _ = stamp
+        return send_frame(lane, frame, n_bytes)
 
-    It returns the bytes of the frame that is there, 0 if that is not whole yet, or -1 if none will come any more.
+    return send
+
+
+@functools.cache
+def lane_programs() -> tuple[Any, Callable[[int], int], Callable[[int, int, int], int]]:
+    """What keeps the code, and two functions of a lane's address.
+
+    ``receive(lane)`` reads what has come: the bytes of the frame that is there, 0 if that is not whole yet, or -1 if
+    none will come any more. ``send(lane, frame, n_bytes)``: see `send_frame`.
     """
-    compiled = compile_entry(_make_receive(source_stamp()), types.int64)
-    return compiled, ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(compiled.address)
+    stamp = source_stamp()
+    receive, send = compile_entry(_make_receive(stamp), types.int64), compile_entry(_make_send(stamp), types.int64, 3)
+    int64 = ctypes.c_int64
+    return (
+        (receive, send),
+        ctypes.CFUNCTYPE(int64, int64)(receive.address),
+        ctypes.CFUNCTYPE(int64, int64, int64, int64)(send.address),
+    )

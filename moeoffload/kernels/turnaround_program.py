@@ -39,7 +39,7 @@ from moeoffload.kernels.frame_program import (
     of_semaphore,
     ring_bell,
 )
-from moeoffload.kernels.lane_program import frame_here, look_for_frame, send_frame
+from moeoffload.kernels.lane_program import let_go, look_for_frame, send_frame
 from moeoffload.kernels.phases import view
 from moeoffload.kernels.program import ALL_GROUPS, ITEM_GROUPS, compile_entry, source_stamp
 from moeoffload.kernels.vector_ir import finished
@@ -260,13 +260,13 @@ def _make_lane_turnaround(stamp: int) -> Callable[[int], int]:
             if seen != _SEEN_NEWS:
                 return seen
             received = clock_ns(clock)
-            n_bytes = frame_here(lane_address)
+            n_bytes = lane[lw.FRAME]
             if n_bytes == 0:
                 return _SEEN_NEWS
             n_bytes_back = _reply_to(address, lane[lw.BUFFER], n_bytes, block[tw.OUT], 0, received)
             if n_bytes_back == 0:
                 return _SEEN_NEWS
-            lane[lw.HAVE] = 0
+            let_go(lane_address)
             if send_frame(lane_address, block[tw.OUT], n_bytes_back) != n_bytes_back:
                 block[tw.LEFT] = n_bytes_back
                 return _SEEN_CALLED

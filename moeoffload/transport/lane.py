@@ -3,22 +3,24 @@
 A frame through ZeroMQ changes threads twice on either side, which costs a decode step more than the way over the wire.
 A lane has no threads: who has a frame writes it, who waits for one looks for it, both of them in compiled code. It is
 for one request at a time: the host sends the next one when it has the reply, so at most one frame is on its way in each
-direction, and bytes need no other mark than the header of the frame. Everything else, and all that goes wrong on the
-lane, goes through ZeroMQ.
+direction, and bytes need no other mark than the header of the frame. Where ZeroMQ encrypts, frames are sealed with the
+key pairs that it uses for that. Everything else, and all that goes wrong on the lane, goes through ZeroMQ.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import select
 import socket
 from time import perf_counter
 from typing import Final
 
 from moeoffload.kernels import lane_words as lw
-from moeoffload.kernels.lane_program import receive_program
+from moeoffload.kernels.lane_program import BOX_BYTES, lane_programs
 from moeoffload.kernels.program import c_function
+from moeoffload.transport.lane_key import LaneKey
 from moeoffload.transport.waiting import AdaptiveSpin
 
 LANE_BYTES: Final = 1 << 16
@@ -43,8 +45,15 @@ class Lane:
         looked_since: set by who has looked for a frame in compiled code: since when (perf_counter seconds).
     """
 
-    def __init__(self, connection: socket.socket, most_bytes: int) -> None:
-        """Owns the connection from now on; ``most_bytes`` has the longest frame that the other side takes."""
+    def __init__(self, connection: socket.socket, *, room: int, most_bytes: int, key: LaneKey | None) -> None:
+        """Owns the connection from now on.
+
+        Args:
+            connection: to the other side.
+            room: bytes of the longest frame that this side takes.
+            most_bytes: of the longest one that the other side takes.
+            key: frames are sealed with it; None for a lane in the clear.
+        """
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -57,10 +66,15 @@ class Lane:
         self._connection = connection
         self._block = block = (ctypes.c_int64 * lw.LANE_WORDS)()
         self.address = ctypes.addressof(block)
-        self._kept, self._receive = receive_program()
-        block[lw.DESCRIPTOR] = connection.fileno()
+        self._kept, self._receive, self._send = lane_programs()
+        block[lw.DESCRIPTOR], block[lw.MOST] = connection.fileno(), most_bytes
         block[lw.SEND], block[lw.RECV] = c_function("send"), c_function("recv")
-        block[lw.MOST] = most_bytes
+        if key is not None:
+            self._key = key
+            self._boxes = [memoryview(mmap.mmap(-1, n_bytes + BOX_BYTES)) for n_bytes in (room, most_bytes)]
+            block[lw.KEY], block[lw.SIDE] = key.address, key.side
+            block[lw.BOX_IN], block[lw.BOX_OUT] = map(address_of, self._boxes)
+            block[lw.SEAL], block[lw.OPEN] = key.functions
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         # As C's poll() takes it: descriptor, then the 16 bits to ask for and those of the answer.
@@ -69,26 +83,11 @@ class Lane:
     def aim(self, address: int, room: int) -> None:
         """The next frame goes to this address, where there is room for so many bytes, a header's at least."""
         block = self._block
-        block[lw.BUFFER], block[lw.ROOM], block[lw.HAVE] = address, room, 0
+        block[lw.BUFFER], block[lw.ROOM], block[lw.HAVE], block[lw.FRAME] = address, room, 0, 0
 
-    def send(self, frame: memoryview, timeout_s: float = 0.0) -> bool:
-        """Sends a frame, or the rest of one; False if it was not taken whole in time, and the lane is of no use."""
-        deadline = perf_counter() + timeout_s
-        while True:
-            try:
-                frame = frame[self._connection.send(frame) :]
-            except BlockingIOError:
-                pass
-            except OSError:
-                return False
-            if not frame:
-                return True
-            left_s = deadline - perf_counter()
-            if left_s <= 0:
-                return False
-            writable = select.poll()
-            writable.register(self._connection, select.POLLOUT)
-            writable.poll(left_s * 1000)
+    def send(self, frame: memoryview) -> bool:
+        """Sends a frame; False if it was not taken whole at once, and then the lane is of no use any more."""
+        return self._send(self.address, address_of(frame), len(frame)) == len(frame)
 
     def receive(self) -> int:
         """Reads what has come: the bytes of the frame if that is whole, else 0. It stays until it was ``taken``.
@@ -103,7 +102,7 @@ class Lane:
 
     def taken(self) -> None:
         """The frame was read; its place is free for the next one."""
-        self._block[lw.HAVE] = 0
+        self._block[lw.HAVE] = self._block[lw.FRAME] = 0
 
     def wait(self, timeout_s: float) -> None:
         """Waits until there is something to read, or the lane has ended, or the time is over."""

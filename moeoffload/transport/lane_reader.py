@@ -10,6 +10,7 @@ from typing import Final, Protocol
 from moeoffload.kernels.watch import Seen
 from moeoffload.transport.base import Express
 from moeoffload.transport.lane import LANE_BYTES, Lane, LaneEndedError, address_of
+from moeoffload.transport.lane_key import LaneKey
 
 READ_POLL_S: Final = 0.5
 
@@ -31,9 +32,9 @@ class LaneOwner(Protocol):
 class LaneReader:
     """Reads until the lane ends. Replies are sent by whoever has them."""
 
-    def __init__(self, connection: socket.socket, owner: LaneOwner) -> None:
+    def __init__(self, connection: socket.socket, owner: LaneOwner, key: LaneKey | None) -> None:
         """Starts to read."""
-        self.lane = Lane(connection, owner.most_reply_bytes)
+        self.lane = Lane(connection, room=LANE_BYTES, most_bytes=owner.most_reply_bytes, key=key)
         self._frame = memoryview(mmap.mmap(-1, LANE_BYTES))
         self.lane.aim(address_of(self._frame), LANE_BYTES)
         self._owner = owner

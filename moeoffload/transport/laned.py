@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from abc import abstractmethod
@@ -13,14 +14,15 @@ from moeoffload.errors import DeadlineError
 from moeoffload.kernels.watch import Seen
 from moeoffload.transport.base import ChannelSizes, CompiledSlot, HostSlot
 from moeoffload.transport.lane import LANE_BYTES, Lane, LaneEndedError, address_of
+from moeoffload.transport.lane_key import LaneKey
 from moeoffload.transport.pool import PooledHostChannel, SlotState
-from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind, peek_frame_bytes, peek_request_id
+from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind, is_ping, peek_frame_bytes, peek_request_id
 
 OPEN_TIMEOUT_S: Final = 2.0
 """How long opening the lane may take: where a firewall keeps it out, nobody wants to wait for that."""
-SEND_TIMEOUT_S: Final = 2.0
-"""How long a send waits for room, when the connection is lost and all that may be queued for it is queued."""
 _NOBODY: Final = -1
+
+log = logging.getLogger(__name__)
 
 
 class LanedHostChannel(PooledHostChannel):
@@ -33,6 +35,8 @@ class LanedHostChannel(PooledHostChannel):
         """Whose request is on the lane, until its reply is here. Who has that slot uses the lane without a lock."""
         self._awaited_id = 0
         """Of that request."""
+        self._asked_for = _NOBODY
+        """Whose request may have been lost when the lane was."""
         self._taking = threading.Lock()
         """Guards who has the lane."""
         self._reply_places = [(address_of(slot.reply), len(slot.reply)) for slot in slots]
@@ -60,27 +64,36 @@ class LanedHostChannel(PooledHostChannel):
         """The reply has come over the lane, or nothing was sent."""
 
     @abstractmethod
+    def _ask_otherwise(self, slot: HostSlot, request_id: int) -> None:
+        """Asks, by a ping of this id, whether the server has the request; it answers only if it has not."""
+
+    @abstractmethod
+    def _send_again(self, slot: HostSlot, request_id: int) -> None:
+        """Sends the frame in ``slot.request``, which was lost on the lane."""
+
+    @abstractmethod
     def _has_arrived(self, index: int) -> bool:
         """Whether the reply has come the other way."""
 
     # -- the lane
 
-    def open_lane(self, host: str, port: int, token: bytes, timeout_s: float) -> None:
-        """Tries to open the lane; without one this channel is slower, and works as well."""
+    def open_lane(self, host: str, port: int, token: bytes, key: LaneKey | None, timeout_s: float) -> None:
+        """Tries to open the lane, in the clear without a key; without a lane this channel is slower, and works."""
         timeout_s = min(timeout_s, OPEN_TIMEOUT_S)
         deadline = perf_counter() + timeout_s
         try:
-            lane = Lane(socket.create_connection((host, port), timeout_s), LANE_BYTES)
+            connection = socket.create_connection((host, port), timeout_s)
+            connection.sendall(token)
         except OSError as error:
             self.remark = f"without a lane: port {port}: {error.strerror or error}"
             return
         slot, request_id = self.slots[0], self._ids[0]
         self._ids[0] += len(self.slots)
-        first = memoryview(bytearray(token + bytes(HEADER_BYTES)))
-        FrameHeader(Kind.PING, request_id=request_id).pack_into(first[len(token) :])
+        FrameHeader(Kind.PING, request_id=request_id).pack_into(slot.request)
+        lane = Lane(connection, room=len(slot.reply), most_bytes=LANE_BYTES, key=key)
         lane.aim(*self._reply_places[0])
         try:
-            if lane.send(first, timeout_s):
+            if lane.send(slot.request[:HEADER_BYTES]):
                 while not lane.receive() and perf_counter() < deadline:
                     lane.wait(max(0.0, deadline - perf_counter()))
                 if lane.receive() == HEADER_BYTES and peek_request_id(slot.reply) == request_id:
@@ -111,9 +124,10 @@ class LanedHostChannel(PooledHostChannel):
         """From now on everything goes through ZeroMQ, the reply that was expected here too. By who has the lane."""
         with self._taking:
             lane, self._lane, self._lane_slot = self._lane, None, _NOBODY
-            self.remark = "without a lane: it broke"
         if lane is not None:
             lane.close()
+            self.remark = "without a lane: it broke"
+            log.info("%s channel: the lane broke; small frames take another way from now on", self.name)
 
     def _expect(self, slot: HostSlot, request_id: int) -> None:
         """A request goes over the lane; its reply comes there, or through ZeroMQ should the lane end."""
@@ -135,25 +149,17 @@ class LanedHostChannel(PooledHostChannel):
                 code.lane.value = lane.address
                 n_bytes = code.post(code.block, 0, *values)
             finally:
-                if code.sent.value:
+                if code.sent.value > 0:
                     self._expect(slot, request_id)
+                elif code.sent.value < 0:
+                    self._lose_lane()
                 else:
                     self._free_lane(index)
-            if code.sent.value < n_bytes:
-                self._send_rest(slot, n_bytes, request_id, code.sent.value)
+            if n_bytes > 0 and code.sent.value <= 0:
+                self._send_otherwise(slot, n_bytes, request_id)
             return n_bytes
         finally:
             self._leave()
-
-    def _send_rest(self, slot: HostSlot, n_bytes: int, request_id: int, n_sent: int) -> None:
-        """Sends what compiled code has written, the lane has taken ``n_sent`` bytes of it."""
-        lane = self._lane
-        if n_sent and lane is not None:
-            if lane.send(slot.request[n_sent:n_bytes], SEND_TIMEOUT_S):
-                return
-            self._lose_lane()
-            self._unmark_sent(slot)
-        self._send_otherwise(slot, n_bytes, request_id)
 
     def look_by(self, slot: HostSlot, code: CompiledSlot, *values: int, timeout_s: float) -> bool:
         """See `HostChannel.look_by`."""
@@ -188,19 +194,28 @@ class LanedHostChannel(PooledHostChannel):
         lane = self._take_lane(slot) if small else None
         if lane is not None:
             self._expect(slot, request_id)
-            if lane.send(slot.request[:n_bytes], SEND_TIMEOUT_S):
+            if lane.send(slot.request[:n_bytes]):
                 return
             self._lose_lane()
             self._unmark_sent(slot)
         self._send_otherwise(slot, n_bytes, request_id)
 
     def _await_reply(self, slot: HostSlot, deadline: float) -> int:
-        lane = self._lane
-        if lane is not None and self._lane_slot == slot.index:
+        index, lane = slot.index, self._lane
+        if lane is not None and self._lane_slot == index:
             n_bytes = self._await_lane(slot, lane, deadline)
             if n_bytes:
                 return n_bytes
-        return self._await_otherwise(slot, deadline)
+            # The reply comes the other way, if the request has not been lost with the lane, or the reply itself.
+            self._asked_for = index
+            self._ask_otherwise(slot, self._awaited_id)
+        n_bytes = self._await_otherwise(slot, deadline)
+        if index == self._asked_for:
+            self._asked_for = _NOBODY
+            if n_bytes == HEADER_BYTES and is_ping(slot.reply):
+                self._send_again(slot, self._awaited_id)
+                n_bytes = self._await_otherwise(slot, deadline)
+        return n_bytes
 
     def _await_lane(self, slot: HostSlot, lane: Lane, deadline: float) -> int:
         """As `_await_reply`; 0 if the reply has to be waited for at the socket."""

@@ -18,7 +18,8 @@ import zmq
 from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.transport.base import ChannelOffer, ChannelSizes, HostSlot
 from moeoffload.transport.lane import TOKEN_BYTES
-from moeoffload.transport.laned import SEND_TIMEOUT_S, LanedHostChannel
+from moeoffload.transport.lane_key import LaneKey
+from moeoffload.transport.laned import LanedHostChannel
 from moeoffload.transport.pool import SlotState
 from moeoffload.transport.stream_keys import StreamKeys, check_key, encrypt_host_end
 from moeoffload.transport.zmq_socket import (
@@ -31,8 +32,10 @@ from moeoffload.transport.zmq_socket import (
     new_routing_id,
     slot_buffers,
 )
-from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
+from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind, peek_frame_bytes
 
+SEND_TIMEOUT_S: Final = 2.0
+"""How long a send waits for room, when the connection is lost and all that may be queued for it is queued."""
 RETRY_S: Final = 0.002
 PROBE_S: Final = 0.25
 """Between two questions to the server whether an abandoned slot, or a new channel, is known to it."""
@@ -225,9 +228,24 @@ class StreamHostEnd(LanedHostChannel):
         now = perf_counter()
         for index, request_id in enumerate(self._awaited):
             if request_id and self._states[index] >= SlotState.ABANDONED and now - self._probed_at[index] >= PROBE_S:
-                self._probed_at[index], self._probed_ids[index] = now, request_id
-                FrameHeader(Kind.PING, request_id=request_id).pack_into(self._probe)
-                self._wire.send(request_id, self._probe_out, HEADER_BYTES, None)
+                self._ask(index, request_id)
+
+    def _ask(self, index: int, request_id: int) -> None:
+        """``_using`` is held."""
+        self._probed_at[index], self._probed_ids[index] = perf_counter(), request_id
+        FrameHeader(Kind.PING, request_id=request_id).pack_into(self._probe)
+        self._wire.send(request_id, self._probe_out, HEADER_BYTES, None)
+
+    def _ask_otherwise(self, slot: HostSlot, request_id: int) -> None:
+        with self._using:
+            self._ask(slot.index, request_id)
+
+    def _send_again(self, slot: HostSlot, request_id: int) -> None:
+        n_bytes = peek_frame_bytes(slot.request)
+        with self._using:
+            self._awaited[slot.index] = request_id
+            if self._wire.send(request_id, self._outgoing[slot.index], n_bytes, None) != n_bytes:
+                raise ServerError(f"{self._endpoint} takes nothing")
 
     def _expect_otherwise(self, slot: HostSlot, request_id: int) -> None:
         with self._using:
@@ -292,8 +310,10 @@ def open_stream(
     channel = StreamHostEnd(offer.sizes, f"tcp://{address}:{port}", routing_id, pair)
     try:
         channel.greet(timeout_s)
-        if 0 < lane_port < 65_536 and len(token) == TOKEN_BYTES and pair is None:
-            channel.open_lane(host.strip("[]"), lane_port, token, timeout_s)
+        if 0 < lane_port < 65_536 and len(token) == TOKEN_BYTES:
+            key = None if pair is None else LaneKey.agree(pair[0].secret, server_key, server=False)
+            if pair is None or key is not None:
+                channel.open_lane(host.strip("[]"), lane_port, token, key, timeout_s)
     except BaseException:
         channel.close()
         raise

@@ -80,13 +80,13 @@ class Door:
     pyzmq's ThreadAuthenticator answers it too, but tells nobody which peer was refused.
 
     Attributes:
-        public_key: of the listener, Z85 text; made for it alone.
+        public_key, secret_key: of the listener, Z85 text; made for it alone.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_refused: OnRefused) -> None:
         """Makes a socket that is not bound yet speak CURVE only, and admit nobody so far."""
         keys = StreamKeys.new()
-        self.public_key = keys.public
+        self.public_key, self.secret_key = keys.public, keys.secret
         self._on_refused = on_refused
         self._admitted: set[str] = set()
         self._socket = socket

@@ -12,9 +12,10 @@ from typing import Final
 
 import zmq
 
-from moeoffload.errors import CapacityError, ProtocolError, ServerError
+from moeoffload.errors import CapacityError, ServerError
 from moeoffload.transport.base import ChannelSizes, Deliver, ServerSlot
 from moeoffload.transport.lane_door import LaneDoor
+from moeoffload.transport.lane_key import LaneKey
 from moeoffload.transport.pool import write_error_frame
 from moeoffload.transport.stream_keys import Door, OnRefused, check_key
 from moeoffload.transport.stream_server_end import StreamServerEnd
@@ -24,7 +25,7 @@ from moeoffload.transport.zmq_socket import (
     FrameSocket,
     OutgoingFrame,
 )
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, is_ping
 
 READ_POLL_S: Final = 0.5
 READ_AHEAD: Final = 16
@@ -63,7 +64,7 @@ class StreamListener:
             host: address of the interface to listen at, or ``*`` for all.
             port: TCP port; 0 takes a free one.
             max_request_bytes: the largest request frame that any channel may be opened for.
-            encrypted: speak CURVE only, with the keys of open channels only. There are no lanes then.
+            encrypted: speak CURVE only, with the keys of open channels only; lanes are sealed with them.
             lane_port: TCP port of the lanes, see `moeoffload.transport.lane`; 0 takes a free one, None offers none.
             on_refused: told who was not let in; from any thread.
 
@@ -100,7 +101,7 @@ class StreamListener:
         endpoint = self._wire.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rpartition(":")[2])
         try:
-            self.lane_door = LaneDoor(host, lane_port) if lane_port is not None and not encrypted else None
+            self.lane_door = LaneDoor(host, lane_port) if lane_port is not None else None
         except ServerError:
             self._wire.close()
             raise
@@ -167,6 +168,10 @@ class StreamListener:
             self._door.stop()
 
     # -- for the channels
+
+    def agree(self, key: str) -> LaneKey | None:
+        """See `Listener`."""
+        return None if self._door is None else LaneKey.agree(self._door.secret_key, key, server=True)
 
     def send(self, routing_id: bytes, request_id: int, frame: OutgoingFrame, n_bytes: int) -> bool:
         """Sends one frame to one host, from any thread; False if it is not connected."""
@@ -258,7 +263,7 @@ class StreamListener:
             return whole and (channel, *whole)
         n_bytes = wire.receive_piece(self._scratch)
         # A ping about a request that is being worked on needs no answer: its reply will do.
-        if tag[1] == 0 and not self._is_ping(n_bytes):
+        if tag[1] == 0 and not (n_bytes == HEADER_BYTES and is_ping(self._scratch)):
             channel.n_dropped += 1
             self._send_error(routing_id, tag[0], ErrorCode.BUSY, "the slot still has a request")
         return None
@@ -274,12 +279,3 @@ class StreamListener:
         channel.routing_id = routing_id
         self._channels[routing_id] = channel
         return True
-
-    def _is_ping(self, n_bytes: int) -> bool:
-        if n_bytes != HEADER_BYTES:
-            return False
-        try:
-            self._header.unpack_from(self._scratch)
-        except ProtocolError:
-            return False
-        return self._header.kind == Kind.PING

@@ -9,13 +9,13 @@ from __future__ import annotations
 import socket
 from typing import Protocol
 
-from moeoffload.errors import ProtocolError
 from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, ServerSlot
 from moeoffload.transport.lane_door import LaneDoor
+from moeoffload.transport.lane_key import LaneKey
 from moeoffload.transport.lane_reader import LaneReader
 from moeoffload.transport.pool import PooledServerChannel
 from moeoffload.transport.zmq_socket import FrameSocket, IncomingFrame, OutgoingFrame, new_routing_id, slot_buffers
-from moeoffload.wire import HEADER_BYTES, ErrorCode, Kind, peek_frame_bytes, peek_request_id
+from moeoffload.wire import HEADER_BYTES, ErrorCode, is_ping, peek_frame_bytes, peek_request_id
 
 
 class Listener(Protocol):
@@ -27,6 +27,9 @@ class Listener(Protocol):
     @property
     def public_key(self) -> str:
         """The CURVE key by which hosts know it; empty without encryption."""
+
+    def agree(self, key: str) -> LaneKey | None:
+        """What seals the lane of the host with this public key; None where that is not possible."""
 
     def send(self, routing_id: bytes, request_id: int, frame: OutgoingFrame, n_bytes: int) -> bool:
         """Sends one frame to one host, from any thread; False if it is not connected."""
@@ -55,7 +58,8 @@ class StreamServerEnd(PooledServerChannel):
         self._by_lane = [False] * sizes.n_slots
         """Per slot whether its request came over the lane."""
         self._lane_door, self._lane_token = listener.lane_door, ""
-        if self._lane_door is not None:
+        self._lane_key = listener.agree(key) if key else None
+        if self._lane_door is not None and (self._lane_key is not None or not key):
             self._lane_token = self._lane_door.expect(self._enter_lane)
             parameters |= {"lane_port": str(self._lane_door.port), "lane_token": self._lane_token}
         self.offer = ChannelOffer(self.name, sizes, parameters)
@@ -100,19 +104,12 @@ class StreamServerEnd(PooledServerChannel):
             self._refuse(slot, request_id, ErrorCode.CAPACITY, text)
         elif n_bytes < HEADER_BYTES or peek_request_id(slot.request) != request_id:
             self._refuse(slot, request_id, ErrorCode.BAD_FRAME, "what arrived is not the announced frame")
-        elif n_bytes == HEADER_BYTES and self._is_ping(slot):
+        elif n_bytes == HEADER_BYTES and is_ping(slot.request):
             slot.reply[:HEADER_BYTES] = slot.request[:HEADER_BYTES]
             self._busy[slot.index] = True
             self.reply(slot, HEADER_BYTES)
         else:
             self._deliver(slot, n_bytes)
-
-    def _is_ping(self, slot: ServerSlot) -> bool:
-        try:
-            self._header.unpack_from(slot.request)
-        except ProtocolError:
-            return False  # whoever takes frames apart says what is wrong with it
-        return self._header.kind == Kind.PING
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
         lane = self._lane if self._by_lane[slot.index] else None
@@ -142,7 +139,7 @@ class StreamServerEnd(PooledServerChannel):
     def _enter_lane(self, connection: socket.socket) -> bool:
         with self._lock:
             if not self._closed:
-                self._lane = LaneReader(connection, self)
+                self._lane = LaneReader(connection, self, self._lane_key)
             return not self._closed
 
     def take_from_lane(self, frame: memoryview) -> bool:

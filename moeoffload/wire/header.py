@@ -128,6 +128,16 @@ class FrameHeader:
             raise ProtocolError("frame checksum does not match its header")
 
 
+def is_ping(frame: memoryview) -> bool:
+    """Whether the frame in ``frame`` (at least 64 bytes) has a valid header, of a ping."""
+    header = FrameHeader()
+    try:
+        header.unpack_from(frame)
+    except ProtocolError:
+        return False
+    return header.kind == Kind.PING
+
+
 def peek_frame_bytes(frame: memoryview) -> int:
     """Bytes of the whole frame as its header has them, without checking anything."""
     return HEADER_BYTES + int(_BODY_BYTES.unpack_from(frame, _BODY_BYTES_OFFSET)[0])

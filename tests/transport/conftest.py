@@ -19,7 +19,7 @@ from moeoffload.transport import (
 
 from .ends import SIZES, Ends, echo
 
-TRANSPORTS = ("loopback", "shared", "stream", "stream with a lane", "stream encrypted")
+TRANSPORTS = ("loopback", "shared", "stream", "stream with a lane", "stream encrypted", "stream encrypted with a lane")
 
 OpenEnds = Callable[..., Ends]
 
@@ -35,8 +35,8 @@ def both_ends(transport: str, deliver: Deliver = echo, sizes: ChannelSizes = SIZ
             stack.callback(server.close)
             ends = Ends(open_channel(server.offer, host="", timeout_s=10), server)
         else:
-            encrypted, keys = transport == "stream encrypted", StreamKeys.new()
-            lane_port = 0 if transport == "stream with a lane" else None
+            encrypted, keys = "encrypted" in transport, StreamKeys.new()
+            lane_port = 0 if "lane" in transport else None
             listener = StreamListener(max_request_bytes=sizes.request_bytes, encrypted=encrypted, lane_port=lane_port)
             stack.callback(listener.close)
             channel = listener.open_channel(sizes, deliver, keys.public)

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from zmq.utils import z85
 
 from moeoffload.errors import DeadlineError, ServerError
-from moeoffload.transport import ChannelSizes, Deliver, StreamListener, StreamServerEnd, lane_door, open_stream
-from moeoffload.transport.lane import LANE_BYTES, TOKEN_BYTES
+from moeoffload.kernels.lane_program import BOX_BYTES
+from moeoffload.transport import (
+    ChannelSizes,
+    Deliver,
+    StreamKeys,
+    StreamListener,
+    StreamServerEnd,
+    lane_door,
+    lane_key,
+    open_stream,
+)
+from moeoffload.transport.lane import LANE_BYTES, TOKEN_BYTES, Lane
+from moeoffload.transport.lane_key import LaneKey
 from moeoffload.transport.lane_reader import LaneReader
 from moeoffload.transport.stream import StreamHostEnd
 from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
@@ -25,20 +39,26 @@ from .tcp import Proxy
 LARGE = ChannelSizes(2, 4 * LANE_BYTES, 4 * LANE_BYTES)
 
 
-@pytest.fixture
-def listener() -> Iterator[StreamListener]:
-    listener = StreamListener(max_request_bytes=LARGE.request_bytes, lane_port=0)
+@pytest.fixture(params=["plain", "sealed"])
+def listener(request: pytest.FixtureRequest) -> Iterator[StreamListener]:
+    sealed = request.param == "sealed"
+    listener = StreamListener(max_request_bytes=LARGE.request_bytes, lane_port=0, encrypted=sealed)
     yield listener
     listener.close()
+
+
+only_plain = pytest.mark.parametrize("listener", ["plain"], indirect=True)
+only_sealed = pytest.mark.parametrize("listener", ["sealed"], indirect=True)
 
 
 @contextlib.contextmanager
 def both(
     listener: StreamListener, deliver: Deliver = echo, sizes: ChannelSizes = SIZES, other: dict[str, str] | None = None
 ) -> Iterator[tuple[StreamHostEnd, StreamServerEnd]]:
-    server = listener.open_channel(sizes, deliver)
+    keys = StreamKeys.new()
+    server = listener.open_channel(sizes, deliver, keys.public)
     server.offer.parameters.update(other or {})
-    host = open_stream(server.offer, "127.0.0.1", timeout_s=SOON_S)
+    host = open_stream(server.offer, "127.0.0.1", timeout_s=SOON_S, keys=keys)
     try:
         yield host, server
     finally:
@@ -63,6 +83,33 @@ def bare_lane(listener: StreamListener, server: StreamServerEnd) -> Iterator[soc
         connection.sendall(bytes.fromhex(server.offer.parameters["lane_token"]))
         eventually(lambda: server._lane is not None)
         yield connection
+
+
+class Wire:
+    """A lane between two sockets; the bytes that went over it, and a hand that can change them."""
+
+    def __init__(self, listener: StreamListener) -> None:
+        self.seen: list[bytes] = []
+        self.change: Callable[[bytes], bytes] = lambda data: data
+        self._port = port_of(listener)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with self._listener, self._listener.accept()[0] as near:
+            self.near = near
+            self.far = socket.create_connection(("127.0.0.1", self._port))
+            threading.Thread(target=self._pass, args=(self.far, near), daemon=True).start()
+            self._pass(near, self.far)
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 20):
+                self.seen.append(data)
+                sink.sendall(self.change(data))
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
 
 
 def frame(request_id: int, body: bytes = b"", kind: Kind = Kind.DISPATCH) -> bytes:
@@ -141,6 +188,39 @@ def test_a_request_that_the_lane_cannot_bring_goes_another_way(listener: StreamL
         host._lane.end()
         assert call(host, b"second") == b"second"
         assert call(host, b"third") == b"third"
+
+
+def test_a_request_that_was_lost_with_the_lane_is_sent_again(listener: StreamListener) -> None:
+    wire = Wire(listener)
+    with both(listener, other={"lane_port": str(wire.port)}) as (host, _):
+        assert call(host, b"before") == b"before"
+
+        def lose(data: bytes) -> bytes:
+            wire.far.shutdown(socket.SHUT_RDWR)
+            return data
+
+        wire.change = lose
+        assert call(host, b"lost") == b"lost"
+        assert call(host, b"after") == b"after"
+        assert host.n_stale == 0
+
+
+def test_a_reply_that_was_lost_with_the_lane_is_made_again(listener: StreamListener) -> None:
+    wire = Wire(listener)
+    with both(listener, other={"lane_port": str(wire.port)}) as (host, _):
+        assert call(host, b"before") == b"before"
+        answers: list[bytes] = []
+
+        def lose(data: bytes) -> bytes:
+            answers.append(data)
+            if len(answers) == 1:  # the request
+                return data
+            wire.near.shutdown(socket.SHUT_RDWR)
+            return data
+
+        wire.change = lose
+        assert call(host, b"lost") == b"lost"
+        assert len(answers) == 2
 
 
 def test_a_late_reply_frees_its_slot_and_the_lane(listener: StreamListener) -> None:
@@ -242,13 +322,14 @@ def test_strangers_who_say_nothing_keep_nobody_out(listener: StreamListener, mon
 
 
 def test_a_closed_channel_opens_no_lane(listener: StreamListener) -> None:
-    server = listener.open_channel(SIZES, echo)
+    server = listener.open_channel(SIZES, echo, StreamKeys.new().public)
     server.close()
     with socket.create_connection(("127.0.0.1", port_of(listener)), SOON_S) as connection:
         connection.sendall(bytes.fromhex(server.offer.parameters["lane_token"]))
         assert is_closed(connection)
 
 
+@only_plain
 def test_bytes_may_come_one_by_one(listener: StreamListener) -> None:
     server = listener.open_channel(SIZES, echo)
     with bare_lane(listener, server) as connection:
@@ -270,6 +351,7 @@ LIES = {
 }
 
 
+@only_plain
 @pytest.mark.parametrize("what", LIES)
 def test_who_breaks_the_rules_loses_the_lane_and_nothing_else(listener: StreamListener, what: str) -> None:
     server = OnDemand()
@@ -286,6 +368,7 @@ def test_who_breaks_the_rules_loses_the_lane_and_nothing_else(listener: StreamLi
     end.close()
 
 
+@only_plain
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
@@ -307,10 +390,95 @@ def test_any_bytes_leave_the_listener_usable(listener: StreamListener, pieces: l
         assert host.remark == ""
 
 
-def test_an_encrypted_stream_has_no_lane() -> None:
-    listener = StreamListener(max_request_bytes=LARGE.request_bytes, encrypted=True, lane_port=0)
-    assert listener.lane_door is None
-    listener.close()
+@only_sealed
+def test_nobody_reads_along(listener: StreamListener) -> None:
+    wire = Wire(listener)
+    with both(listener, other={"lane_port": str(wire.port)}) as (host, _):
+        n_before = len(wire.seen)
+        for _ in range(2):
+            assert call(host, b"nobody else's business") == b"nobody else's business"
+        boxes = wire.seen[n_before:]
+        assert len(boxes) == 4
+        assert len(set(boxes)) == 4, "the same frame is never the same box"
+        for box in boxes:
+            assert b"business" not in box
+            assert b"MOEX" not in box
+            assert len(box) == HEADER_BYTES + 22 + BOX_BYTES
+
+
+@only_sealed
+@pytest.mark.parametrize("at", [0, 7, 8, 23, 24, 60, -1])
+def test_a_changed_box_ends_the_lane_and_the_call_is_answered(listener: StreamListener, at: int) -> None:
+    wire = Wire(listener)
+    with both(listener, other={"lane_port": str(wire.port)}) as (host, end):
+        assert call(host, b"before") == b"before"
+
+        def flip(data: bytes) -> bytes:
+            wire.change = lambda data: data
+            changed = bytearray(data)
+            changed[at] ^= 1
+            return bytes(changed)
+
+        wire.change = flip
+        slot = host.acquire(SOON_S)
+        send(host, slot, b"changed")
+        assert host.wait(slot, SOON_S) == HEADER_BYTES + len(b"changed")
+        assert reader_of(end)._closed
+        host.release(slot)
+        assert call(host, b"after") == b"after"
+
+
+@only_sealed
+def test_a_box_that_comes_again_is_no_request(listener: StreamListener) -> None:
+    wire, server = Wire(listener), OnDemand()
+    with both(listener, server, other={"lane_port": str(wire.port)}) as (host, end):
+        slot = host.acquire(SOON_S)
+        request_id = send(host, slot, b"once")
+        box = wire.seen[-1]
+        server.answer()
+        assert receive(host, slot, request_id) == b"once"
+        wire.far.sendall(box)
+        reader_of(end)._thread.join(SOON_S)
+        assert reader_of(end)._closed
+        host.release(slot)
+        assert server.requests.empty()
+
+
+@only_sealed
+def test_a_box_of_another_key_is_no_request(listener: StreamListener) -> None:
+    server = OnDemand()
+    keys = StreamKeys.new()
+    end = listener.open_channel(SIZES, server, keys.public)
+    wrong = LaneKey.agree(StreamKeys.new().secret, end.offer.parameters["server_key"], server=False)
+    with bare_lane(listener, end) as connection:
+        lane = Lane(connection, room=1024, most_bytes=LANE_BYTES, key=wrong)
+        assert lane.send(memoryview(bytearray(frame(4, b"let me in"))))
+        reader_of(end)._thread.join(SOON_S)
+        assert reader_of(end)._closed
+    assert server.requests.empty()
+    end.close()
+
+
+@only_sealed
+def test_without_libsodium_there_is_no_lane(listener: StreamListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_key, "_sodium", lambda: None)
+    with both(listener) as (host, server):
+        assert "lane_port" not in server.offer.parameters
+        assert call(host, b"all the same") == b"all the same"
+
+
+def test_both_sides_agree_on_a_key_and_nobody_else() -> None:
+    host, server, other = StreamKeys.new(), StreamKeys.new(), StreamKeys.new()
+
+    def key(secret: StreamKeys, public: StreamKeys) -> bytes:
+        agreed = LaneKey.agree(secret.secret, public.public, server=False)
+        assert agreed is not None
+        return ctypes.string_at(agreed.address, 32)
+
+    assert key(host, server) == key(server, host)
+    assert len({key(host, server), key(host, other), key(other, server)}) == 3
+    nothing = z85.encode(bytes(32)).decode()
+    assert LaneKey.agree(host.secret, nothing, server=True) is None, "a key that fits every secret"
 
 
 def test_a_port_in_use_is_named(listener: StreamListener) -> None:
