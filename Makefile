@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Half of a test's time is waiting for processes to start and to stop: two files at a time.
+TEST_WORKERS ?= 2
 
 .PHONY: run test lint types tests browser proto docs clean
 
@@ -20,7 +22,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 tests: $(STAMP) browser
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 # The dashboard is tested in a real browser; where none can be installed, its tests are skipped and say so.
 browser:

@@ -2,19 +2,22 @@
 
 ``python bench/round_trips.py --json out.json``: a frame goes from one process to the other, is copied there from
 request to reply, and comes back, at 4 KiB to 16 MiB; a decode step of 4 KiB also goes its own, compiled way
-(`step_path`). Baselines of the same run: bare semaphores, once asleep and once
-with the waiting strategy of shared memory (look first) and that one copy; bare ZeroMQ, once as messages that nobody
-copies and once into and out of buffers that stay, as tensors need it; gRPC unary. The limit of shared is the semaphores
-that look first, that of stream is bare ZeroMQ without copies.
+(`step_path`). Up to 64 KiB the stream has its lane; "no lane" is the way through ZeroMQ. Baselines of the same run:
+bare semaphores, once asleep and once with the waiting strategy of shared memory (look first) and that one copy; bare
+ZeroMQ, once as messages that nobody copies and once into and out of buffers that stay, as tensors need it; a bare TCP
+socket, read without sleeping; gRPC unary. The limit of shared is the semaphores that look first, that of a lane the
+bare socket, and that of larger frames over the stream bare ZeroMQ without copies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import multiprocessing
 import os
+import socket
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,14 +45,16 @@ from moeoffload.transport import (
     StreamListener,
     open_channel,
 )
+from moeoffload.transport.lane import LANE_BYTES
 from moeoffload.transport.waiting import AdaptiveSpin
-from moeoffload.wire import FrameHeader
+from moeoffload.wire import HEADER_BYTES, FrameHeader
 
 KIB, MIB = 1 << 10, 1 << 20
 BYTES = (4 * KIB, 64 * KIB, MIB, 2 * MIB, 4 * MIB, 16 * MIB)
 SIZES = ChannelSizes(n_slots=2, request_bytes=BYTES[-1], reply_bytes=BYTES[-1])
 TIMEOUT_S = 30.0
 STEPS = "shared, decode step"
+LANE_STEPS = "stream, decode step"
 GRPC_METHOD = "/bench.Echo/Call"
 GRPC_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
@@ -98,14 +103,14 @@ def serve_shared(pipe: Connection) -> None:
     server.close()
 
 
-def serve_stream(pipe: Connection) -> None:
-    listener = StreamListener(max_request_bytes=SIZES.request_bytes)
+def serve_stream(pipe: Connection, lane_port: int | None = 0) -> None:
+    listener = StreamListener(max_request_bytes=SIZES.request_bytes, lane_port=lane_port)
     serve_until_closed(pipe, listener.open_channel(SIZES, echo).offer)
     listener.close()
 
 
 def serve_stream_curve(pipe: Connection) -> None:
-    listener = StreamListener(max_request_bytes=SIZES.request_bytes, encrypted=True)
+    listener = StreamListener(max_request_bytes=SIZES.request_bytes, encrypted=True, lane_port=0)
     keys = StreamKeys.new()
     serve_until_closed(pipe, (listener.open_channel(SIZES, echo, keys.public).offer, keys))
     listener.close()
@@ -174,6 +179,35 @@ def serve_zeromq_buffers(pipe: Connection) -> None:
             send_part(router, reply[:n_bytes])
 
 
+def read_looking(connection: socket.socket, buffer: memoryview) -> bool:
+    """Fills a buffer from a socket, looking again and again; whether the other side is still there."""
+    while buffer:
+        try:
+            n_bytes = connection.recv_into(buffer)
+        except BlockingIOError:
+            os.sched_yield()
+            continue
+        if not n_bytes:
+            return False
+        buffer = buffer[n_bytes:]
+    return True
+
+
+def serve_tcp(pipe: Connection) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send(listener.getsockname()[1])
+        connection, _ = listener.accept()
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        request, reply = memoryview(bytearray(LANE_BYTES)), memoryview(bytearray(LANE_BYTES))
+        n_bytes = 4 * KIB
+        while read_looking(connection, request[:n_bytes]):
+            reply[:n_bytes] = request[:n_bytes]
+            connection.send(reply[:n_bytes])
+            n_bytes = int.from_bytes(request[:4], "little")  # of the next one
+
+
 def serve_grpc(pipe: Connection) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -205,7 +239,7 @@ def call_channel(offer: Any, keys: StreamKeys | None = None) -> Iterator[Call]:
 
     def call(n_bytes: int) -> None:
         slot = host.acquire(TIMEOUT_S)
-        header.request_id = host.next_id(slot)
+        header.request_id, header.body_bytes = host.next_id(slot), n_bytes - HEADER_BYTES
         header.pack_into(slot.request)
         host.send(slot, n_bytes)
         host.wait(slot, TIMEOUT_S)
@@ -246,6 +280,27 @@ def call_looking(names: Any) -> Iterator[Call]:
         looking.spin.acquire(back, looking.bells[1], number, TIMEOUT_S)
 
     yield call
+
+
+@contextlib.contextmanager
+def call_tcp(port: Any) -> Iterator[Call]:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        request, reply = memoryview(bytearray(LANE_BYTES)), memoryview(bytearray(LANE_BYTES))
+        expected = 4 * KIB
+
+        def call(n_bytes: int) -> None:
+            nonlocal expected
+            request[:4] = n_bytes.to_bytes(4, "little")
+            if expected != n_bytes:  # the other side is told with the frame before
+                connection.send(request[:expected])
+                read_looking(connection, reply[:expected])
+                expected = n_bytes
+            connection.send(request[:n_bytes])
+            read_looking(connection, reply[:n_bytes])
+
+        yield call
 
 
 @contextlib.contextmanager
@@ -305,9 +360,12 @@ CONTENDERS: dict[str, tuple[Callable[[Connection], None] | None, Callable[[Any],
     "semaphore, looking": (serve_looking, call_looking),
     "shared": (serve_shared, call_channel),
     STEPS: (serve_steps, call_steps),
+    "TCP, looking": (serve_tcp, call_tcp),
     "ZeroMQ tcp": (serve_zeromq, call_zeromq),
     "ZeroMQ tcp, buffers": (serve_zeromq_buffers, call_zeromq_buffers),
     "stream": (serve_stream, call_channel),
+    LANE_STEPS: (functools.partial(serve_steps, over_lane=True), call_steps),
+    "stream, no lane": (functools.partial(serve_stream, lane_port=None), call_channel),
     "stream, CURVE": (serve_stream_curve, lambda offer_and_keys: call_channel(*offer_and_keys)),
     "gRPC unary": (serve_grpc, call_grpc),
 }
@@ -355,7 +413,9 @@ def limit_of(contender: str, n_bytes: int, medians: dict[tuple[str, int], float]
     """What bounds this figure, and its time in this run."""
     if contender in ("shared", STEPS):
         return "semaphore, looking", medians["semaphore, looking", n_bytes]
-    if contender == "stream":
+    if contender == LANE_STEPS or (contender == "stream" and n_bytes <= LANE_BYTES):
+        return "TCP, looking", medians["TCP, looking", n_bytes]
+    if contender in ("stream", "stream, no lane"):
         return "ZeroMQ tcp", medians["ZeroMQ tcp", n_bytes]
     return "", None
 
@@ -372,7 +432,7 @@ def main(
     medians: dict[tuple[str, int], float] = {}
     for name, (serve, connect) in CONTENDERS.items():
         with served(serve, server_core) as address, connect(address) as call:
-            for n_bytes in BYTES[:1] if name == STEPS else BYTES:
+            for n_bytes in BYTES[:1] if "step" in name else BYTES[:2] if name == "TCP, looking" else BYTES:
                 medians[name, n_bytes], p95 = measure(call, n_bytes, 0.1 if quick else 1.0)
                 limit = limit_of(name, n_bytes, medians)
                 rows.append(Row(name, n_bytes, medians[name, n_bytes], p95, *limit))
@@ -387,7 +447,8 @@ def main(
         table.add_row(name, *(f"{row.median_us:,.1f}" for row in mine))
         table.add_row("  95th percentile", *(f"{row.p95_us:,.1f}" for row in mine), style="dim")
         if mine[0].limit_us is not None:
-            table.add_row(f"  limit: {mine[0].limit}", *(f"{row.limit_us:,.1f}" for row in mine), style="dim")
+            limits = " / ".join(dict.fromkeys(row.limit for row in mine))
+            table.add_row(f"  limit: {limits}", *(f"{row.limit_us:,.1f}" for row in mine), style="dim")
     Console().print(table)
     if json is not None:
         write_json(json, "round_trips", {"quick": quick, "cores": [host_core, server_core]}, rows)

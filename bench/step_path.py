@@ -1,4 +1,4 @@
-"""The way of a decode step over shared memory, without the experts: what `round_trips` times beside its other frames.
+"""The way of a decode step over shared memory or a lane, without the experts, for `round_trips`.
 
 A row of 4 KiB is checked, packed and sent, found on the other side, checked, summed over no expert at all, encoded and
 sent back: the compiled code of both sides, and the Python around it on the host's.
@@ -24,7 +24,14 @@ from moeoffload.host.exchange import Exchange
 from moeoffload.kernels import prepare_layer
 from moeoffload.kernels.pack import RowPacker
 from moeoffload.payload import PayloadDtype
-from moeoffload.transport import ChannelSizes, ServerChannel, ServerSlot, SharedServerEnd, open_shared
+from moeoffload.transport import (
+    ChannelSizes,
+    ServerChannel,
+    ServerSlot,
+    SharedServerEnd,
+    StreamListener,
+    open_channel,
+)
 from moeoffload.transport.base import Work
 from moeoffload.wire import HEADER_BYTES, FrameLayout
 
@@ -35,7 +42,7 @@ TIMEOUT_S: Final = 30.0
 LAYOUT: Final = FrameLayout(HIDDEN, TOP_K, PayloadDtype.BF16, PayloadDtype.BF16, 8)
 
 
-def serve_steps(pipe: Connection) -> None:
+def serve_steps(pipe: Connection, *, over_lane: bool = False) -> None:
     """The server's side; says what the host needs to open its own."""
     torch.set_num_threads(1)
     engine = Engine(Pace())
@@ -55,20 +62,30 @@ def serve_steps(pipe: Connection) -> None:
             slot.owner = SlotContext(host, slot)
         return engine.submit(channel, slot)
 
-    server = SharedServerEnd(ChannelSizes(2, LAYOUT.request_bytes, LAYOUT.reply_bytes), deliver)
-    server.express = Turnaround.for_channel(engine, host, server)
-    assert server.express is not None
-    pipe.send(server.offer)
-    with contextlib.suppress(EOFError):
-        pipe.recv()
-    server.close()
-    engine.stop(TIMEOUT_S)
+    sizes = ChannelSizes(2, LAYOUT.request_bytes, LAYOUT.reply_bytes)
+    with contextlib.ExitStack() as stack:
+        stack.callback(engine.stop, TIMEOUT_S)
+        server: ServerChannel
+        if over_lane:
+            listener = StreamListener(max_request_bytes=sizes.request_bytes, lane_port=0)
+            stack.callback(listener.close)
+            server = listener.open_channel(sizes, deliver)
+        else:
+            server = SharedServerEnd(sizes, deliver)
+        stack.callback(server.close)
+        pipe.send(server.offer)
+        while over_lane and not server.lane and not pipe.poll(0.01):
+            pass  # the host opens it
+        server.express = Turnaround.for_channel(engine, host, server)
+        assert server.express is not None
+        with contextlib.suppress(EOFError):
+            pipe.recv()
 
 
 @contextlib.contextmanager
 def call_steps(offer: Any) -> Iterator[Callable[[int], None]]:
     """The host's side: one decode step, whatever the number of bytes."""
-    host = open_shared(offer)
+    host = open_channel(offer, host="127.0.0.1", timeout_s=TIMEOUT_S)
     exchanges = {}
     for slot in host.slots:
         body = torch.frombuffer(slot.request, dtype=torch.uint8, offset=HEADER_BYTES).data_ptr()
