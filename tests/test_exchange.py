@@ -265,6 +265,22 @@ def test_replies_that_come_twice_are_dropped_and_counted(shared: Ends) -> None:
     assert ends.host.n_stale == 2
 
 
+def test_what_was_sent_the_long_way_can_be_collected(ends: Ends) -> None:
+    for n_rows in (1, 16):
+        ends.send(Rows(n_rows), ALL, holds_all=True)
+        assert ends.receive(n_rows)
+        ends.request_id = ends.host.next_id(ends.slot)
+        again = bytearray(ends.frames[-1])
+        header = FrameHeader()
+        header.unpack_from(memoryview(again))
+        header.request_id = ends.request_id
+        ends.slot.request[: len(again)] = again
+        header.pack_into(ends.slot.request)
+        ends.exchange._code.lane.value = 0
+        ends.host.send(ends.slot, len(again))
+        assert ends.receive(n_rows)
+
+
 def interrupted(run: Callable[..., int]) -> Callable[..., int]:
     """As a compiled piece during which Ctrl-C was pressed: the exception comes when it returns."""
 

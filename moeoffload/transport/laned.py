@@ -172,7 +172,7 @@ class LanedHostChannel(PooledHostChannel):
             return False
         self._enter()
         started = perf_counter()
-        code.taken.value = 0
+        code.taken.value, code.lane.value = 0, lane.address  # the request may have been sent in another way
         try:
             seen = code.collect(code.block, *values, int(budget_s * 1e9))
         finally:
