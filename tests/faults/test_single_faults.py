@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,13 +90,16 @@ def test_duplicates_are_dropped_and_counted(world: World, transport: str) -> Non
         assert world.shut() == []
 
 
-def test_an_encrypted_stream_notices_every_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_corrupt", [1, 2])
+def test_an_encrypted_stream_notices_every_bit(tmp_path: Path, n_corrupt: int) -> None:
+    """Spoiled on its lane a request is sent once more, through ZeroMQ; spoiled there too the server counts as lost."""
     setup = Setup("stream", "fallback")
+    kind = replace(CORRUPTED, strike=lambda scene, station: station.proxy.corrupt(n_corrupt), loses=n_corrupt > 1)
     with World(
         tmp_path, "--insecure", "--model-root", str(DEMO)
     ) as world:  # what makes a server on loopback encrypt, too
         world.open(setup)
-        outcome = world.run(Fault(0, setup, CORRUPTED, 1, 0.3, 0.0, before_frames=True))
+        outcome = world.run(Fault(0, setup, kind, 1, 0.3, 0.0, before_frames=True))
         assert outcome.ok, outcome
-        assert outcome.lost == outcome.returned == 1
+        assert outcome.lost == outcome.returned == n_corrupt - 1
         assert world.shut() == []

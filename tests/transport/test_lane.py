@@ -267,6 +267,17 @@ def test_a_slot_whose_reply_was_lost_on_the_lane_comes_back(
         assert call(host, b"after") == b"after"
 
 
+def test_a_reply_that_comes_twice_is_nobody_elses(listener: StreamListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(self: LaneReader, data: memoryview) -> bool:
+        return self.lane.send(data) and self.lane.send(data)
+
+    with both(listener) as (host, _):
+        assert call(host, b"first") == b"first"
+        monkeypatch.setattr(LaneReader, "send", twice)
+        for body in (b"second", b"third", b"fourth"):
+            assert call(host, body) == body
+
+
 @pytest.mark.parametrize("what", ["nobody", "silence", "closed"])
 def test_where_the_lane_cannot_be_opened_the_channel_works_without(
     listener: StreamListener, what: str, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Final
 
+from moeoffload.transport import StreamServerEnd
 from moeoffload.transport.base import ServerSlot
 from moeoffload.transport.pool import PooledServerChannel, write_error_frame
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, peek_request_id
@@ -70,6 +71,8 @@ def _twice(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None
     _send(channel, slot, n_bytes)
     with channel._lock:
         if not channel._closed and not channel._busy[slot.index]:
+            if isinstance(channel, StreamServerEnd):
+                channel._by_lane[slot.index] = False  # on a lane what nobody asked for is its end, see test_lane
             channel._send_reply(slot, n_bytes)
 
 
