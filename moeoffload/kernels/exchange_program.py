@@ -195,6 +195,8 @@ def _make_collect(stamp: int) -> FiveInts:
         block = view(address, np.int64, xw.BLOCK_WORDS)
         if block[xw.LANE] != 0:
             return _collect_from_lane(address, request_id, layer, n_rows, limit_ns)
+        if block[xw.RING] == 0:
+            return _SEEN_CALLED
         line = block[xw.LINE]
         seen = look_for(
             line + REPLY_BELL,

@@ -45,7 +45,7 @@ TIMES: Final = 25
 
 SENT: Final = 26
 """Not 0 once the request is on its way: Python may be interrupted before it learns what `post` returned. Less than 0 if
-the lane could not take it."""
+the lane has not taken it whole."""
 TAKEN: Final = 27
 """Not 0 once the token of the reply is taken."""
 LANE: Final = 28

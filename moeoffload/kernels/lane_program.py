@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import socket
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -29,6 +30,8 @@ SEAL_BYTES: Final = 16
 LENGTH_BYTES: Final = 8
 BOX_BYTES: Final = SEAL_BYTES + LENGTH_BYTES
 """What sealing adds to a frame."""
+_NO_SIGNAL: Final = int(getattr(socket, "MSG_NOSIGNAL", 0))
+"""A program that does not ignore SIGPIPE would end when the other side has."""
 _ROUNDS: Final = 64
 """Looks between two questions to the system whether others had the core."""
 _NOTHING: Final = int(Seen.NOTHING)
@@ -60,9 +63,9 @@ def _nonce_of(lane: int, number: int, side: int) -> int:
 
 @njit(nogil=True)
 def send_frame(lane: int, frame: int, n_bytes: int) -> int:
-    """Sends the frame at an address; returns its bytes if it was taken whole, 0 if nothing of it was sent.
+    """Sends the frame at an address; returns its bytes, or 0 if it is longer than the other side takes.
 
-    Nothing is sent of one that is longer than the other side takes. After -1 the lane is out of step, and of no use.
+    -1 if it was not taken whole at once: the lane is out of step then, or broken, and of no use any more.
     """
     block = view(lane, np.int64, lw.LANE_WORDS)
     if n_bytes > block[lw.MOST]:
@@ -75,11 +78,7 @@ def send_frame(lane: int, frame: int, n_bytes: int) -> int:
         block[lw.N_OUT] += 1
         if _box(block[lw.SEAL], out + LENGTH_BYTES, frame, n_bytes, nonce, block[lw.KEY]) != 0:
             return -1
-    n_taken = _transfer(block[lw.SEND], block[lw.DESCRIPTOR], out, n_out, 0)
-    if n_taken == n_out:
-        return n_bytes
-    # Sealed once more the same frame would be another box than the one that is expected.
-    return 0 if n_taken <= 0 and block[lw.KEY] == 0 else -1
+    return n_bytes if _transfer(block[lw.SEND], block[lw.DESCRIPTOR], out, n_out, _NO_SIGNAL) == n_out else -1
 
 
 @njit(nogil=True)
@@ -127,7 +126,7 @@ def take_in(lane: int) -> bool:
     if sealed:
         buffer, room = block[lw.BOX_IN], room + BOX_BYTES
     n_bytes = _transfer(block[lw.RECV], block[lw.DESCRIPTOR], buffer + block[lw.HAVE], room - block[lw.HAVE], 0)
-    if n_bytes < 0:  # nothing there; or an error, and then there is nothing more to read at the next look
+    if n_bytes < 0:  # nothing there; or an error, which is told once: the next call returns 0, as at the end
         return False
     block[lw.HAVE] += n_bytes
     found = 0

@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import select
 import socket
+import threading
 from time import perf_counter
 from typing import Final
 
@@ -28,7 +29,7 @@ LANE_BYTES: Final = 1 << 16
 TOKEN_BYTES: Final = 32
 """What a host says first: the secret of its attach."""
 _BUFFER_BYTES: Final = 8 * LANE_BYTES
-"""Of what was sent and did not arrive yet: any frame of a lane fits, so that sending does not wait."""
+"""Of what was sent and not read yet, as far as the system allows: a frame is taken at once, or the lane is given up."""
 _KEEPALIVE: Final = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000))
 """As with ZeroMQ's heartbeats: a peer that is silent for 20 s is gone."""
 
@@ -64,6 +65,8 @@ class Lane:
         self.spin = AdaptiveSpin()
         self.looked_since: float | None = None
         self._connection = connection
+        self._ending = threading.Lock()
+        """Who ends it must not meet the descriptor of somebody else's new socket."""
         self._block = block = (ctypes.c_int64 * lw.LANE_WORDS)()
         self.address = ctypes.addressof(block)
         self._kept, self._receive, self._send = lane_programs()
@@ -114,15 +117,16 @@ class Lane:
 
     def end(self) -> None:
         """Ends it for both sides, and wakes who waits. Idempotent, from any thread."""
-        with contextlib.suppress(OSError):
+        with self._ending, contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends it and frees the descriptor; nobody uses it any more."""
+        """Ends it and frees the descriptor; nobody reads or writes it any more."""
         self.end()
         self._block[lw.ENDED] = 1
         self._block[lw.DESCRIPTOR] = -1
-        self._connection.close()
+        with self._ending:
+            self._connection.close()
 
 
 def address_of(buffer: memoryview) -> int:

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from typing import Final
 
 from moeoffload.errors import ServerError
+from moeoffload.kernels.lane_program import lane_programs
 from moeoffload.transport.lane import TOKEN_BYTES
+from moeoffload.transport.stream_keys import OnRefused
 
 INTRODUCTION_S: Final = 5.0
 """How long a connection may take to say who it is."""
@@ -26,7 +28,7 @@ MOST_STRANGERS: Final = 64
 """Connections that have not said yet who they are; with one more the oldest has to go."""
 _POLL_S: Final = 0.5
 _CROWDED_S: Final = 0.1
-"""Between two tries to accept when there are too few file descriptors."""
+"""Between two tries to accept when there are too few file descriptors, or there is too little memory."""
 
 Enter = Callable[[socket.socket], bool]
 """Takes a connection whose secret was right; False, and it is closed here, if it comes too late."""
@@ -35,7 +37,8 @@ log = logging.getLogger(__name__)
 
 
 class _Stranger:
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        self.peer = peer
         self.connection = connection
         self.token = bytearray()
         self.deadline = time.monotonic() + INTRODUCTION_S
@@ -49,17 +52,19 @@ class LaneDoor:
         n_refused: connections that did not say the secret of an open attach.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        """Binds and starts to accept; ``host`` is an address or ``*`` for all.
+    def __init__(self, host: str, port: int, on_refused: OnRefused) -> None:
+        """Binds and starts to accept; ``host`` is an address or ``*`` for all; ``on_refused``: see `StreamListener`.
 
         Raises:
             ServerError: the address cannot be bound.
         """
+        lane_programs()  # compiles, if need be: hosts that come have little time
         self.n_refused = 0
+        self._on_refused = on_refused
         self._expected: dict[bytes, Enter] = {}
         self._using = threading.Lock()
         anywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-        address = anywhere if host in ("*", "::") else host
+        address = anywhere if host in ("*", "::", "[::]") else host.strip("[]")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             self._listener = socket.create_server((address, port), family=family, dualstack_ipv6=address == "::")
@@ -119,15 +124,15 @@ class LaneDoor:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, peer = self._listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # it stays in line, and the poll would not wait
+            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):  # it stays in line, and the poll would not wait
                 time.sleep(_CROWDED_S)
             return
         connection.setblocking(False)
         while len(self._strangers) >= MOST_STRANGERS:
             self._refuse(next(iter(self._strangers.values())))
-        self._strangers[connection.fileno()] = _Stranger(connection)
+        self._strangers[connection.fileno()] = _Stranger(connection, f"{peer[0]}:{peer[1]}")
         self._poll.register(connection, select.POLLIN)
 
     def _listen_to(self, stranger: _Stranger) -> None:
@@ -152,6 +157,7 @@ class LaneDoor:
 
     def _refuse(self, stranger: _Stranger) -> None:
         self.n_refused += 1
+        self._on_refused(stranger.peer, "its lane did not say the secret of an open attach")
         self._dismiss(stranger)
 
     def _let_go(self, stranger: _Stranger) -> None:

@@ -46,10 +46,14 @@ class LaneReader:
     def send(self, frame: memoryview) -> bool:
         """Sends a reply, from any thread; False if it cannot be had on the lane, which has ended then."""
         with self._sending:  # the reader frees the descriptor
-            if self._closed or not self.lane.send(frame):
-                self.lane.end()
-                return False
-        return True
+            sent = not self._closed and self.lane.send(frame)
+        if not sent:
+            self.lane.end()
+        return sent
+
+    def end(self) -> None:
+        """Ends the lane; the reader frees it."""
+        self.lane.end()
 
     def close(self) -> None:
         """Ends the lane and waits for the reader, unless that is this thread."""
@@ -78,7 +82,7 @@ class LaneReader:
         except LaneEndedError:
             pass
         finally:
+            owner.lane_ended()  # first: the host asks for what it waits for as soon as the lane has ended
             with self._sending:
                 self._closed = True
                 lane.close()
-            owner.lane_ended()

@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Final
 
 from moeoffload.errors import DeadlineError
+from moeoffload.kernels.lane_program import lane_programs
 from moeoffload.kernels.watch import Seen
 from moeoffload.transport.base import ChannelSizes, CompiledSlot, HostSlot
 from moeoffload.transport.lane import LANE_BYTES, Lane, LaneEndedError, address_of
@@ -79,18 +80,19 @@ class LanedHostChannel(PooledHostChannel):
 
     def open_lane(self, host: str, port: int, token: bytes, key: LaneKey | None, timeout_s: float) -> None:
         """Tries to open the lane, in the clear without a key; without a lane this channel is slower, and works."""
+        lane_programs()  # compiles, if need be, before the server waits
         timeout_s = min(timeout_s, OPEN_TIMEOUT_S)
         deadline = perf_counter() + timeout_s
         try:
             connection = socket.create_connection((host, port), timeout_s)
             connection.sendall(token)
+            lane = Lane(connection, room=len(self.slots[0].reply), most_bytes=LANE_BYTES, key=key)
         except OSError as error:
             self.remark = f"without a lane: port {port}: {error.strerror or error}"
             return
         slot, request_id = self.slots[0], self._ids[0]
         self._ids[0] += len(self.slots)
         FrameHeader(Kind.PING, request_id=request_id).pack_into(slot.request)
-        lane = Lane(connection, room=len(slot.reply), most_bytes=LANE_BYTES, key=key)
         lane.aim(*self._reply_places[0])
         try:
             if lane.send(slot.request[:HEADER_BYTES]):
@@ -106,7 +108,9 @@ class LanedHostChannel(PooledHostChannel):
         lane.close()
 
     def _take_lane(self, slot: HostSlot) -> Lane | None:
-        """The lane for a request of this slot, if it is free; `_free_lane` gives it back."""
+        """The lane for a request of this slot, if it is free; `_free_lane` or `_lose_lane` gives it back."""
+        if self._lane_slot == slot.index:
+            self._lose_lane()  # Ctrl-C came when it had just been taken
         with self._taking:
             lane = self._lane
             if lane is None or self._lane_slot != _NOBODY:
@@ -145,16 +149,18 @@ class LanedHostChannel(PooledHostChannel):
             return super().send_by(slot, code, *values)
         self._enter()
         try:
+            # First: Ctrl-C may come at any time, and an id must not be used twice.
+            self._expect(slot, request_id)
             try:
                 code.lane.value = lane.address
                 n_bytes = code.post(code.block, 0, *values)
             finally:
-                if code.sent.value > 0:
-                    self._expect(slot, request_id)
-                elif code.sent.value < 0:
-                    self._lose_lane()
-                else:
-                    self._free_lane(index)
+                if code.sent.value <= 0:
+                    self._unmark_sent(slot)
+                    if code.sent.value < 0:
+                        self._lose_lane()
+                    else:
+                        self._free_lane(index)
             if n_bytes > 0 and code.sent.value <= 0:
                 self._send_otherwise(slot, n_bytes, request_id)
             return n_bytes
@@ -190,9 +196,11 @@ class LanedHostChannel(PooledHostChannel):
         return False
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
+        lane = self._take_lane(slot)
         small = n_bytes <= LANE_BYTES and n_bytes == peek_frame_bytes(slot.request)
-        lane = self._take_lane(slot) if small else None
-        if lane is not None:
+        if lane is not None and not small:
+            self._free_lane(slot.index)
+        elif lane is not None:
             self._expect(slot, request_id)
             if lane.send(slot.request[:n_bytes]):
                 return

@@ -78,18 +78,20 @@ class SharedHostEnd(PooledHostChannel):
 
     def send_by(self, slot: HostSlot, code: CompiledSlot, *values: int) -> int:
         """See `HostChannel.send_by`."""
-        index = slot.index
         self._check_held(slot)
         self._enter()
         try:
             with self._ring:
                 code.sent.value = 0
+                # First: Ctrl-C may come at any time, and an id must not be used twice.
+                self._expect(slot, self._ids[slot.index])
                 try:
                     return code.post(code.block, self._n_sent, *values)
                 finally:
                     if code.sent.value:
                         self._n_sent += 1
-                        self._expect(slot, self._ids[index])
+                    else:
+                        self._unmark_sent(slot)
         finally:
             self._leave()
 

@@ -101,8 +101,9 @@ class StreamListener:
         endpoint = self._wire.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rpartition(":")[2])
         try:
-            self.lane_door = LaneDoor(host, lane_port) if lane_port is not None else None
+            self.lane_door = LaneDoor(host, lane_port, on_refused) if lane_port is not None else None
         except ServerError:
+            self._shut_door()
             self._wire.close()
             raise
         self._reader = threading.Thread(target=self._read, name="stream-reader", daemon=True)
@@ -262,8 +263,12 @@ class StreamListener:
             whole = channel.receive(wire, *tag)
             return whole and (channel, *whole)
         n_bytes = wire.receive_piece(self._scratch)
-        # A ping about a request that is being worked on needs no answer: its reply will do.
-        if tag[1] == 0 and not (n_bytes == HEADER_BYTES and is_ping(self._scratch)):
+        # A ping about a request that is being worked on needs no answer, nor does the same request: its reply will do.
+        if (
+            tag[1] == 0
+            and not channel.is_working_on(tag[0])
+            and not (n_bytes == HEADER_BYTES and is_ping(self._scratch))
+        ):
             channel.n_dropped += 1
             self._send_error(routing_id, tag[0], ErrorCode.BUSY, "the slot still has a request")
         return None

@@ -57,6 +57,12 @@ class StreamServerEnd(PooledServerChannel):
         self.most_reply_bytes = sizes.reply_bytes
         self._by_lane = [False] * sizes.n_slots
         """Per slot whether its request came over the lane."""
+        self._disowned = [0] * sizes.n_slots
+        """Per slot the id of the last ping: the host was told that no request of this id is here."""
+        self._pong = memoryview(bytearray(HEADER_BYTES))
+        self._pong_out = OutgoingFrame(self._pong)
+        self._short = memoryview(bytearray(HEADER_BYTES))
+        """A frame from the socket without a body: a ping must not touch the request that the lane brings meanwhile."""
         self._lane_door, self._lane_token = listener.lane_door, ""
         self._lane_key = listener.agree(key) if key else None
         if self._lane_door is not None and (self._lane_key is not None or not key):
@@ -79,7 +85,7 @@ class StreamServerEnd(PooledServerChannel):
             wire.skip()
             self.n_dropped += 1
             return None
-        whole = incoming.took(wire.receive_piece(piece))
+        whole = incoming.took(wire.receive_piece(self._short if frame_bytes == HEADER_BYTES else piece))
         if whole is None:
             return slot, 0
         return (slot, frame_bytes) if whole else None
@@ -88,6 +94,11 @@ class StreamServerEnd(PooledServerChannel):
         """Whether the slot of this request still has another one."""
         return self._busy[request_id % len(self.slots)]
 
+    def is_working_on(self, request_id: int) -> bool:
+        """Whether the slot of this request has that very one."""
+        index = request_id % len(self.slots)
+        return self._busy[index] and self._incoming[index].request_id == request_id
+
     def received(self, slot: ServerSlot, n_bytes: int, *, by_lane: bool = False) -> None:
         """Hands a request on, if it is one: ``n_bytes`` may be more or less than a slot takes."""
         with self._delivering:  # two threads may deliver: the reader of the socket, and that of the lane
@@ -95,6 +106,8 @@ class StreamServerEnd(PooledServerChannel):
                 self.n_dropped += 1  # not a host that keeps to the rules: it has sent both ways
                 return
             self._by_lane[slot.index] = by_lane
+            if n_bytes == HEADER_BYTES and not by_lane:
+                slot.request[:HEADER_BYTES] = self._short
             self._received(slot, n_bytes)
 
     def _received(self, slot: ServerSlot, n_bytes: int) -> None:
@@ -105,17 +118,30 @@ class StreamServerEnd(PooledServerChannel):
         elif n_bytes < HEADER_BYTES or peek_request_id(slot.request) != request_id:
             self._refuse(slot, request_id, ErrorCode.BAD_FRAME, "what arrived is not the announced frame")
         elif n_bytes == HEADER_BYTES and is_ping(slot.request):
-            slot.reply[:HEADER_BYTES] = slot.request[:HEADER_BYTES]
-            self._busy[slot.index] = True
-            self.reply(slot, HEADER_BYTES)
+            self._answer_ping(slot, request_id)
         else:
             self._deliver(slot, n_bytes)
 
+    def _answer_ping(self, slot: ServerSlot, request_id: int) -> None:
+        with self._lock:  # not from the slot's buffer: its last reply may be on its way
+            if self._closed:
+                return
+            self._pong[:] = slot.request[:HEADER_BYTES]
+            lane = self._lane if self._by_lane[slot.index] else None
+            if lane is not None:
+                lane.send(self._pong)
+            else:
+                self._disowned[slot.index] = request_id
+                if not self._listener.send(self.routing_id, request_id, self._pong_out, HEADER_BYTES):
+                    self.n_dropped += 1
+
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
         lane = self._lane if self._by_lane[slot.index] else None
-        # What is not as long as its header says would put the lane out of step.
-        if lane is not None and n_bytes == peek_frame_bytes(slot.reply) and lane.send(slot.reply[:n_bytes]):
-            return
+        if lane is not None:
+            # What is not as long as its header says would put the lane out of step.
+            if n_bytes == peek_frame_bytes(slot.reply) and lane.send(slot.reply[:n_bytes]):
+                return
+            lane.end()  # so that the host looks elsewhere
         request_id = self._incoming[slot.index].request_id
         if not self._listener.send(self.routing_id, request_id, self._outgoing[slot.index], n_bytes):
             self.n_dropped += 1
@@ -148,7 +174,8 @@ class StreamServerEnd(PooledServerChannel):
         index = request_id % len(self.slots)
         slot = self.slots[index]
         with self._delivering:
-            if self._busy[index] or len(frame) > len(slot.request):
+            is_old = request_id <= self._disowned[index]
+            if self._busy[index] or is_old or len(frame) > len(slot.request):
                 self.n_dropped += 1
                 return False
             slot.request[: len(frame)] = frame

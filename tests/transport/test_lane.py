@@ -20,6 +20,8 @@ from moeoffload.kernels.lane_program import BOX_BYTES
 from moeoffload.transport import (
     ChannelSizes,
     Deliver,
+    ServerChannel,
+    ServerSlot,
     StreamKeys,
     StreamListener,
     StreamServerEnd,
@@ -31,10 +33,11 @@ from moeoffload.transport.lane import LANE_BYTES, TOKEN_BYTES, Lane
 from moeoffload.transport.lane_key import LaneKey
 from moeoffload.transport.lane_reader import LaneReader
 from moeoffload.transport.stream import StreamHostEnd
+from moeoffload.transport.zmq_socket import TAG
 from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
 
 from .ends import SIZES, SOON_S, OnDemand, call, echo, eventually, receive, send
-from .tcp import Proxy
+from .tcp import Proxy, bare_dealer
 
 LARGE = ChannelSizes(2, 4 * LANE_BYTES, 4 * LANE_BYTES)
 
@@ -278,6 +281,63 @@ def test_a_reply_that_comes_twice_is_nobody_elses(listener: StreamListener, monk
             assert call(host, body) == body
 
 
+@pytest.mark.parametrize("where", ["_expect_otherwise", "_mark_sent", "_enter", "_leave"])
+def test_an_interrupted_call_costs_its_slot_at_most(
+    listener: StreamListener, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with both(listener, sizes=ChannelSizes(1, 8192, 8192)) as (host, _):
+        assert call(host, b"before") == b"before"
+
+        def interrupted(*_: object) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(host, where, interrupted)
+        n_inside = host._n_inside
+        with pytest.raises(KeyboardInterrupt):
+            call(host, b"interrupted")
+        host._n_inside = n_inside
+        for body in (b"after", b"and on"):
+            assert call(host, body) == body
+
+
+def test_a_slot_that_was_interrupted_with_the_lane_in_hand_gives_it_up(
+    listener: StreamListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with both(listener, sizes=ChannelSizes(1, 8192, 8192)) as (host, _):
+        assert host._lane is not None
+        monkeypatch.setattr(host._lane, "aim", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call(host, b"interrupted")
+        assert call(host, b"after") == b"after"
+
+
+@only_plain
+def test_a_request_that_the_host_was_told_is_not_here_is_not_taken(listener: StreamListener) -> None:
+    server = OnDemand()
+    end = listener.open_channel(SIZES, server)
+    with bare_lane(listener, end) as connection, bare_dealer(listener.port, end.routing_id) as dealer:
+        ping = frame(4, kind=Kind.PING)
+        dealer.send_multipart([TAG.pack(4, 0, len(ping)), ping])
+        assert dealer.recv_multipart()[1] == ping
+        connection.sendall(frame(4, b"was on its way"))
+        assert is_closed(connection)
+        assert server.requests.empty()
+    end.close()
+
+
+def test_a_reply_of_another_length_than_it_says_comes_another_way(listener: StreamListener) -> None:
+    def short(channel: ServerChannel, slot: ServerSlot) -> None:
+        slot.reply[: slot.n_bytes] = slot.request[: slot.n_bytes]
+        channel.reply(slot, slot.n_bytes - 1)
+
+    with both(listener, short) as (host, _):
+        assert call(host, b"body") == b"bod"
+
+
 @pytest.mark.parametrize("what", ["nobody", "silence", "closed"])
 def test_where_the_lane_cannot_be_opened_the_channel_works_without(
     listener: StreamListener, what: str, monkeypatch: pytest.MonkeyPatch
@@ -492,6 +552,8 @@ def test_both_sides_agree_on_a_key_and_nobody_else() -> None:
     assert LaneKey.agree(host.secret, nothing, server=True) is None, "a key that fits every secret"
 
 
-def test_a_port_in_use_is_named(listener: StreamListener) -> None:
+@pytest.mark.parametrize("encrypted", [False, True])
+@only_plain
+def test_a_port_in_use_is_named(listener: StreamListener, encrypted: bool) -> None:
     with pytest.raises(ServerError, match=str(port_of(listener))):
-        StreamListener(max_request_bytes=1024, lane_port=port_of(listener))
+        StreamListener(max_request_bytes=1024, lane_port=port_of(listener), encrypted=encrypted)
