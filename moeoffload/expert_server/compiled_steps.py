@@ -19,7 +19,7 @@ from moeoffload.kernels import LayerKernels
 from moeoffload.kernels import turnaround_words as tw
 from moeoffload.kernels.pack import convert_program, encode_program, unpack_program
 from moeoffload.kernels.program import functions_of_a_look
-from moeoffload.kernels.turnaround_program import answer_program
+from moeoffload.kernels.turnaround_program import answer_program, lane_turnaround_program, turnaround_program
 from moeoffload.kernels.workspace import PreparedCall
 from moeoffload.wire import FrameHeader, FrameLayout, Kind
 
@@ -97,6 +97,19 @@ class CompiledSteps:
             queue_s: how long the request has waited, in seconds.
         """
         return self._answer(self.address, request, n_bytes, reply, int(queue_s * _NS))
+
+
+def compile_ahead(compute: torch.dtype) -> None:
+    """Compiles what answers a host's steps, or loads it from disk, so that nothing with a short deadline does.
+
+    For payloads of other dtypes than ``compute`` there are small programs besides; each compiles in a moment.
+    """
+    answer_program()
+    turnaround_program()
+    lane_turnaround_program()
+    for dtype in (compute, torch.float32):
+        unpack_program(dtype)
+    encode_program(compute)
 
 
 def _prepare(

@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from time import monotonic
 from typing import Final, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, MoeOffloadError, ServerError
 from moeoffload.expert_server.agreement import check_model, check_table, compare, read_dtype, read_payload
 from moeoffload.expert_server.calibrate import time_layer
+from moeoffload.expert_server.compiled_steps import compile_ahead
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
@@ -161,13 +163,9 @@ class HostLease:
         except BaseException:
             self._loads = False
             raise
-        self._checkpoint = checkpoint
-        loaded, total = (
-            0,
-            sum(
-                len(experts) * layer.expert_bytes
-                for experts, layer in zip(table.layers, checkpoint.layers, strict=True)
-            ),
+        self._checkpoint, begun, loaded = checkpoint, monotonic(), 0
+        total = sum(
+            len(experts) * layer.expert_bytes for experts, layer in zip(table.layers, checkpoint.layers, strict=True)
         )
         logger.info("%s: loading %d experts, %.4g GiB, of %s", self.host, table.n_experts, total / GIB, checkpoint.path)
         yield pb.LoadProgress(loaded_bytes=0, total_bytes=total)
@@ -181,6 +179,10 @@ class HostLease:
                 raise self._no_room(str(error)) from None
             loaded += len(experts) * layer.expert_bytes
             yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
+        if any(kernels.shape is not None for kernels in self._modules.values()):
+            # Loading may take long; what comes after it has seconds, in which a first start could not compile.
+            compile_ahead(checkpoint.dtype)
+        logger.info("%s: loaded in %.1f s", self.host, monotonic() - begun)
         self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 

@@ -24,6 +24,7 @@ _PAGE_BYTES: Final = 1 << 21
 _MADV_HUGEPAGE: Final = 14
 _MADV_DONTNEED: Final = 4
 _SYSTEM_SAYS: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_PART_BYTES: Final = 1 << 24
 _SPARE: Final = 2
 """So many times what is to be moved has to be available."""
 
@@ -68,9 +69,7 @@ def move_to_huge_pages(parameters: Iterable[nn.Parameter]) -> int:
         return 0
     clean = _clean_file_mappings()
     for each in large.values():
-        old = each.data
-        each.data = _copy_in_huge_pages(old)
-        _let_go(old, clean)
+        each.data = _move_in_huge_pages(each.data, clean)
     return n_bytes
 
 
@@ -82,13 +81,18 @@ def _system_has_huge_pages() -> bool:
         return False
 
 
-def _copy_in_huge_pages(values: torch.Tensor) -> torch.Tensor:
+def _move_in_huge_pages(values: torch.Tensor, clean: list[range]) -> torch.Tensor:
     n_bytes = values.numel() * values.itemsize
     room = torch.empty(n_bytes + _PAGE_BYTES, dtype=torch.uint8)
     start = -room.data_ptr() % _PAGE_BYTES
     copy = room[start : start + n_bytes].view(values.dtype).view(values.shape)
     prefer_huge_pages(copy)
-    return copy.copy_(values)
+    # In parts: of the largest parameter, the head, there would be two copies for a moment, the peak of the process.
+    part = _PART_BYTES // values.itemsize
+    for old, new in zip(values.view(-1).split(part), copy.view(-1).split(part), strict=True):
+        new.copy_(old)
+        _let_go(old, clean)
+    return copy
 
 
 def _clean_file_mappings() -> list[range]:

@@ -11,8 +11,11 @@ import functools
 import hashlib
 import logging
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any, Final
 
 import numba
@@ -285,12 +288,39 @@ def compile_entry(entry: Callable[..., Any], returns: Any = types.void, n_argume
     The machine code stays until the process ends: callers keep one for each variant, not one for each object.
     """
     signature = returns(*[types.int64] * n_arguments)
+    begun = monotonic()
+    with _say_if_slow():
+        try:
+            compiled = numba.cfunc(signature, nopython=True, cache=True)(entry)
+        except (RuntimeError, OSError) as error:
+            # numba found no folder for its cache that can be written, or it is full.
+            logger.warning("compiled kernels are not kept on disk, each start compiles them again: %s", error)
+            return numba.cfunc(signature, nopython=True)(entry)
+    if not compiled.cache_hits:
+        logger.info("compiled %s in %.1f s", entry.__name__, monotonic() - begun)
+    return compiled
+
+
+_SLOW_S: Final = 2.0
+_said_slow = threading.Event()
+
+
+@contextmanager
+def _say_if_slow() -> Iterator[None]:
+    """The first start on a machine computes nothing for up to a minute or two; once, whoever waits is told why."""
+
+    def say() -> None:
+        if not _said_slow.is_set():
+            _said_slow.set()
+            logger.warning("compiling kernels for this CPU; later starts find them on disk")
+
+    timer = threading.Timer(_SLOW_S, say)
+    timer.daemon = True
+    timer.start()
     try:
-        return numba.cfunc(signature, nopython=True, cache=True)(entry)
-    except (RuntimeError, OSError) as error:
-        # numba found no folder for its cache that can be written, or it is full.
-        logger.warning("compiled kernels are not kept on disk, each start compiles them again: %s", error)
-        return numba.cfunc(signature, nopython=True)(entry)
+        yield
+    finally:
+        timer.cancel()
 
 
 _SOURCES: Final = (

@@ -60,8 +60,8 @@ def test_ten_thousand_cancels_leave_nothing(offloaded: OffloadedModel) -> None:
         assert engine.n_open == 0
         assert engine.idle_cache_tokens() == 0
         assert sum(link.n_stale for link in offloaded.links) == 0, "a step is finished before its requests are dropped"
-        # A slot's views for row counts that had not come before; not one more for each request.
-        assert offloaded.pool_creations - created < 200
+        # A slot's views for row counts that are new, or had not come for long; not one more for each request.
+        assert offloaded.pool_creations - created < N_CANCELS / 20
 
 
 def test_a_cancel_is_answered_within_a_step_and_its_room_is_free(offloaded: OffloadedModel) -> None:
