@@ -28,6 +28,7 @@ from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import LayerKernels, prepare_layer
 from moeoffload.kernels import turnaround_words as tw
 from moeoffload.kernels.frame_program import header_crc
+from moeoffload.kernels.program import openmp_runtime
 from moeoffload.kernels.turnaround_words import MOST_ROWS
 from moeoffload.payload import PayloadDtype
 from moeoffload.transport import (
@@ -371,6 +372,14 @@ def test_two_threads_compute_the_same_and_one_where_there_is_no_pool(has_team: b
         before = host.n_compiled
         assert host.call(2, 4)[1] == expected
         assert host.n_compiled == before + 1
+
+
+def test_the_pool_is_found_in_a_folder_with_spaces() -> None:
+    line = "7f60e4000000-7f60e4040000 r-xp 00002000 fe:00 1234                       "
+    for path in ("/home/a lab/.venv/lib/torch/lib/libgomp.so.1", "/opt/libomp-123.so", "/opt/my libs/libiomp5.so"):
+        maps = f"{line}/opt/libgompertz.so\n{line}[heap]\n{line}{path}\n{line}/usr/lib/libc.so.6\n"
+        assert openmp_runtime(maps) == path
+    assert openmp_runtime(f"{line}/home/libgomp.so/libc.so.6\n") is None
 
 
 def test_servers_that_wait_for_company_or_are_slowed_have_none() -> None:

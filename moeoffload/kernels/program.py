@@ -246,12 +246,18 @@ class _Team:
         self.address: int = ctypes.cast(self.parallel, ctypes.c_void_p).value or 0
 
 
+def openmp_runtime(maps: str) -> str | None:
+    """Path of the OpenMP runtime among mappings as ``/proc/self/maps`` has them; it may have spaces in it."""
+    found = re.search(r"(/.*/lib(?:gomp|omp|iomp5)\b[^/\n]*\.so[^/\n]*)$", maps, re.MULTILINE)
+    return None if found is None else found[1]
+
+
 @functools.cache
 def _team() -> _Team | None:
     """Threads that wait in another pool would fight with torch's for cores, so this shares torch's."""
     try:
-        maps = Path("/proc/self/maps").read_text()
-        for path in dict.fromkeys(re.findall(r"(/\S*/lib(?:gomp|omp|iomp5)\b\S*\.so\S*)", maps)):
+        path = openmp_runtime(Path("/proc/self/maps").read_text())
+        if path is not None:
             return _Team(ctypes.CDLL(path))
     except (OSError, AttributeError) as error:
         logger.info("kernels use one thread: %s", error)
@@ -301,7 +307,7 @@ def compile_entry(entry: Callable[..., Any], returns: Any = types.void, n_argume
     return compiled
 
 
-_SLOW_S: Final = 2.0
+_SLOW_S: Final = 5.0
 _said_slow = threading.Event()
 
 

