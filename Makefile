@@ -22,7 +22,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 tests: $(STAMP) browser
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 # The dashboard is tested in a real browser; where none can be installed, its tests are skipped and say so.
 browser:

@@ -81,6 +81,8 @@ class SharedFuzz:
         self.peer.epoch = self.peer.lease.accept("shared", self._segment.nonce, "fuzz")
         self._n_sent = 0
         self._awaited: dict[int, int] = {}
+        self._unanswered: set[int] = set()
+        """Places of the ring with entries that name no slot; the entry of slot i is at place i otherwise."""
         self._header = FrameHeader()
 
     def exchange(self, frame: bytes | bytearray, request_id: int) -> bytes:
@@ -111,7 +113,9 @@ class SharedFuzz:
                 areas[index][:n_bytes] = frame[:n_bytes]  # under the hands of the server
             self._settle(index, counts)
             areas[index][:n_bytes] = frame[:n_bytes]
+            self._wait_until_read(index, counts)
             if rng.random() < 0.03:
+                self._unanswered.add(index)
                 self._post(rng.choice((n_slots, 2**32, 2**64 - 1)), n_bytes, request_id)
                 counts.dropped += 1
                 continue
@@ -130,10 +134,19 @@ class SharedFuzz:
         words[at], words[at + 1], words[at + 2] = index, n_bytes, request_id
         self._segment.request_semaphore.release()
         words[at + 3] = self._n_sent
-        if self._n_sent % self.peer.n_slots == 0:  # entries that nobody answers must not be overwritten either
-            deadline = time.monotonic() + ANSWER_S
-            while self._segment.request_semaphore.value > 1 and time.monotonic() < deadline:
-                time.sleep(0)
+
+    def _wait_until_read(self, place: int, counts: Counts) -> None:
+        """An entry that nobody answers must not be overwritten either: it is read when one after it is answered."""
+        if place not in self._unanswered:
+            return
+        self._unanswered.discard(place)
+        n_slots = self.peer.n_slots
+        following = [index % n_slots for index in range(place + 1, place + n_slots)]
+        answered = next((index for index in following if index in self._awaited), None)
+        if answered is None:  # all around the ring: none of them tells
+            time.sleep(0.1)
+        else:
+            self._settle(answered, counts)
 
     def _settle(self, index: int, counts: Counts) -> None:
         request_id = self._awaited.pop(index, None)
