@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Half of a test's time is waiting for processes to start and to stop: two files at a time.
+# Half of a test's time is waiting for processes to start and to stop: two at a time, whatever the cores.
 TEST_WORKERS ?= 2
 
 .PHONY: run test lint types tests browser proto docs clean

@@ -163,7 +163,8 @@ class HostLease:
         except BaseException:
             self._loads = False
             raise
-        self._checkpoint, begun, loaded = checkpoint, monotonic(), 0
+        self._checkpoint = checkpoint
+        begun, loaded = monotonic(), 0
         total = sum(
             len(experts) * layer.expert_bytes for experts, layer in zip(table.layers, checkpoint.layers, strict=True)
         )
@@ -179,7 +180,7 @@ class HostLease:
                 raise self._no_room(str(error)) from None
             loaded += len(experts) * layer.expert_bytes
             yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
-        if any(kernels.shape is not None for kernels in self._modules.values()):
+        if any(kernels.shape is not None for kernels in list(self._modules.values())):  # `close` may come and clear it
             # Loading may take long; what comes after it has seconds, in which a first start could not compile.
             compile_ahead(checkpoint.dtype)
         logger.info("%s: loaded in %.1f s", self.host, monotonic() - begun)

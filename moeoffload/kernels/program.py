@@ -308,19 +308,17 @@ def compile_entry(entry: Callable[..., Any], returns: Any = types.void, n_argume
 
 
 _SLOW_S: Final = 5.0
-_said_slow = threading.Event()
+
+
+@functools.cache
+def _say_slow() -> None:
+    logger.warning("compiling kernels for this CPU, for up to a minute or two")
 
 
 @contextmanager
 def _say_if_slow() -> Iterator[None]:
-    """The first start on a machine computes nothing for up to a minute or two; once, whoever waits is told why."""
-
-    def say() -> None:
-        if not _said_slow.is_set():
-            _said_slow.set()
-            logger.warning("compiling kernels for this CPU; later starts find them on disk")
-
-    timer = threading.Timer(_SLOW_S, say)
+    """The first start on a machine computes nothing meanwhile; once, whoever waits is told why."""
+    timer = threading.Timer(_SLOW_S, _say_slow)
     timer.daemon = True
     timer.start()
     try:

@@ -157,8 +157,8 @@ class LaneDoor:
 
     def _refuse(self, stranger: _Stranger) -> None:
         self.n_refused += 1
-        self._on_refused(stranger.peer, "its lane did not say the secret of an open attach")
         self._dismiss(stranger)
+        self._on_refused(stranger.peer, "its lane did not say the secret of an open attach")
 
     def _let_go(self, stranger: _Stranger) -> None:
         del self._strangers[stranger.connection.fileno()]

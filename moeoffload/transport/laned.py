@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 from abc import abstractmethod
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from time import perf_counter
 from typing import Final
 
@@ -84,9 +84,11 @@ class LanedHostChannel(PooledHostChannel):
         timeout_s = min(timeout_s, OPEN_TIMEOUT_S)
         deadline = perf_counter() + timeout_s
         try:
-            connection = socket.create_connection((host, port), timeout_s)
-            connection.sendall(token)
-            lane = Lane(connection, room=len(self.slots[0].reply), most_bytes=LANE_BYTES, key=key)
+            with ExitStack() as stack:
+                connection = stack.enter_context(socket.create_connection((host, port), timeout_s))
+                connection.sendall(token)
+                lane = Lane(connection, room=len(self.slots[0].reply), most_bytes=LANE_BYTES, key=key)
+                stack.pop_all()
         except OSError as error:
             self.remark = f"without a lane: port {port}: {error.strerror or error}"
             return

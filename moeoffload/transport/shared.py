@@ -147,7 +147,7 @@ class SharedHostEnd(PooledHostChannel):
             if took:
                 if self._words[at + 1] == awaited:
                     return self._words[at]
-                self.n_stale += not self._closed
+                self.n_stale += not (self._closed or self._words[SERVER_CLOSED])
 
     def _take_late(self, slot: HostSlot) -> bool:
         semaphore = self._segment.reply_semaphores[slot.index]
