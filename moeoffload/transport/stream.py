@@ -71,6 +71,7 @@ class StreamHostEnd(LanedHostChannel):
         self._probe_out = OutgoingFrame(self._probe)
         self._probed_at = [0.0] * sizes.n_slots
         self._probed_ids = [0] * sizes.n_slots
+        self._greeted_id = 0
         for gate in self._gates:
             gate.acquire()
         try:
@@ -93,7 +94,7 @@ class StreamHostEnd(LanedHostChannel):
         request_id = self._ids[0]
         self._ids[0] += len(self.slots)
         FrameHeader(Kind.PING, request_id=request_id).pack_into(slot.request)
-        self._awaited[0] = request_id
+        self._awaited[0] = self._greeted_id = request_id
         while True:
             left_s = deadline - perf_counter()
             if left_s <= 0:
@@ -104,7 +105,7 @@ class StreamHostEnd(LanedHostChannel):
                 self._await_reply(slot, perf_counter() + min(PROBE_S, left_s))
                 return
             except DeadlineError:
-                continue  # the connection may have broken under the ping; a second answer would be dropped
+                continue  # the connection may have broken under the ping; a second answer is dropped
 
     def _send_otherwise(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
         at = 0
@@ -192,8 +193,8 @@ class StreamHostEnd(LanedHostChannel):
             piece = incoming.expects(request_id, at, frame_bytes)
         if piece is None:
             self._wire.skip()
-            # The answer to a question that crossed the reply it asked for is nothing stale.
-            self.n_stale += at == 0 and request_id != self._probed_ids[index]
+            # Nothing stale: the answer to a question that crossed the reply it asked for, or to one that was repeated.
+            self.n_stale += at == 0 and request_id not in (self._probed_ids[index], self._greeted_id)
             return False
         whole = incoming.took(self._wire.receive_piece(piece))
         return whole is not False and self._complete(index, frame_bytes if whole else 0)

@@ -7,8 +7,10 @@ import gc
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +29,7 @@ from moeoffload.transport import (
     open_channel,
     open_stream,
 )
+from moeoffload.transport.stream import PROBE_S
 from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG, OutgoingFrame
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind
 
@@ -280,6 +283,18 @@ def test_replies_that_nobody_asked_for_are_dropped_and_counted(listener: StreamL
             server._listener.send(server.routing_id, tag, *outgoing(tag))
         assert call(ends.host, b"mine") == b"mine"
         assert ends.host.n_stale == 4
+
+
+def test_the_pings_of_a_host_that_a_busy_server_answers_late_are_nothing_stale(listener: StreamListener) -> None:
+    channel = opened(listener)
+    with ThreadPoolExecutor(1) as pool:
+        with listener._using:
+            opening = pool.submit(open_channel, channel.offer, host="127.0.0.1", timeout_s=SOON_S)
+            time.sleep(2.5 * PROBE_S)
+        host = opening.result(SOON_S)
+    assert call(host, b"mine") == b"mine"
+    assert host.n_stale == 0
+    host.close()
 
 
 def test_a_listener_that_restarts_knows_no_old_channels() -> None:
