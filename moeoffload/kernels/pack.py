@@ -188,7 +188,8 @@ class SumEncoder:
 
 
 @functools.cache
-def _pack_program(source: torch.dtype, payload: torch.dtype) -> tuple[Any, Callable[[int], None]]:
+def pack_program(source: torch.dtype, payload: torch.dtype) -> tuple[Any, Callable[[int], None]]:
+    """The program of `RowPacker` for rows of a dtype that travel as another one."""
     compiled = compile_entry(_make_pack(WEIGHT_TYPES[source], WEIGHT_TYPES[payload], source_stamp()))
     return compiled, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
 
@@ -206,7 +207,7 @@ class RowPacker:
         self.n_rows = 0
         self.bad_row: int | None = None
         self._source = source
-        self._kept, self._run = _pack_program(source, payload)
+        self._kept, self._run = pack_program(source, payload)
         self._index = torch.empty(MAX_ROWS, dtype=torch.int64)
         self._call = (ctypes.c_int64 * PACK_WORDS)()
         self._address = ctypes.addressof(self._call)

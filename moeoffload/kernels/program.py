@@ -22,6 +22,7 @@ import numba
 import numpy as np
 import torch
 from numba import types
+from numba.core.registry import cpu_target
 
 from moeoffload.kernels import words
 from moeoffload.kernels.matrix_phases import pack_rows, project_as_fits
@@ -294,6 +295,7 @@ def compile_entry(entry: Callable[..., Any], returns: Any = types.void, n_argume
     The machine code stays until the process ends: callers keep one for each variant, not one for each object.
     """
     signature = returns(*[types.int64] * n_arguments)
+    entry.__qualname__ += f".{_digest(entry)}"
     begun = monotonic()
     with _say_if_slow():
         try:
@@ -305,6 +307,17 @@ def compile_entry(entry: Callable[..., Any], returns: Any = types.void, n_argume
     if not compiled.cache_hits:
         logger.info("compiled %s in %.1f s", entry.__name__, monotonic() - begun)
     return compiled
+
+
+def _digest(entry: Callable[..., Any]) -> str:
+    """Of all that the machine code of an entry depends on: a name, by which numba calls the files of its cache.
+
+    Several programs in one index would not be safe: numba writes the index before the code, so another process, or the
+    next one if this one is killed in between, could find there what an older program has left under the same number.
+    """
+    values = [getattr(cell.cell_contents, "__name__", cell.cell_contents) for cell in entry.__closure__ or ()]
+    cpu = cpu_target.target_context.codegen().magic_tuple()
+    return hashlib.sha256(repr((numba.__version__, cpu, values)).encode()).hexdigest()[:16]
 
 
 _SLOW_S: Final = 5.0
