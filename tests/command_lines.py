@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import multiprocessing
 import os
 import re
 import signal
@@ -19,22 +18,15 @@ from typing import Any
 
 import psutil
 import pytest
+from server_processes import MODULES, ROOT, WARM
 
-ROOT = Path(__file__).parents[1]
 SHM = Path("/dev/shm")
 RUN_TIMEOUT_S = 100
 STEP_TIMEOUT_S = 60
 CLEAN_TIMEOUT_S = 20
 
-MODULES = {"moeoffload": "moeoffload.cli.host_app", "moeoffload-expert": "moeoffload.cli.expert_app"}
 _MARK = "TEST_RUN_MARK"
 _OUR_SHM = re.compile(r"(sem\.)?moeoffload-([0-9]+)-.*")
-
-# Its children start with everything imported: a process of its own for each command, without seconds of imports.
-_warm = multiprocessing.get_context("forkserver")
-_warm.set_forkserver_preload(
-    [*MODULES.values(), "moeoffload.host.generate", "moeoffload.expert_server.server", "rich.progress"]
-)
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = STEP_TIMEOUT_S) -> None:
@@ -125,7 +117,7 @@ class Commands:
         words = [str(argument) for argument in arguments]
         process: Any
         if warm:
-            process = _warm.Process(target=_run_warm, args=(program, words, source, out, err, mark))
+            process = WARM.Process(target=_run_warm, args=(program, words, source, out, err, mark))
             process.start()
         else:
             with source.open() as source_file, out.open("w") as out_file, err.open("w") as err_file:

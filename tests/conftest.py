@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import Commands, running_commands
+from command_lines import Commands, running_commands, wait_until
+from server_processes import FreshServer, Process, WarmServer
 
 # Tests run several processes on few cores; one thread each is what a shared machine can bear.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,7 +38,7 @@ READY_TIMEOUT_S = 120
 class RunningServer:
     """A ``moeoffload-expert`` process that has printed its address; its log is a file."""
 
-    process: subprocess.Popen[str]
+    process: Process
     address: str
     log: Path
 
@@ -48,35 +48,31 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def expert_server(folder: Path, *options: str, patch: str = "") -> Iterator[RunningServer]:
+def expert_server(folder: Path, *options: str, patch: str = "", warm: bool = True) -> Iterator[RunningServer]:
     """Starts a real server on a free port and stops it with SIGTERM; its log goes to ``folder``.
 
     ``patch`` is code that the process runs before the command line, for what no option can bring about.
+    ``warm`` forks a process that has all imports done; otherwise Python starts afresh, as for a user.
     """
-    command = [sys.executable, "-c", f"{patch}\nfrom moeoffload.cli.expert_app import main\nmain()"]
-    command += ["--listen", "127.0.0.1:0", "--exit-with-stdin", "--device", "cpu", "--threads", "1", *options]
+    words = ["--listen", "127.0.0.1:0", "--exit-with-stdin", "--device", "cpu", "--threads", "1", *options]
     if "--memory-gib" not in options:
-        command += ["--memory-gib", "2"]
+        words += ["--memory-gib", "2"]
     log = folder / f"server-{len(list(folder.glob('server-*.log')))}.log"
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT
-        )
-    try:
-        assert process.stdout is not None
-        ready = re.search(r"ready on (\S+)", process.stdout.readline())
-        assert ready is not None, log.read_text()
-        yield RunningServer(process, ready.group(1), log)
-    finally:
-        process.terminate()
+    out = log.with_suffix(".out")
+    process: Process = (WarmServer if warm else FreshServer)(words, patch, out, log)
+    with contextlib.closing(process):
+        wait_until(lambda: "\n" in read(out) or process.poll() is not None, "a server's address", READY_TIMEOUT_S)
+        ready = re.search(r"ready on (\S+)", read(out))
+        assert ready is not None, read(log)
         try:
-            process.wait(timeout=30)
+            yield RunningServer(process, ready.group(1), log)
         finally:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 StartServer = Callable[..., RunningServer]
@@ -86,7 +82,7 @@ StartServer = Callable[..., RunningServer]
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
     """Starts servers that live as long as the test: ``start_server("--batch-capacity", "64")``."""
     with contextlib.ExitStack() as stack:
-        yield lambda *options, patch="": stack.enter_context(expert_server(tmp_path, *options, patch=patch))
+        yield lambda *options, **how: stack.enter_context(expert_server(tmp_path, *options, **how))
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ def test_nothing_is_compiled_between_loading_and_the_first_request(start_server:
     for kept in (copy / "kernels" / "__pycache__").glob("*.nbi"):
         if not kept.name.startswith(("program.", "watch.", "lane_program.")):
             kept.unlink()
-    server = start_server("--log-level", "info", patch=f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
+    server = start_server("--log-level", "info", patch=f"import sys; sys.path.insert(0, {str(tmp_path)!r})", warm=False)
     for transport in ("shared", "stream"):
         with open_model(DEMO, experts=[server.address], transport=transport, device="cpu"):
             pass
@@ -37,7 +37,7 @@ def test_what_was_compiled_ahead_is_all_there_is_to_compile(start_server: StartS
     ahead = [sys.executable, "-m", "moeoffload.kernels.ahead"]
     done = subprocess.run(ahead, cwd=ROOT, capture_output=True, text=True, timeout=280, check=True)
     assert re.search(r"\d+ programs are there", done.stderr)
-    server = start_server("--log-level", "info")
+    server = start_server("--log-level", "info", warm=False)
     options = ["--device", "cpu", "--experts", server.address, "--log-level", "info", "--prompt", "3 + 4 ="]
     for payload, transport in (("bf16", "shared"), ("f16", "stream")):
         ran = commands.run("moeoffload", "run", DEMO, *options, "--dtype", payload, "--transport", transport)

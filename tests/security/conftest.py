@@ -86,5 +86,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     options += ["--token-file", token, "--model-root", root]
     # Refusals are logged a few times a minute only; these tests want to see each.
     patch = "import moeoffload.refusals as r; r.WINDOW_S = 0.0"
-    with expert_server(folder, *map(str, options), patch=patch) as server:
+    # Started afresh: its command line is looked at, too.
+    with expert_server(folder, *map(str, options), patch=patch, warm=False) as server:
         yield Site(server, keys, strange, token, root)
