@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -36,7 +37,7 @@ def test_nothing_is_compiled_between_loading_and_the_first_request(start_server:
 def test_what_was_compiled_ahead_is_all_there_is_to_compile(start_server: StartServer, commands: Commands) -> None:
     ahead = [sys.executable, "-m", "moeoffload.kernels.ahead"]
     done = subprocess.run(ahead, cwd=ROOT, capture_output=True, text=True, timeout=280, check=True)
-    assert re.search(r"\d+ programs are there", done.stderr)
+    assert re.search(r"\d+ programs are in /", done.stderr)
     server = start_server("--log-level", "info", warm=False)
     options = ["--device", "cpu", "--experts", server.address, "--log-level", "info", "--prompt", "3 + 4 ="]
     for payload, transport in (("bf16", "shared"), ("f16", "stream")):
@@ -44,6 +45,14 @@ def test_what_was_compiled_ahead_is_all_there_is_to_compile(start_server: StartS
         assert ran.code == 0, ran.err
         assert COMPILED.findall(ran.err) == []
     assert COMPILED.findall(server.log_text) == []
+
+
+def test_compiling_ahead_needs_a_folder_to_write() -> None:
+    environment = os.environ | {"NUMBA_CACHE_LOCATOR_CLASSES": "ZipCacheLocator"}
+    ahead = [sys.executable, "-m", "moeoffload.kernels.ahead"]
+    done = subprocess.run(ahead, cwd=ROOT, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch("error: .* set NUMBA_CACHE_DIR to one\n", done.stderr)
 
 
 def test_no_two_programs_share_a_file_of_the_cache(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from multiprocessing import get_context
 from time import monotonic
 from typing import Any
 
+from numba.core.caching import FunctionCache
+
 from moeoffload.kernels.attention_blocks_program import attention_blocks_program
 from moeoffload.kernels.attention_program import attention_program
 from moeoffload.kernels.exchange_program import exchange_programs
@@ -49,12 +51,16 @@ def _compile(number: int) -> None:
 def main() -> None:
     """Compiles them in as many processes as there are cores."""
     begun = monotonic()
+    try:
+        folder = FunctionCache(_compile).cache_path
+    except RuntimeError:
+        raise SystemExit("error: no folder for compiled kernels can be written; set NUMBA_CACHE_DIR to one") from None
     say = partial(logging.basicConfig, level=logging.INFO, format="%(message)s")
     say()
     numbers = range(len(list(programs())))
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn"), say) as pool:
         list(pool.map(_compile, numbers))
-    logging.info("%d programs are there after %.0f s", len(numbers), monotonic() - begun)
+    logging.info("%d programs are in %s after %.0f s", len(numbers), folder, monotonic() - begun)
 
 
 if __name__ == "__main__":
