@@ -17,10 +17,10 @@ from moeoffload.control.client import ControlClient
 from moeoffload.settings import ExpertServerSettings, HostSettings
 
 NETWORK = "namespaces" if namespaces_allowed() else "loopback"
-NOTICED_S = 10.0
+NOTICED_S = 20.0
 LEASE_S = 30.0
 """A dead connection is given up after the keepalive's 10 s; a busy machine may take longer."""
-BACK_S = 10.0
+BACK_S = 20.0
 STEP_S = 10.0
 QUICK_S, PATIENT_S = 0.5, 30.0
 """The least that the two hosts wait for a reply: a busy machine must not look like a lost server to the other one."""
@@ -65,15 +65,18 @@ def test_a_host_cut_off_goes_on_alone_and_the_other_one_notices_nothing(
         cut_off, other = hosts
         assert stats.stats(STEP_S).leases == 2
         resident = stats.stats(STEP_S).resident_bytes
+        # On a busy machine the quick one may have given the server up for a moment already.
+        wait_for(lambda: not _is_without(cut_off), "the server in use", BACK_S)
+        lost = cut_off.progress().recovery["lost"]
         cables[0].unplug()
-        wait_for(lambda: cut_off.progress().recovery["lost"] == 1, "the loss is noticed", NOTICED_S)
+        wait_for(lambda: cut_off.progress().recovery["lost"] > lost, "the loss is noticed", NOTICED_S)
         before = cut_off.progress().n_generations, other.progress().n_generations
         wait_for(lambda: stats.stats(STEP_S).leases == 1, "the server gives up the host", LEASE_S)
         assert stats.stats(STEP_S).resident_bytes == resident, "the other host uses the same experts"
         assert cut_off.progress().n_generations > before[0]
         assert other.progress().n_generations > before[1]
         cables[0].plug()
-        wait_for(lambda: cut_off.progress().recovery["returned"] == 1, "the server in use again", BACK_S)
+        wait_for(lambda: not _is_without(cut_off), "the server in use again", BACK_S)
         told = [host.progress() for host in hosts]
         assert [each.results for each in told] == [[cut_off.tokens], [other.tokens]]
         assert cut_off.tokens == other.tokens
@@ -82,6 +85,11 @@ def test_a_host_cut_off_goes_on_alone_and_the_other_one_notices_nothing(
         stats.close()
         for host in hosts:
             host.kill()
+
+
+def _is_without(host: SecondHost) -> bool:
+    recovery = host.progress().recovery
+    return bool(recovery["lost"] > recovery["returned"])
 
 
 def _insecure(settings: type[ExpertServerSettings] | type[HostSettings]) -> list[str]:
