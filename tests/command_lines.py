@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from server_processes import MODULES, ROOT, WARM
+from server_processes import MODULES, ROOT, WARM, redirect
 
 SHM = Path("/dev/shm")
 RUN_TIMEOUT_S = 100
@@ -198,10 +198,7 @@ def _run_warm(program: str, words: list[str], source: Path, out: Path, err: Path
     """In the child: what the console script does, with the standard streams on files."""
     os.environ[_MARK] = mark
     os.chdir(ROOT)
-    for number, path in ((1, out), (2, err)):
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(opened, number)
-        os.close(opened)
+    redirect(out, err)
     # multiprocessing has put another stdin there; without a file it is what Python has when it finds it closed.
     sys.stdin = source.open() if source.exists() else None  # type: ignore[assignment]
     sys.argv = [program, *words]

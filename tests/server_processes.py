@@ -19,6 +19,8 @@ WARM.set_forkserver_preload(
     [*MODULES.values(), "moeoffload.host.generate", "moeoffload.expert_server.server", "rich.progress"]
 )
 
+KILLED_S = 30.0
+
 COMMAND = "from moeoffload.cli.expert_app import main\nmain()"
 
 
@@ -52,7 +54,7 @@ class FreshServer(subprocess.Popen[str]):
 
     def close(self) -> None:
         self.kill()
-        self.wait()
+        self.wait(KILLED_S)
         assert self.stdin is not None
         self.stdin.close()
 
@@ -93,18 +95,23 @@ class WarmServer:
 
     def close(self) -> None:
         self.kill()
-        self.wait()
+        self.wait(KILLED_S)
         self._stdin.close()
         self._process.close()
+
+
+def redirect(out: Path, err: Path) -> None:
+    """In a fork: stdout and stderr go to these files."""
+    for number, path in ((1, out), (2, err)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
 
 
 def _serve(words: list[str], patch: str, stdin: Connection, out: Path, log: Path) -> None:
     """In the fork: what the console script does."""
     os.chdir(ROOT)
-    for number, path in ((1, out), (2, log)):
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(opened, number)
-        os.close(opened)
+    redirect(out, log)
     os.dup2(stdin.fileno(), 0)
     stdin.close()
     sys.stdin = os.fdopen(0, closefd=False)

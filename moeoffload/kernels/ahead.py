@@ -44,8 +44,8 @@ def programs() -> Iterator[Callable[[], Any]]:
     yield from (partial(convert_program, *pair) for pair in permutations(dtypes, 2))
 
 
-def _compile(number: int) -> None:
-    list(programs())[number]()
+def _compile(program: Callable[[], Any]) -> None:
+    program()  # what it returns cannot leave the process
 
 
 def main() -> None:
@@ -57,10 +57,10 @@ def main() -> None:
         raise SystemExit("error: no folder for compiled kernels can be written; set NUMBA_CACHE_DIR to one") from None
     say = partial(logging.basicConfig, level=logging.INFO, format="%(message)s")
     say()
-    numbers = range(len(list(programs())))
+    found = list(programs())
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn"), say) as pool:
-        list(pool.map(_compile, numbers))
-    logging.info("%d programs are in %s after %.0f s", len(numbers), folder, monotonic() - begun)
+        list(pool.map(_compile, found))
+    logging.info("%d programs are in %s after %.0f s", len(found), folder, monotonic() - begun)
 
 
 if __name__ == "__main__":
