@@ -51,15 +51,15 @@ class RunningServer:
 def expert_server(folder: Path, *options: str, patch: str = "", warm: bool = True) -> Iterator[RunningServer]:
     """Starts a real server on a free port and stops it with SIGTERM; its log goes to ``folder``.
 
-    ``patch`` is code that the process runs before the command line, for what no option can bring about.
-    ``warm`` forks a process that has all imports done; otherwise Python starts afresh, as for a user.
+    ``patch`` is code that the process runs before all imports, for what no option can bring about.
+    ``warm`` forks a process that has all imports done; otherwise, and with a patch, Python starts afresh.
     """
     words = ["--listen", "127.0.0.1:0", "--exit-with-stdin", "--device", "cpu", "--threads", "1", *options]
     if "--memory-gib" not in options:
         words += ["--memory-gib", "2"]
     log = folder / f"server-{len(list(folder.glob('server-*.log')))}.log"
     out = log.with_suffix(".out")
-    process: Process = (WarmServer if warm else FreshServer)(words, patch, out, log)
+    process: Process = WarmServer(words, out, log) if warm and not patch else FreshServer(words, patch, out, log)
     with contextlib.closing(process):
         wait_until(lambda: "\n" in read(out) or process.poll() is not None, "a server's address", READY_TIMEOUT_S)
         ready = re.search(r"ready on (\S+)", read(out))

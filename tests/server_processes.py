@@ -21,8 +21,6 @@ WARM.set_forkserver_preload(
 
 KILLED_S = 30.0
 
-COMMAND = "from moeoffload.cli.expert_app import main\nmain()"
-
 
 class Process(Protocol):
     """What tests use of `subprocess.Popen`."""
@@ -49,7 +47,7 @@ class FreshServer(subprocess.Popen[str]):
 
     def __init__(self, words: list[str], patch: str, out: Path, log: Path) -> None:
         with out.open("w") as stdout, log.open("w") as stderr:
-            command = [sys.executable, "-c", f"{patch}\n{COMMAND}", *words]
+            command = [sys.executable, "-c", f"{patch}\nfrom moeoffload.cli.expert_app import main\nmain()", *words]
             super().__init__(command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, text=True, cwd=ROOT)
 
     def close(self) -> None:
@@ -60,11 +58,11 @@ class FreshServer(subprocess.Popen[str]):
 
 
 class WarmServer:
-    """A fork of a process that has imported everything; ``patch`` runs in the fork alone."""
+    """A fork of a process that has imported everything."""
 
-    def __init__(self, words: list[str], patch: str, out: Path, log: Path) -> None:
+    def __init__(self, words: list[str], out: Path, log: Path) -> None:
         stdin, self._stdin = WARM.Pipe(duplex=False)
-        self._process = WARM.Process(target=_serve, args=(words, patch, stdin, out, log))
+        self._process = WARM.Process(target=_serve, args=(words, stdin, out, log))
         self._process.start()
         stdin.close()
 
@@ -108,7 +106,7 @@ def redirect(out: Path, err: Path) -> None:
         os.close(opened)
 
 
-def _serve(words: list[str], patch: str, stdin: Connection, out: Path, log: Path) -> None:
+def _serve(words: list[str], stdin: Connection, out: Path, log: Path) -> None:
     """In the fork: what the console script does."""
     os.chdir(ROOT)
     redirect(out, log)
@@ -116,4 +114,6 @@ def _serve(words: list[str], patch: str, stdin: Connection, out: Path, log: Path
     stdin.close()
     sys.stdin = os.fdopen(0, closefd=False)
     sys.argv = ["moeoffload-expert", *words]
-    exec(f"{patch}\n{COMMAND}", {"__name__": "__main__"})
+    from moeoffload.cli.expert_app import main
+
+    main()
