@@ -36,7 +36,7 @@ proto: $(STAMP)
 	$(BIN)/python -m moeoffload.control.generate
 
 docs: $(STAMP)
-	$(BIN)/python -m moeoffload.settings > docs/settings.md
+	$(BIN)/python -m moeoffload.config.settings > docs/settings.md
 
 # torch first and alone: its CPU build is chosen by the pinned version, which a range from another package would undo.
 $(STAMP): constraints.txt pyproject.toml

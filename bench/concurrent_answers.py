@@ -21,8 +21,8 @@ from servers import cores, expert_server, write_json
 from serving import Limits, PingPongChoice
 
 from moeoffload import OffloadedModel, open_model
-from moeoffload.host.serving.engine import ServingEngine
-from moeoffload.host.serving.request import Progress, SamplingOptions
+from moeoffload.serve.engine import ServingEngine
+from moeoffload.serve.request import Progress, SamplingOptions
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
 N_TOKENS = 24

@@ -17,7 +17,7 @@ import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from moeoffload.host.serving.dashboard import dashboard_page
+from moeoffload.serve.dashboard import dashboard_page
 
 ANSWER_S = 10.0
 

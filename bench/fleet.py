@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 from servers import expert_server
-
-from moeoffload.checkpoint.synthetic import tiny_config, write_checkpoint
+from synthetic import tiny_config, write_checkpoint
 
 HIDDEN = 256
 TOP_K = 8

@@ -23,11 +23,11 @@ from numba import njit
 from rich.console import Console
 from rich.table import Table
 from servers import Spread, cores, write_json
+from synthetic import geometry_config
 from torch.nn import functional
 from transformers.integrations import moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from moeoffload.checkpoint.synthetic import geometry_config
 from moeoffload.kernels import LayerKernels, few_row_linear, prefer_huge_pages, prepare_layer
 from moeoffload.kernels.dense import MAX_ROWS
 

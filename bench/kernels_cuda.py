@@ -22,12 +22,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from servers import Spread, write_json
+from synthetic.configs import geometry_config, tiny_config
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from moeoffload.checkpoint.synthetic.configs import geometry_config, tiny_config
 from moeoffload.kernels import GroupedKernel
 from moeoffload.kernels.triton_experts import MAX_ROWS, TritonExperts, why_not_triton
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from synthetic import geometry_config, write_checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from moeoffload.checkpoint.synthetic import geometry_config, write_checkpoint
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.kernels.local import NAME, register_local_experts
 

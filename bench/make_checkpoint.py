@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 
 import torch
-
-from moeoffload.checkpoint.synthetic import (
+from synthetic import (
     GEOMETRIES,
     TINY_FAMILIES,
     Layout,
@@ -16,7 +15,7 @@ from moeoffload.checkpoint.synthetic import (
     tiny_config,
     write_checkpoint,
 )
-from moeoffload.checkpoint.synthetic.tokenizer import SMALLEST_VOCAB
+from synthetic.tokenizer import SMALLEST_VOCAB
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from synthetic import geometry_config, write_checkpoint
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.synthetic import geometry_config, write_checkpoint
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.host.generate import PreparedPrompt, generate
-from moeoffload.host.serving.engine import PingPongChoice, ServingEngine
-from moeoffload.host.serving.request import Progress, SamplingOptions
+from moeoffload.serve.engine import PingPongChoice, ServingEngine
+from moeoffload.serve.request import Progress, SamplingOptions
 
 PROMPT = 32
 TIMEOUT_S = 600.0

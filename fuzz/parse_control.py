@@ -12,10 +12,11 @@ from typing import Any
 import grpc
 import torch
 from google.protobuf.message import DecodeError
+from synthetic import write_tiny
 from transformers.utils import logging as transformers_logging
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.synthetic import write_tiny
+from moeoffload.config.settings import Address, ExpertServerSettings
 from moeoffload.control.outside import checked_items, checked_parameters, checked_timings, tidy
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.service import ExpertServicer
@@ -23,7 +24,6 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import DeadlineError, MoeOffloadError
 from moeoffload.expert_server.server import ExpertServer
 from moeoffload.placement import ExpertTable
-from moeoffload.settings import Address, ExpertServerSettings
 from moeoffload.transport import ChannelOffer, ChannelSizes, open_channel, stream
 
 LEASE = "L" * 32

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from moeoffload.errors import SettingError
-from moeoffload.expert_server.calibrate import Pace
-from moeoffload.setting_values import (
+from moeoffload.config.values import (
     Address,
     check_file_to_read,
     check_file_to_write,
@@ -17,6 +15,8 @@ from moeoffload.setting_values import (
     read_listen,
     read_size,
 )
+from moeoffload.errors import SettingError
+from moeoffload.expert_server.calibrate import Pace
 
 _READERS: tuple[Callable[[str], object], ...] = (
     read_addresses,

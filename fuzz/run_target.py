@@ -23,7 +23,7 @@ TARGETS = ("requests", "replies", "control", "files", "settings")
 def not_instrumented() -> list[str]:
     """Modules that are compiled by numba, or generated, or tell nothing."""
     found = ["moeoffload.kernels"]
-    for folder in ("kernels", "control/v1", "checkpoint/synthetic", "cli"):
+    for folder in ("kernels", "control/v1", "cli"):
         for path in (ROOT / "moeoffload" / folder).glob("*.py"):
             found.append(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
     return found
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--write-seeds", action="store_true")
     known, options = parser.parse_known_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.path[:0] = [str(ROOT)]
+    sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
     if known.write_seeds:
         write_seeds()
         return

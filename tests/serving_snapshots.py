@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from moeoffload.host.serving.dashboard import dashboard_page
-from moeoffload.host.serving.stats import ServingStats
+from moeoffload.serve.dashboard import dashboard_page
+from moeoffload.serve.stats import ServingStats
 
 SERVERS = ("192.168.1.20:50051", "192.168.1.21:50051")
 _LAYER = {

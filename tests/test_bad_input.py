@@ -16,9 +16,9 @@ import torch
 from command_lines import Commands, one_line_error
 from conftest import DEMO, RunningServer, StartServer, expert_server
 from grpc_health.v1 import health, health_pb2_grpc
+from synthetic import write_checkpoint, write_tiny
 from transformers import AutoConfig
 
-from moeoffload.checkpoint.synthetic import write_checkpoint, write_tiny
 from moeoffload.control.protocol import PROTOCOL_VERSION
 
 SETTING, MODEL, PROMPT, PLACEMENT, SERVER = 2, 3, 3, 4, 5

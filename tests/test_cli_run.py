@@ -13,8 +13,8 @@ import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Command, Commands, one_line_error, wait_until
 from conftest import DEMO, RunningServer, StartServer, expert_server, local_model
+from synthetic import tiny_config, write_checkpoint
 
-from moeoffload.checkpoint.synthetic import tiny_config, write_checkpoint
 from moeoffload.control.client import ControlClient
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.host.generate import prepare_prompt

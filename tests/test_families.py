@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, local_model
+from synthetic import TINY_FAMILIES, Layout, write_tiny
 
 from moeoffload import open_model
-from moeoffload.checkpoint.synthetic import TINY_FAMILIES, Layout, write_tiny
 
 BOUND = 1e-5
 """Largest difference of logits relative to the largest logit, in float32."""

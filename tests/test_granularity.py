@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moeoffload.config.settings import Mode, Pipeline
 from moeoffload.host.granularity import (
     CHUNK_ROWS,
     LEAST_CHUNK_ROWS,
@@ -12,7 +13,6 @@ from moeoffload.host.granularity import (
     Granularity,
     chunk_rows,
 )
-from moeoffload.settings import Mode, Pipeline
 
 
 def chunks(

@@ -9,7 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "moeoffload"
 FLOORS = {
-    "cli": 5,
+    "serve": 5,
+    "cli": 6,
     "host": 4,
     "expert_server": 4,
     "transport": 3,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEMO, demo_prompt, local_model
+from synthetic import write_tiny
 
 from moeoffload import open_model
-from moeoffload.checkpoint.synthetic import write_tiny
 from moeoffload.errors import PayloadError
 from moeoffload.host.kv_cache import generation_cache
 

@@ -17,9 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from moeoffload.cli.options import exit_on_error, with_settings
-from moeoffload.errors import PlacementError, SettingError
-from moeoffload.setting_sources import SettingsBase, unknown_names
-from moeoffload.settings import (
+from moeoffload.config.settings import (
     Address,
     ExpertServerSettings,
     HostSettings,
@@ -31,6 +29,8 @@ from moeoffload.settings import (
     TransportChoice,
     markdown,
 )
+from moeoffload.config.sources import SettingsBase, unknown_names
+from moeoffload.errors import PlacementError, SettingError
 
 ROOT = Path(__file__).parent.parent
 P = "DFLASH_MOE_EXPERT_COMPUTE_"
@@ -488,11 +488,11 @@ def test_gpu_or_device_on_the_command_line_silences_the_other_in_the_environment
 
 def test_page_is_fresh() -> None:
     page = ROOT / "docs" / "settings.md"
-    assert page.read_text(encoding="utf-8") == markdown(), "run: python -m moeoffload.settings > docs/settings.md"
+    assert page.read_text(encoding="utf-8") == markdown(), "run: make docs"
 
 
 def test_module_prints_the_page() -> None:
-    command = [sys.executable, "-m", "moeoffload.settings"]
+    command = [sys.executable, "-m", "moeoffload.config.settings"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True, timeout=60, cwd=ROOT)
     assert done.stdout == markdown()
 
@@ -629,7 +629,7 @@ def test_reader_that_leaves_early_gets_no_traceback() -> None:
     code = (
         "import typer\n"
         "from moeoffload.cli.options import with_settings\n"
-        "from moeoffload.settings import HostSettings\n"
+        "from moeoffload.config.settings import HostSettings\n"
         "def run(settings: HostSettings) -> None:\n"
         "    for _ in range(200_000): print('a line')\n"
         "typer.run(with_settings(HostSettings)(run))\n"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Commands, wait_until
 from conftest import DEMO, RunningServer, StartServer, expert_server, local_model
+from synthetic import write_tiny
 
-from moeoffload.checkpoint.synthetic import write_tiny
 from moeoffload.control.client import ControlClient
 from moeoffload.host.session import OffloadedModel, open_model
 

@@ -17,8 +17,8 @@ import typer
 
 from moeoffload import __version__
 from moeoffload.cli.options import with_settings
+from moeoffload.config.settings import ExpertServerSettings
 from moeoffload.logs import log_to
-from moeoffload.settings import ExpertServerSettings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

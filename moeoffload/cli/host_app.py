@@ -14,9 +14,9 @@ from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwin
 from moeoffload.cli.options import with_settings
 from moeoffload.cli.serve_app import serve
 from moeoffload.cli.top_app import top
+from moeoffload.config.settings import HostSettings
 from moeoffload.errors import PromptError, SettingError
 from moeoffload.logs import log_to
-from moeoffload.settings import HostSettings
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(keys_app, name="keys")

@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from moeoffload.config.values import Address
 from moeoffload.errors import SettingError
-from moeoffload.setting_values import Address
 
 VALID: Final = datetime.timedelta(days=730)
 _EARLIER: Final = datetime.timedelta(hours=1)

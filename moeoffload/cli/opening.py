@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from moeoffload.settings import HostSettings
+from moeoffload.config.settings import HostSettings
 
 if TYPE_CHECKING:
     from moeoffload.host.report import Report

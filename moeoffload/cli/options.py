@@ -13,8 +13,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from moeoffload.config.sources import SettingInfo, SettingsBase
 from moeoffload.errors import MoeOffloadError, SettingError, SystemLimitError
-from moeoffload.setting_sources import SettingInfo, SettingsBase
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE

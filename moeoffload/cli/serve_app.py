@@ -11,9 +11,9 @@ import typer
 
 from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds, write_report
 from moeoffload.cli.options import with_settings
+from moeoffload.config.settings import ServeSettings
 from moeoffload.errors import SettingError
 from moeoffload.logs import log_to
-from moeoffload.settings import ServeSettings
 
 EXIT_GAVE_UP = 1
 """Some requests did not finish before the stop."""
@@ -42,7 +42,7 @@ def serve(
 
 def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
     # torch and transformers take seconds to import; --help, --version and setting errors need not wait for them.
-    from moeoffload.host.serving.access import bind_socket, check_access
+    from moeoffload.serve.access import bind_socket, check_access
 
     check_access(settings)
     if settings.draft_model is not None:
@@ -51,11 +51,11 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
             "by --prompt-lookup"
         )
     with contextlib.closing(bind_socket(settings)) as listener:
-        from moeoffload.host.serving.api import create_app
-        from moeoffload.host.serving.batches import BatchWatcher
-        from moeoffload.host.serving.engine import ServingEngine
-        from moeoffload.host.serving.server import HttpServer
-        from moeoffload.host.serving.snapshot import serving_snapshot
+        from moeoffload.serve.api import create_app
+        from moeoffload.serve.batches import BatchWatcher
+        from moeoffload.serve.engine import ServingEngine
+        from moeoffload.serve.server import HttpServer
+        from moeoffload.serve.snapshot import serving_snapshot
 
         name = settings.served_model_name or _model_name(model)
         host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import grpc
 
+from moeoffload.config.settings import ExpertServerSettings, HostSettings
 from moeoffload.errors import SettingError
-from moeoffload.settings import ExpertServerSettings, HostSettings
 
 TOKEN_KEY: Final = "moeoffload-token"
 """The metadata that carries the token; a call without TLS shows it to whoever can listen."""

@@ -6,8 +6,8 @@ import socket
 import ssl
 from typing import Final
 
+from moeoffload.config.settings import Address
 from moeoffload.control.credentials import HostCredentials
-from moeoffload.settings import Address
 
 PROBE_S: Final = 1.0
 _LISTEN_S: Final = 0.5

@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from moeoffload import __version__
+from moeoffload.config.settings import ExpertServerSettings, TransportChoice
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.service import ControlServer
@@ -27,7 +28,6 @@ from moeoffload.expert_server.lease import RETRY_AFTER_S, ChannelFactory, HostLe
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.refusals import Refusals
-from moeoffload.settings import ExpertServerSettings, TransportChoice
 from moeoffload.transport import SharedServerEnd, StreamListener, sweep_stale_segments
 from moeoffload.wire import MAX_FRAME_BYTES
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from moeoffload.checkpoint import Checkpoint
+from moeoffload.config.security import is_loopback
+from moeoffload.config.settings import Address, HostSettings, TransportChoice
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.outside import MAX_NAME, checked_items, checked_parameters, checked_timings
@@ -21,8 +23,6 @@ from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.host.patience import while_busy
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
-from moeoffload.security_settings import is_loopback
-from moeoffload.settings import Address, HostSettings, TransportChoice
 from moeoffload.text import one_line
 from moeoffload.transport import ChannelOffer, ChannelSizes, HostChannel, StreamKeys, open_channel
 from moeoffload.wire import FrameLayout

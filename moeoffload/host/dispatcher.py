@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from moeoffload.config.settings import Mode
 from moeoffload.errors import ServerError
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.flight import Flight, ShardLink
@@ -22,7 +23,6 @@ from moeoffload.host.remote_experts import ExpertsCall
 from moeoffload.host.second_opinion import SecondOpinion
 from moeoffload.host.shard import Shard
 from moeoffload.host.turns import Turns
-from moeoffload.settings import Mode
 
 DECODE_ROWS: Final = 8
 

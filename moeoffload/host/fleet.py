@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 import torch
 
 from moeoffload.checkpoint import Checkpoint
+from moeoffload.config.settings import HostSettings
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.errors import ServerError
@@ -27,7 +28,6 @@ from moeoffload.host.spawn import ServerSpec, SpawnedServers, default_specs
 from moeoffload.host.speeds import per_row, placement_speeds
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import GIB, ExpertTable, MemoryOffer, batch_row_bytes, place_experts, place_replicas
-from moeoffload.settings import HostSettings
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from moeoffload.checkpoint import Checkpoint
+from moeoffload.config.settings import HostSettings, ModelDtypeChoice
 from moeoffload.devices import device_name, resolve_device
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.fleet import Fleet, OnProgress
@@ -29,7 +30,6 @@ from moeoffload.host.spawn import ServerSpec
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import GIB, ExpertTable, choose_local
-from moeoffload.settings import HostSettings, ModelDtypeChoice
 
 
 def open_model(

@@ -16,8 +16,8 @@ from typing import IO, Final
 
 import torch
 
+from moeoffload.config.settings import ExpertServerSettings, HostSettings, TransportChoice
 from moeoffload.errors import DeadlineError, ServerError
-from moeoffload.settings import ExpertServerSettings, HostSettings, TransportChoice
 
 _READY: Final = re.compile(r"ready on (\S+)")
 START_TIMEOUT_S: Final = 120.0

@@ -8,10 +8,9 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from synthetic import write_tiny
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
-
-from moeoffload.checkpoint.synthetic import write_tiny
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from synthetic import TINY_FAMILIES, Layout, write_checkpoint, write_tiny
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.synthetic import TINY_FAMILIES, Layout, write_checkpoint, write_tiny
 from moeoffload.errors import ModelError
 
 from .conftest import CPU, reference_model, rewrite

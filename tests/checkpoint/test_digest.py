@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from synthetic import Layout, write_tiny
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.digest import _blocks
-from moeoffload.checkpoint.synthetic import Layout, write_tiny
 
 from .conftest import rewrite
 from .test_open import edit_config

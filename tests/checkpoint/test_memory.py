@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from moeoffload.checkpoint.synthetic import Layout, geometry_config, write_checkpoint
+from synthetic import Layout, geometry_config, write_checkpoint
 
 MIB = 1 << 20
 

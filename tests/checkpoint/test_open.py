@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from synthetic import write_tiny
 
 from moeoffload.checkpoint import Checkpoint, ExpertLayer
-from moeoffload.checkpoint.synthetic import write_tiny
 from moeoffload.errors import ModelError
 
 from .conftest import CPU

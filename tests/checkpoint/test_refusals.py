@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from synthetic import write_checkpoint, write_tiny
 from transformers import CONFIG_MAPPING
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.synthetic import write_checkpoint, write_tiny
 from moeoffload.errors import ModelError
 
 from .conftest import CPU, rewrite

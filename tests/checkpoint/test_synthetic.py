@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer
-
-from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.synthetic import (
+from synthetic import (
     GEOMETRIES,
     TINY_FAMILIES,
     Layout,
@@ -21,6 +18,9 @@ from moeoffload.checkpoint.synthetic import (
     write_checkpoint,
     write_tiny,
 )
+from transformers import AutoTokenizer
+
+from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import ModelError
 
 from .conftest import reference_model

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from synthetic import TINY_FAMILIES, write_tiny
 from torch import nn
 from transformers.activations import ReLUSquaredActivation
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.synthetic import TINY_FAMILIES, write_tiny
 from moeoffload.kernels import GroupedKernel, prepare_layer
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes

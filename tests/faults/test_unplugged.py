@@ -13,8 +13,8 @@ from fault_kit.processes import wait_for
 from fault_kit.second_host import SecondHost
 from fault_kit.server import ServerProcess
 
+from moeoffload.config.settings import ExpertServerSettings, HostSettings
 from moeoffload.control.client import ControlClient
-from moeoffload.settings import ExpertServerSettings, HostSettings
 
 NETWORK = "namespaces" if namespaces_allowed() else "loopback"
 NOTICED_S = 20.0

@@ -6,8 +6,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeoffload.host.serving.engine import PingPongChoice, ServingEngine
-from moeoffload.host.serving.request import FinishReason, Progress, SamplingOptions
+from moeoffload.serve.engine import PingPongChoice, ServingEngine
+from moeoffload.serve.request import FinishReason, Progress, SamplingOptions
 
 TIMEOUT_S = 120
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from moeoffload.errors import BusyError
-from moeoffload.host.serving.request import FinishReason, OnProgress, Progress, SamplingOptions, TokenChoice
+from moeoffload.serve.request import FinishReason, OnProgress, Progress, SamplingOptions, TokenChoice
 
 EOS = 256
 """Of the demo checkpoint, whose other tokens are bytes."""

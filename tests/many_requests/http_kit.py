@@ -16,10 +16,10 @@ from command_lines import wait_until
 from serving_snapshots import scripted
 
 from many_requests.fake_engine import FakeEngine
-from moeoffload.host.serving.access import bind_socket
-from moeoffload.host.serving.api import create_app
-from moeoffload.host.serving.server import HttpServer
-from moeoffload.settings import ServeSettings
+from moeoffload.config.settings import ServeSettings
+from moeoffload.serve.access import bind_socket
+from moeoffload.serve.api import create_app
+from moeoffload.serve.server import HttpServer
 
 WAIT_S = 30
 

@@ -13,8 +13,8 @@ from command_lines import wait_until
 from many_requests.fake_engine import FakeEngine, tokens_of
 from many_requests.http_kit import Running, serving
 from moeoffload.errors import BusyError, ServerError
-from moeoffload.host.serving import sse
-from moeoffload.host.serving.request import FinishReason, Progress
+from moeoffload.serve import sse
+from moeoffload.serve.request import FinishReason, Progress
 
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
 TEXT = "h\u00e9llo \U0001f600 w\u20acrld"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from serving_snapshots import SnapshotServer, scripted, serving
 
-from moeoffload.host.serving.dashboard import dashboard_page
 from moeoffload.rates import LAYER_PARTS, PARTS, History, figures
+from moeoffload.serve.dashboard import dashboard_page
 
 BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium here: apt-get install chromium")

@@ -14,9 +14,9 @@ from tasks import prompts
 
 from moeoffload import open_model
 from moeoffload.errors import BusyError, PromptError
-from moeoffload.host.serving.engine import PingPongChoice, ServingEngine
-from moeoffload.host.serving.request import FinishReason
 from moeoffload.host.session import OffloadedModel
+from moeoffload.serve.engine import PingPongChoice, ServingEngine
+from moeoffload.serve.request import FinishReason
 
 from .client import Answer, Limits, ask
 

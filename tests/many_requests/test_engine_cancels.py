@@ -12,9 +12,9 @@ from conftest import DEMO
 
 from moeoffload import open_model
 from moeoffload.errors import ServerError
-from moeoffload.host.serving.engine import PingPongChoice, ServingEngine
-from moeoffload.host.serving.request import FinishReason
 from moeoffload.host.session import OffloadedModel
+from moeoffload.serve.engine import PingPongChoice, ServingEngine
+from moeoffload.serve.request import FinishReason
 
 from .client import Limits, ask
 

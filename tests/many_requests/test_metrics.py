@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from serving_snapshots import scripted
 
-from moeoffload.host.serving.metrics import render_metrics
+from moeoffload.serve.metrics import render_metrics
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

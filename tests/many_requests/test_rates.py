@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from serving_snapshots import scripted
 
-from moeoffload.host.serving.stats import LATENCY_BOUNDS_S, Histogram
 from moeoffload.rates import LAYER_PARTS, History, figures, quantile
+from moeoffload.serve.stats import LATENCY_BOUNDS_S, Histogram
 
 
 def history_of(snapshots: list[dict[str, Any]]) -> History:

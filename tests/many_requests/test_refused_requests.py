@@ -16,10 +16,10 @@ from command_lines import wait_until
 from many_requests.fake_engine import FakeEngine, tokens_of
 from many_requests.http_kit import Running, ask, serving
 from moeoffload.cli.key_files import make_keys
+from moeoffload.config.settings import ServeSettings
 from moeoffload.errors import SettingError
-from moeoffload.host.serving import connection
-from moeoffload.host.serving.access import bind_socket, check_access
-from moeoffload.settings import ServeSettings
+from moeoffload.serve import connection
+from moeoffload.serve.access import bind_socket, check_access
 
 KEY = "0123456789abcdef0123"
 CHAT = "/v1/chat/completions"

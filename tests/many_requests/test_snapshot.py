@@ -14,12 +14,12 @@ from command_lines import STEP_TIMEOUT_S, wait_until
 from conftest import DEMO, ROOT, StartServer, demo_prompt
 
 from moeoffload import OffloadedModel, open_model
-from moeoffload.host.serving.batches import BatchWatcher
-from moeoffload.host.serving.engine import PingPongChoice, ServingEngine
-from moeoffload.host.serving.metrics import render_metrics
-from moeoffload.host.serving.request import Progress, SamplingOptions
-from moeoffload.host.serving.snapshot import serving_snapshot
-from moeoffload.host.serving.stats import ServingStats
+from moeoffload.serve.batches import BatchWatcher
+from moeoffload.serve.engine import PingPongChoice, ServingEngine
+from moeoffload.serve.metrics import render_metrics
+from moeoffload.serve.request import Progress, SamplingOptions
+from moeoffload.serve.snapshot import serving_snapshot
+from moeoffload.serve.stats import ServingStats
 
 
 @dataclass

@@ -14,9 +14,9 @@ from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, wait_until
 from conftest import DEMO, RunningServer, expert_server
 
 from moeoffload.cli.key_files import make_keys
+from moeoffload.config.settings import HostSettings
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
-from moeoffload.settings import HostSettings
 
 
 def secret_file(path: Path, text: str) -> Path:

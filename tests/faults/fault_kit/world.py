@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Final
 
 import torch
+from synthetic import write_tiny
 
 from fault_kit.clock import LayerClock
 from fault_kit.generation import DEMO, fixed_prompts, generate_all
@@ -22,7 +23,6 @@ from fault_kit.processes import wait_for
 from fault_kit.schedule import Fault, Setup
 from fault_kit.second_host import SecondHost
 from fault_kit.station import Station
-from moeoffload.checkpoint.synthetic import write_tiny
 from moeoffload.control.client import ControlClient
 from moeoffload.host.session import open_model
 

@@ -14,9 +14,9 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from moeoffload.checkpoint.layout import build_meta_model
-from moeoffload.checkpoint.synthetic.configs import tiny_config
-from moeoffload.checkpoint.synthetic.tokenizer import write_tokenizer
 from moeoffload.checkpoint.tensors import DTYPES, INDEX_FILE, SINGLE_FILE
+from synthetic.configs import tiny_config
+from synthetic.tokenizer import write_tokenizer
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

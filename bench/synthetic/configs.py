@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from moeoffload.checkpoint.synthetic.tokenizer import BOS_ID, EOS_ID, PAD_ID
 from moeoffload.errors import ModelError
+from synthetic.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 # name -> (model_type, key of the number of experts, config values)
 GEOMETRIES: dict[str, tuple[str, str, dict[str, Any]]] = {

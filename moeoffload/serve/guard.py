@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moeoffload.host.serving.api_errors import ApiError, bad_request, busy, unavailable
+from moeoffload.config.security import is_loopback
 from moeoffload.refusals import Refusals
-from moeoffload.security_settings import is_loopback
+from moeoffload.serve.api_errors import ApiError, bad_request, busy, unavailable
 
 log = logging.getLogger(__name__)
 

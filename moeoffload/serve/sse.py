@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from moeoffload.host.serving.api_errors import of_exception
+from moeoffload.serve.api_errors import of_exception
 
 SEND_TIMEOUT_S: Final = 60.0
 """A client that takes nothing for so long has left."""

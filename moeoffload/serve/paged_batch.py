@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from moeoffload.errors import ModelError
-from moeoffload.host.serving.paged_attention import IMPLEMENTATION
+from moeoffload.serve.paged_attention import IMPLEMENTATION
 
 _LEAST_TURN: Final = 32
 """Rows of a prompt that are computed in its turn at least, if it has them."""

@@ -7,12 +7,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from moeoffload.setting_sources import Panel, Setting, SettingsBase
-from moeoffload.setting_values import check_folder_to_read
+from moeoffload.config.sources import Panel, Setting, SettingsBase
+from moeoffload.config.values import check_folder_to_read
 
 
 class GenerationSettings(SettingsBase):
-    """What `moeoffload.settings.HostSettings` says of answers."""
+    """What `moeoffload.config.settings.HostSettings` says of answers."""
 
     max_new_tokens: Annotated[
         int,

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from moeoffload import __version__
 from moeoffload.host.counters import CallCounters, LayerTimes, PhaseCounters, add_counters
-from moeoffload.host.serving.stats import ServingStats
 from moeoffload.host.session import OffloadedModel
 from moeoffload.host.shard import Shard
+from moeoffload.serve.stats import ServingStats
 
 WATCH_S: Final = 10.0
 """So long after somebody looked the times of each layer are kept: longer than whoever watches needs to ask again."""

@@ -1,6 +1,6 @@
 """Every setting of the host and of an expert server: one annotated line each, from which everything else derives.
 
-``python -m moeoffload.settings`` prints docs/settings.md.
+``python -m moeoffload.config.settings`` prints docs/settings.md.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, ValidationInfo, field_validator
 
-from moeoffload.generation_settings import GenerationSettings
-from moeoffload.recovery_settings import RecoverySettings
-from moeoffload.security_settings import HostSecuritySettings, ServerSecuritySettings
-from moeoffload.serve_settings import HttpSettings
-from moeoffload.setting_sources import Panel, Setting, SettingsBase
-from moeoffload.setting_values import (
+from moeoffload.config.generation import GenerationSettings
+from moeoffload.config.recovery import RecoverySettings
+from moeoffload.config.security import HostSecuritySettings, ServerSecuritySettings
+from moeoffload.config.serve import HttpSettings
+from moeoffload.config.sources import Panel, Setting, SettingsBase
+from moeoffload.config.values import (
     SMALLEST_SHARED_BYTES,
     Address,
     check_file_to_read,
@@ -428,7 +428,7 @@ def markdown() -> str:
 def _markdown_lines() -> Iterator[str]:
     yield "# Settings"
     yield ""
-    yield "Made by `python -m moeoffload.settings`; change moeoffload/settings.py instead of this page."
+    yield "Made by `python -m moeoffload.config.settings`; change moeoffload/config instead of this page."
     yield ""
     yield "A value on the command line (or a Python keyword) wins over the first environment name, which wins over the"
     yield "second, which wins over the default. An empty environment variable counts as not set. Where none is allowed,"

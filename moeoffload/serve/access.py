@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import ssl
 
+from moeoffload.config.settings import ServeSettings
 from moeoffload.control.credentials import load_pair, read_token
 from moeoffload.errors import SettingError
-from moeoffload.settings import ServeSettings
 
 
 def check_access(settings: ServeSettings) -> None:

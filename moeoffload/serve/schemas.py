@@ -6,8 +6,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from moeoffload.host.serving.api_errors import bad_request, unsupported
-from moeoffload.host.serving.request import MAX_ALTERNATIVES, SamplingOptions
+from moeoffload.serve.api_errors import bad_request, unsupported
+from moeoffload.serve.request import MAX_ALTERNATIVES, SamplingOptions
 
 MAX_CHOICES: Final = 16
 MAX_STOPS: Final = 4

@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from moeoffload.host.serving.request import SamplingOptions, TokenChoice
+from moeoffload.serve.request import SamplingOptions, TokenChoice
 
 
 class Sampler:

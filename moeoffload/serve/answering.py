@@ -9,14 +9,14 @@ from typing import Any, Final
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
-from moeoffload.host.serving.api_errors import ApiError, bad_request, unavailable
-from moeoffload.host.serving.chat import PromptReader
-from moeoffload.host.serving.choices import Choices, Piece
-from moeoffload.host.serving.detokenizer import TokenTexts
-from moeoffload.host.serving.forms import ChatForm, CompletionForm, Form, Usage
-from moeoffload.host.serving.request import RequestEngine
-from moeoffload.host.serving.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from moeoffload.host.serving.sse import ClientGone, ClientLeft, EventStream, unless_client_leaves
+from moeoffload.serve.api_errors import ApiError, bad_request, unavailable
+from moeoffload.serve.chat import PromptReader
+from moeoffload.serve.choices import Choices, Piece
+from moeoffload.serve.detokenizer import TokenTexts
+from moeoffload.serve.forms import ChatForm, CompletionForm, Form, Usage
+from moeoffload.serve.request import RequestEngine
+from moeoffload.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from moeoffload.serve.sse import ClientGone, ClientLeft, EventStream, unless_client_leaves
 from moeoffload.text import one_line
 
 COMPLETION_TOKENS: Final = 16

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moeoffload.errors import BusyError
-from moeoffload.host.serving.api_errors import ApiError, of_exception, unavailable
-from moeoffload.host.serving.detokenizer import Detokenizer, StopStrings
-from moeoffload.host.serving.request import (
+from moeoffload.serve.api_errors import ApiError, of_exception, unavailable
+from moeoffload.serve.detokenizer import Detokenizer, StopStrings
+from moeoffload.serve.request import (
     FinishReason,
     Progress,
     RequestEngine,

@@ -17,12 +17,16 @@ from typing import Any, Final
 
 import torch
 
+from moeoffload.config.serve import PingPongChoice
 from moeoffload.errors import BusyError, MoeOffloadError, PromptError, ServerError
 from moeoffload.host.recorder import DECODE, PREFILL
-from moeoffload.host.serving.guessing import IDLE_REQUESTS, Guesser, accept
-from moeoffload.host.serving.paged_batch import CacheLimits, Member, PagedBatch
-from moeoffload.host.serving.ping_pong import PingPong, Preference
-from moeoffload.host.serving.request import (
+from moeoffload.host.session import OffloadedModel
+from moeoffload.kernels.attention import FEW_QUERIES
+from moeoffload.placement import GIB
+from moeoffload.serve.guessing import IDLE_REQUESTS, Guesser, accept
+from moeoffload.serve.paged_batch import CacheLimits, Member, PagedBatch
+from moeoffload.serve.ping_pong import PingPong, Preference
+from moeoffload.serve.request import (
     EngineSettings,
     FinishReason,
     OnProgress,
@@ -30,12 +34,8 @@ from moeoffload.host.serving.request import (
     SamplingOptions,
     TokenChoice,
 )
-from moeoffload.host.serving.sampling import Sampler
-from moeoffload.host.serving.stats import ServingStats
-from moeoffload.host.session import OffloadedModel
-from moeoffload.kernels.attention import FEW_QUERIES
-from moeoffload.placement import GIB
-from moeoffload.serve_settings import PingPongChoice
+from moeoffload.serve.sampling import Sampler
+from moeoffload.serve.stats import ServingStats
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Random-weight checkpoints: tiny ones of many families for tests, real geometries for benchmarks."""
 
-from moeoffload.checkpoint.synthetic.configs import GEOMETRIES, TINY_FAMILIES, geometry_config, tiny_config
-from moeoffload.checkpoint.synthetic.writer import Layout, write_checkpoint, write_tiny
+from synthetic.configs import GEOMETRIES, TINY_FAMILIES, geometry_config, tiny_config
+from synthetic.writer import Layout, write_checkpoint, write_tiny
 
 __all__ = [
     "GEOMETRIES",

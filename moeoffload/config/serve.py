@@ -8,10 +8,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from moeoffload.config.security import SecuritySettings, is_loopback
+from moeoffload.config.sources import Panel, Setting
+from moeoffload.config.values import check_file_to_read, check_secret_file, read_host
 from moeoffload.errors import SettingError
-from moeoffload.security_settings import SecuritySettings, is_loopback
-from moeoffload.setting_sources import Panel, Setting
-from moeoffload.setting_values import check_file_to_read, check_secret_file, read_host
 
 
 class PingPongChoice(StrEnum):
@@ -23,7 +23,7 @@ class PingPongChoice(StrEnum):
 
 
 class HttpSettings(SecuritySettings):
-    """What `moeoffload.settings.ServeSettings` has beside the settings of a host."""
+    """What `moeoffload.config.settings.ServeSettings` has beside the settings of a host."""
 
     bind: Annotated[
         str,

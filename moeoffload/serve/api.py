@@ -11,16 +11,16 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from moeoffload.host.serving.access import read_api_key
-from moeoffload.host.serving.answering import Answering
-from moeoffload.host.serving.api_errors import ApiError, of_exception, of_validation
-from moeoffload.host.serving.dashboard import dashboard_page
-from moeoffload.host.serving.guard import Guard, GuardRules
-from moeoffload.host.serving.metrics import render_metrics
-from moeoffload.host.serving.request import RequestEngine
-from moeoffload.host.serving.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
-from moeoffload.security_settings import is_loopback
-from moeoffload.settings import ServeSettings
+from moeoffload.config.security import is_loopback
+from moeoffload.config.settings import ServeSettings
+from moeoffload.serve.access import read_api_key
+from moeoffload.serve.answering import Answering
+from moeoffload.serve.api_errors import ApiError, of_exception, of_validation
+from moeoffload.serve.dashboard import dashboard_page
+from moeoffload.serve.guard import Guard, GuardRules
+from moeoffload.serve.metrics import render_metrics
+from moeoffload.serve.request import RequestEngine
+from moeoffload.serve.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
 from moeoffload.text import one_line
 
 _SPARE_PLACES: Final = 32

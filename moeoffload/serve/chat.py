@@ -12,8 +12,8 @@ from typing import Any
 
 import jinja2
 
-from moeoffload.host.serving.api_errors import bad_request
-from moeoffload.host.serving.schemas import ChatRequest, Message
+from moeoffload.serve.api_errors import bad_request
+from moeoffload.serve.schemas import ChatRequest, Message
 
 
 class PromptReader:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from moeoffload import __version__
-from moeoffload.host.serving.choices import Piece
-from moeoffload.host.serving.detokenizer import TokenTexts
-from moeoffload.host.serving.request import TokenChoice
+from moeoffload.serve.choices import Piece
+from moeoffload.serve.detokenizer import TokenTexts
+from moeoffload.serve.request import TokenChoice
 
 _LEAST_LOGPROB: Final = -9999.0
 """What stands for minus infinity, which JSON does not have."""

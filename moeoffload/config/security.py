@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from moeoffload.config.sources import Panel, Setting, SettingsBase
+from moeoffload.config.values import Address, check_file_to_read, check_secret_file
 from moeoffload.errors import SettingError
-from moeoffload.setting_sources import Panel, Setting, SettingsBase
-from moeoffload.setting_values import Address, check_file_to_read, check_secret_file
 
 _FILE = "a file that can be read"
 _SECRET_FILE = "a file that only its owner can read (chmod 600)"

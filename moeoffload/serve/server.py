@@ -13,10 +13,10 @@ from typing import Final, Protocol
 
 import uvicorn
 
-from moeoffload.host.serving.access import tls_context
-from moeoffload.host.serving.api import Api
-from moeoffload.host.serving.connection import Connection
-from moeoffload.settings import ServeSettings
+from moeoffload.config.settings import ServeSettings
+from moeoffload.serve.access import tls_context
+from moeoffload.serve.api import Api
+from moeoffload.serve.connection import Connection
 
 log = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from moeoffload.setting_sources import Panel, Setting, SettingsBase
+from moeoffload.config.sources import Panel, Setting, SettingsBase
 
 _ALIAS = "DFLASH_MOE_EXPERT_COMPUTE_IPC_"
 
 
 class RecoverySettings(SettingsBase):
-    """What `moeoffload.settings.HostSettings` says of faults."""
+    """What `moeoffload.config.settings.HostSettings` says of faults."""
 
     required: Annotated[
         bool | None,

@@ -1,0 +1,1 @@
+"""Every setting once: one model per program, checked at the edge."""
