@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Half of a test's time is waiting for processes to start and to stop: two at a time, whatever the cores.
 TEST_WORKERS ?= 2
+NATIVE_SOURCES := $(shell find moeoffload -name "*.[ch]")
 
 .PHONY: run test lint types tests browser proto docs clean
 
@@ -39,7 +40,7 @@ docs: $(STAMP)
 	$(BIN)/python -m moeoffload.config.settings > docs/settings.md
 
 # torch first and alone: its CPU build is chosen by the pinned version, which a range from another package would undo.
-$(STAMP): constraints.txt pyproject.toml
+$(STAMP): constraints.txt pyproject.toml setup.py $(NATIVE_SOURCES)
 	test -x "$(BIN)/python" || $(PYTHON) -m venv "$(VENV)"
 	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -e ".[dev]" -c constraints.txt

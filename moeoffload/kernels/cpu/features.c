@@ -1,0 +1,34 @@
+// What this CPU can do, asked once when the library is loaded.
+
+#include <stdint.h>
+
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+enum { HAS_AVX2 = 1, HAS_AVX512 = 2, HAS_BF16_DOT = 4, HAS_VNNI = 8, HAS_MATRIX_UNIT = 16 };
+
+// Flags of the enum above. Asks Linux for the matrix unit's registers (AMX), which a process has to do before it uses them.
+int32_t moe_cpu_features(void) {
+    int32_t found = 0;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found |= HAS_AVX2;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+        found |= HAS_AVX512;
+    if (found & HAS_AVX512) {
+        unsigned eax = 7, ebx, ecx = 0, edx;
+        __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+        if (ecx >> 11 & 1) found |= HAS_VNNI;
+        const int has_tiles = (edx >> 24 & 1) && (edx >> 22 & 1);  // AMX-TILE, AMX-BF16
+        eax = 7, ecx = 1;
+        __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+        if (eax >> 5 & 1) found |= HAS_BF16_DOT;
+        enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+        if (has_tiles && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0)
+            found |= HAS_MATRIX_UNIT;
+    }
+#endif
+    return found;
+}

@@ -1,0 +1,22 @@
+"""Builds the CPU kernels, plain C, into one shared library; without a compiler the package installs without them."""
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+SOURCES = sorted(str(path) for path in Path("moeoffload").rglob("*.c"))
+HEADERS = sorted(str(path) for path in Path("moeoffload").rglob("*.h"))
+
+setup(
+    ext_modules=[
+        Extension(
+            "moeoffload._native",
+            SOURCES,
+            depends=HEADERS,
+            # Instruction sets are chosen per function and at run time, so one build runs on any x86-64 or ARM machine.
+            extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-fno-math-errno", "-pthread"],
+            extra_link_args=["-pthread"],
+            optional=True,
+        )
+    ]
+)
