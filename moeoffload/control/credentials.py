@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import grpc
 
-from moeoffload.config.settings import ExpertServerSettings, HostSettings
+from moeoffload.config import ExpertServerSettings, HostSettings
 from moeoffload.errors import SettingError
 
 TOKEN_KEY: Final = "moeoffload-token"

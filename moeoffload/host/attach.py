@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config.security import is_loopback
-from moeoffload.config.settings import Address, HostSettings, TransportChoice
+from moeoffload.config import Address, HostSettings, TransportChoice, is_loopback
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.outside import MAX_NAME, checked_items, checked_parameters, checked_timings

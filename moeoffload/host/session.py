@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config.settings import HostSettings, ModelDtypeChoice
+from moeoffload.config import HostSettings, ModelDtypeChoice
 from moeoffload.devices import device_name, resolve_device
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.fleet import Fleet, OnProgress

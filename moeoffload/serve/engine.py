@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from moeoffload.config.serve import PingPongChoice
+from moeoffload.config import PingPongChoice
 from moeoffload.errors import BusyError, MoeOffloadError, PromptError, ServerError
 from moeoffload.host.recorder import DECODE, PREFILL
 from moeoffload.host.session import OffloadedModel
