@@ -35,7 +35,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.host.generate import PreparedPrompt, generate
-from moeoffload.serve.engine import PingPongChoice, ServingEngine
+from moeoffload.config.serve import PingPongChoice
+from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import Progress, SamplingOptions
 
 PROMPT = 32

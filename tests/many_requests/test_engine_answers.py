@@ -15,7 +15,8 @@ from tasks import prompts
 from moeoffload import open_model
 from moeoffload.errors import BusyError, PromptError
 from moeoffload.host.session import OffloadedModel
-from moeoffload.serve.engine import PingPongChoice, ServingEngine
+from moeoffload.config.serve import PingPongChoice
+from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import FinishReason
 
 from .client import Answer, Limits, ask

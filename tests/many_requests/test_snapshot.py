@@ -15,7 +15,8 @@ from conftest import DEMO, ROOT, StartServer, demo_prompt
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.serve.batches import BatchWatcher
-from moeoffload.serve.engine import PingPongChoice, ServingEngine
+from moeoffload.config.serve import PingPongChoice
+from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.metrics import render_metrics
 from moeoffload.serve.request import Progress, SamplingOptions
 from moeoffload.serve.snapshot import serving_snapshot
