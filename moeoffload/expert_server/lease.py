@@ -130,7 +130,11 @@ class HostLease:
             del module
             timings = self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, n_experts, workspace)
             del kernels
-        return pb.CalibrateReply(timings=[pb.Timing(rows=rows, seconds=seconds) for rows, seconds in timings])
+        # The shortest ever seen: placement follows from them, and is to be the same for the next host.
+        shortest = self._store.shortest_s.setdefault((checkpoint.digest, checkpoint.dtype), {})
+        for rows, seconds in timings:
+            shortest[rows] = min(seconds, shortest.get(rows, seconds))
+        return pb.CalibrateReply(timings=[pb.Timing(rows=rows, seconds=shortest[rows]) for rows, _ in timings])
 
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
         """The server's copy of the host's model; opened once."""
