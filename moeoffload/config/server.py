@@ -55,7 +55,7 @@ class ExpertServerSettings(CommonSettings):
     shared_bytes: Size = setting(
         0,
         Panel.CHANNEL,
-        "The least size of the shared memory segment of one host; it is larger where a batch needs more.",
+        "The least size of the shared memory segment of one host; a batch may need more.",
         means="as much as a batch needs",
     )
     slots: Slots = setting(16, Panel.CHANNEL, "The most requests in flight for each host.")
