@@ -14,6 +14,7 @@ from moeoffload.errors import ModelError
 CONFIG_FILE = "config.json"
 _COUNT = re.compile(r"(num|n)_\w*(layers?|experts?|heads?|groups?)")
 _MAX_COUNT = 32_767
+_CONFIG_BYTES = 4 << 20
 
 
 def read_config(folder: Path) -> Any:
@@ -23,7 +24,7 @@ def read_config(folder: Path) -> Any:
     """
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder}: has no {CONFIG_FILE}; needed is a folder in the transformers format")
-    raw = read_json(folder / CONFIG_FILE)
+    raw = read_json(folder / CONFIG_FILE, _CONFIG_BYTES)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
