@@ -17,6 +17,7 @@ _COUNT = re.compile(r"(\w+_)?(num|n)_(\w*_)?(layers?|experts?|heads?|groups?)")
 _MAX_COUNT = 32_767
 _MAX_LAYERS = 1_000
 _MAX_EXPERTS = 1 << 18  # of all layers together
+_CONFIG_BYTES = 4 << 20
 
 
 def read_config(folder: Path) -> Any:
@@ -26,7 +27,7 @@ def read_config(folder: Path) -> Any:
     """
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder}: has no {CONFIG_FILE}; needed is a folder in the transformers format")
-    raw = read_json(folder / CONFIG_FILE)
+    raw = read_json(folder / CONFIG_FILE, _CONFIG_BYTES)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(

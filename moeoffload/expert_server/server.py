@@ -57,11 +57,16 @@ class ExpertServer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _draining: bool = False
     _control: ControlServer | None = None
-    drained: threading.Event = field(default_factory=threading.Event)
-    """Set when the server is draining and its last host has left."""
+    on_drained: Callable[[], object] = lambda: None
+    """Called when the server is draining and its last host has left."""
 
     @classmethod
-    def start(cls, settings: ExpertServerSettings, pace: Pace | None = None) -> ExpertServer:
+    def start(
+        cls,
+        settings: ExpertServerSettings,
+        pace: Pace | None = None,
+        on_drained: Callable[[], object] = lambda: None,
+    ) -> ExpertServer:
         """Opens everything and serves. ``pace`` slows it down, for benchmarks.
 
         Raises:
@@ -91,7 +96,7 @@ class ExpertServer:
                 on_refused=refusals.add,
             )
             factories["stream"] = listener.open_channel
-        server = cls(settings, credentials, refusals, device, store, engine, listener, factories)
+        server = cls(settings, credentials, refusals, device, store, engine, listener, factories, on_drained=on_drained)
         engine.start()
         try:
             server._control = ControlServer.start(
@@ -186,8 +191,9 @@ class ExpertServer:
     def _forget(self, lease: HostLease) -> None:
         with self._lock:
             self._leases.pop(lease.lease_id, None)
-            if self._draining and not self._leases:
-                self.drained.set()
+            drained = self._draining and not self._leases
+        if drained:
+            self.on_drained()
 
     def find_lease(self, lease_id: str) -> HostLease:
         """See `ExpertBackend`."""
@@ -231,8 +237,8 @@ class ExpertServer:
         with self._lock:
             self._draining = True
             leases = list(self._leases.values())
-            if not leases:
-                self.drained.set()
+        if not leases:
+            self.on_drained()
         if self._control is not None:
             self._control.set_serving(False)
         for lease in leases:
