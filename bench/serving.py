@@ -34,8 +34,8 @@ from servers import Spread, cores, expert_server, machine, write_json
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from moeoffload import OffloadedModel, open_model
-from moeoffload.host.generate import PreparedPrompt, generate
 from moeoffload.config.serve import PingPongChoice
+from moeoffload.host.generate import PreparedPrompt, generate
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import Progress, SamplingOptions
 
