@@ -13,6 +13,7 @@ from fuzz_frames import Counts
 from fuzz_peer import STEP_S, Model, Server, mutated
 
 from moeoffload.control.client import ControlClient, Lease
+from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
@@ -120,7 +121,7 @@ def fuzz_calls(server: Server, model: Model, seconds: float, least: int, seed: i
     client = ControlClient(server.address)
 
     def work(number: int) -> None:
-        with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        with HostCredentials().channel(server.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
             calls = _Calls(channel, client, model, seed * 1000 + number)
             try:
                 while (calls.counts.inputs < least // N_THREADS or time.monotonic() < until) and server.alive():

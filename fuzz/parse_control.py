@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ from synthetic import write_tiny
 from transformers.utils import logging as transformers_logging
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config.settings import Address, ExpertServerSettings
-from moeoffload.control.outside import checked_items, checked_parameters, checked_timings, tidy
+from moeoffload.config import Address, ExpertServerSettings
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.service import ExpertServicer
+from moeoffload.control.status import abort
 from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.control.validate import checked_items, checked_parameters, checked_timings, clean_texts
 from moeoffload.errors import DeadlineError, MoeOffloadError
 from moeoffload.expert_server.server import ExpertServer
 from moeoffload.placement import ExpertTable
@@ -48,17 +51,15 @@ class _AbortedError(Exception):
 class _Context:
     """A call's context, without a call."""
 
-    def abort(self, code: grpc.StatusCode, details: str) -> None:
+    def peer(self) -> str:
+        """Where the call comes from."""
+        return "ipv4:127.0.0.1:1"
+
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: object = ()) -> None:
         """Checks what the peer would read."""
         if not details.isprintable() or len(details) > 500:
             raise AssertionError(f"details that are not one short line: {details!r}")
         raise _AbortedError
-
-    def set_trailing_metadata(self, metadata: object) -> None:
-        """Nobody reads it."""
-
-    def cancel(self) -> None:
-        """Nobody is there."""
 
 
 class _Unreachable:
@@ -94,7 +95,7 @@ class _Plane:
             threads=1,
         )
         self._server = ExpertServer.start(settings)
-        self._servicer = ExpertServicer(self._server, peer=lambda context: "ipv4:127.0.0.1:1", step_s=5)
+        self._servicer = ExpertServicer(self._server, first_s=5, step_s=5)
         stream.StreamHostEnd = _Unreachable  # type: ignore[misc, assignment]
 
     def call(self, number: int, data: bytes) -> None:
@@ -102,45 +103,60 @@ class _Plane:
         name, kind = METHODS[number % len(METHODS)]
         try:
             if name == "Attach":
-                self._attach([kind.FromString(part) for part in _split(data)])
+                asyncio.run(self._attach([kind.FromString(part) for part in _split(data)]))
             elif name in ("DescribeReply", "Offer"):
                 self._reply(kind.FromString(data))
             else:
-                self._call(name, kind.FromString(data))
+                asyncio.run(self._call(name, kind.FromString(data)))
         except (DecodeError, _AbortedError):
             pass
         self._server._draining = False
         if self._server._leases or self._server.store.resident_bytes or self._server.store._reserved_bytes:
             raise AssertionError("something of a host that has gone is still there")
 
-    def _call(self, name: str, request: Any) -> None:
-        context: Any = _Context()
+    async def _call(self, name: str, request: Any) -> None:
         if getattr(request, "lease_id", "") != LEASE:
-            result = getattr(self._servicer, name)(request, context)
-            list(result if isinstance(result, Iterator) else [result])
+            await self._finish(name, request)
             return
         lease = self._server.open_lease(pb.Hello(host="fuzz"), "fuzz", lambda message: None)
         request.lease_id = lease.lease_id
         try:
-            result = getattr(self._servicer, name)(request, context)
-            list(result if isinstance(result, Iterator) else [result])
+            await self._finish(name, request)
         finally:
             lease.close("done")
 
-    def _attach(self, steps: list[Any]) -> None:
+    async def _finish(self, name: str, request: Any) -> None:
+        """Makes a call, reads all its replies, and turns its error into a status as the server does."""
+        context: Any = _Context()
+        try:
+            result = getattr(self._servicer, name)(request, context)
+            if isinstance(result, AsyncIterator):
+                async for _ in result:
+                    pass
+            else:
+                await result
+        except MoeOffloadError as error:
+            await abort(context, error)
+
+    async def _attach(self, steps: list[Any]) -> None:
         """A stream of steps; experts are loaded after the welcome, as the model and the table of the server are."""
         context: Any = _Context()
-        replies: Any = self._servicer.Attach(iter(steps), context)
+
+        async def requests() -> AsyncIterator[Any]:
+            for step in steps:
+                yield step
+
         try:
-            for reply in replies:
-                if reply.WhichOneof("step") == "welcome":
-                    checkpoint = Checkpoint.open(self._server.settings.model or "", dtype=torch.bfloat16)
-                    list(self._servicer.LoadExperts(_load(checkpoint, reply.welcome.lease_id), context))
-        finally:
-            replies.close()
+            async with contextlib.aclosing(self._servicer.Attach(requests(), context)) as replies:
+                async for reply in replies:
+                    if reply.WhichOneof("step") == "welcome":
+                        checkpoint = Checkpoint.open(self._server.settings.model or "", dtype=torch.bfloat16)
+                        await self._finish("LoadExperts", _load(checkpoint, reply.welcome.lease_id))
+        except MoeOffloadError as error:
+            await abort(context, error)
 
     def _reply(self, reply: Any) -> None:
-        tidy(reply)
+        clean_texts(reply)
         try:
             if isinstance(reply, pb.DescribeReply):
                 checked_items("transports", len(reply.transports))

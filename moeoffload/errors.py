@@ -6,6 +6,7 @@ The message is one line that says what was wrong, with what value, and what woul
 from __future__ import annotations
 
 import errno
+import re
 import resource
 
 
@@ -78,7 +79,7 @@ class DisagreementError(MoeOffloadError):
 
 
 class SystemLimitError(MoeOffloadError):
-    """The system gave something up: file descriptors, disk space, access to a file. The message says what to change."""
+    """The system refused something: file descriptors, threads, memory, disk space. The message says what to change."""
 
     exit_code = 7
 
@@ -93,3 +94,17 @@ class SystemLimitError(MoeOffloadError):
         if error.errno == errno.ENFILE:
             return cls("too few file descriptors on this machine; raise fs.file-max")
         return cls(f"{error.filename or 'the system'}: {error.strerror or error}")
+
+    @classmethod
+    def from_exception(cls, error: BaseException) -> SystemLimitError | None:
+        """As `of`, for any exception; None if it does not say that the system refused something."""
+        if isinstance(error, OSError):
+            return cls.of(error)
+        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+            return cls("no further thread can be started; raise 'ulimit -u', or the address space with 'ulimit -v'")
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
+            return cls("out of memory; allow this process more ('ulimit -v', the control group), or give it less to do")
+        return None
+
+
+_NO_MEMORY = re.compile("can't allocate memory|not enough memory|out of memory", re.IGNORECASE)  # torch's words

@@ -12,6 +12,7 @@ from command_lines import STEP_TIMEOUT_S, shm_names
 from conftest import DEMO, StartServer
 
 from moeoffload import OffloadedModel, open_model
+from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
@@ -114,7 +115,8 @@ def test_who_does_not_know_a_routing_id_gets_no_answer_and_disturbs_nobody(three
 def test_calls_with_a_lease_that_is_not_ones_own_are_refused(three_servers: list[str], lease_id: str) -> None:
     import grpc
 
-    with two_hosts(three_servers[0], "shared") as (first, _, _), grpc.insecure_channel(three_servers[0]) as channel:
+    channel = HostCredentials().channel(three_servers[0], [])
+    with two_hosts(three_servers[0], "shared") as (first, _, _), channel:
         stub = pb_grpc.ExpertServiceStub(channel)  # type: ignore[no-untyped-call]
         about = first.checkpoint
         model = pb.ModelReference(reference=str(DEMO), digest=about.digest, compute_dtype=dtype_label(about.dtype))

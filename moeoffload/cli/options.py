@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from moeoffload.config.sources import SettingInfo, SettingsBase
+from moeoffload.config import SettingInfo, SettingsBase
 from moeoffload.errors import MoeOffloadError, SettingError, SystemLimitError
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
@@ -79,9 +79,11 @@ def exit_on_error() -> Iterator[None]:
     except BrokenPipeError:
         _discard_stdout()
         raise typer.Exit(EXIT_BROKEN_PIPE) from None
-    except OSError as error:
+    except (OSError, MemoryError, RuntimeError) as error:
+        limit = SystemLimitError.from_exception(error)
+        if limit is None:
+            raise
         _log.debug("where the error came from", exc_info=True)
-        limit = SystemLimitError.of(error)
         _print_error(limit)
         raise typer.Exit(limit.exit_code) from None
 

@@ -6,7 +6,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Final
 
@@ -14,12 +14,13 @@ import grpc
 
 from moeoffload import __version__
 from moeoffload.control.credentials import HostCredentials
-from moeoffload.control.outside import MAX_NAME, checked_items, checked_timings, tidy
 from moeoffload.control.probe import why_not
-from moeoffload.control.protocol import CLIENT_OPTIONS, MOST_RETRY_AFTER_S, PROTOCOL_VERSION, RETRY_AFTER
+from moeoffload.control.protocol import CLIENT_OPTIONS, PROTOCOL_VERSION
+from moeoffload.control.status import error_of
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
-from moeoffload.errors import BusyError, CapacityError, DeadlineError, ProtocolError, ServerError
+from moeoffload.control.validate import MAX_NAME, checked_items, checked_timings, clean_texts
+from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.placement import ExpertTable
 from moeoffload.text import one_line
 
@@ -79,8 +80,8 @@ class ControlClient:
         try:
             reply: pb.DescribeReply = self._stub.Describe(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            raise self._translate(error, "Describe") from None
-        tidy(reply)
+            raise error_of(error, self.address, "Describe") from None
+        clean_texts(reply)
         checked_items("transports", len(reply.transports))
         if reply.protocol_version != PROTOCOL_VERSION:
             raise ServerError(
@@ -109,7 +110,7 @@ class ControlClient:
         try:
             reply: pb.StatsReply = self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
-            raise self._translate(error, "Stats") from None
+            raise error_of(error, self.address, "Stats") from None
         return reply
 
     def drain(self, timeout_s: float) -> int:
@@ -121,39 +122,11 @@ class ControlClient:
         try:
             return int(self._stub.Drain(pb.DrainRequest(), timeout=timeout_s).leases)
         except grpc.RpcError as error:
-            raise self._translate(error, "Drain") from None
+            raise error_of(error, self.address, "Drain") from None
 
     def close(self) -> None:
         """Closes the connection and with it every lease. Idempotent."""
         self._channel.close()
-
-    def _translate(self, error: grpc.RpcError, step: str) -> ServerError:
-        """One readable line for what gRPC reports."""
-        code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-        details = one_line((error.details() if isinstance(error, grpc.Call) else None) or code.name)
-        where = f"expert server {self.address}"
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineError(f"{where}: no answer to {step} in time")
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            return ServerError(f"{where}: something answers there, but it is not a moeoffload expert server")
-        if code is grpc.StatusCode.UNAVAILABLE:
-            return ServerError(f"{where}: connection lost during {step}; is moeoffload-expert still running there?")
-        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            retry_after_s = _retry_after_s(error)
-            text = f"{where}: {details}"
-            return CapacityError(text) if retry_after_s is None else BusyError(text, retry_after_s)
-        return ServerError(f"{where}: {details}")
-
-
-def _retry_after_s(error: grpc.RpcError) -> float | None:
-    """When the server says that it may have room again, in seconds; None if it does not say."""
-    metadata: Iterable[tuple[str, str | bytes]] = (
-        error.trailing_metadata() if isinstance(error, grpc.Call) else ()
-    ) or ()
-    for name, value in metadata:
-        if name == RETRY_AFTER and isinstance(value, str) and value.isascii() and value.isdigit():
-            return min(int(value[:9]) / 1000, MOST_RETRY_AFTER_S)
-    return None
 
 
 class Lease:
@@ -196,7 +169,7 @@ class Lease:
         try:
             reply: pb.CalibrateReply = self._client._stub.Calibrate(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            raise self._client._translate(error, "Calibrate") from None
+            raise error_of(error, self._client.address, "Calibrate") from None
         timings = checked_timings(reply.timings)
         if not timings:
             raise ProtocolError(f"expert server {self._client.address}: answered Calibrate without timings")
@@ -223,7 +196,7 @@ class Lease:
                 progress(step.loaded_bytes, step.total_bytes)
                 table_digest = step.table_digest or table_digest
         except grpc.RpcError as error:
-            raise self._client._translate(error, "LoadExperts") from None
+            raise error_of(error, self._client.address, "LoadExperts") from None
         if table_digest != table.digest:
             raise ServerError(f"expert server {self._client.address}: its expert table differs from what was asked for")
 
@@ -311,7 +284,7 @@ class Lease:
                     reason = f"expert server {self._client.address}: it sent answers that nobody asked for"
                     break
         except grpc.RpcError as error:
-            self._failure = self._client._translate(error, "Attach")
+            self._failure = error_of(error, self._client.address, "Attach")
             reason = str(self._failure)
             error.__traceback__ = None  # the error is the call itself, and would keep this frame, the lease and more
         with self._lock:

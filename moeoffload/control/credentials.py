@@ -1,4 +1,4 @@
-"""What each side of the control plane shows the other: certificates and a token, read from files when they are needed.
+"""What each side of the control plane shows the other: certificates and tokens, read from files.
 
 Secrets are kept out of reprs, and nothing here logs.
 """
@@ -13,11 +13,12 @@ from typing import Any, Final
 
 import grpc
 
-from moeoffload.config.settings import ExpertServerSettings, HostSettings
+from moeoffload.config import Address, ExpertServerSettings, HostSettings, is_loopback
+from moeoffload.control.user_token import new_token, numeric_loopback, user_tokens
 from moeoffload.errors import SettingError
 
 TOKEN_KEY: Final = "moeoffload-token"
-"""The metadata that carries the token; a call without TLS shows it to whoever can listen."""
+"""The metadata that carries a token; a call without TLS shows it to whoever can listen."""
 LEAST_TOKEN: Final = 16
 MOST_TOKEN: Final = 1024
 
@@ -57,24 +58,39 @@ class HostCredentials:
         )
 
     def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-        """A channel to ``address`` whose every call shows the token."""
-        if self.ca is None:
-            channel = grpc.insecure_channel(address, options=options)
-        else:
+        """A channel to ``address`` (HOST:PORT) whose every call shows the tokens that this host has for it.
+
+        They are looked up at each call: a server may start, or start anew, after the channel was made.
+        """
+        place = Address.parse(address)
+        is_local = is_loopback(place.host)
+        if self.ca is not None:
             tls = grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
             channel = grpc.secure_channel(address, tls, options=options)
-        return grpc.intercept_channel(channel, _ShowToken(self.token)) if self.token is not None else channel
+        elif is_local:
+            host = numeric_loopback(place.host)
+            channel = grpc.insecure_channel(
+                f"[{host}]:{place.port}" if ":" in host else f"{host}:{place.port}", options
+            )
+        else:
+            channel = grpc.insecure_channel(address, options)
+
+        def tokens() -> list[str]:
+            own = [self.token] if self.token is not None else []
+            return own + user_tokens(place.host, place.port) if is_local else own
+
+        return grpc.intercept_channel(channel, _ShowTokens(tokens))
 
 
 @dataclass(frozen=True)
 class ServerCredentials:
     """What a server demands of hosts."""
 
-    context: ssl.SSLContext | None = field(default=None, repr=False)
+    tls: grpc.ServerCredentials | None = field(default=None, repr=False)
     """TLS, or None for plain TCP; demands a certificate of the host if the settings name who vouches for hosts."""
-    token: bytes | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
     same_user: bool = False
-    """Only processes of the server's own user (and root) on this machine are let in."""
+    """The token is made by the server, for processes of its own user on this machine to find."""
     encrypt_rows: bool = False
     """Rows on the stream transport are encrypted too. Not for the same user on one machine: it can read them anyway."""
     any_model: bool = False
@@ -88,22 +104,24 @@ class ServerCredentials:
             SettingError: they do not go together, or hold something else than they should.
         """
         settings.check_security(settings.listen)
-        context = None
+        tls = None
         if settings.tls_cert is not None and settings.tls_key is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.minimum_version = ssl.TLSVersion.TLSv1_2
-            context.set_alpn_protocols(["h2"])  # gRPC is HTTP/2 and nothing else
-            load_pair(context, settings.tls_cert, settings.tls_key)
+            # gRPC would only say that something is wrong with them: Python's ssl reads them first.
+            trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            load_pair(trial, settings.tls_cert, settings.tls_key)
             if settings.client_ca is not None:
-                _load_ca(context, settings.client_ca, "--client-ca")
-                context.verify_mode = ssl.CERT_REQUIRED
-        token = read_token(settings.token_file).encode() if settings.token_file is not None else None
+                _load_ca(trial, settings.client_ca, "--client-ca")
+            pair = settings.tls_key.read_bytes(), settings.tls_cert.read_bytes()
+            tls = grpc.ssl_server_credentials([pair], _read(settings.client_ca), settings.client_ca is not None)
         same_user = settings.is_for_same_user(settings.listen)
+        token = new_token() if same_user else None
+        if settings.token_file is not None:
+            token = read_token(settings.token_file)
         return cls(
-            context=context,
+            tls=tls,
             token=token,
             same_user=same_user,
-            encrypt_rows=context is not None or not same_user,
+            encrypt_rows=tls is not None or not same_user,
             any_model=same_user and not settings.model_root,
         )
 
@@ -155,18 +173,18 @@ def load_pair(context: ssl.SSLContext, cert: Path, key: Path, flags: str = "--tl
         ) from None
 
 
-class _ShowToken(
+class _ShowTokens(
     grpc.UnaryUnaryClientInterceptor,  # type: ignore[type-arg]
     grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]
     grpc.StreamStreamClientInterceptor,  # type: ignore[type-arg]
 ):
-    """Adds the token to every call."""
+    """Adds tokens to every call."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, tokens: Callable[[], list[str]]) -> None:
+        self._tokens = tokens
 
     def _show(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        metadata = (*(details.metadata or ()), (TOKEN_KEY, self._token))
+        metadata = (*(details.metadata or ()), *((TOKEN_KEY, token) for token in self._tokens()))
         return continuation(_Details(details.method, details.timeout, metadata), request)
 
     intercept_unary_unary = _show  # type: ignore[assignment]

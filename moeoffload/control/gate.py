@@ -1,104 +1,127 @@
-"""Stands before every call of the control plane and lets in whom the server's credentials allow."""
+"""Stands before every call of the control plane: refuses it, reads its first request in time, reports its errors."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, TypeAlias
 
 import grpc
 from grpc_health.v1 import health
 
 from moeoffload.control.credentials import TOKEN_KEY, ServerCredentials
-from moeoffload.control.same_user import is_own_user, split_peer, uid_of_peer
+from moeoffload.control.status import abort
+from moeoffload.errors import DeadlineError, ProtocolError
 from moeoffload.refusals import Refusals
 
+FIRST_S: Final = 10.0
+"""Seconds within which a call says what it wants."""
+MOST_TOKENS: Final = 3
+"""Tokens that one call may show: its user's, and what servers of that user have left in two folders."""
 _OPEN_SERVICE: Final = f"/{health.SERVICE_NAME}/"
-"""Says no more than whether the server serves, to whoever watches over it."""
+"""Says no more than whether the server serves, to anybody who watches over it."""
 
-PeerOf = Callable[[int], str | None]
-"""Who is behind this port of the TLS front; None: nobody who came through it."""
+_Handler: TypeAlias = grpc.RpcMethodHandler  # type: ignore[type-arg]
+_Context: TypeAlias = grpc.aio.ServicerContext  # type: ignore[type-arg]
 
 
-class Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls, counts and logs them. ``host``, ``port`` and ``peer_of`` are set before it serves."""
+class Gate(grpc.aio.ServerInterceptor):
+    """Calls without the token are refused before anything of them is read; refusals are counted and logged.
 
-    def __init__(self, credentials: ServerCredentials, refusals: Refusals) -> None:
-        self._credentials = credentials
+    Each call is a coroutine: one that says nothing, or does not take its answer, holds no thread.
+    """
+
+    def __init__(self, credentials: ServerCredentials, refusals: Refusals, first_s: float = FIRST_S) -> None:
+        self._token = credentials.token.encode() if credentials.token is not None else None
         self._refusals = refusals
-        self.host = ""
-        self.port = 0
-        """Where the server listens."""
-        self.peer_of: PeerOf | None = None
-        """Set if connections come through a TLS front."""
+        self._first_s = first_s
+        self.whose_token = "the one of its --token-file"
+        """For messages: which token a server wants that wants one."""
 
-    def intercept_service(
+    async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None],  # type: ignore[type-arg]
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:  # type: ignore[type-arg]
+    ) -> _Handler:
         """The handler of the call, behind this gate."""
-        handler = continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(_OPEN_SERVICE):
+        handler = await continuation(handler_call_details)
+        if handler is None:
             return handler
-        return _guarded(handler, self._admit)
+        method = handler_call_details.method
+        objection = self._objection(handler_call_details) if not method.startswith(_OPEN_SERVICE) else None
+        if objection is not None:
+            return self._refusing(objection)
+        return _guarded(handler, method.rpartition("/")[2], self._first_s)
 
-    def peer(self, context: grpc.ServicerContext) -> str | None:
-        """Who calls, as gRPC writes peers; None if the call did not come through the TLS front that there is."""
-        peer = str(context.peer())
-        if self.peer_of is None:
-            return peer
-        place = split_peer(peer)
-        return self.peer_of(place[1]) if place is not None else None
-
-    def _admit(self, context: grpc.ServicerContext) -> None:
-        """Returns if the caller may go on; otherwise ends the call."""
-        peer = self.peer(context)
-        if peer is None:
-            self._refuse(context, context.peer(), "it went around TLS", grpc.StatusCode.UNAUTHENTICATED)
-            raise AssertionError("abort raises")
-        place = split_peer(peer)
-        if self._credentials.token is not None:
-            self._check_token(context, peer, self._credentials.token)
-        if self._credentials.same_user:
-            uid = uid_of_peer(*place, self.host, self.port) if place is not None else None
-            if uid is None or not is_own_user(uid):
-                who = "an unknown user" if uid is None else f"user id {uid}"
-                reason = f"it runs as {who}; without --token-file or --client-ca this server is for its own user only"
-                self._refuse(context, peer, reason, grpc.StatusCode.PERMISSION_DENIED)
-
-    def _check_token(self, context: grpc.ServicerContext, peer: str, token: bytes) -> None:
-        shown = [value for key, value in context.invocation_metadata() if key == TOKEN_KEY]
+    def _objection(self, details: grpc.HandlerCallDetails) -> str | None:
+        """Why this call is refused; None if it may go on."""
+        if self._token is None:
+            return None
+        shown = [value for key, value in details.invocation_metadata or () if key == TOKEN_KEY]
         if not shown:
-            reason = "it showed no token; this server wants the one of its --token-file"
-        elif len(shown) > 1 or not secrets.compare_digest(_as_bytes(shown[0]), token):
-            reason = "it showed another token than the one of this server's --token-file"
-        else:
-            return
-        self._refuse(context, peer, reason, grpc.StatusCode.UNAUTHENTICATED)
+            return f"it showed no token; this server wants {self.whose_token}"
+        if not any(secrets.compare_digest(_as_bytes(token), self._token) for token in shown[:MOST_TOKENS]):
+            return f"it showed another token; this server wants {self.whose_token}"
+        return None
 
-    def _refuse(self, context: grpc.ServicerContext, peer: str, reason: str, code: grpc.StatusCode) -> None:
-        self._refusals.add(peer, reason)
-        context.abort(code, f"this host was refused: {reason}")
+    def _refusing(self, objection: str) -> _Handler:
+        async def refuse(requests: object, context: _Context) -> None:
+            self._refusals.add(str(context.peer()), objection)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"this host was refused: {objection}")
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _as_bytes(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else value.encode("utf-8", "surrogateescape")
 
 
-def _guarded(handler: Any, admit: Callable[[grpc.ServicerContext], None]) -> Any:
-    """The same handler, called only after ``admit`` has returned."""
-    streams = {
-        (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-        (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-        (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-        (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-    }
-    name, make = streams[bool(handler.request_streaming), bool(handler.response_streaming)]
-    inner = getattr(handler, name)
+def _guarded(handler: Any, method: str, first_s: float) -> _Handler:
+    """``handler`` with the reading of its requests and with answers to its errors.
 
-    def behave(request: Any, context: grpc.ServicerContext) -> Any:
-        admit(context)
-        return inner(request, context)
+    On the wire a call with one request and one with many are the same. gRPC would wait for the only request without
+    end, and write a traceback for bytes that are none.
+    """
 
-    return make(behave, handler.request_deserializer, handler.response_serializer)
+    def parse(data: bytes) -> Any:
+        try:
+            return handler.request_deserializer(data)
+        except Exception:  # protobuf's errors have no common base across its implementations
+            raise ProtocolError(f"{method}: {len(data)} bytes that are no message of this method") from None
+
+    async def only(raw: AsyncIterator[bytes]) -> Any:
+        try:
+            async with asyncio.timeout(first_s):
+                async for data in raw:
+                    return parse(data)
+        except TimeoutError:
+            raise DeadlineError(f"{method}: no request within {first_s:g} s") from None
+        raise ProtocolError(f"{method}: the call has no request")
+
+    async def one_reply(raw: AsyncIterator[bytes], context: _Context) -> Any:
+        try:
+            return await handler.unary_unary(await only(raw), context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await abort(context, error)
+
+    async def many_replies(raw: AsyncIterator[bytes], context: _Context) -> AsyncIterator[Any]:
+        try:
+            if handler.request_streaming:
+                replies = handler.stream_stream((parse(data) async for data in raw), context)
+            else:
+                replies = handler.unary_stream(await only(raw), context)
+            async with contextlib.aclosing(replies):
+                async for reply in replies:
+                    yield reply
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await abort(context, error)
+
+    if handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(many_replies, None, handler.response_serializer)
+    return grpc.stream_unary_rpc_method_handler(one_reply, None, handler.response_serializer)

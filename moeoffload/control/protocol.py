@@ -12,14 +12,12 @@ PROTOCOL_VERSION: Final = 1
 
 # The largest is the expert table of a model with many layers of many experts: a few hundred KiB.
 MAX_MESSAGE_BYTES: Final = 4 << 20
+MAX_CONNECTIONS: Final = 128
+"""More are closed at once: at most 32 hosts are attached, with one each, and the rest is for health checks."""
 
 # A dead peer is noticed within ping interval + timeout, also while the connection is idle.
 KEEPALIVE_S: Final = 5
 KEEPALIVE_TIMEOUT_S: Final = 5
-
-RETRY_AFTER: Final = "retry-after-ms"
-"""Trailing metadata of a refusal that is only for now."""
-MOST_RETRY_AFTER_S: Final = 60.0
 
 _LIMITS: Final = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -40,9 +38,10 @@ SERVER_OPTIONS: Final = [
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),
     # Without it two servers could listen on one port and share its connections unnoticed.
     ("grpc.so_reuseport", 0),
-    # Whoever connects and says nothing, or has nothing more to say, does not keep a descriptor for ever.
+    # A peer that does not finish its handshake, or makes no more calls, does not keep a descriptor for ever.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_concurrent_streams", 64),
 ]
 

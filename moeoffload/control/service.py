@@ -1,52 +1,35 @@
-"""The server's side of the control plane: gRPC calls in, calls on an `ExpertBackend` out."""
+"""The expert service: gRPC calls in, calls on an `ExpertBackend` out. Runs on the control plane's event loop."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
-import queue
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
-from moeoffload.control.admission import Admission, Patience
-from moeoffload.control.credentials import ServerCredentials
-from moeoffload.control.gate import Gate
-from moeoffload.control.outside import tidy
-from moeoffload.control.protocol import PROTOCOL_VERSION, RETRY_AFTER, SERVER_OPTIONS
-from moeoffload.control.tls_front import TlsFront
+from moeoffload.control.protocol import PROTOCOL_VERSION
+from moeoffload.control.status import refusal_of
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
-from moeoffload.errors import (
-    BusyError,
-    CapacityError,
-    DeadlineError,
-    MoeOffloadError,
-    ProtocolError,
-    ServerError,
-    SystemLimitError,
-)
-from moeoffload.refusals import Refusals
+from moeoffload.control.validate import clean_texts
+from moeoffload.errors import DeadlineError, MoeOffloadError, ProtocolError, ServerError
 from moeoffload.text import one_line
 
 logger = logging.getLogger(__name__)
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
-MAX_CALLS = 128
-"""Threads, and calls at a time: attached hosts, one call of each beside it, those that have not said yet what they
-want, and enough for the short ones. One more is refused at once."""
-STEP_S = 60.0
+STEP_S: Final = 60.0
 """Seconds that a host may take between the steps of an attach, beside its calls that run."""
-MAX_UNREAD = 4
+MAX_UNREAD: Final = 4
 """Steps of an attach that may wait while one is done; a host sends one at a time."""
-REASON_LENGTH = 200
-_Event: TypeAlias = pb.AttachRequest | pb.AttachReply | MoeOffloadError | str
+REASON_LENGTH: Final = 200
+_Event: TypeAlias = pb.AttachRequest | pb.AttachReply | Exception | str
+_Context: TypeAlias = grpc.aio.ServicerContext  # type: ignore[type-arg]
+_T = TypeVar("_T")
 
 
 class BackendLease(Protocol):
@@ -71,7 +54,7 @@ class BackendLease(Protocol):
 
 
 class ExpertBackend(Protocol):
-    """What the service needs of the expert server behind it."""
+    """What the service needs of the expert server behind it. Calls that take long run in threads of their own."""
 
     def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
         """What the server is and offers."""
@@ -92,97 +75,95 @@ class ExpertBackend(Protocol):
         """No new leases from now on; returns how many there still are."""
 
 
-def _status(error: MoeOffloadError) -> grpc.StatusCode:
-    if isinstance(error, CapacityError):
-        return grpc.StatusCode.RESOURCE_EXHAUSTED
-    return grpc.StatusCode.FAILED_PRECONDITION
-
-
-def _abort(context: grpc.ServicerContext, error: MoeOffloadError) -> None:
-    """Ends the call with the error's status and one line of text, and says when to try again if that can help."""
-    if isinstance(error, BusyError):
-        context.set_trailing_metadata(((RETRY_AFTER, str(int(error.retry_after_s * 1000))),))
-    context.abort(_status(error), one_line(str(error)))
-
-
 class ExpertServicer(pb_grpc.ExpertServiceServicer):
     """Translates between gRPC and the backend; refuses other protocol versions; ties leases to their streams."""
 
-    def __init__(
-        self,
-        backend: ExpertBackend,
-        step_s: float = STEP_S,
-        peer: Callable[[grpc.ServicerContext], str | None] = lambda context: context.peer(),
-    ) -> None:
+    def __init__(self, backend: ExpertBackend, first_s: float, step_s: float = STEP_S) -> None:
         self._backend = backend
+        self._first_s = first_s
         self._step_s = step_s
-        self._peer = peer
-        self._working: dict[str, grpc.ServicerContext] = {}
+        self._working: dict[str, asyncio.Task[Any] | None] = {}
         """By lease the call that runs beside its stream: one at a time."""
-        self._lock = threading.Lock()
+        self._closing: set[asyncio.Task[None]] = set()
 
-    @contextlib.contextmanager
-    def _works(self, lease_id: str, context: grpc.ServicerContext) -> Iterator[BackendLease]:
-        lease = self._backend.find_lease(lease_id)
-        with self._lock:
-            if lease_id in self._working:
-                raise ServerError("this lease has a call that is not finished; one at a time")
-            self._working[lease_id] = context
-        try:
-            yield lease
-        finally:
-            with self._lock:
-                del self._working[lease_id]
+    async def close(self) -> None:
+        """Waits until all leases whose streams have ended are closed."""
+        while self._closing:
+            await asyncio.wait(self._closing)
 
-    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
+    async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeReply:
         """See the proto file."""
         return self._backend.describe(request)
 
-    def Stats(self, request: pb.StatsRequest, context: grpc.ServicerContext) -> pb.StatsReply:
+    async def Stats(self, request: pb.StatsRequest, context: _Context) -> pb.StatsReply:
         """See the proto file."""
         return self._backend.stats()
 
-    def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainReply:
+    async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainReply:
         """See the proto file."""
         return pb.DrainReply(leases=self._backend.drain())
 
-    def Calibrate(self, request: pb.CalibrateRequest, context: grpc.ServicerContext) -> pb.CalibrateReply:
+    async def Calibrate(self, request: pb.CalibrateRequest, context: _Context) -> pb.CalibrateReply:
         """See the proto file."""
-        try:
-            with self._works(request.lease_id, context) as lease:
-                return lease.calibrate(request)
-        except MoeOffloadError as error:
-            logger.error("calibration failed: %s", one_line(str(error)))
-            _abort(context, error)
-            raise
-        except OSError as error:
-            _abort(context, SystemLimitError.of(error))
-            raise
+        async with self._only_call(request.lease_id, "calibration") as lease:
+            return await in_thread(lambda: lease.calibrate(request), "calibrate")
 
-    def LoadExperts(self, request: pb.LoadExpertsRequest, context: grpc.ServicerContext) -> Iterator[pb.LoadProgress]:
+    async def LoadExperts(self, request: pb.LoadExpertsRequest, context: _Context) -> AsyncIterator[pb.LoadProgress]:
         """See the proto file."""
-        try:
-            with self._works(request.lease_id, context) as lease:
-                yield from lease.load(request)
-        except MoeOffloadError as error:
-            logger.error("loading failed: %s", one_line(str(error)))
-            _abort(context, error)
-        except OSError as error:
-            _abort(context, SystemLimitError.of(error))
+        async with self._only_call(request.lease_id, "loading") as lease:
+            steps: asyncio.Queue[pb.LoadProgress | None] = asyncio.Queue()
+            loop = asyncio.get_running_loop()
+            given_up = threading.Event()
 
-    def Attach(
-        self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.AttachReply]:
+            def load() -> None:
+                for step in lease.load(request):
+                    loop.call_soon_threadsafe(steps.put_nowait, step)
+                    if given_up.is_set():
+                        return
+
+            loading = asyncio.create_task(in_thread(load, "load"))
+            loading.add_done_callback(lambda task: (task.exception(), steps.put_nowait(None)))
+            try:
+                while (step := await steps.get()) is not None:
+                    yield step
+                await loading
+            finally:
+                given_up.set()
+
+    @asynccontextmanager
+    async def _only_call(self, lease_id: str, what: str) -> AsyncIterator[BackendLease]:
+        """The lease, while a call works for it that has its stream as its end."""
+        lease = self._backend.find_lease(lease_id)
+        if lease_id in self._working:
+            raise ServerError("this lease has a call that is not finished; one at a time")
+        self._working[lease_id] = asyncio.current_task()
+        try:
+            yield lease
+        except MoeOffloadError as error:
+            logger.error("%s failed: %s", what, one_line(str(error)))
+            raise
+        finally:
+            del self._working[lease_id]
+
+    async def Attach(
+        self, requests: AsyncIterator[pb.AttachRequest], context: _Context
+    ) -> AsyncIterator[pb.AttachReply]:
         """See the proto file."""
+        loop = asyncio.get_running_loop()
         # Requests of the host, messages of the server, or why there will be no more requests: one place to wait.
-        events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        threading.Thread(target=_collect, args=(request_iterator, events), name="lease-requests", daemon=True).start()
+        events: asyncio.Queue[_Event] = asyncio.Queue()
+        collecting = asyncio.create_task(_collect(requests, events))
+        steps = _Steps()
         lease: BackendLease | None = None
         ready = False
         reason = "the host is gone"
+
+        def say(reply: pb.AttachReply) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, reply)
+
         try:
-            while not isinstance(event := self._next_event(events, lease, ready=ready), str):
-                if isinstance(event, MoeOffloadError):
+            while not isinstance(event := await self._next_event(events, lease, ready=ready), str):
+                if isinstance(event, Exception):
                     raise event
                 if isinstance(event, pb.AttachReply):
                     yield event
@@ -192,156 +173,114 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
                     continue
                 step = event.WhichOneof("step")
                 if lease is None:
-                    if step != "hello":
-                        raise ServerError(f"attach begins with {step}, expected hello")
-                    if event.hello.protocol_version != PROTOCOL_VERSION:
-                        raise ServerError(
-                            f"protocol version is {event.hello.protocol_version} (host), "
-                            f"this server speaks {PROTOCOL_VERSION}"
-                        )
-                    tidy(event.hello)
-                    peer = (self._peer(context) or "").rpartition(":")[
-                        0
-                    ]  # without the port, which each connection has of its own
-                    lease = self._backend.open_lease(event.hello, peer, events.put)
+                    hello = _checked_hello(event)
+                    # Without the port, which each connection has of its own.
+                    peer = str(context.peer()).rpartition(":")[0]
+                    lease = self._backend.open_lease(hello, peer, say)
                     yield pb.AttachReply(welcome=pb.Welcome(lease_id=lease.lease_id))
                 elif step == "activate":
-                    yield pb.AttachReply(offer=lease.activate(event.activate))
+                    yield pb.AttachReply(offer=await steps.run(lease.activate, event.activate))
                 elif step == "accept":
-                    tidy(event.accept, REASON_LENGTH)
-                    yield pb.AttachReply(ready=lease.accept(event.accept))
+                    clean_texts(event.accept, REASON_LENGTH)
+                    yield pb.AttachReply(ready=await steps.run(lease.accept, event.accept))
                     ready = True
                 else:
                     raise ServerError(f"attach step {step} is not expected here")
             reason = event
-        except MoeOffloadError as error:
-            reason = one_line(str(error))
-            _abort(context, error)
-        except OSError as error:
-            reason = str(SystemLimitError.of(error))
-            logger.error("a host could not be attached: %s", reason)
-            _abort(context, SystemLimitError.of(error))
+        except Exception as error:
+            refusal = refusal_of(error)
+            reason = one_line(str(refusal))
+            raise refusal from error
         finally:
+            collecting.cancel()
             if lease is not None:
-                lease.close(reason)
-                with self._lock:
-                    call = self._working.get(lease.lease_id)
-                if call is not None:
+                if (call := self._working.get(lease.lease_id)) is not None:
                     call.cancel()  # it may wait for a peer that does not take its answers
+                # In a task of its own: gRPC cancels this one when the host goes, or the server stops.
+                await asyncio.shield(self._in_background(steps.close(lease, reason)))
 
-    def _next_event(self, events: queue.SimpleQueue[_Event], lease: BackendLease | None, *, ready: bool) -> _Event:
+    async def _next_event(self, events: asyncio.Queue[_Event], lease: BackendLease | None, *, ready: bool) -> _Event:
         """What happens next on the stream of an attach.
 
         Raises:
-            DeadlineError: the host has a lease, but does not come to use it.
+            DeadlineError: the host does not say what it wants, or has a lease and does not come to use it.
         """
         while True:
+            patience_s = None if ready else self._first_s if lease is None else self._step_s
             try:
-                return events.get(timeout=self._step_s if lease is not None and not ready else None)
-            except queue.Empty:
-                with self._lock:
-                    works = lease is not None and lease.lease_id in self._working
-                if not works:
-                    raise DeadlineError(f"the host took more than {self._step_s:g} s for a step of attaching") from None
+                async with asyncio.timeout(patience_s):
+                    return await events.get()
+            except TimeoutError:
+                if lease is None or lease.lease_id not in self._working:
+                    raise DeadlineError(f"the host took more than {patience_s:g} s for a step of attaching") from None
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return task
 
 
-def _collect(requests: Iterator[pb.AttachRequest], events: queue.SimpleQueue[_Event]) -> None:
-    """Puts the requests of one stream into ``events``, and at last why there are no more."""
-    try:
-        for request in requests:
-            if events.qsize() >= MAX_UNREAD:
-                events.put(ProtocolError(f"more than {MAX_UNREAD} steps of an attach at a time"))
-                return
-            events.put(request)
-    except grpc.RpcError:
-        events.put("the host is gone")
-    except MoeOffloadError as error:
-        events.put(error)
-    else:
-        events.put("the host ended the lease")
+class _Steps:
+    """The calls of one lease that follow each other, each in a thread, also if nobody waits for them any more."""
+
+    def __init__(self) -> None:
+        self._running: asyncio.Task[Any] | None = None
+
+    async def run(self, step: Callable[[Any], _T], request: object) -> _T:
+        self._running = asyncio.create_task(in_thread(lambda: step(request), "attach"))
+        return await asyncio.shield(self._running)
+
+    async def close(self, lease: BackendLease, reason: str) -> None:
+        """Closes ``lease`` when the step that runs is done."""
+        if self._running is not None:
+            await asyncio.gather(self._running, return_exceptions=True)
+        try:
+            await in_thread(lambda: lease.close(reason), "lease-close")
+        except RuntimeError:  # no thread can be started: other hosts' calls wait, and nothing of this one is kept
+            lease.close(reason)
 
 
-class _Health(health.HealthServicer):
-    """Without Watch: each one would take a thread for as long as its client likes. Clients then ask with Check."""
-
-    def Watch(self, request: object, context: grpc.ServicerContext, send_response_callback: object = None) -> None:
-        """Is not there."""
-        context.abort(grpc.StatusCode.UNIMPLEMENTED, "Watch is not offered; use Check")
-
-
-@dataclass
-class ControlServer:
-    """A listening control plane. ``port`` is the real one, also when 0 was asked for."""
-
-    host: str
-    port: int
-    _server: grpc.Server
-    _health: health.HealthServicer
-    _front: TlsFront | None
-
-    @classmethod
-    def start(
-        cls, host: str, port: int, backend: ExpertBackend, credentials: ServerCredentials, refusals: Refusals
-    ) -> ControlServer:
-        """Listens on ``host``:``port`` and serves ``backend``, the standard health service and reflection.
-
-        Calls that ``credentials`` do not allow are refused and added to ``refusals``; health checks are open to all.
-
-        Raises:
-            ServerError: the address cannot be bound.
-        """
-        gate = Gate(credentials, refusals)
-        gate.host = host
-        server = grpc.server(
-            ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="control"),
-            # Who is not let in takes no place from those who are.
-            interceptors=[gate, Admission(Patience())],
-            options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=MAX_CALLS,
-        )
-        servicer = ExpertServicer(backend, peer=gate.peer)
-        pb_grpc.add_ExpertServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-        # It writes a traceback for every text in the head of a call that is not UTF-8, and goes on.
-        logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
-        health_servicer = _Health()
-        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        front = None
-        if credentials.context is None:
-            bound = gate.port = _bind(server, host, port)
-        else:
-            front = TlsFront(host, port, credentials.context, refusals)
-            bound, gate.port, gate.peer_of = front.port, front.port, front.peer_of
-            front.start(_bind(server, "127.0.0.1", 0))
-        server.start()
-        control = cls(host, bound, server, health_servicer, front)
-        control.set_serving(True)
-        return control
-
-    def set_serving(self, serving: bool) -> None:
-        """Tells the health service, for the whole server and for the expert service."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        self._health.set("", status)
-        self._health.set(SERVICE_NAME, status)
-
-    def stop(self, grace_s: float) -> None:
-        """Stops listening; calls still running after ``grace_s`` seconds are cancelled."""
-        self._health.enter_graceful_shutdown()
-        self._server.stop(grace_s).wait(grace_s + 2.0)
-        if self._front is not None:
-            self._front.stop()
-
-
-def _bind(server: grpc.Server, host: str, port: int) -> int:
-    """The port that the server got.
+async def in_thread(work: Callable[[], _T], name: str) -> _T:
+    """The result of ``work``, which runs in a thread that ends with it: an idle server keeps none.
 
     Raises:
-        ServerError: it is taken, or the address is not of this machine.
+        RuntimeError: no thread can be started.
     """
+    done: Future[_T] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
+def _checked_hello(event: pb.AttachRequest) -> pb.Hello:
+    step = event.WhichOneof("step")
+    if step != "hello":
+        raise ServerError(f"attach begins with {step}, expected hello")
+    if event.hello.protocol_version != PROTOCOL_VERSION:
+        raise ServerError(
+            f"protocol version is {event.hello.protocol_version} (host), this server speaks {PROTOCOL_VERSION}"
+        )
+    clean_texts(event.hello)
+    return event.hello
+
+
+async def _collect(requests: AsyncIterator[pb.AttachRequest], events: asyncio.Queue[_Event]) -> None:
+    """Puts the requests of one stream into ``events``, and at last why there are no more."""
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError:
-        bound = 0
-    if bound == 0:
-        raise ServerError(f"cannot listen on {host}:{port}; is another server running there?")
-    return bound
+        async for request in requests:
+            if events.qsize() >= MAX_UNREAD:
+                events.put_nowait(ProtocolError(f"more than {MAX_UNREAD} steps of an attach at a time"))
+                return
+            events.put_nowait(request)
+    except Exception as error:
+        events.put_nowait(error)
+    else:
+        events.put_nowait("the host ended the lease")

@@ -15,10 +15,11 @@ from typing import Final
 import torch
 
 from moeoffload import __version__
-from moeoffload.config.settings import ExpertServerSettings, TransportChoice
+from moeoffload.config import ExpertServerSettings, TransportChoice
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.protocol import PROTOCOL_VERSION
-from moeoffload.control.service import ControlServer
+from moeoffload.control.server import ControlServer
+from moeoffload.control.user_token import numeric_loopback
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import device_name, free_now, memory_budget, resolve_device
 from moeoffload.errors import BusyError, ServerError
@@ -258,6 +259,7 @@ def _numeric(host: str) -> str:
         ServerError: the name is not known.
     """
     try:
+        host = numeric_loopback(host)
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror as error:
         raise ServerError(f"cannot listen on {host}: {error.strerror}") from None

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config.security import is_loopback
-from moeoffload.config.settings import Address, HostSettings, TransportChoice
+from moeoffload.config import Address, HostSettings, TransportChoice, is_loopback
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.credentials import HostCredentials
-from moeoffload.control.outside import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.control.validate import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.errors import ServerError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.deadlines import DeadlineBounds

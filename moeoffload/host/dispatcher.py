@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from moeoffload.config.settings import Mode
+from moeoffload.config import Mode
 from moeoffload.errors import ModelError, ServerError
 from moeoffload.host.counters import CallCounters, LayerTimes
 from moeoffload.host.flight import Flight, ShardLink

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config.settings import HostSettings
+from moeoffload.config import HostSettings
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.errors import ServerError

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from moeoffload import __version__
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config.settings import HostSettings
+from moeoffload.config import HostSettings
 from moeoffload.devices import device_name
 from moeoffload.host.counters import CallCounters, PhaseCounters, add_fields
 from moeoffload.host.link import ExpertLink

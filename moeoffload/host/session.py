@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config.settings import HostSettings, ModelDtypeChoice
+from moeoffload.config import HostSettings, ModelDtypeChoice
 from moeoffload.devices import resolve_device
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.fleet import Fleet, OnProgress

@@ -18,9 +18,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient
+from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.generate import OUTPUT, generate
-from moeoffload.control.protocol import PROTOCOL_VERSION, RETRY_AFTER, dtype_label
-from moeoffload.control.service import SERVICE_NAME
+from moeoffload.control.protocol import PROTOCOL_VERSION, dtype_label
+from moeoffload.control.server import SERVICE_NAME
+from moeoffload.control.status import RETRY_AFTER
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.errors import ServerError
@@ -52,7 +54,7 @@ class RawHost:
     """A host that says what it likes: one Attach stream and plain calls beside it."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address)
+        self._channel = HostCredentials().channel(address, [])
         grpc.channel_ready_future(self._channel).result(STEP_TIMEOUT_S)
         self.stub = pb_grpc.ExpertServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
@@ -164,7 +166,7 @@ def test_the_health_service_says_serving_for_the_server_and_the_service(server: 
 
 
 def test_reflection_lists_the_services(server: RunningServer) -> None:
-    with grpc.insecure_channel(server.address) as channel:
+    with HostCredentials().channel(server.address, []) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         (reply,) = stub.ServerReflectionInfo(requests, timeout=STEP_TIMEOUT_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -17,18 +18,18 @@ import grpc
 import psutil
 import pytest
 from command_lines import CLEAN_TIMEOUT_S, ROOT, STEP_TIMEOUT_S, Commands, one_line_error, wait_until
-from conftest import DEMO, RunningServer, expert_server
+from conftest import DEMO, StartServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from moeoffload.config.settings import HostSettings
-from moeoffload.control import same_user
+from moeoffload.config import Address, HostSettings
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import TOKEN_KEY, HostCredentials
-from moeoffload.control.same_user import split_peer, uid_of_peer
+from moeoffload.control.protocol import MAX_CONNECTIONS
+from moeoffload.control.user_token import UserToken, new_token, user_tokens
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
-from moeoffload.errors import ServerError
+from moeoffload.errors import ServerError, SystemLimitError
 from security.conftest import Site, secret_file
 
 NOBODY = 65534
@@ -64,34 +65,30 @@ def test_a_wrong_token_ends_the_command_with_one_line(site: Site, commands: Comm
 
 
 @pytest.mark.parametrize(
-    ("changes", "told", "logged"),
+    ("changes", "told"),
     [
-        (lambda site: {"token_file": None}, "it showed no token", "it showed no token"),
-        (lambda site: {"tls_ca": site.strange_keys / "ca.pem"}, "not one that --tls-ca vouches for", "not accept this"),
-        (lambda site: {"tls_cert": None, "tls_key": None}, "give --tls-cert and --tls-key", "it showed no certificate"),
+        (lambda site: {"token_file": None}, "it showed no token"),
+        (lambda site: {"tls_ca": site.strange_keys / "ca.pem"}, "not one that --tls-ca vouches for"),
+        (lambda site: {"tls_cert": None, "tls_key": None}, "give --tls-cert and --tls-key"),
         (
             lambda site: {"tls_cert": site.strange_keys / "host.pem", "tls_key": site.strange_keys / "host.key"},
             "does not accept this host's --tls-cert",
-            "its certificate is not accepted",
         ),
-        (
-            lambda site: {"tls_ca": None, "tls_cert": None, "tls_key": None},
-            "it speaks TLS; give --tls-ca",
-            "it does not speak TLS",
-        ),
+        (lambda site: {"tls_ca": None, "tls_cert": None, "tls_key": None}, "it speaks TLS; give --tls-ca"),
     ],
     ids=["no token", "wrong CA", "no certificate", "certificate of a stranger", "no TLS"],
 )
-def test_who_lacks_something_is_refused(
-    site: Site, changes: Callable[[Site], dict[str, Any]], told: str, logged: str
+def test_a_host_that_lacks_something_is_refused(
+    site: Site, changes: Callable[[Site], dict[str, Any]], told: str
 ) -> None:
     started = monotonic()
-    with site.refused(logged), contextlib.closing(site.client(**changes(site))) as client:
+    with contextlib.closing(site.client(**changes(site))) as client:
         with pytest.raises(ServerError, match=told) as caught:
             _reach(client)
         assert monotonic() - started < STEP_TIMEOUT_S / 2, "the reason is found long before the deadline"
         assert "\n" not in str(caught.value)
         site.check_no_secret(str(caught.value))
+    site.check_no_secret(site.server.log_text)
 
 
 def _reach(client: ControlClient) -> None:
@@ -129,31 +126,29 @@ def tls_channel(site: Site) -> grpc.Channel:
     return grpc.secure_channel(site.server.address, grpc.ssl_channel_credentials(*(f.read_bytes() for f in files)))
 
 
-def test_nobody_gets_around_tls(site: Site) -> None:
-    front = int(site.server.address.rpartition(":")[2])
-    token = site.token_file.read_text().strip()
-    listening = psutil.Process(site.server.process.pid).net_connections("tcp")
-    ports = {c.laddr.port for c in listening if c.status == psutil.CONN_LISTEN} - {front}
-    refused = 0
-    for port in ports:  # gRPC's own, and the stream port, which does not speak gRPC at all
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = pb_grpc.ExpertServiceStub(channel)  # type: ignore[no-untyped-call]
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.Describe(pb.DescribeRequest(), metadata=[(TOKEN_KEY, token)], timeout=2)
-            refused += "around TLS" in str(caught.value)
-    assert refused == 1
-
-
 def test_half_open_and_senseless_connections_do_no_harm(site: Site) -> None:
     host, _, port = site.server.address.rpartition(":")
     with contextlib.ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(socket.create_connection((host, int(port)), STEP_TIMEOUT_S))
         plain = stack.enter_context(socket.create_connection((host, int(port)), STEP_TIMEOUT_S))
-        with site.refused("it does not speak TLS"), contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError):
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
             while plain.recv(1000):
                 pass
+        site.n_refused()
+
+
+def test_more_connections_than_allowed_are_closed_and_later_ones_are_served(site: Site) -> None:
+    host, _, port = site.server.address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(MAX_CONNECTIONS + 20)]
+
+        def n_closed() -> int:
+            return sum(select.select([each], [], [], 0)[0] != [] and each.recv(1) == b"" for each in idle)
+
+        wait_until(lambda: n_closed() >= 20, "the end of those too many", CLEAN_TIMEOUT_S)
+    site.n_refused()
 
 
 def test_a_host_that_is_killed_behind_tls_frees_its_lease(site: Site) -> None:
@@ -161,7 +156,7 @@ def test_a_host_that_is_killed_behind_tls_frees_its_lease(site: Site) -> None:
         "import sys, time\n"
         "from moeoffload.control.client import ControlClient\n"
         "from moeoffload.control.credentials import HostCredentials\n"
-        "from moeoffload.config.settings import HostSettings\n"
+        "from moeoffload.config import Address, HostSettings\n"
         "settings = HostSettings.load(dict(word.split('=', 1) for word in sys.argv[1:]))\n"
         "lease = ControlClient(settings.experts[0], HostCredentials.of(settings)).attach(60)\n"
         "print('attached', flush=True)\n"
@@ -183,7 +178,7 @@ def test_connections_through_tls_leave_nothing_behind(site: Site) -> None:
     def use(n_hosts: int) -> None:
         for _ in range(n_hosts):
             with contextlib.closing(site.client()) as client:
-                # As much as a message may hold comes through in many pieces, and the front waits for the slow side.
+                # As much as a message may hold comes through in many pieces, and the server waits for the slow side.
                 client.describe(STEP_TIMEOUT_S, model_digest="x" * (3 << 20))
 
     use(2)
@@ -202,7 +197,7 @@ def test_a_host_with_tls_is_told_of_a_server_without(three_servers: list[str], s
 
 
 @as_root
-def test_loopback_without_credentials_is_for_the_same_user_only(tmp_path: Path) -> None:
+def test_loopback_without_credentials_is_for_the_same_user_only(three_servers: list[str]) -> None:
     code = (
         "import os, sys\n"
         "from moeoffload.control.client import ControlClient\n"
@@ -210,90 +205,83 @@ def test_loopback_without_credentials_is_for_the_same_user_only(tmp_path: Path) 
         "print(ControlClient(sys.argv[1]).describe(20).server_version)\n"
     )
 
-    def as_user(server: RunningServer, uid: int) -> str:
-        command = [sys.executable, "-c", code, server.address, str(uid)]
+    def as_user(uid: int) -> str:
+        command = [sys.executable, "-c", code, three_servers[0], str(uid)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=STEP_TIMEOUT_S)
         return done.stdout + done.stderr
 
-    with expert_server(tmp_path) as server:
-        assert f"it runs as user id {NOBODY}" in as_user(server, NOBODY)
-        assert f"it runs as user id {NOBODY}" in server.log_text
-        assert "Error" not in as_user(server, 0)
+    refusal = as_user(NOBODY)
+    assert "this host was refused: it showed no token; this server wants the one in /" in refusal
+    assert "--token-file or --client-ca" in refusal
+    assert "Error" not in as_user(0)
 
 
-@pytest.fixture(params=["asked", "looked through"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How users are found: the kernel is asked, or its tables are looked through."""
-    assert same_user._kernel_answers()
-    monkeypatch.setattr(same_user, "_kernel_answers", lambda: request.param == "asked")
-    return str(request.param)
+def test_a_server_for_its_own_user_wants_the_token_of_this_start(start_server: StartServer) -> None:
+    server = start_server()
+    place = Address.parse(server.address)
+    (token,) = user_tokens(place.host, place.port)
+
+    def shows(*tokens: str) -> str:
+        with grpc.insecure_channel(server.address) as channel, contextlib.suppress(grpc.RpcError):
+            stub = pb_grpc.ExpertServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub.Describe(pb.DescribeRequest(), metadata=[(TOKEN_KEY, each) for each in tokens], timeout=STEP_TIMEOUT_S)
+            return "served"
+        return "refused"
+
+    assert [shows(), shows("x" * 64), shows(token), shows("x" * 64, token)] == [
+        "refused",
+        "refused",
+        "served",
+        "served",
+    ]
+    assert token not in server.log_text
+    wait_until(lambda: "it showed no token" in server.log_text, "the refusal in the log", CLEAN_TIMEOUT_S)
+    server.process.terminate()
+    server.process.wait(STEP_TIMEOUT_S)
+    assert user_tokens(place.host, place.port) == [], "the file goes with its server"
+
+
+def test_tokens_are_secret_and_replace_those_of_servers_that_were_killed(folder: Path) -> None:
+    killed = UserToken.write("127.0.0.1", 5, new_token())
+    mine = UserToken.write("localhost", 5, token := new_token())
+    assert mine.path == killed.path
+    assert (mine.path.stat().st_mode & 0o777, mine.path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert user_tokens("127.0.0.1", 5) == user_tokens("localhost", 5) == [token]
+    assert user_tokens("127.0.0.2", 5) == user_tokens("127.0.0.1", 6) == user_tokens("::1", 5) == []
+    killed.remove()
+    assert user_tokens("127.0.0.1", 5) == [token], "only a server's own token is removed"
+    mine.remove()
+    assert list(mine.path.parent.iterdir()) == []
+
+
+def test_tokens_that_others_could_have_left_are_not_used(folder: Path) -> None:
+    path = UserToken.write("127.0.0.1", 5, new_token()).path
+    path.chmod(0o640)
+    assert user_tokens("127.0.0.1", 5) == []
+    path.unlink()
+    path.symlink_to(secret_file(folder / "elsewhere", "0" * 64))
+    assert user_tokens("127.0.0.1", 5) == []
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    assert user_tokens("127.0.0.1", 5) == []
+    path.unlink()
+    path.parent.chmod(0o755)
+    with pytest.raises(SystemLimitError, match="XDG_RUNTIME_DIR"):
+        UserToken.write("127.0.0.1", 5, new_token())
 
 
 @as_root
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize(
-    ("listens", "calls"),
-    [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("127.0.0.1", "::ffff:127.0.0.1"), ("127.0.0.7", "127.0.0.7")],
-)
-def test_the_user_at_the_other_end_is_known(listens: str, calls: str) -> None:
-    kind = socket.AF_INET6 if ":" in listens else socket.AF_INET
-    with socket.create_server((listens, 0), family=kind) as server:
-        own = server.getsockname()[1]
-        code = f"exec 3<>/dev/tcp/{calls}/{own}; read -u 3"
-        process = subprocess.Popen(["bash", "-c", code], user=NOBODY, stdin=subprocess.DEVNULL)
-        connection, peer = server.accept()
-        assert uid_of_peer(peer[0], peer[1], listens, own) == NOBODY
-        if listens in ("127.0.0.1", "::1"):
-            assert uid_of_peer(peer[0], peer[1], "localhost", own) == NOBODY
-        assert uid_of_peer(peer[0], peer[1], listens, own + 1) is None
-        assert uid_of_peer(peer[0], peer[1] + 1, listens, own) is None
-        connection.close()
-        process.wait(STEP_TIMEOUT_S)
+def test_a_folder_of_another_user_is_not_used(folder: Path) -> None:
+    token = UserToken.write("127.0.0.1", 5, new_token())
+    os.chown(token.path.parent, NOBODY, -1)
+    assert user_tokens("127.0.0.1", 5) == []
+    with pytest.raises(SystemLimitError, match="belong to somebody else"):
+        UserToken.write("127.0.0.1", 5, new_token())
 
 
-@pytest.mark.usefixtures("kernel")
-def test_a_connection_that_its_process_has_left_is_nobodys() -> None:
-    # The kernel says that such a socket belongs to root.
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        own = server.getsockname()[1]
-        caller = socket.create_connection(("127.0.0.1", own))
-        connection, peer = server.accept()
-        assert uid_of_peer(peer[0], peer[1], "127.0.0.1", own) == os.geteuid()
-        caller.close()
-        assert uid_of_peer(peer[0], peer[1], "127.0.0.1", own) is None
-        connection.close()
-
-
-@pytest.mark.usefixtures("kernel")
-def test_a_connection_to_somebody_else_is_not_taken_for_one_to_us() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as ours:
-        own = ours.getsockname()[1]
-        with socket.create_server(("127.0.0.2", own)) as theirs, socket.socket() as first, socket.socket() as second:
-            for caller, server in ((first, ours), (second, theirs)):
-                caller.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                caller.bind(("127.0.0.1", 0 if caller is first else first.getsockname()[1]))
-                caller.connect(server.getsockname())
-            port = first.getsockname()[1]
-            assert uid_of_peer("127.0.0.1", port, "127.0.0.1", own) == os.geteuid()
-            first.close()
-            assert uid_of_peer("127.0.0.1", port, "127.0.0.1", own) is None
-            assert uid_of_peer("127.0.0.1", port, "127.0.0.2", own) == os.geteuid()
-
-
-@pytest.mark.usefixtures("kernel")
-def test_a_connection_that_nobody_has_accepted_is_nobodys() -> None:
-    # Older kernels say that it belongs to root.
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)) as caller:
-            own = caller.getsockname()[1]
-            assert uid_of_peer("127.0.0.1", port, "127.0.0.1", own) is None
-            accepted, _ = server.accept()
-            assert uid_of_peer("127.0.0.1", port, "127.0.0.1", own) == os.geteuid()
-            accepted.close()
-
-
-def test_peers_are_read_as_grpc_writes_them() -> None:
-    assert split_peer("ipv4:127.0.0.1:40000") == ("127.0.0.1", 40000)
-    assert split_peer("ipv6:%5B::1%5D:40000") == ("::1", 40000)
-    assert split_peer("unix:/tmp/socket") is None
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, where there is no runtime folder."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path

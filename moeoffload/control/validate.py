@@ -20,7 +20,7 @@ MAX_PARAMETER: Final = 1024
 _MAX_CALL_S: Final = 3600.0
 
 
-def tidy(message: Message, limit: int = MAX_NAME) -> None:
+def clean_texts(message: Message, limit: int = MAX_NAME) -> None:
     """Makes every text of ``message`` (not of messages in it) one printable line of at most ``limit`` characters."""
     for field, value in message.ListFields():
         if field.type == field.TYPE_STRING and not field.is_repeated:

@@ -1,0 +1,83 @@
+"""How a refusal becomes a gRPC status on the server, and an error with one readable line on the host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Final, NoReturn
+
+import grpc
+
+from moeoffload.errors import (
+    BusyError,
+    CapacityError,
+    DeadlineError,
+    MoeOffloadError,
+    ProtocolError,
+    ServerError,
+    SystemLimitError,
+)
+from moeoffload.text import one_line
+
+RETRY_AFTER: Final = "retry-after-ms"
+"""Trailing metadata of a refusal that is only for now."""
+MOST_RETRY_AFTER_S: Final = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+def refusal_of(error: Exception) -> MoeOffloadError:
+    """What a host is told when ``error`` was raised for it: one made on purpose, a limit of the system, or a bug."""
+    if isinstance(error, MoeOffloadError):
+        return error
+    if (limit := SystemLimitError.from_exception(error)) is not None:
+        logger.error("a call failed: %s", limit)
+        return limit
+    logger.error("a call failed", exc_info=error)
+    return ServerError(f"the server failed ({type(error).__name__}); its log says more")
+
+
+async def abort(
+    context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+    error: Exception,
+) -> NoReturn:
+    """Ends a call with the status of ``error`` and one line of text, and says when to try again if that can help."""
+    refusal = refusal_of(error)
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    metadata: tuple[tuple[str, str], ...] = ()
+    if isinstance(refusal, CapacityError):
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    elif isinstance(refusal, ProtocolError):
+        code = grpc.StatusCode.INVALID_ARGUMENT
+    if isinstance(refusal, BusyError):
+        metadata = ((RETRY_AFTER, str(int(refusal.retry_after_s * 1000))),)
+    await context.abort(code, one_line(str(refusal)), metadata)
+
+
+def error_of(error: grpc.RpcError, address: str, step: str) -> ServerError:
+    """The error of a host whose call ``step`` on the server at ``address`` ended with ``error``."""
+    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    details = one_line((error.details() if isinstance(error, grpc.Call) else None) or code.name)
+    where = f"expert server {address}"
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(f"{where}: no answer to {step} in time")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return ServerError(f"{where}: something answers there, but it is not a moeoffload expert server")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return ServerError(f"{where}: connection lost during {step}; is moeoffload-expert still running there?")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        retry_after_s = _retry_after_s(error)
+        text = f"{where}: {details}"
+        return CapacityError(text) if retry_after_s is None else BusyError(text, retry_after_s)
+    return ServerError(f"{where}: {details}")
+
+
+def _retry_after_s(error: grpc.RpcError) -> float | None:
+    """When the server says that it may have room again, in seconds; None if it does not say."""
+    metadata: Iterable[tuple[str, str | bytes]] = (
+        error.trailing_metadata() if isinstance(error, grpc.Call) else ()
+    ) or ()
+    for name, value in metadata:
+        if name == RETRY_AFTER and isinstance(value, str) and value.isascii() and value.isdigit():
+            return min(int(value[:9]) / 1000, MOST_RETRY_AFTER_S)
+    return None

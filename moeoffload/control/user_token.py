@@ -1,0 +1,116 @@
+"""The token of a server that is for its own user: a file that only this user can read, one per listening address.
+
+The server makes it; hosts of the same user on this machine find it by the address that they call. It lies in
+``$XDG_RUNTIME_DIR/moeoffload`` (or ``/run/user/UID/moeoffload``), else in ``moeoffload-UID`` of the folder for
+temporary files. Folders and files that others own or can read are not used.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from moeoffload.errors import SystemLimitError
+
+_MOST_BYTES: Final = 256
+
+
+class UserToken:
+    """The file of a server that listens at ``host``:``port``. Made by `write`; `remove` it at the end."""
+
+    def __init__(self, path: Path, token: str) -> None:
+        self.path = path
+        self._token = token
+
+    @classmethod
+    def write(cls, host: str, port: int, token: str) -> UserToken:
+        """Replaces what an earlier server at this address has left.
+
+        Raises:
+            SystemLimitError: there is no folder that is this user's alone.
+        """
+        for folder in _folders():
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+            except OSError:
+                continue
+            if not _is_own(os.lstat(folder), stat.S_ISDIR):
+                continue
+            path = folder / _name(host, port)
+            scratch = folder / f".{path.name}.{os.getpid()}"
+            descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(token)
+            scratch.replace(path)
+            return cls(path, token)
+        raise SystemLimitError(
+            f"no folder for the token of this user's hosts: {' and '.join(map(str, _folders()))} cannot be made or "
+            "belong to somebody else; set XDG_RUNTIME_DIR to a folder of your own, or give --token-file"
+        )
+
+    def remove(self) -> None:
+        """Deletes the file, unless another server at this address has replaced it. Idempotent."""
+        if _read(self.path) == self._token:
+            self.path.unlink(missing_ok=True)
+
+
+def user_tokens(host: str, port: int) -> list[str]:
+    """What a host of this user shows to a server at the loopback address ``host``:``port``; most often one token."""
+    found = []
+    for folder in _folders():
+        try:
+            own = _is_own(os.lstat(folder), stat.S_ISDIR)
+        except OSError:
+            continue
+        token = _read(folder / _name(host, port)) if own else None
+        if token:
+            found.append(token)
+    return found
+
+
+def new_token() -> str:
+    """256 random bits."""
+    return secrets.token_hex(32)
+
+
+def _name(host: str, port: int) -> str:
+    return f"{numeric_loopback(host)}-{port}.token"
+
+
+def numeric_loopback(host: str) -> str:
+    """``host``, with localhost as one address: a token is never shown to who listens on the other one."""
+    return "127.0.0.1" if host == "localhost" else host
+
+
+def _folders() -> list[Path]:
+    """Where tokens may lie; the first that can be used is written to, all are read: settings of two shells differ."""
+    uid = os.geteuid()
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}")
+    fallback = Path(tempfile.gettempdir()) / f"moeoffload-{uid}"
+    try:
+        own = runtime.is_absolute() and runtime.stat().st_uid == uid
+    except OSError:
+        own = False
+    return [runtime / "moeoffload", fallback] if own else [fallback]
+
+
+def _is_own(status: os.stat_result, is_kind: object) -> bool:
+    assert callable(is_kind)
+    return bool(is_kind(status.st_mode)) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def _read(path: Path) -> str | None:
+    """The token in ``path``; None if there is none, or one that somebody else could have written or read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        if not _is_own(os.fstat(descriptor), stat.S_ISREG):
+            return None
+        token = file.read(_MOST_BYTES).decode("ascii", "replace").strip()
+    return token if token.isalnum() else None
