@@ -366,11 +366,6 @@ class ExpertServerSettings(ServerSecuritySettings, CommonSettings):
         Field(ge=0, le=65535, description="The TCP port of the stream transport, beside that of --listen."),
         Setting(default_means="a free one, which hosts are told", panel=Panel.CHANNEL),
     ] = 0
-    lane_port: Annotated[
-        int,
-        Field(ge=0, le=65535, description="The TCP port by which small frames of the stream take a short cut."),
-        Setting(default_means="a free one, which hosts are told", panel=Panel.CHANNEL),
-    ] = 0
     coalesce: Annotated[
         bool,
         Field(description="Requests that wait for the same experts, of all hosts, are computed as one batch."),

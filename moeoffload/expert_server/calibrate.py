@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -18,7 +18,8 @@ SIZES: Final = (1, 4, 16, 64, 256)
 REPEATS: Final = 5
 # Large calls are timed less often: their times spread less, and loading should stay short.
 LONG_S: Final = 0.1
-PAUSE_S: Final = 2e-3
+SLICE_S: Final = 1e-3
+"""How long other hosts' small requests wait for a slice of a long call, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,20 @@ class Pace:
         return max(0.0, factor * best * n_routes - took_s)
 
 
+def slices(
+    experts: LayerKernels,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    workspace: KernelWorkspace | None = None,
+) -> Iterator[None]:
+    """A kernel call in slices, with the same bits; see `LayerKernels.__call__`."""
+    if hasattr(experts, "in_slices"):
+        return iter(experts.in_slices(rows, slots, weights, out, workspace))
+    return experts.in_steps(rows, slots, weights, out, lambda: SLICE_S, workspace)
+
+
 def time_layer(
     kernels: LayerKernels,
     top_k: int,
@@ -110,7 +125,7 @@ def time_layer(
             if pause is None:
                 kernels(rows, slots, weights, out, workspace)
             else:
-                for _ in kernels.in_steps(rows, slots, weights, out, lambda: PAUSE_S, workspace):
+                for _ in slices(kernels, rows, slots, weights, out, workspace):
                     started += pause()
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
