@@ -241,5 +241,5 @@ def _open_channel(
         if not reason:
             shared = channel_offer.transport == "shared"
             reason = "both on this machine" if shared else f"the server offers {channel_offer.transport} only"
-        return opened, f"{reason}; {opened.remark}" if opened.remark else reason
+        return opened, reason
     raise ServerError(f"expert server {candidate.address}: {last or 'it offered no channel'}")
