@@ -37,7 +37,7 @@ proto: $(STAMP)
 	$(BIN)/python -m moeoffload.control.generate
 
 docs: $(STAMP)
-	$(BIN)/python -m moeoffload.config.settings > docs/settings.md
+	$(BIN)/python -m moeoffload.config.page > docs/settings.md
 
 # torch first and alone: its CPU build is chosen by the pinned version, which a range from another package would undo.
 $(STAMP): constraints.txt pyproject.toml setup.py $(NATIVE_SOURCES)

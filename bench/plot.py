@@ -1,39 +1,46 @@
-"""Turns results into charts and tables: ``python bench/plot.py``, or ``--markdown`` for the tables alone.
+"""Turns results into pages: ``python bench/plot.py``, or ``--markdown`` without charts.
 
-Every JSON file of bench/results/ that a benchmark wrote becomes docs/images/NAME.png, if there is a chart for its
-benchmark, and the tables between the markers ``<!-- measured: NAME -->`` and ``<!-- end: NAME -->`` of
-docs/performance.md, where NAME is the file's name without ending.
+Every JSON file of bench/results that a benchmark wrote becomes bench/results/NAME.md with its tables and, if there is a
+chart for its benchmark, docs/images/NAME.png. Between the markers ``<!-- figure: NAME -->`` and ``<!-- end -->`` of the
+documentation stands the result's one line, see `headlines`. So no figure of a page is typed.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from tables import insert, markdown, marked
+from headlines import headline
+from tables import markdown
 
 ROOT = Path(__file__).parents[1]
+MARKED = re.compile(r"<!-- figure: (\S+) -->.*?<!-- end -->", re.DOTALL)
 
 
 def main(
-    markdown_only: Annotated[
-        bool, typer.Option("--markdown", help="Write the tables into the page, no charts.")
-    ] = False,
+    markdown_only: Annotated[bool, typer.Option("--markdown", help="Write the pages, no charts.")] = False,
     results: Path = ROOT / "bench" / "results",
-    page: Path = ROOT / "docs" / "performance.md",
+    docs: Path = ROOT / "docs",
     images: Path = ROOT / "docs" / "images",
 ) -> None:
-    """Write charts and tables of all results."""
+    """Write the pages of all results, and their lines into the documentation."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
-    text = page.read_text()
-    for name in marked(text):
-        if name in found:
-            text = insert(text, name, markdown(found[name]))
-    page.write_text(text)
-    for name in sorted(found.keys() ^ set(marked(text))):
-        typer.echo(f"{name}: {'has no place in the page' if name in found else 'has no result yet'}", err=True)
+    for name, result in found.items():
+        (results / f"{name}.md").write_text(f"# {name}\n\n{markdown(result)}\n")
+
+    def quoted(marker: re.Match[str]) -> str:
+        name = marker[1]
+        if name not in found:
+            typer.echo(f"{name}: has no result yet", err=True)
+            return marker[0]
+        return f"<!-- figure: {name} -->{headline(found[name])}<!-- end -->"
+
+    for page in sorted(docs.glob("*.md")):
+        text = page.read_text()
+        page.write_text(MARKED.sub(quoted, text))
     if markdown_only:
         return
     try:

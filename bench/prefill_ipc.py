@@ -16,10 +16,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from local_model import load_local
 from rich.console import Console
 from rich.table import Table
 from servers import Spread, copy_bandwidth, cores, expert_server, machine, write_json
-from transformers import AutoModelForCausalLM
 
 from moeoffload import OffloadedModel, open_model
 
@@ -59,13 +59,18 @@ def repeat(model: Any, prompt: torch.Tensor, completion: int, repeats: int) -> t
     return Spread.of([prefill for prefill, _ in runs]), Spread.of([decode for _, decode in runs])
 
 
-def prefill_counts(offloaded: OffloadedModel, prompt: torch.Tensor) -> tuple[int, int, int]:
-    """Calls, bytes out and bytes back of one prefill of ``prompt``."""
-    offloaded.recorder.reset()
-    with torch.inference_mode():
-        offloaded.model(prompt, use_cache=False, logits_to_keep=1)
+def repeat_and_count(
+    offloaded: OffloadedModel, prompt: torch.Tensor, completion: int, repeats: int
+) -> tuple[Spread, Spread, tuple[int, int, int]]:
+    """As `repeat`, and the calls, bytes out and bytes back of one of the prefills that were timed."""
+    timed_generate(offloaded.model, prompt, 2)
+    runs = []
+    for _ in range(repeats):
+        offloaded.recorder.reset()
+        runs.append(timed_generate(offloaded.model, prompt, completion))
     phase = offloaded.report().phases["prefill"]
-    return phase["calls"], phase["bytes_out"], phase["bytes_back"]
+    counts = phase["calls"], phase["bytes_out"], phase["bytes_back"]
+    return Spread.of([prefill for prefill, _ in runs]), Spread.of([decode for _, decode in runs]), counts
 
 
 def main(
@@ -91,7 +96,7 @@ def main(
     console.print(f"{about['cpu']}, host on core {host_core}, server on core {server_core}, torch {about['torch']}")
     bandwidth = copy_bandwidth()
 
-    local = AutoModelForCausalLM.from_pretrained(model, experts_implementation="grouped_mm").eval()
+    local = load_local(Path(model))
     prompt = torch.randint(
         5, local.config.get_text_config().vocab_size, (1, prompt_tokens), generator=torch.manual_seed(0)
     )
@@ -112,8 +117,7 @@ def main(
                 hot_slice=hot_slice,
                 device="cpu",
             ) as offloaded:
-                prefill, decode = repeat(offloaded.model, prompt, completion, repeats)
-                calls, out, back = prefill_counts(offloaded, prompt)
+                prefill, decode, (calls, out, back) = repeat_and_count(offloaded, prompt, completion, repeats)
             reference = [row for row in rows if (row.mode, row.transport, row.dtype) == ("stream", transport, dtype)]
             change = 100 * (prefill.median / reference[0].prefill_s.median - 1) if reference else None
             limit = (out + back) / bandwidth

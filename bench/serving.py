@@ -34,8 +34,9 @@ from servers import Spread, cores, expert_server, machine, write_json
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from moeoffload import OffloadedModel, open_model
+from moeoffload.config.serve import PingPongChoice
 from moeoffload.host.generate import PreparedPrompt, generate
-from moeoffload.serve.engine import PingPongChoice, ServingEngine
+from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import Progress, SamplingOptions
 
 PROMPT = 32

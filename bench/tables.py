@@ -1,8 +1,7 @@
-"""Results of benchmarks as Markdown tables, and the pages that they go into."""
+"""Results of benchmarks as Markdown tables."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -179,17 +178,6 @@ def markdown(result: Result) -> str:
     rows = result["rows"]
     tables = COLUMNS.get(result["benchmark"]) or [_plain_columns(rows[0])]
     return "\n\n".join([caption, *(_table(columns, rows) for columns in tables)])
-
-
-def insert(page: str, name: str, text: str) -> str:
-    """``page`` with ``text`` between the markers of ``name``; unchanged if it has none."""
-    pattern = rf"(<!-- measured: {re.escape(name)} -->\n).*?(<!-- end: {re.escape(name)} -->)"
-    return re.sub(pattern, lambda found: f"{found[1]}{text}\n{found[2]}", page, flags=re.DOTALL)
-
-
-def marked(page: str) -> list[str]:
-    """Names of all markers of ``page``."""
-    return re.findall(r"<!-- measured: (\S+) -->", page)
 
 
 def _table(columns: dict[str, Cell], rows: list[dict[str, Any]]) -> str:

@@ -13,29 +13,30 @@ CHECKPOINT = ROOT / "examples" / "demo" / "checkpoint"
 PROMPTS = ("add 17 25 =", "reverse planet =", "sort kitchen =", "count e in freeze =")
 
 
-def start_server(*options: str) -> tuple[subprocess.Popen[str], str]:
-    """Starts one ``moeoffload-expert`` on a free port; returns the process and its address."""
+def start_server(*options: str) -> subprocess.Popen[str]:
+    """Starts one ``moeoffload-expert`` on a free port."""
     command = [str(BIN / "moeoffload-expert"), "--listen", "127.0.0.1:0", "--device", "cpu", "--memory-gib", "1"]
     command += ["--threads", "1", "--log-level", "warning", *options]
     print("$", " ".join(["moeoffload-expert", *command[1:]]), file=sys.stderr)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    ready = re.search(r"ready on (\S+)", process.stdout.readline())
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def address_of(server: subprocess.Popen[str]) -> str:
+    """Waits until a server has said where it listens."""
+    assert server.stdout is not None
+    ready = re.search(r"ready on (\S+)", server.stdout.readline())
     if ready is None:
-        process.wait()
         raise SystemExit("the expert server did not start")
-    return process, ready.group(1)
+    return ready.group(1)
 
 
 def main() -> int:
     """Runs the demo; returns the host's exit code."""
     servers: list[subprocess.Popen[str]] = []
     try:
-        addresses = []
         for options in ((), ("--transport", "stream")):
-            process, address = start_server(*options)
-            servers.append(process)
-            addresses.append(address)
+            servers.append(start_server(*options))
+        addresses = [address_of(server) for server in servers]
         command = [str(BIN / "moeoffload"), "run", str(CHECKPOINT), "--experts", ",".join(addresses), "--threads", "1"]
         for prompt in PROMPTS:
             command += ["--prompt", prompt]

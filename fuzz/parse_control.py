@@ -18,7 +18,7 @@ from synthetic import write_tiny
 from transformers.utils import logging as transformers_logging
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config.settings import Address, ExpertServerSettings
+from moeoffload.config import Address, ExpertServerSettings
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.service import ExpertServicer
 from moeoffload.control.status import abort

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from moeoffload.config.values import (
     Address,
-    check_file_to_read,
-    check_file_to_write,
-    check_folder,
+    FileToRead,
+    FileToWrite,
+    FolderToFill,
     read_addresses,
     read_device,
     read_listen,
@@ -18,15 +20,14 @@ from moeoffload.config.values import (
 from moeoffload.errors import SettingError
 from moeoffload.expert_server.calibrate import Pace
 
+_PATHS: tuple[Any, ...] = (FolderToFill, FileToRead, FileToWrite)
 _READERS: tuple[Callable[[str], object], ...] = (
     read_addresses,
     read_listen,
     read_size,
     read_device,
     Pace.parse,
-    lambda text: check_folder(Path(text)),
-    lambda text: check_file_to_write(Path(text)),
-    lambda text: check_file_to_read(Path(text)),
+    *(TypeAdapter(kind).validate_python for kind in _PATHS),
 )
 
 

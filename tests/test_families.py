@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, local_model
 from synthetic import TINY_FAMILIES, Layout, write_tiny
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moeoffload import open_model
+from moeoffload.errors import ModelError
 
 BOUND = 1e-5
 """Largest difference of logits relative to the largest logit, in float32."""
 
 
-def largest_relative_difference(folder: Path, servers: list[str]) -> float:
+def largest_relative_difference(folder: Path, servers: list[str], **options: Any) -> float:
     """Of the logits of a prompt and of one decode step, offloaded against local."""
     prompt = torch.randint(3, 300, (1, 50), generator=torch.manual_seed(5))
     local = local_model(folder, dtype=torch.float32)
-    with open_model(folder, experts=servers, model_dtype="f32", device="cpu") as offloaded, torch.inference_mode():
+    with (
+        open_model(folder, experts=servers, model_dtype="f32", device="cpu", **options) as offloaded,
+        torch.inference_mode(),
+    ):
         assert all(link.info.n_experts for link in offloaded.links)
         worst = 0.0
         cache, local_cache = None, None
@@ -41,6 +47,34 @@ def test_a_family_gives_the_logits_of_a_local_run(
 ) -> None:
     write_tiny(family, tmp_path, layout=layout, shard_bytes=shard_bytes)
     assert largest_relative_difference(tmp_path, three_servers[:2]) <= BOUND
+
+
+@pytest.mark.parametrize("local_gib", [0.0, 1e-4])
+def test_a_router_that_chooses_fewer_experts_than_the_config_says(
+    three_servers: list[str], tmp_path: Path, local_gib: float
+) -> None:
+    """Phimoe's always chooses two."""
+    config = AutoConfig.for_model(
+        "phimoe", vocab_size=320, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=4, max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(6)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    assert largest_relative_difference(tmp_path, three_servers[:2], local_experts_gib=local_gib) <= BOUND
+
+
+@pytest.mark.parametrize(("family", "words"), [("qwen3_moe", "there is no tokenizer"), ("mixtral", "cannot be read")])
+def test_a_folder_without_a_tokenizer_is_used_without_one(
+    three_servers: list[str], tmp_path: Path, family: str, words: str
+) -> None:
+    write_tiny(family, tmp_path)
+    for path in tmp_path.glob("token*"):
+        path.unlink()
+    assert largest_relative_difference(tmp_path, three_servers[:1]) <= BOUND
+    missing = pytest.raises(ModelError, match=words)
+    with open_model(tmp_path, experts=three_servers[:1], device="cpu") as offloaded, missing:
+        _ = offloaded.tokenizer
 
 
 def test_the_documented_families_are_the_tested_ones() -> None:

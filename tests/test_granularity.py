@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeoffload.config.settings import Mode, Pipeline
+from moeoffload.config import Mode, Pipeline
 from moeoffload.host.granularity import (
     CHUNK_ROWS,
     LEAST_CHUNK_ROWS,

@@ -1,20 +1,22 @@
-"""By what speeds experts are placed: about even work, less for a slow server where single rows would wait for it."""
+"""By what speeds experts are placed: equal for equal servers, whatever the noise; less for a slow server."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from moeoffload.host.speeds import MOST_TO_MEAN, Timings, placement_speeds
+from moeoffload.host.calibration import MOST_ROUNDS, measure
+from moeoffload.host.speeds import EQUAL, MOST_TO_MEAN, Timings, placement_speeds, slowness
+from moeoffload.placement import MemoryOffer, place_experts
 
 TOP_K = 8
+SIZES = {1: 1.9e-3, 4: 6e-3, 16: 14e-3, 64: 30e-3, 256: 60e-3}
 
 
 def timings(factor: float) -> Timings:
     """A server that takes ``factor`` times as long as the fast one."""
-    sizes = {1: 1.9e-3, 4: 6e-3, 16: 14e-3, 64: 30e-3, 256: 60e-3}
-    return [(rows, factor * seconds) for rows, seconds in sizes.items()]
+    return [(rows, factor * seconds) for rows, seconds in SIZES.items()]
 
 
 def shares(*factors: float) -> list[float]:
@@ -22,24 +24,43 @@ def shares(*factors: float) -> list[float]:
     return [speed / sum(speeds) for speed in speeds]
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_equal_servers_get_equal_parts(n: int) -> None:
-    assert shares(*[1.0] * n) == pytest.approx([1 / n] * n)
+noise = st.lists(st.floats(0.85, 1.15), min_size=len(SIZES), max_size=len(SIZES))
+
+
+@given(noises=st.lists(noise, min_size=2, max_size=5))
+def test_noise_never_changes_the_placement_of_equal_servers(noises: list[list[float]]) -> None:
+    noisy = [[(rows, s * n) for (rows, s), n in zip(SIZES.items(), each, strict=True)] for each in noises]
+    speeds = placement_speeds(noisy, TOP_K)
+    assert speeds == [1.0] * len(noises)
+    offers = [MemoryOffer(str(number), 10**6) for number in range(len(noises))]
+    assert place_experts([range(128)] * 4, [10] * 4, offers, speeds) == place_experts(
+        [range(128)] * 4, [10] * 4, offers
+    )
+
+
+@given(noises=st.lists(noise, min_size=2, max_size=2), factor=st.sampled_from([2.0, 4.0, 8.0]))
+def test_a_server_of_half_the_speed_is_one_whatever_the_noise_of_each_size(
+    noises: list[list[float]], factor: float
+) -> None:
+    # Independent noise averages out; what is left is far below a step of the scale.
+    even = [[n / (sum(each) / len(each)) for n in each] for each in noises]
+    noisy = [
+        [(rows, f * s * n) for (rows, s), n in zip(SIZES.items(), each, strict=True)]
+        for f, each in zip((1, factor), even, strict=True)
+    ]
+    assert slowness(noisy) == [1.0, factor]
 
 
 @pytest.mark.parametrize("factors", [(1, 4), (4, 1), (1, 1, 4), (1, 4, 4), (1, 1.5, 3), (1, 50)])
 def test_a_slow_server_gets_less_than_its_part_and_stays_about_as_busy(factors: tuple[float, ...]) -> None:
-    parts = shares(*factors)
-    even = [1 / factor / sum(1 / each for each in factors) for factor in factors]
-    slowest, fastest = factors.index(max(factors)), factors.index(min(factors))
+    parts, slow = shares(*factors), slowness([timings(factor) for factor in factors])
+    even = [1 / each / sum(1 / other for other in slow) for each in slow]
+    slowest, fastest = slow.index(max(slow)), slow.index(min(slow))
     assert 0 < parts[slowest] < even[slowest]
     assert parts[fastest] > even[fastest]
-    busy = [part * factor for part, factor in zip(parts, factors, strict=True)]
-    assert max(busy) <= MOST_TO_MEAN * sum(busy) / len(busy) + 1e-9
-
-
-def test_the_order_of_servers_does_not_matter() -> None:
-    assert shares(1, 2, 4) == pytest.approx(list(reversed(shares(4, 2, 1))))
+    busy = [part * factor for part, factor in zip(parts, slow, strict=True)]
+    assert max(busy) <= MOST_TO_MEAN * sum(busy) / len(busy) + 1e-6
+    assert shares(*reversed(factors)) == pytest.approx(parts[::-1])
 
 
 def test_many_routes_need_no_correction() -> None:
@@ -50,12 +71,38 @@ def test_many_routes_need_no_correction() -> None:
     assert slow[0] / slow[1] == pytest.approx(4, rel=0.15)
 
 
-def test_servers_that_were_timed_at_different_sizes_are_compared_at_those_both_have() -> None:
-    small = timings(1)[:3]  # its batch capacity is 16
-    speeds = placement_speeds([small, timings(4)], TOP_K)
-    assert all(math.isfinite(speed) and speed > 0 for speed in speeds)
-    assert speeds[0] > speeds[1]
+def test_only_sizes_that_all_servers_were_timed_at_are_compared() -> None:
+    assert slowness([timings(1)[:3], timings(4)]) == [1, 4]  # the batch capacity of one is 16
+    assert slowness([[(1, 1e-3)], [(4, 8e-3)]]) == [1, 2]
+    assert placement_speeds([[(1, 1e-3)], [(4, 8e-3)]], TOP_K) == pytest.approx([1, 0.5])
 
 
-def test_servers_without_a_common_size_are_compared_by_what_there_is() -> None:
-    assert placement_speeds([[(1, 1e-3)], [(4, 8e-3)]], TOP_K) == pytest.approx([1000, 500])
+class _Busy:
+    """A server whose times are multiplied by what other work on its machine costs; the last factor stays."""
+
+    def __init__(self, *factors: float) -> None:
+        self.factors = list(factors)
+        self.n_rounds = 0
+
+    def __call__(self) -> Timings:
+        self.n_rounds += 1
+        return timings(self.factors[min(self.n_rounds, len(self.factors)) - 1])
+
+
+def test_servers_are_timed_until_two_rounds_agree() -> None:
+    quiet, disturbed = _Busy(1.0), _Busy(3.0, 1.0, 1.1)
+    found, equal = measure([quiet, disturbed], ["a", "b"])
+    assert quiet.n_rounds == disturbed.n_rounds == 3
+    assert found == [timings(1), timings(1)]
+    assert equal == EQUAL
+    calm = [_Busy(1.0), _Busy(4.0, 4.3)]
+    measure(calm, ["a", "b"])
+    assert [server.n_rounds for server in calm] == [2, 2]
+
+
+def test_times_that_never_agree_make_servers_equal_that_differ_by_less(caplog: pytest.LogCaptureFixture) -> None:
+    restless = _Busy(8.0, 4.0, 2.0, 1.0)
+    found, equal = measure([_Busy(0.6), restless], ["a", "b"])
+    assert restless.n_rounds == MOST_ROUNDS
+    assert "vary by a factor of 2.00" in caplog.text
+    assert placement_speeds(found, TOP_K, equal) == [1, 1]

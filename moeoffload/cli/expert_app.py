@@ -16,7 +16,7 @@ import typer
 
 from moeoffload import __version__
 from moeoffload.cli.options import with_settings
-from moeoffload.config.settings import ExpertServerSettings
+from moeoffload.config import ExpertServerSettings
 from moeoffload.logs import log_to
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -14,7 +14,7 @@ from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwin
 from moeoffload.cli.options import with_settings
 from moeoffload.cli.serve_app import serve
 from moeoffload.cli.top_app import top
-from moeoffload.config.settings import HostSettings
+from moeoffload.config import HostSettings
 from moeoffload.errors import PromptError, SettingError
 from moeoffload.logs import log_to
 

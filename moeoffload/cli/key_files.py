@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from moeoffload.config.values import Address
+from moeoffload.config import Address
 from moeoffload.errors import SettingError
 
 VALID: Final = datetime.timedelta(days=730)

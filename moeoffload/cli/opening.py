@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from moeoffload.config.settings import HostSettings
+from moeoffload.config import HostSettings
 
 if TYPE_CHECKING:
     from moeoffload.host.report import Report

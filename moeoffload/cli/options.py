@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from moeoffload.config.sources import SettingInfo, SettingsBase
+from moeoffload.config import SettingInfo, SettingsBase
 from moeoffload.errors import MoeOffloadError, SettingError, SystemLimitError
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it

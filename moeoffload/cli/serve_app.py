@@ -11,7 +11,7 @@ import typer
 
 from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds, write_report
 from moeoffload.cli.options import with_settings
-from moeoffload.config.settings import ServeSettings
+from moeoffload.config import ServeSettings
 from moeoffload.errors import SettingError
 from moeoffload.logs import log_to
 

@@ -1,1 +1,27 @@
-"""Every setting once: one model per program, checked at the edge."""
+"""Every setting once: one model per program, read by pydantic-settings and checked at the edge."""
+
+from moeoffload.config.base import SettingsBase
+from moeoffload.config.describe import SettingInfo
+from moeoffload.config.host import HostSettings, Mode, ModelDtypeChoice, PayloadChoice, Pipeline
+from moeoffload.config.serve import PingPongChoice, ServeSettings
+from moeoffload.config.server import ExpertServerSettings, Kernel
+from moeoffload.config.shared import LogLevel, TransportChoice
+from moeoffload.config.values import Address, is_loopback
+
+__all__ = [
+    "Address",
+    "ExpertServerSettings",
+    "HostSettings",
+    "Kernel",
+    "LogLevel",
+    "Mode",
+    "ModelDtypeChoice",
+    "PayloadChoice",
+    "PingPongChoice",
+    "Pipeline",
+    "ServeSettings",
+    "SettingInfo",
+    "SettingsBase",
+    "TransportChoice",
+    "is_loopback",
+]

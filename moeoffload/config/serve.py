@@ -1,16 +1,24 @@
-"""The settings of the HTTP server: where it listens, whom it lets in, how much it takes on at a time."""
+"""The settings of a host that answers many clients over HTTP."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
-from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
-
-from moeoffload.config.security import SecuritySettings, is_loopback
-from moeoffload.config.sources import Panel, Setting
-from moeoffload.config.values import check_file_to_read, check_secret_file, read_host
+from moeoffload.config.base import Panel, setting
+from moeoffload.config.host import HostSettings
+from moeoffload.config.values import (
+    DaySecondsOrNone,
+    FileToRead,
+    Gib,
+    HostName,
+    Name,
+    Port,
+    PromptTokens,
+    Requests,
+    RequestsOrNone,
+    SecretFile,
+    is_loopback,
+)
 from moeoffload.errors import SettingError
 
 
@@ -22,91 +30,46 @@ class PingPongChoice(StrEnum):
     OFF = "off"
 
 
-class HttpSettings(SecuritySettings):
-    """What `moeoffload.config.settings.ServeSettings` has beside the settings of a host."""
+class ServeSettings(HostSettings):
+    """The settings of a host that answers many clients over HTTP."""
 
-    bind: Annotated[
-        str,
-        BeforeValidator(read_host),
-        Field(description="The name or address of this machine at which to listen for clients."),
-        Setting(allowed="a host name or an address", metavar="HOST", panel=Panel.SERVING),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int,
-        Field(ge=0, le=65535, description="The TCP port at which to listen for clients; 0 picks a free one."),
-        Setting(panel=Panel.SERVING),
-    ] = 8000
-    api_key_file: Annotated[
-        Path | None,
-        AfterValidator(check_secret_file),
-        Field(description="The file that holds the key which clients show (Authorization: Bearer)."),
-        Setting(
-            allowed="a file that only its owner can read (chmod 600)",
-            default_means="no key",
-            metavar="FILE",
-            panel=Panel.SERVING,
-        ),
-    ] = None
-    http_tls_cert: Annotated[
-        Path | None,
-        AfterValidator(check_file_to_read),
-        Field(description="The certificate that clients see, PEM; with it, the server speaks HTTPS."),
-        Setting(allowed="a file that can be read", default_means="no TLS", metavar="FILE", panel=Panel.SERVING),
-    ] = None
-    http_tls_key: Annotated[
-        Path | None,
-        AfterValidator(check_secret_file),
-        Field(description="The private key of that certificate, PEM."),
-        Setting(allowed="a file that only its owner can read (chmod 600)", metavar="FILE", panel=Panel.SERVING),
-    ] = None
-    served_model_name: Annotated[
-        str | None,
-        Field(min_length=1, max_length=200, description="What clients call the model."),
-        Setting(
-            allowed="a text of 1 to 200 characters",
-            default_means="the name of its folder, or its hub id",
-            metavar="NAME",
-            panel=Panel.SERVING,
-        ),
-    ] = None
-    max_running: Annotated[
-        int,
-        Field(ge=1, le=1024, description="The most requests that are computed at a time."),
-        Setting(unit="requests", panel=Panel.SERVING),
-    ] = 32
-    max_waiting: Annotated[
-        int,
-        Field(ge=0, le=65536, description="The most requests that wait for their turn; further ones are refused."),
-        Setting(unit="requests", panel=Panel.SERVING),
-    ] = 64
-    kv_gib: Annotated[
-        float,
-        Field(gt=0, le=65536, description="The memory for keys and values of all requests."),
-        Setting(unit="GiB", panel=Panel.SERVING),
-    ] = 1.0
-    prefill_chunk: Annotated[
-        int,
-        Field(ge=1, le=65536, description="The most tokens of prompts in one step, beside the running requests."),
-        Setting(unit="tokens", panel=Panel.SERVING),
-    ] = 512
-    ping_pong: Annotated[
-        PingPongChoice,
-        Field(description="Two halves of a batch: attention of one while servers compute experts of the other."),
-        Setting(default_means="where it wins", panel=Panel.SERVING),
-    ] = PingPongChoice.AUTO
-    prefix_reuse: Annotated[
-        bool,
-        Field(description="Keys and values of earlier requests are kept for prompts that begin the same."),
-        Setting(panel=Panel.SERVING),
-    ] = True
-    drain_seconds: Annotated[
-        float,
-        Field(ge=0, le=86400, description="The longest wait for running requests when the server is told to stop."),
-        Setting(unit="seconds", panel=Panel.SERVING),
-    ] = 30.0
+    bind: HostName = setting(
+        "127.0.0.1", Panel.SERVING, "The name or address of this machine at which to listen for clients."
+    )
+    port: Port = setting(8000, Panel.SERVING, "The TCP port at which to listen for clients; 0 picks a free one.")
+    api_key_file: SecretFile = setting(
+        None, Panel.SERVING, "The file that holds the key which clients show (Authorization: Bearer).", means="no key"
+    )
+    http_tls_cert: FileToRead = setting(
+        None, Panel.SERVING, "The certificate that clients see, PEM; with it, the server speaks HTTPS.", means="no TLS"
+    )
+    http_tls_key: SecretFile = setting(None, Panel.SERVING, "The private key of that certificate, PEM.")
+    served_model_name: Name = setting(
+        None, Panel.SERVING, "What clients call the model.", means="the name of its folder, or its hub id"
+    )
+    max_running: Requests = setting(32, Panel.SERVING, "The most requests that are computed at a time.")
+    max_waiting: RequestsOrNone = setting(
+        64, Panel.SERVING, "The most requests that wait for their turn; further ones are refused."
+    )
+    kv_gib: Gib = setting(1.0, Panel.SERVING, "The memory for keys and values of all requests.")
+    prefill_chunk: PromptTokens = setting(
+        512, Panel.SERVING, "The most tokens of prompts in one step, beside the running requests."
+    )
+    ping_pong: PingPongChoice = setting(
+        PingPongChoice.AUTO,
+        Panel.SERVING,
+        "Two halves of a batch: attention of one while servers compute experts of the other.",
+        means="where it wins",
+    )
+    prefix_reuse: bool = setting(
+        True, Panel.SERVING, "Keys and values of earlier requests are kept for prompts that begin the same."
+    )
+    drain_seconds: DaySecondsOrNone = setting(
+        30.0, Panel.SERVING, "The longest wait for running requests when the server is told to stop."
+    )
 
     def check_http(self) -> None:
-        """Whether a server with these settings may listen for clients.
+        """Check that a server with these settings may listen for clients.
 
         Raises:
             SettingError: they do not go together, or the server would be open to others.

@@ -1,20 +1,23 @@
-"""Turns what a user wrote for a setting into the value the program works with; ValueError says what is wrong."""
+"""The types of settings: they turn what a user wrote into what the program uses; a ValueError says what is wrong."""
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
+
+from moeoffload.config.describe import Words
 
 _HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _SIZE = re.compile(r"([0-9]+)\s*([KMG])?(?:iB)?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]*))?")
-SMALLEST_SHARED_BYTES = 65536
+_MOST_BYTES = 1 << 40
 
 
 class Address(str):
@@ -101,11 +104,30 @@ def read_size(value: Any) -> Any:
     return int(match[1]) * _SIZE_UNITS[(match[2] or "").lower()]
 
 
-def check_shared_bytes(size: int) -> int:
-    """0, or enough to hold a frame."""
-    if size != 0 and size < SMALLEST_SHARED_BYTES:
-        raise ValueError(f"less than {SMALLEST_SHARED_BYTES} bytes")
-    return size
+def is_loopback(host: str) -> bool:
+    """Whether this name or address never leaves the machine. Names other than localhost are not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_folders(value: Any) -> Any:
+    """Comma-separated text, or several paths, to a tuple of folders that exist, with links followed."""
+    if isinstance(value, str):
+        value = value.split(",")
+    if not isinstance(value, Iterable):
+        return value
+    folders = []
+    for part in value:
+        text = str(part).strip()
+        folder = Path(os.path.realpath(os.path.expanduser(text))) if text and "\0" not in text else None
+        if folder is None or not folder.is_dir():
+            raise ValueError(f"{text!r} is no folder")
+        folders.append(folder)
+    return tuple(folders)
 
 
 def read_device(value: Any) -> Any:
@@ -118,73 +140,106 @@ def read_device(value: Any) -> Any:
     return device
 
 
-def check_folder_to_read(path: Path | None) -> Path | None:
-    """A folder that exists."""
-    if path is None:
-        return None
-    with _path_errors_as_value_errors():
-        path = path.expanduser()
-        if not path.is_dir():
-            raise ValueError(f"{path} is no folder")
-    return path
+def _path(check: Callable[[Path], None]) -> AfterValidator:
+    """``check`` of the path with ~ replaced; a name too long or a folder that may not be entered is a ValueError."""
+
+    def validate(path: Path | None) -> Path | None:
+        try:
+            if path is not None:
+                path = path.expanduser()
+                check(path)
+        except OSError as error:
+            raise ValueError(error.strerror or type(error).__name__) from None
+        except RuntimeError as error:  # ~ of nobody
+            raise ValueError(str(error)) from None
+        return path
+
+    return AfterValidator(validate)
 
 
-def check_folder(path: Path | None) -> Path | None:
-    """A folder that exists and takes files, or that can be made; it is not made here."""
-    if path is None:
-        return None
-    with _path_errors_as_value_errors():
-        path = path.expanduser()
-        nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        if not nearest.is_dir():
-            raise ValueError(f"{nearest} is not a folder")
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            raise ValueError(f"{nearest} cannot be written to")
-    return path
+def _folder_to_read(path: Path) -> None:
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder")
 
 
-def check_file_to_read(path: Path | None) -> Path | None:
-    """The path if it is a file that can be read, else a ValueError."""
-    if path is None:
-        return None
-    with _path_errors_as_value_errors():
-        path = path.expanduser()
-        if not (path.is_file() and os.access(path, os.R_OK)):
-            raise ValueError("it is no file that can be read")
-    return path
+def _folder_to_fill(path: Path) -> None:
+    """Check a folder that exists and takes files, or that can be made; it is not made here."""
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{nearest} is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"{nearest} cannot be written to")
 
 
-def check_secret_file(path: Path | None) -> Path | None:
-    """A file that can be read, and by nobody but its owner."""
-    path = check_file_to_read(path)
-    if path is not None:
-        mode = path.stat().st_mode & 0o777
-        if mode & 0o077:
-            raise ValueError(f"others may use it: its mode is {mode:03o}; chmod 600 it")
-    return path
+def _file_to_read(path: Path) -> None:
+    if not (path.is_file() and os.access(path, os.R_OK)):
+        raise ValueError("it is no file that can be read")
 
 
-def check_file_to_write(path: Path | None) -> Path | None:
-    """A file that can be written, in a folder that exists: found out now, not at the end of a long run."""
-    if path is None:
-        return None
-    with _path_errors_as_value_errors():
-        path = path.expanduser()
-        if path.is_dir():
-            raise ValueError("it is a folder")
-        if not path.absolute().parent.is_dir():
-            raise ValueError(f"there is no folder {path.parent}")
-        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-            raise ValueError("it cannot be written")
-    return path
+def _secret_file(path: Path) -> None:
+    _file_to_read(path)
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise ValueError(f"others may use it: its mode is {mode:03o}; chmod 600 it")
 
 
-@contextlib.contextmanager
-def _path_errors_as_value_errors() -> Iterator[None]:
-    """A name too long, a folder that may not be entered, a home folder of nobody."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(error.strerror or type(error).__name__) from None
-    except RuntimeError as error:
-        raise ValueError(str(error)) from None
+def _file_to_write(path: Path) -> None:
+    """Check that it can be written, in a folder that exists: found out now, not at the end of a long run."""
+    if path.is_dir():
+        raise ValueError("it is a folder")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError("it cannot be written")
+
+
+_SIZES = f"0 to {_MOST_BYTES >> 30}G: bytes, plain or with K, M, G, KiB, MiB or GiB (x 1024)"
+_ADDRESSES = "HOST:PORT, or several with commas between, each once, ports 1 to 65535, IPv6 in brackets"
+_LISTEN = "HOST:PORT, port 0 to 65535 (0 picks a free one), IPv6 in brackets"
+_TO_FILL = "a folder that exists and can be written to, or that can be made"
+_TO_WRITE = "a file that can be written, in a folder that exists"
+_SECRET = "a file that only its owner can read (chmod 600)"
+
+Addresses = Annotated[
+    tuple[InstanceOf[Address], ...], BeforeValidator(read_addresses), Words(_ADDRESSES, "HOST:PORT,...")
+]
+Listen = Annotated[InstanceOf[Address], BeforeValidator(read_listen), Words(_LISTEN, "HOST:PORT")]
+HostName = Annotated[str, BeforeValidator(read_host), Words("a host name or an address", "HOST")]
+Device = Annotated[str, BeforeValidator(read_device), Words("auto, cpu, cuda or cuda:N", "auto|cpu|cuda|cuda:N")]
+Size = Annotated[int, BeforeValidator(read_size), Field(ge=0, le=_MOST_BYTES), Words(_SIZES, "BYTES", "bytes")]
+Folders = Annotated[
+    tuple[Path, ...],
+    BeforeValidator(read_folders),
+    Words("a folder that exists, or several with commas between", "FOLDER,..."),
+]
+FolderToRead = Annotated[Path | None, _path(_folder_to_read), Words("a folder that exists", "FOLDER")]
+FolderToFill = Annotated[Path | None, _path(_folder_to_fill), Words(_TO_FILL, "FOLDER")]
+FileToRead = Annotated[Path | None, _path(_file_to_read), Words("a file that can be read", "FILE")]
+SecretFile = Annotated[Path | None, _path(_secret_file), Words(_SECRET, "FILE")]
+FileToWrite = Annotated[Path | None, _path(_file_to_write), Words(_TO_WRITE, "FILE")]
+ModelName = Annotated[str | None, Words("a folder or a model id of the Hugging Face hub", "MODEL")]
+Name = Annotated[str | None, Field(max_length=200), Words("a text of 1 to 200 characters", "NAME")]
+
+Rows = Annotated[int, Field(ge=1, le=4096), Words(unit="rows")]
+Slots = Annotated[int, Field(ge=1, le=64), Words(unit="requests")]
+Requests = Annotated[int, Field(ge=1, le=1024), Words(unit="requests")]
+RequestsOrNone = Annotated[int, Field(ge=0, le=65536), Words(unit="requests")]
+Tokens = Annotated[int, Field(ge=1), Words(unit="tokens")]
+PromptTokens = Annotated[int, Field(ge=1, le=65536), Words(unit="tokens")]
+Guesses = Annotated[int, Field(ge=1, le=15), Words(unit="tokens")]
+GuessesOrNone = Annotated[int, Field(ge=0, le=15), Words(unit="tokens")]
+Copies = Annotated[int, Field(ge=1, le=8), Words(unit="copies")]
+Threads = Annotated[int | None, Field(ge=1, le=1024), Words(unit="threads")]
+Seed = Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1), Words("an integer of 64 bits", "INTEGER")]
+Gpu = Annotated[int | None, Field(ge=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Spread = Annotated[float, Field(ge=0, le=5)]
+Gib = Annotated[float, Field(gt=0, le=65536), Words(unit="GiB")]
+GibOrZero = Annotated[float, Field(ge=0, le=65536), Words(unit="GiB")]
+GibOrAll = Annotated[float | None, Field(gt=0), Words(unit="GiB")]
+Percent = Annotated[float, Field(ge=0, le=100), Words(unit="percent")]
+Seconds = Annotated[float, Field(gt=0, le=3600), Words(unit="seconds")]
+DaySeconds = Annotated[float, Field(gt=0, le=86400), Words(unit="seconds")]
+DaySecondsOrNone = Annotated[float, Field(ge=0, le=86400), Words(unit="seconds")]
+MinuteMs = Annotated[float, Field(ge=0, le=60000), Words(unit="milliseconds")]
+FewMs = Annotated[float, Field(ge=0, le=10), Words(unit="milliseconds")]

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import grpc
 
-from moeoffload.config.security import is_loopback
-from moeoffload.config.settings import Address, ExpertServerSettings, HostSettings
+from moeoffload.config import Address, ExpertServerSettings, HostSettings, is_loopback
 from moeoffload.control.user_token import new_token, numeric_loopback, user_tokens
 from moeoffload.errors import SettingError
 

@@ -6,7 +6,7 @@ import socket
 import ssl
 from typing import Final
 
-from moeoffload.config.settings import Address
+from moeoffload.config import Address
 from moeoffload.control.credentials import HostCredentials
 
 PROBE_S: Final = 1.0

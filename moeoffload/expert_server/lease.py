@@ -52,7 +52,7 @@ class ChannelFactory(Protocol):
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What the server allows each host: rows in one frame, requests in flight, bytes of a shared segment (0: any)."""
+    """What the server allows each host: rows in one frame, requests in flight, least bytes of a shared segment."""
 
     batch_capacity: int
     max_slots: int
@@ -130,7 +130,11 @@ class HostLease:
             del module
             timings = self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, n_experts, workspace)
             del kernels
-        return pb.CalibrateReply(timings=[pb.Timing(rows=rows, seconds=seconds) for rows, seconds in timings])
+        # The shortest ever seen: placement follows from them, and is to be the same for the next host.
+        shortest = self._store.shortest_s.setdefault((checkpoint.digest, checkpoint.dtype), {})
+        for rows, seconds in timings:
+            shortest[rows] = min(seconds, shortest.get(rows, seconds))
+        return pb.CalibrateReply(timings=[pb.Timing(rows=rows, seconds=shortest[rows]) for rows, _ in timings])
 
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
         """The server's copy of the host's model; opened once."""
@@ -232,10 +236,10 @@ class HostLease:
         if not transports:
             offered = ", ".join(self._factories)
             raise ServerError(f"transport is {request.transport} (host), this server offers {offered}")
-        capacity = self._capacity(request, checkpoint, n_slots, dtype_out, dtype_back, "shared" in transports)
+        capacity = self._capacity(request, checkpoint, n_slots)
         layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
         self._activate(layout, checkpoint)
-        sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes)
+        sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes, self._limits.shared_bytes)
         timings = [
             pb.Timing(rows=rows, seconds=seconds) for rows, seconds in self._time_first_layer(layout, checkpoint)
         ]
@@ -247,18 +251,11 @@ class HostLease:
             offer.channels.append(self._open(name, sizes, request.stream_key))
         return offer
 
-    def _capacity(
-        self,
-        request: pb.Activate,
-        checkpoint: Checkpoint,
-        n_slots: int,
-        dtype_out: PayloadDtype,
-        dtype_back: PayloadDtype,
-        shared: bool,
-    ) -> int:
-        hidden, top_k = checkpoint.hidden_size, checkpoint.top_k
+    def _capacity(self, request: pb.Activate, checkpoint: Checkpoint, n_slots: int) -> int:
         largest = max(layer.expert_bytes for layer in checkpoint.layers)
-        row_bytes = batch_row_bytes(hidden, top_k, largest, checkpoint.dtype.itemsize, n_slots)
+        row_bytes = batch_row_bytes(
+            checkpoint.hidden_size, checkpoint.top_k, largest, checkpoint.dtype.itemsize, n_slots
+        )
         room = max(0, self._store.free_bytes)
         # Some room is left for hosts that come later: they share the experts, but need batches of their own.
         rows = max(room // row_bytes - ROWS_FOR_OTHERS, min(room // row_bytes, LEAST_ROWS))
@@ -268,17 +265,11 @@ class HostLease:
                 f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
                 "give the server more memory, or use fewer slots"
             )
-        limits = [limit for limit in (request.shared_bytes, self._limits.shared_bytes) if limit]
-        if shared and limits:
-            one_row = FrameLayout(hidden, top_k, dtype_out, dtype_back, 1)
-            pages = (1 + 2 * n_slots) * 4096
-            per_row = n_slots * (one_row.dispatch_body_bytes(1) + one_row.combine_body_bytes(1))
-            capacity = min(capacity, max(0, min(limits) - pages) // per_row)
-            if capacity < 1:
-                raise CapacityError(
-                    f"shared-bytes is {min(limits)}, one row in {n_slots} slots needs {pages + per_row}; "
-                    "allow more, or use fewer slots"
-                )
+        if capacity < request.batch_capacity:
+            why = f"{room} bytes are left for batches" if capacity == rows else "this server's batch-capacity"
+            logger.warning(
+                "%s: batch capacity is %d rows instead of %d: %s", self.host, capacity, request.batch_capacity, why
+            )
         self._reserved = capacity * row_bytes
         self._store.reserve(self._reserved)
         return int(capacity)

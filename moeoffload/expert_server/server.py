@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from moeoffload import __version__
-from moeoffload.config.settings import ExpertServerSettings, TransportChoice
+from moeoffload.config import ExpertServerSettings, TransportChoice
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.server import ControlServer

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from moeoffload.errors import CapacityError
 from moeoffload.kernels import LayerKernels
 
@@ -36,6 +38,8 @@ class ExpertStore:
     def __init__(self, budget_bytes: int, free_now: Callable[[], int] = lambda: 1 << 62) -> None:
         """``free_now`` says how many bytes the device really has left, whatever the budget."""
         self.budget_bytes = budget_bytes
+        self.shortest_s: dict[tuple[str, torch.dtype], dict[int, float]] = {}
+        """By model digest and compute dtype: the shortest times that `Calibrate` has measured so far, by rows."""
         self._free_now = free_now
         self._residents: dict[LayerKey, _Resident] = {}
         self._reserved_bytes = 0

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config.security import is_loopback
-from moeoffload.config.settings import Address, HostSettings, TransportChoice
+from moeoffload.config import Address, HostSettings, TransportChoice, is_loopback
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.protocol import dtype_label
@@ -154,7 +153,6 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             batch_capacity=settings.batch_capacity,
             n_slots=settings.slots,
             transport=settings.transport.value,
-            shared_bytes=settings.shared_bytes,
             kernel=kernel,
             stream_key=keys.public,
         )
@@ -163,6 +161,15 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         raise ServerError(
             f"expert server {candidate.address}: batch capacity is {offer.batch_capacity} there, "
             f"this host asked for at most {settings.batch_capacity}"
+        )
+    if offer.batch_capacity < settings.batch_capacity:
+        is_setting = offer.batch_capacity == candidate.info.batch_capacity
+        logger.warning(
+            "expert server %s: batch capacity is %d rows instead of %d: %s",
+            candidate.address,
+            offer.batch_capacity,
+            settings.batch_capacity,
+            "its own --batch-capacity" if is_setting else "its memory has no room for more",
         )
     layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, plan.payload, plan.payload, offer.batch_capacity)
     timings = checked_timings(offer.timings)

@@ -12,8 +12,8 @@ from typing import Final
 
 import torch
 
-from moeoffload.config.settings import Mode
-from moeoffload.errors import ServerError
+from moeoffload.config import Mode
+from moeoffload.errors import ModelError, ServerError
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.flight import Flight, ShardLink
 from moeoffload.host.granularity import Granularity
@@ -74,9 +74,14 @@ class Dispatcher:
         shards: Sequence[Shard],
         granularity: Granularity,
         recorder: Recorder,
+        n_experts: Sequence[int],
+        top_k: int,
         local: LocalExperts | None = None,
         second: SecondOpinion | None = None,
     ) -> None:
+        """``n_experts`` counts the routed experts of each MoE layer; frames have room for ``top_k`` of them per row."""
+        self._n_experts = n_experts
+        self._top_k = top_k
         self._granularity = granularity
         self._recorder = recorder
         self._local = local
@@ -116,6 +121,12 @@ class Dispatcher:
             ServerError: a server refused, failed, or did not answer in time.
             PayloadError: a value does not fit the payload dtype.
         """
+        if torch.is_grad_enabled():
+            # Experts elsewhere have no gradient; a graph over kept buffers would never be freed.
+            with torch.no_grad():
+                return self(layer, hidden, ids, weights)
+        if ids.shape[1] != self._top_k:
+            ids, weights = pad_choices(ids, weights, self._top_k, self._n_experts[layer])
         if self.on_layer is not None:
             self.on_layer(layer)
         if self.on_routes is not None:
@@ -186,12 +197,13 @@ class Dispatcher:
                         pack_s += clock() - started
                         break
         finally:
-            if away and turns is not None:
-                record.turn_s += turns.take()
+            # Before anything that can raise: flights that stay would add their sums to the next call of this thread.
             for progress in state.progress:
                 if progress.flights:
                     progress.give_back()
                 del progress.link
+            if away and turns is not None:
+                record.turn_s += turns.take()
         started = clock()
         if total is not None:
             result = total.to(hidden.dtype, copy=True)
@@ -299,7 +311,9 @@ class Dispatcher:
             return torch.zeros_like(hidden, dtype=torch.float32)
         kept = state.sums.get(n_rows)
         if kept is None:
-            kept = state.sums[n_rows] = torch.zeros_like(hidden, dtype=torch.float32)
+            # A tensor of inference mode could not be changed by later calls outside of it.
+            with torch.inference_mode(False):
+                kept = state.sums[n_rows] = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
             self.n_created += 1
             return kept
         return kept.zero_()
@@ -312,3 +326,24 @@ def _add(total: torch.Tensor, part: torch.Tensor, flight: Flight) -> None:
         total[flight.start : flight.start + flight.n_rows] += part
     else:
         total.index_add_(0, flight.index + flight.start, part.float())
+
+
+def pad_choices(
+    ids: torch.Tensor, weights: torch.Tensor, top_k: int, n_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Widens a router's choices to ``top_k`` columns: phimoe's router always chooses two, whatever its config says.
+
+    Args:
+        ids: (n, k) int64 expert numbers.
+        weights: (n, k).
+        top_k: columns of a frame.
+        n_experts: experts of the layer; the first number that no expert has fills the new columns, with weight 0.
+
+    Raises:
+        ModelError: k is greater than ``top_k``.
+    """
+    missing = top_k - ids.shape[1]
+    if missing < 0:
+        raise ModelError(f"the router chose {ids.shape[1]} experts for each row, the config says {top_k}")
+    pad = torch.nn.functional.pad
+    return pad(ids, (0, missing), value=n_experts), pad(weights, (0, missing))

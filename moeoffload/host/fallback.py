@@ -45,7 +45,7 @@ class FallbackLink:
         self.n_calls = 0
         self._cache = cache
         self._dtype = dtype
-        self._held = [_mask(held, n) for held, n in zip(table.layers, n_experts, strict=True)]
+        self._held = [_mask(held, n + 1) for held, n in zip(table.layers, n_experts, strict=True)]
 
     def take(self, *, wait: bool) -> Flight | None:
         """See `ShardLink`."""

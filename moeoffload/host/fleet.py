@@ -14,18 +14,19 @@ from typing import Final, TypeVar
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config.settings import HostSettings
+from moeoffload.config import HostSettings
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.errors import ServerError
 from moeoffload.host.attach import AttachPlan, Candidate, attach, calibrate, connect, take_lease
+from moeoffload.host.calibration import measure
 from moeoffload.host.expert_cache import ExpertCache
 from moeoffload.host.fallback import FallbackLink
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.recovery_log import RecoveryLog
 from moeoffload.host.shard import Holder, Shard
 from moeoffload.host.spawn import ServerSpec, SpawnedServers, default_specs
-from moeoffload.host.speeds import per_row, placement_speeds
+from moeoffload.host.speeds import placement_speeds
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import GIB, ExpertTable, MemoryOffer, batch_row_bytes, place_experts, place_replicas
 
@@ -166,19 +167,15 @@ class Fleet:
         return ExpertCache(self._checkpoint, int(settings.fallback_gib * GIB), self._device)
 
     def _speeds(self, plan: AttachPlan) -> list[float]:
-        """By which experts are placed; servers are timed one after the other, since they may share a device."""
-        timings = []
-        for candidate in self._candidates:
-            timings.append(self._calibrate_one(candidate, plan))
-            logger.info("expert server %s: %.3g us per row", candidate.address, 1e6 * per_row(timings[-1]))
-        return placement_speeds(timings, self._checkpoint.top_k)
-
-    def _calibrate_one(self, candidate: Candidate, plan: AttachPlan) -> list[tuple[int, float]]:
-        lease = take_lease(candidate, plan)
-        try:
-            return calibrate(lease, plan)
-        finally:
-            lease.close()
+        """By which experts are placed."""
+        with contextlib.ExitStack() as leases:
+            servers = []
+            for candidate in self._candidates:
+                lease = take_lease(candidate, plan)
+                leases.callback(lease.close)
+                servers.append(functools.partial(calibrate, lease, plan))
+            timings, equal = measure(servers, [candidate.address for candidate in self._candidates])
+        return placement_speeds(timings, self._checkpoint.top_k, equal)
 
     def _open_shard(
         self, table: ExpertTable, servers: list[Candidate], plan: AttachPlan, cache: ExpertCache | None

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from moeoffload.config.settings import Mode, Pipeline
+from moeoffload.config import Mode, Pipeline
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.pipeline import PipelinePlan
 from moeoffload.kernels.attention import takes_many

@@ -94,7 +94,8 @@ class ExpertLink:
         self._leaving = False
         self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
         self.holds_none = [not held for held in table.layers]
-        self._slot_of = [slot_table(held, n).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
+        self._slot_of = [slot_table(held, n + 1).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
+        """By layer; the last entry is that of no expert, with which narrow routers' choices are filled up."""
         for slot in channel.slots:
             body = torch.frombuffer(slot.request, dtype=torch.uint8, offset=HEADER_BYTES).data_ptr()
             payload = layout.dtype_out.torch_dtype

@@ -27,7 +27,7 @@ class LocalExperts:
             for layer, held in zip(checkpoint.layers, table.layers, strict=True)
         ]
         self._slot_of = [
-            slot_table(held, layer.n_experts).to(device, torch.int64)
+            slot_table(held, layer.n_experts + 1).to(device, torch.int64)
             for layer, held in zip(checkpoint.layers, table.layers, strict=True)
         ]
 

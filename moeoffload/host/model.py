@@ -61,9 +61,13 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
         ModelError: there is none that can be read.
     """
     try:
-        return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # depends on the tokenizer's kind
         raise ModelError(f"{checkpoint.path}: its tokenizer cannot be read: {_one_line(error)}") from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        # For some families transformers makes up an empty tokenizer where there is no file of one.
+        raise ModelError(f"{checkpoint.path}: there is no tokenizer beside the model")
+    return tokenizer
 
 
 def load_draft_model(folder: Path, model: Any) -> Any:

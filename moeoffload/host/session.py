@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config.settings import HostSettings, ModelDtypeChoice
+from moeoffload.config import HostSettings, ModelDtypeChoice
 from moeoffload.devices import device_name, resolve_device
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.fleet import Fleet, OnProgress
@@ -68,7 +69,6 @@ class OffloadedModel:
     Attributes:
         reference: folder or hub id, as it was given.
         model: an ordinary transformers model.
-        tokenizer: its tokenizer.
         draft: the model that guesses tokens, or None.
         settings: the settings it was opened with.
         checkpoint: the files it came from.
@@ -105,13 +105,21 @@ class OffloadedModel:
             attached = fleet.attach(remote, Path(reference), revision, on_progress, usage)
             # The dense layers load while the servers load theirs.
             self.model = load_dense_model(self.checkpoint, self._device)
-            self.tokenizer = load_tokenizer(self.checkpoint)
             folder = settings.draft_model
             self.draft = load_draft_model(folder, self.model) if folder is not None else None
             self._local = LocalExperts(self.checkpoint, local, self._device) if local.n_experts else None
             self.shards = attached.result()
             self._finish(stack, fleet.log)
             self._stack = stack.pop_all()
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, read when it is asked for: a model without one can be used, too.
+
+        Raises:
+            ModelError: the checkpoint has none that can be read.
+        """
+        return load_tokenizer(self.checkpoint)
 
     def _local_table(self, usage: Sequence[Sequence[int]] | None) -> ExpertTable:
         """The experts that stay on the host."""
@@ -138,7 +146,10 @@ class OffloadedModel:
         if settings.hedge_ms or settings.verify_percent:
             coarsest = max((checkpoint.dtype, self._payload.torch_dtype), key=lambda dtype: torch.finfo(dtype).eps)
             second = SecondOpinion(settings.hedge_ms / 1000, settings.verify_percent / 100, coarsest, log)
-        self.dispatcher = Dispatcher(self.shards, granularity, self.recorder, self._local, second)
+        n_experts = [layer.n_experts for layer in checkpoint.layers]
+        self.dispatcher = Dispatcher(
+            self.shards, granularity, self.recorder, n_experts, checkpoint.top_k, self._local, second
+        )
         bind_experts(self.model, checkpoint, self.dispatcher.for_layer)
         if settings.fast_dense and self._device.type == "cpu":
             stack.callback(accelerate_dense(self.model))

@@ -16,7 +16,7 @@ from typing import IO, Final
 
 import torch
 
-from moeoffload.config.settings import ExpertServerSettings, HostSettings, TransportChoice
+from moeoffload.config import ExpertServerSettings, HostSettings, TransportChoice
 from moeoffload.errors import DeadlineError, ServerError
 
 _READY: Final = re.compile(r"ready on (\S+)")

@@ -1,13 +1,17 @@
-"""From what calls take on each server to the speeds by which experts are placed.
+"""From the times of calls on each server to the speeds by which experts are placed. Pure functions, no state.
 
-Parts in proportion to speed make servers busy for the same time over many rows. A row alone chooses experts by chance,
-and waits for the last server: two more of its experts on a server four times slower, and the step takes longer than
-without that server. So slower servers get less than their part, as far as that shortens calls of few rows more than it
-lengthens those of many, and as far as all stay about equally busy.
+Parts in proportion to speed make servers busy for the same time over many rows. A single row chooses experts by chance
+and waits for the last server, so slower servers get less than their part: as far as that shortens calls of few rows
+more than it lengthens those of many, and as far as all stay about equally busy.
+
+Times are measured on machines that do other work, too. So servers count as equally fast unless they clearly differ, and
+the others' speeds are rounded to a coarse scale: the same servers get the same experts on another day, and with them
+the same rounding of sums.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,45 +21,70 @@ from numpy.typing import NDArray
 Timings = Sequence[tuple[int, float]]
 """Rows and seconds of calls of some sizes."""
 
+EQUAL: Final = 1.36
+"""Servers whose times differ by less are equal: two times of one server, each wrong by 15 %, differ by 1.15 / 0.85."""
+STEPS_PER_OCTAVE: Final = 2
+"""Larger factors are rounded to powers of two and the middles between them."""
 MOST_TO_MEAN: Final = 1.15
 """How long the busiest server may be busy, relative to the mean, for the sake of calls of few rows."""
 FRAME_S: Final = 50e-6
 """What one more server costs each call on the host, in seconds."""
-_STEPS: Final = 41
-_LARGEST_POWER: Final = 2.0
+_POWERS: Final = np.linspace(1.0, 2.0, 41)
 _SAMPLES: Final = 2048
 
 
-def per_row(timings: Timings) -> float:
-    """Seconds of a row on a server; every size counts the same, since decode and prefill share the placement."""
-    return sum(seconds / rows for rows, seconds in timings) / len(timings)
-
-
-def placement_speeds(timings: Sequence[Timings], top_k: int) -> list[float]:
-    """Speeds of servers, in any common unit, for `moeoffload.placement.place_experts`.
-
-    They are powers of rows per second: the power, 1 or more, is the one for which calls of all sizes together take the
-    least time, each size relative to the best that one server does alone. What a call takes is found by drawing routes.
+def slowness(timings: Sequence[Timings], equal: float = EQUAL) -> list[float]:
+    """How many times longer than the fastest server each server takes, rounded as the module says; 1 for the fastest.
 
     Args:
-        timings: of each server, positive; only sizes that all of them have tell how calls vary.
-        top_k: experts of a row.
+        timings: of each server, positive. The sizes that all of them have are compared, each counting the same.
+        equal: factors below this one are 1.
     """
-    plain = np.array([1 / per_row(each) for each in timings])
-    if len(plain) < 2:
-        return list(plain)
-    sizes = sorted(set.intersection(*({rows for rows, _ in each} for each in timings)))
-    seconds = np.array([[dict(each)[rows] / (rows * top_k) for each in timings] for rows in sizes])
-    best, best_time = plain, float("inf")
-    for power in np.linspace(1.0, _LARGEST_POWER, _STEPS):
-        speeds = plain**power
-        busy = speeds / plain
-        if busy.max() > MOST_TO_MEAN * busy.mean():
-            break
-        time = sum(_relative_time(rows * top_k, each, speeds) for rows, each in zip(sizes, seconds, strict=True))
-        if time < best_time:
-            best, best_time = speeds, time
-    return list(best)
+    sizes = _common_sizes(timings)
+    times = [[s / rows for rows, s in each if not sizes or rows in sizes] for each in timings]
+    usual = [math.exp(sum(map(math.log, each)) / len(each)) for each in times]
+    factors = [each / min(usual) for each in usual]
+    return [1.0 if f < equal else 2 ** (round(STEPS_PER_OCTAVE * math.log2(f)) / STEPS_PER_OCTAVE) for f in factors]
+
+
+def placement_speeds(timings: Sequence[Timings], top_k: int, equal: float = EQUAL) -> list[float]:
+    """Speeds of servers, the fastest 1, for `moeoffload.placement.place_experts`.
+
+    They are powers of the inverse of `slowness`: the power, 1 to 2, is the one for which calls of all sizes together
+    take the least time, each size relative to the best that one server does alone. What a call takes is found by
+    drawing routes, always the same ones.
+
+    Args:
+        timings: as for `slowness`.
+        top_k: experts of a row.
+        equal: as for `slowness`.
+    """
+    slow = np.array(slowness(timings, equal))
+    if slow.max() == 1:
+        return [1.0] * len(slow)
+    fastest = dict(timings[int(slow.argmin())])
+    # Rounded, too, so that noise does not choose the power.
+    route_s = {rows: 2 ** round(math.log2(fastest[rows] / (rows * top_k))) for rows in _common_sizes(timings)}
+
+    ordered = np.sort(slow)  # draws would differ with the order of servers
+
+    def total_time(power: float) -> float:
+        if _most_to_mean(ordered, power) > MOST_TO_MEAN:
+            return math.inf
+        return sum(_relative_time(rows * top_k, s * ordered, ordered**-power) for rows, s in sorted(route_s.items()))
+
+    return [float(speed) for speed in slow ** -min(_POWERS, key=total_time)]
+
+
+def _common_sizes(timings: Sequence[Timings]) -> set[int]:
+    """The row counts that all servers were timed with."""
+    return set.intersection(*({rows for rows, _ in each} for each in timings))
+
+
+def _most_to_mean(slow: NDArray[np.float64], power: float) -> float:
+    """How long the busiest server is busy over many rows, relative to the mean."""
+    busy = slow ** (1 - power)
+    return float(busy.max() / busy.mean()) - 1e-9
 
 
 def _relative_time(n_routes: int, seconds: NDArray[np.float64], speeds: NDArray[np.float64]) -> float:

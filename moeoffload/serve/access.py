@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 
-from moeoffload.config.settings import ServeSettings
+from moeoffload.config import ServeSettings
 from moeoffload.control.credentials import load_pair, read_token
 from moeoffload.errors import SettingError
 

@@ -11,8 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from moeoffload.config.security import is_loopback
-from moeoffload.config.settings import ServeSettings
+from moeoffload.config import ServeSettings, is_loopback
 from moeoffload.serve.access import read_api_key
 from moeoffload.serve.answering import Answering
 from moeoffload.serve.api_errors import ApiError, of_exception, of_validation

@@ -1,4 +1,4 @@
-"""The engine of many requests: a thread that runs the model one step after the other, with whoever is there.
+"""The engine of many requests: a thread that runs the model one step after the other, with the requests that are there.
 
 Requests join and leave between steps. A step computes one row for each answer that goes on and, with what is left of
 its rows, parts of prompts.
@@ -10,22 +10,16 @@ import itertools
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Final
 
 import torch
 
-from moeoffload.config.serve import PingPongChoice
 from moeoffload.errors import BusyError, MoeOffloadError, PromptError, ServerError
-from moeoffload.host.recorder import DECODE, PREFILL
 from moeoffload.host.session import OffloadedModel
-from moeoffload.kernels.attention import FEW_QUERIES
-from moeoffload.placement import GIB
-from moeoffload.serve.guessing import IDLE_REQUESTS, Guesser, accept
-from moeoffload.serve.paged_batch import CacheLimits, Member, PagedBatch
-from moeoffload.serve.ping_pong import PingPong, Preference
+from moeoffload.serve.batch_runner import BatchRunner, Step
 from moeoffload.serve.request import (
     EngineSettings,
     FinishReason,
@@ -35,12 +29,11 @@ from moeoffload.serve.request import (
     TokenChoice,
 )
 from moeoffload.serve.sampling import Sampler
+from moeoffload.serve.sequence import Sequence, Share
 from moeoffload.serve.stats import ServingStats
 
 logger = logging.getLogger(__name__)
 
-PAGE_TOKENS: Final = 16
-"""A beginning is used again in pages of so many tokens."""
 _IDLE_WAIT_S: Final = 0.5
 _STOP_TIMEOUT_S: Final = 30.0
 
@@ -49,20 +42,23 @@ _STOP_TIMEOUT_S: Final = 30.0
 class _Request:
     """A request from `ServingEngine.submit` to its last `Progress`; also its ticket."""
 
-    request_id: str
-    prompt: list[int]
+    sequence: Sequence
     options: SamplingOptions
     tell: OnProgress
-    sampler: Sampler
     engine: ServingEngine
     submitted: float
     last_token: float = 0.0
     n_tokens: int = 0
-    tokens: list[int] = field(default_factory=list)
-    """Of the answer; kept to guess from only."""
     is_over: bool = False
+    is_scheduled: bool = False
+    """Whether the batch has been told of it."""
     reused: int | None = None
     """None until its first step."""
+
+    @property
+    def request_id(self) -> str:
+        """See `Ticket`."""
+        return self.sequence.request_id
 
     def cancel(self) -> None:
         """See `Ticket`."""
@@ -83,37 +79,24 @@ class ServingEngine:
         self._offloaded = offloaded
         self._settings = settings
         self._eos = _eos_tokens(offloaded.model)
+        # A group may have to wait for a dispatch of the other, and then for experts of a lost server to be read.
+        self._step_timeout_s = offloaded.settings.dispatch_timeout_s + offloaded.settings.load_timeout_s
+        self._batch = BatchRunner(offloaded, settings, self._step_timeout_s)
         most = getattr(offloaded.checkpoint.config.get_text_config(), "max_position_embeddings", None)
-        self._batch = PagedBatch(
-            offloaded.model,
-            CacheLimits(
-                kv_bytes=int(settings.kv_gib * GIB),
-                page_tokens=PAGE_TOKENS,
-                step_rows=max(settings.prefill_chunk, settings.max_running),
-                requests=settings.max_running,
-                reuse=settings.prefix_reuse,
-            ),
-        )
         self.context_tokens = min(most or self._batch.capacity_tokens, self._batch.capacity_tokens)
         """See `RequestEngine`."""
         self.stats.cache.total_tokens = self._batch.capacity_tokens
-        self.stats.cache.total_bytes = self._batch.capacity_bytes
+        self.stats.cache.total_bytes = self._batch.total_bytes
         self._n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size
-        # A group may have to wait for a dispatch of the other, and then for experts of a lost server to be read.
-        self._step_timeout_s = offloaded.settings.dispatch_timeout_s + offloaded.settings.load_timeout_s
-        self._ping_pong = PingPong(offloaded.model, offloaded.dispatcher, offloaded.recorder, self._step_timeout_s)
-        self._preference = Preference()
-        n_guesses = offloaded.settings.prompt_lookup
-        self._guesser = Guesser(n_guesses) if n_guesses else None
         self._numbers = itertools.count()
         self._requests: dict[str, _Request] = {}
         self._new: deque[_Request] = deque()
         self._cancelled: deque[_Request] = deque()
         self._changing = threading.Lock()
-        """Guards the three above and the two below; never held across a wait or a step."""
+        """Guards the three above and the three below; never held across a wait or a step."""
         self._draining = False
-        self._failed: Exception | None = None
         self._stopping = False
+        self._failure: BaseException | None = None
         self._idle = threading.Condition(self._changing)
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
@@ -127,9 +110,14 @@ class ServingEngine:
     # -- for any thread
 
     @property
+    def failure(self) -> BaseException | None:
+        """See `RequestEngine`."""
+        return self._failure
+
+    @property
     def is_ready(self) -> bool:
         """See `RequestEngine`."""
-        return self._thread.is_alive() and not self._draining and not self._stopping
+        return self._thread.is_alive() and not (self._failure or self._draining or self._stopping)
 
     @property
     def n_open(self) -> int:
@@ -146,10 +134,11 @@ class ServingEngine:
         Raises:
             PromptError: the prompt is empty or does not fit, or has a token that the model does not.
             BusyError: the queue is full or the engine drains.
+            ServerError: the engine has failed.
         """
         if not prompt:
             raise PromptError("the prompt is empty")
-        # One that the model does not have would fail the step, and with it everybody's requests.
+        # A token that the model does not have would fail the step, and with it all requests.
         for token in (min(prompt), max(prompt), *options.bias):
             if not 0 <= token < self._n_vocabulary:
                 raise PromptError(f"token {token} is none of the model's, which are 0 to {self._n_vocabulary - 1}")
@@ -161,10 +150,12 @@ class ServingEngine:
                 f"the prompt has {len(prompt)} tokens and the answer may have {options.max_tokens}; "
                 f"the context holds {self.context_tokens}"
             )
-        request = _Request(
-            f"req-{next(self._numbers)}", prompt, options, on_progress, Sampler(options), self, perf_counter()
-        )
+        name = f"req-{next(self._numbers)}"
+        sequence = Sequence(name, list(prompt), len(prompt), options.max_tokens, Sampler(options))
+        request = _Request(sequence, options, on_progress, self, perf_counter())
         with self._changing:
+            if self._failure is not None:
+                raise ServerError(f"the engine has failed: {self._failure}")
             if self._draining or self._stopping:
                 self.stats.requests.rejected += 1
                 raise BusyError("the server is shutting down", self._retry_after_s())
@@ -197,7 +188,6 @@ class ServingEngine:
         self._stopping = True
         self._wake.set()
         self._thread.join(_STOP_TIMEOUT_S)
-        self._ping_pong.close()
         self._batch.close()
 
     def __enter__(self) -> ServingEngine:
@@ -218,108 +208,77 @@ class ServingEngine:
 
     # -- the engine's thread
 
-    @torch.inference_mode()
     def _run(self) -> None:
+        """Runs steps until `close`. The last resort for what nothing else has caught: no request is left without an
+        end, and `failure` says why none is taken any more."""
+        last = Progress(finish=FinishReason.CANCELLED)
+        try:
+            self._run_steps()
+        except BaseException as error:
+            logger.critical("the engine has failed and answers no more requests", exc_info=True)
+            last = Progress(finish=FinishReason.ERROR, error=ServerError(f"the engine has failed: {error}"))
+            with self._changing:
+                self._failure = error
+        with self._idle:
+            left = list(self._requests.values())
+            self._requests.clear()
+            self._idle.notify_all()
+        for request in left:
+            _tell(request, last)
+
+    @torch.inference_mode()
+    def _run_steps(self) -> None:
         while not self._stopping:
             try:
                 if not self._step():
                     self._wake.wait(_IDLE_WAIT_S)
                     self._wake.clear()
-            except Exception as error:  # transformers may raise anything; the next request gets its chance
+            except Exception as error:  # torch and transformers may raise anything; the next request gets its chance
                 if not isinstance(error, MoeOffloadError):
                     logger.exception("a step failed")
                 self._fail_all(error)
-        with self._changing:
-            left = list(self._requests.values())
-        for request in left:
-            self._end(request, Progress(finish=FinishReason.CANCELLED))
 
     def _step(self) -> bool:
         """Computes one step; False if there was nothing to do."""
         self._take_changes()
-        self._guess()
-        members = self._batch.prepare()
+        shares = self._batch.schedule()
         self._count_requests()
-        if not members:
+        if not shares:
             return False
-        two = self._splits(members)
-        started = perf_counter()
-        with_token = [member for member in members if member.has_token]
-        decoding = all(member.n_rows == max(1, member.n_logits) for member in members)
-        self._offloaded.recorder.next_phase = DECODE if decoding else PREFILL
         try:
-            logits = self._batch.forward(members, self._ping_pong.run if two else None)
+            step = self._batch.compute(shares)
         except MoeOffloadError as error:
-            logger.warning("a step of %d requests failed: %s", len(members), error)
-            for request_id in list(self._batch.fail()):
-                self._end(self._requests[request_id], Progress(finish=FinishReason.ERROR, error=error))
+            logger.warning("a step of %d requests failed: %s", len(shares), error)
+            for share in shares:
+                self._end(self._request_of(share), Progress(finish=FinishReason.ERROR, error=error))
             return True
-        for member in members:
-            self._note_start(member)
-        choices = self._choose(with_token, logits)
-        self._batch.commit(members, [[choice.token for choice in each] for each in choices])
-        ended = perf_counter()
-        if decoding:
-            self._preference.took(len(members), two, ended - started)
-        steps = self.stats.steps
-        steps.steps += 1
-        steps.in_two_groups += two
-        steps.seconds += ended - started
-        self.stats.step_rows.add(sum(member.n_rows for member in members))
-        for member, each in zip(with_token, choices, strict=True):
-            request = self._requests[member.request_id]
-            self.stats.tokens.guessed += len(member.guesses)
-            self.stats.tokens.guessed_right += len(each) - 1
-            for choice in each:
-                self._tell(request, choice, ended)
+        self._count_step(step)
+        now = perf_counter()
+        for share, choices in zip(step.shares, step.choices, strict=True):
+            request = self._request_of(share)
+            if request.reused is None:
+                request.reused = share.past
+                self._offloaded.recorder.told().prompt += share.sequence.n_prompt - share.past
+                self.stats.tokens.reused += share.past
+            for choice in choices:
+                self._take_token(request, choice, now)
                 if request.is_over:  # what was guessed behind the end does not count
                     break
         return True
 
-    def _choose(self, members: list[Member], logits: torch.Tensor) -> list[list[TokenChoice]]:
-        """The next tokens of each member, from its rows of the logits."""
-        likeliest: list[int] = logits.argmax(dim=-1).tolist() if members else []
-        choices, row = [], 0
-        for member in members:
-            request, end = self._requests[member.request_id], row + member.n_logits
-            if request.sampler.is_plain:
-                choices.append([TokenChoice(token) for token in accept(likeliest[row:end], member.guesses)])
-            else:
-                choices.append([request.sampler.choose(logits[row])])
-            row = end
-        return choices
-
-    def _guess(self) -> None:
-        """Lets the next step verify guesses, where few requests leave room for them."""
-        if self._guesser is None or len(self._requests) > IDLE_REQUESTS:
-            return
-        for request in list(self._requests.values()):  # others may be added meanwhile
-            if request.sampler.is_plain and request.tokens:
-                most = request.options.max_tokens - request.n_tokens - 1
-                guesses = self._guesser.guess(
-                    request.prompt, request.tokens, min(most, FEW_QUERIES // IDLE_REQUESTS - 1)
-                )
-                if guesses:
-                    self._batch.guess(request.request_id, guesses)
-
-    def _splits(self, members: list[Member]) -> bool:
-        """Whether the next step is run in two groups."""
-        wanted = self._settings.ping_pong
-        if len(members) < 2 or wanted is PingPongChoice.OFF or not self._batch.can_split:
-            return False
-        return wanted is PingPongChoice.ON or self._preference.wants_two(len(members))
+    def _request_of(self, share: Share) -> _Request:
+        return self._requests[share.sequence.request_id]
 
     def _take_changes(self) -> None:
         with self._changing:
             new, self._new = self._new, deque()
             cancelled, self._cancelled = self._cancelled, deque()
         for request in new:
-            eos = () if request.options.ignore_eos else self._eos
-            self._batch.add(request.request_id, request.prompt, request.options.max_tokens, eos)
-            self.stats.tokens.prompt += len(request.prompt)
+            request.is_scheduled = True
+            self._batch.add(request.sequence)
+            self.stats.tokens.prompt += request.sequence.n_prompt
         for request in cancelled:
             if request.request_id in self._requests:
-                self._batch.cancel(request.request_id)
                 self._end(request, Progress(finish=FinishReason.CANCELLED))
 
     def _count_requests(self) -> None:
@@ -327,17 +286,17 @@ class ServingEngine:
         counts.running, counts.waiting = self._batch.n_running, self._batch.n_waiting
         cache.used_tokens, cache.kept_tokens = self._batch.cache_tokens()
 
-    def _note_start(self, member: Member) -> None:
-        request = self._requests[member.request_id]
-        if request.reused is None:
-            request.reused = member.past
-            self._offloaded.recorder.told().prompt += len(request.prompt) - member.past
-            self.stats.tokens.reused += member.past
+    def _count_step(self, step: Step) -> None:
+        steps, tokens = self.stats.steps, self.stats.tokens
+        steps.steps += 1
+        steps.in_two_groups += step.in_two_groups
+        steps.seconds += step.seconds
+        self.stats.step_rows.add(sum(len(share.tokens) for share in step.shares))
+        tokens.guessed += sum(share.n_guesses for share in step.shares)
+        tokens.guessed_right += sum(max(0, len(choices) - 1) for choices in step.choices)
 
-    def _tell(self, request: _Request, choice: TokenChoice, now: float) -> None:
+    def _take_token(self, request: _Request, choice: TokenChoice, now: float) -> None:
         request.n_tokens += 1
-        if self._guesser is not None:
-            request.tokens.append(choice.token)
         self.stats.tokens.completion += 1
         self._offloaded.recorder.told().completion += 1
         if request.n_tokens == 1:
@@ -352,12 +311,14 @@ class ServingEngine:
             finish = FinishReason.LENGTH
         progress = Progress(choice, finish, reused_tokens=request.reused or 0)
         if finish is None:
-            _say(request, progress)
+            _tell(request, progress)
         else:
             self._end(request, progress)
 
     def _end(self, request: _Request, progress: Progress) -> None:
         request.is_over = True
+        if request.is_scheduled:
+            self._batch.remove(request.sequence)
         counts = self.stats.requests
         if progress.finish is FinishReason.CANCELLED:
             counts.cancelled += 1
@@ -368,16 +329,16 @@ class ServingEngine:
         with self._idle:
             del self._requests[request.request_id]
             self._idle.notify_all()
-        _say(request, progress)
+        _tell(request, progress)
 
     def _fail_all(self, error: Exception) -> None:
         """After something unforeseen: nothing in the cache can be trusted."""
         told = error if isinstance(error, MoeOffloadError) else ServerError(f"internal error: {error}")
-        self._batch.reset()
         with self._changing:
-            left = [request for request in self._requests.values() if request not in self._new]
+            left = [request for request in self._requests.values() if request.is_scheduled]
         for request in left:
             self._end(request, Progress(finish=FinishReason.ERROR, error=told))
+        self._batch.reset()
 
     def _warm_up(self) -> None:
         """A request of a few tokens: what is compiled or allocated at first is so before the first client comes."""
@@ -399,8 +360,8 @@ class ServingEngine:
         self._offloaded.recorder.reset()
 
 
-def _say(request: _Request, progress: Progress) -> None:
-    """Tells a client; what it makes of that is no matter of the others."""
+def _tell(request: _Request, progress: Progress) -> None:
+    """Tells a client; an exception of its own is no matter of the others."""
     try:
         request.tell(progress)
     except Exception:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moeoffload.config.security import is_loopback
+from moeoffload.config import is_loopback
 from moeoffload.refusals import Refusals
 from moeoffload.serve.api_errors import ApiError, bad_request, busy, unavailable
 

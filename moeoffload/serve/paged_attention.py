@@ -1,12 +1,14 @@
 """Attention of a packed batch: each request's queries with its own keys and values, as if it ran alone.
 
-transformers' continuous batching packs the rows of all requests into one sequence. Its "sdpa" then multiplies all
-queries with all keys and masks what belongs to others; here every request is a call of its own, so that the cost is
+The rows of all requests are one sequence for the model. Here every request is a call of its own, so that the cost is
 that of the requests one by one, and so are the bits.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -15,7 +17,95 @@ from transformers import AttentionInterface
 
 IMPLEMENTATION: Final = "moeoffload_paged"
 """Name under which transformers knows it (``attn_implementation``); it builds no masks for names it does not know."""
-_ONE_BY_ONE: Final = "sdpa"
+
+Attend = Callable[..., tuple[torch.Tensor, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The rows of one request, and where its keys and values lie.
+
+    Attributes:
+        start: its first row in the batch.
+        n_rows: how many follow it, with it.
+        n_keys: tokens of the request so far, with these rows.
+        first_page: the page of its first token, if its pages follow each other in memory, else -1.
+        pages: its pages, int64; empty if they follow each other.
+    """
+
+    start: int
+    n_rows: int
+    n_keys: int
+    first_page: int
+    pages: torch.Tensor
+
+
+class KeyValueStore:
+    """Memory of keys and values of every layer: (pages, page tokens, key heads, dim) each.
+
+    Before `allocate` it only learns what the layers need, and every request is taken to be new.
+    """
+
+    def __init__(self, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self.shapes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By layer an empty tensor each, of the key's and the value's heads, dim, dtype and device."""
+        self._memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, over all layers."""
+        return sum(
+            self.page_tokens * each.shape[1] * each.shape[2] * each.dtype.itemsize
+            for pair in self.shapes.values()
+            for each in pair
+        )
+
+    def allocate(self, n_pages: int) -> None:
+        """Makes the memory of all layers that were seen."""
+        self._memory = {
+            layer: (
+                keys.new_empty(n_pages, self.page_tokens, *keys.shape[1:]),
+                values.new_empty(n_pages, self.page_tokens, *values.shape[1:]),
+            )
+            for layer, (keys, values) in self.shapes.items()
+        }
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keeps (1, key heads, rows, dim) keys and values; ``slots`` (rows,) int64: page * page tokens + token."""
+        rows = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        if not self._memory:
+            self.shapes[layer] = rows[0][:0], rows[1][:0]
+            return
+        for memory, new in zip(self._memory[layer], rows, strict=True):
+            memory.flatten(0, 1).index_copy_(0, slots, new)
+
+    def read(self, layer: int, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (1, key heads, n_keys, dim) of a request; views where its pages follow each other."""
+        keys, values = (self._read(memory, segment) for memory in self._memory[layer])
+        return keys, values
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether there is memory."""
+        return bool(self._memory)
+
+    def _read(self, memory: torch.Tensor, segment: Segment) -> torch.Tensor:
+        if segment.first_page >= 0:
+            flat = memory.flatten(0, 1).narrow(0, segment.first_page * self.page_tokens, segment.n_keys)
+        else:
+            flat = memory.index_select(0, segment.pages).flatten(0, 1)[: segment.n_keys]
+        return flat.transpose(0, 1)[None]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """What attention has to know of a batch; ``attend`` computes one request, ``is_eager`` with a mask to add."""
+
+    store: KeyValueStore
+    segments: Sequence[Segment]
+    slots: torch.Tensor
+    is_eager: bool
 
 
 def paged_attention(
@@ -24,49 +114,56 @@ def paged_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
+    packed_rows: PackedRows | None = None,
     is_causal: bool | None = None,
-    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls; shapes as in its ``sdpa_attention_forward``, with a batch of one.
 
     Args:
-        module: the attention module; ``layer_idx`` says which layer of the cache is its own.
+        module: the attention module; ``layer_idx`` says which layer it is.
         query: (1, heads, rows, dim), the rows of all requests one after the other.
         key: (1, key heads, rows, dim), of the same rows.
         value: (1, key heads, rows, dim).
         attention_mask: not used: a row sees what comes before it in its own request.
-        dropout: must be 0.
-        scaling: of the products.
+        packed_rows: which rows are whose; given to the model, which hands it on.
         is_causal: not used.
-        cache: transformers' ``PagedAttentionCache``.
-        kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, where requests begin, and the cache's own.
+        kwargs: what the model has for the attention of one request.
+
+    Raises:
+        NotImplementedError: the model does not hand on what it was given.
     """
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-    attend = AttentionInterface()[_ONE_BY_ONE]
-    window = getattr(module, "sliding_window", None)
-    query_ends = kwargs["cu_seq_lens_q"].tolist()
-    key_ends = kwargs["cu_seq_lens_k"].tolist()
+    if packed_rows is None:
+        raise NotImplementedError("it gives its attention no arguments of its caller")
+    store, layer = packed_rows.store, int(module.layer_idx)  # type: ignore[arg-type]
+    attend: Attend = _eager_of(module) if packed_rows.is_eager else AttentionInterface()["sdpa"]
+    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+    store.write(layer, packed_rows.slots, key, value)
     parts = []
-    for i in range(1, len(query_ends)):
-        n_queries, n_keys = query_ends[i] - query_ends[i - 1], key_ends[i] - key_ends[i - 1]
-        mask = None if n_queries in (1, n_keys) else seen_keys(n_queries, n_keys, None, query.device)
-        if window is not None and n_keys > window:
-            mask = seen_keys(n_queries, n_keys, window, query.device)
-        part, _ = attend(
-            module,
-            query.narrow(2, query_ends[i - 1], n_queries),
-            key.narrow(2, key_ends[i - 1], n_keys),
-            value.narrow(2, key_ends[i - 1], n_keys),
-            mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=n_queries > 1 and mask is None,
-        )
+    for segment in packed_rows.segments:
+        n_rows, n_keys = segment.n_rows, segment.n_keys
+        keys, values = store.read(layer, segment) if store.is_allocated else (key, value)
+        mask = None
+        if n_rows not in (1, n_keys) or (window is not None and n_keys > window):
+            mask = seen_keys(n_rows, n_keys, window, query.device)
+        queries = query.narrow(2, segment.start, n_rows)
+        if packed_rows.is_eager:
+            if mask is None and n_rows > 1:
+                mask = seen_keys(n_rows, n_keys, None, query.device)
+            if mask is not None:
+                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+            part, _ = attend(module, queries, keys, values, mask, **kwargs)
+        else:
+            causal = n_rows > 1 and mask is None
+            part, _ = attend(module, queries, keys, values, mask, is_causal=causal, **kwargs)
         parts.append(part)
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
+
+
+def _eager_of(module: nn.Module) -> Attend:
+    """The attention that a family brings with it, for those that "sdpa" does not fit."""
+    attend: Attend = sys.modules[type(module).__module__].eager_attention_forward
+    return attend
 
 
 def seen_keys(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> torch.Tensor:

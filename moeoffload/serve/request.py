@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Protocol
 
-from moeoffload.config.serve import PingPongChoice
+from moeoffload.config import PingPongChoice
 
 MAX_ALTERNATIVES: Final = 20
 """Log probabilities of at most so many tokens are given at each position, as in OpenAI's API."""
@@ -86,6 +86,10 @@ class RequestEngine(Protocol):
         """Tokens that prompt and answer of one request may have together."""
 
     @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine for good; None as long as it goes on."""
+
+    @property
     def is_ready(self) -> bool:
         """Whether requests are taken: warmed up, not draining, not failed."""
 
@@ -95,6 +99,7 @@ class RequestEngine(Protocol):
         Raises:
             PromptError: the prompt is empty or does not fit.
             BusyError: the queue is full or the engine drains; says after how many seconds to come again.
+            ServerError: the engine has failed.
         """
 
 

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import uvicorn
 
-from moeoffload.config.settings import ServeSettings
+from moeoffload.config import ServeSettings
 from moeoffload.serve.access import tls_context
 from moeoffload.serve.api import Api
 from moeoffload.serve.connection import Connection

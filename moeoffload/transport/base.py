@@ -61,6 +61,8 @@ class ChannelSizes:
     """Largest request frame, header included."""
     reply_bytes: int
     """Largest reply frame, header included."""
+    shared_bytes: int = 0
+    """Least size of a shared memory segment; the server's alone, which may reserve more than the frames need."""
 
     def __post_init__(self) -> None:
         for name, value, least, most in (

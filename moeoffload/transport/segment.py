@@ -108,7 +108,7 @@ class Segment:
             ServerError: /dev/shm has too little room; the message says how much is needed and available.
         """
         name = f"/moeoffload-{os.getpid()}-{secrets.token_hex(16)}"
-        needed = segment_bytes(sizes)
+        needed = max(segment_bytes(sizes), sizes.shared_bytes)
         room = os.statvfs(SHM_FOLDER)
         # Asked first: reserving would fill the memory up to the brim, under everybody's feet, before it failed.
         if needed > room.f_bavail * room.f_frsize:
@@ -148,7 +148,7 @@ class Segment:
                     f"shared memory {name} has owner {stat.st_uid} and mode {stat.st_mode & 0o777:o}, "
                     f"expected {os.geteuid()} and 600"
                 )
-            if stat.st_size != segment_bytes(sizes):
+            if stat.st_size < segment_bytes(sizes):
                 raise ProtocolError(f"shared memory {name} has {stat.st_size} bytes, expected {segment_bytes(sizes)}")
             segment = cls(name, sizes, shm.fd, create=False)
         except (posix_ipc.ExistentialError, FileNotFoundError):

@@ -38,7 +38,9 @@ class ByRows(Generic[_T]):
         if view is None:
             if kept is self._large and len(kept) >= MAX_LARGE:
                 del kept[next(iter(kept))]
-            view = kept[rows] = self._make(_there(self._buffer), rows)
+            # A view made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                view = kept[rows] = self._make(_there(self._buffer), rows)
             self.n_created += 1
             if not self._buffer:  # dropped while it was made: nobody would drop this one
                 kept.clear()

@@ -13,7 +13,7 @@ from fault_kit.processes import wait_for
 from fault_kit.second_host import SecondHost
 from fault_kit.server import ServerProcess
 
-from moeoffload.config.settings import ExpertServerSettings, HostSettings
+from moeoffload.config import ExpertServerSettings, HostSettings
 from moeoffload.control.client import ControlClient
 
 NETWORK = "namespaces" if namespaces_allowed() else "loopback"

@@ -6,7 +6,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeoffload.serve.engine import PingPongChoice, ServingEngine
+from moeoffload.config.serve import PingPongChoice
+from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import FinishReason, Progress, SamplingOptions
 
 TIMEOUT_S = 120

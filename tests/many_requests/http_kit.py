@@ -16,7 +16,7 @@ from command_lines import wait_until
 from serving_snapshots import scripted
 
 from many_requests.fake_engine import FakeEngine
-from moeoffload.config.settings import ServeSettings
+from moeoffload.config import ServeSettings
 from moeoffload.serve.access import bind_socket
 from moeoffload.serve.api import create_app
 from moeoffload.serve.server import HttpServer

@@ -13,9 +13,10 @@ from conftest import DEMO, demo_prompt
 from tasks import prompts
 
 from moeoffload import open_model
+from moeoffload.config.serve import PingPongChoice
 from moeoffload.errors import BusyError, PromptError
 from moeoffload.host.session import OffloadedModel
-from moeoffload.serve.engine import PingPongChoice, ServingEngine
+from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import FinishReason
 
 from .client import Answer, Limits, ask

@@ -11,9 +11,10 @@ import pytest
 from conftest import DEMO
 
 from moeoffload import open_model
+from moeoffload.config.serve import PingPongChoice
 from moeoffload.errors import ServerError
 from moeoffload.host.session import OffloadedModel
-from moeoffload.serve.engine import PingPongChoice, ServingEngine
+from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import FinishReason
 
 from .client import Limits, ask

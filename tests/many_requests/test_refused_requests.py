@@ -16,7 +16,7 @@ from command_lines import wait_until
 from many_requests.fake_engine import FakeEngine, tokens_of
 from many_requests.http_kit import Running, ask, serving
 from moeoffload.cli.key_files import make_keys
-from moeoffload.config.settings import ServeSettings
+from moeoffload.config import ServeSettings
 from moeoffload.errors import SettingError
 from moeoffload.serve import connection
 from moeoffload.serve.access import bind_socket, check_access

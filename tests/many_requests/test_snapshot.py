@@ -14,8 +14,9 @@ from command_lines import STEP_TIMEOUT_S, wait_until
 from conftest import DEMO, ROOT, StartServer, demo_prompt
 
 from moeoffload import OffloadedModel, open_model
+from moeoffload.config.serve import PingPongChoice
 from moeoffload.serve.batches import BatchWatcher
-from moeoffload.serve.engine import PingPongChoice, ServingEngine
+from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.metrics import render_metrics
 from moeoffload.serve.request import Progress, SamplingOptions
 from moeoffload.serve.snapshot import serving_snapshot

@@ -14,7 +14,7 @@ from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, wait_until
 from conftest import DEMO, RunningServer, expert_server
 
 from moeoffload.cli.key_files import make_keys
-from moeoffload.config.settings import HostSettings
+from moeoffload.config import HostSettings
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
 

@@ -22,7 +22,7 @@ from conftest import DEMO, StartServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from moeoffload.config.settings import Address, HostSettings
+from moeoffload.config import Address, HostSettings
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import TOKEN_KEY, HostCredentials
 from moeoffload.control.protocol import MAX_CONNECTIONS
@@ -156,7 +156,7 @@ def test_a_host_that_is_killed_behind_tls_frees_its_lease(site: Site) -> None:
         "import sys, time\n"
         "from moeoffload.control.client import ControlClient\n"
         "from moeoffload.control.credentials import HostCredentials\n"
-        "from moeoffload.config.settings import Address, HostSettings\n"
+        "from moeoffload.config import Address, HostSettings\n"
         "settings = HostSettings.load(dict(word.split('=', 1) for word in sys.argv[1:]))\n"
         "lease = ControlClient(settings.experts[0], HostCredentials.of(settings)).attach(60)\n"
         "print('attached', flush=True)\n"

@@ -12,7 +12,7 @@ from command_lines import Commands, one_line_error
 from conftest import DEMO
 
 from moeoffload.cli.key_files import NAMES, make_keys
-from moeoffload.config.settings import ExpertServerSettings, HostSettings
+from moeoffload.config import ExpertServerSettings, HostSettings
 from moeoffload.control.credentials import HostCredentials, ServerCredentials
 from moeoffload.errors import SettingError
 from moeoffload.refusals import LINES, Refusals

@@ -1,4 +1,4 @@
-"""Guesses for a packed batch: what the text has repeated, looked up by transformers, verified in the same step."""
+"""Speculative decoding by prompt lookup: tokens guessed from what a text has repeated, verified in the same step."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from transformers.generation import PromptLookupCandidateGenerator
 
 IDLE_REQUESTS: Final = 2
 """With more requests than these each step reads most of the experts anyway, and wrong guesses cost their time."""
 
 
-class Guesser:
+class PromptLookup:
     """Guesses the next tokens of one greedy request at a time."""
 
     def __init__(self, n_guesses: int) -> None:
@@ -21,11 +21,11 @@ class Guesser:
             num_output_tokens=max(1, n_guesses), max_matching_ngram_size=2, max_length=1 << 30
         )
 
-    def guess(self, prompt: Sequence[int], answer: Sequence[int], most: int) -> list[int]:
-        """Up to ``most`` tokens that may follow; none if the text does not say."""
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Up to ``most`` tokens that may follow ``tokens``; none if they do not say."""
         if min(self._n_guesses, most) < 1:
             return []
-        known = torch.tensor([[*prompt, *answer]])
+        known = torch.tensor([tokens])
         candidates, _ = self._generator.get_candidates(known)
         guesses: list[int] = candidates[0, known.shape[1] :].tolist()
         return guesses[:most]

@@ -1,13 +1,14 @@
 """Two groups in flight: while the experts of one half of a step's requests are away, the host computes the other half.
 
-Each group runs through the model on a thread of its own, with its own part of the packed batch. Only one of them has
-the host at a time: who waits for expert servers lets the other one go on. Requests are not cut, so every row is
-computed as it would be in one group.
+Each group runs through the model on a thread of its own. Only one of them has the host at a time: a group that waits
+for expert servers lets the other one go on. Requests are not cut, so every row is computed as it would be in one group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from time import perf_counter
 from typing import Any, Final
 
@@ -16,6 +17,8 @@ import torch
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.turns import Turns
+from moeoffload.serve.model_runner import Inputs, ModelRunner
+from moeoffload.serve.sequence import Share
 
 LEARN_STEPS: Final = 6
 """Steps of each kind that are timed before one is preferred."""
@@ -25,7 +28,7 @@ MARGIN: Final = 0.97
 """Two groups have to take less than this part of the time of one."""
 
 
-class PingPong:
+class TwoBatchOverlap:
     """Runs one step in two groups. For one thread; the second one is its own."""
 
     def __init__(self, model: Any, dispatcher: Dispatcher, recorder: Recorder, timeout_s: float) -> None:
@@ -34,22 +37,23 @@ class PingPong:
         self._dispatcher = dispatcher
         self._recorder = recorder
         self._turns = Turns(timeout_s)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ping-pong")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="second-batch")
 
     def close(self) -> None:
         """Ends the second thread. Idempotent."""
         self._pool.shutdown()
 
-    def run(self, **arguments: Any) -> Any:
-        """What ``model(**arguments)`` gives for a packed batch of at least two requests without attention masks."""
-        first, second = split(arguments)
+    def forward(self, runner: ModelRunner, shares: Sequence[Share]) -> torch.Tensor:
+        """The logits of a step of at least two shares; see `ModelRunner.forward`."""
+        cut = split(shares)
+        first, second = runner.prepare(shares[:cut]), runner.prepare(shares[cut:])
         dispatcher, turns = self._dispatcher, self._turns
         dispatcher.turns = turns
         try:
-            beside = self._pool.submit(self._run_beside, second)
+            beside = self._pool.submit(self._forward_beside, runner, second)
             turns.take()
             try:
-                result = self._model(**first)
+                logits = runner.forward(first)
             finally:
                 turns.give()
                 waited = perf_counter()
@@ -57,18 +61,19 @@ class PingPong:
                 self._recorder.counters.turn_s += perf_counter() - waited
         finally:
             dispatcher.turns = None
-        result.logits = torch.cat([result.logits, beside.result().logits], dim=1)
-        return result
+        n_first, n_second = (sum(share.n_logits for share in part) for part in (shares[:cut], shares[cut:]))
+        # A group of which no token comes out has one row of logits all the same.
+        return torch.cat([logits[:n_first], beside.result()[:n_second]])
 
-    def _run_beside(self, arguments: dict[str, Any]) -> Any:
+    def _forward_beside(self, runner: ModelRunner, inputs: Inputs) -> torch.Tensor:
         counters = self._recorder.counters
         started = perf_counter()
         counters.turn_s += self._turns.take()
         try:
             counters.mark = perf_counter()
-            counters.tokens += arguments["input_ids"].shape[1]
+            counters.tokens += inputs["input_ids"].shape[1]
             with torch.inference_mode():
-                return self._model.forward(**arguments)
+                return runner.forward(inputs, self._model.forward)
         finally:
             self._turns.give()
             ended = perf_counter()
@@ -76,33 +81,10 @@ class PingPong:
             counters.thread_s += ended - started
 
 
-def split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of a packed batch for its first and its second half of requests, about as many rows each."""
-    ends = arguments["cu_seq_lens_q"].tolist()
-    cut = min(range(1, len(ends) - 1), key=lambda i: abs(2 * ends[i] - ends[-1]))
-    return _part(arguments, ends, 0, cut), _part(arguments, ends, cut, len(ends) - 1)
-
-
-def _part(arguments: dict[str, Any], ends: list[int], first: int, last: int) -> dict[str, Any]:
-    """The arguments for requests ``first`` up to ``last``."""
-    rows = slice(ends[first], ends[last])
-    keep = arguments["logits_indices"]
-    keep = keep[(keep >= rows.start) & (keep < rows.stop)] - rows.start
-    key_ends = {name: each[first : last + 1] for name, each in arguments["cu_seq_lens_k"].items()}
-    read = [
-        index[each[0] : each[-1]] if index.numel() else index
-        for index, each in zip(arguments["read_index"], key_ends.values(), strict=True)
-    ]
-    return arguments | {
-        "input_ids": arguments["input_ids"][:, rows],
-        "position_ids": arguments["position_ids"][:, rows],
-        "cu_seq_lens_q": arguments["cu_seq_lens_q"][first : last + 1] - rows.start,
-        "cu_seq_lens_k": {name: each - each[0] for name, each in key_ends.items()},
-        "logits_indices": keep,
-        "logits_to_keep": keep,
-        "read_index": read,
-        "write_index": [index[rows] for index in arguments["write_index"]],
-    }
+def split(shares: Sequence[Share]) -> int:
+    """Where to cut shares in two, about as many rows each; requests are not cut."""
+    ends = [0, *accumulate(len(share.tokens) for share in shares)]
+    return min(range(1, len(shares)), key=lambda i: abs(2 * ends[i] - ends[-1]))
 
 
 class Preference:

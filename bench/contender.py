@@ -1,0 +1,162 @@
+"""One contender of `ablations` and `against`: a host process with its own expert server, which does tasks it is told.
+
+``python bench/contender.py CHECKPOINT OPTIONS``: reads one task per line (JSON) and answers with its seconds. It uses
+nothing but the package's public interface, so that ``PYTHONPATH`` can name another checkout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any
+
+TIMEOUT_S = 600.0
+
+
+@contextlib.contextmanager
+def process(core: int, entry: str, patch: str, words: list[str], ready: str) -> Iterator[str]:
+    """Starts a command of the package pinned to ``core``, after ``patch``; yields what ``ready`` finds."""
+    code = f"{patch}\nimport sys\nfrom moeoffload.cli.{entry} import main\nsys.argv[0] = 'bench'\nmain()"
+    child = subprocess.Popen(
+        ["taskset", "-c", str(core), sys.executable, "-c", code, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        for line in child.stdout:
+            found = re.search(ready, line)
+            if found is not None:
+                yield found.group(1)
+                return
+        raise SystemExit(f"{entry} did not start")
+    finally:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=30)
+        child.kill()
+
+
+def random_ids(n: int, vocab: int, seed: int) -> list[int]:
+    """``n`` token ids, the same for the same seed."""
+    import torch
+
+    return torch.randint(5, vocab, (n,), generator=torch.manual_seed(seed)).tolist()
+
+
+class Direct:
+    """A model that is open in this process."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._vocab = model.config.get_text_config().vocab_size
+
+    def run(self, task: dict[str, Any]) -> float:
+        """Seconds of a prefill of ``prompt`` tokens, or of ``tokens`` greedy ones after it."""
+        import torch
+        from transformers import DynamicCache
+
+        model = self._model
+        prompt = torch.tensor([random_ids(task["prompt"], self._vocab, task["prompt"])])
+        cache = DynamicCache(config=model.config)
+        started = perf_counter()
+        with torch.inference_mode():
+            logits = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            if task["task"] == "decode":
+                started = perf_counter()
+                for _ in range(task["tokens"]):
+                    token = logits[:, -1].argmax(-1, keepdim=True)
+                    logits = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return perf_counter() - started
+
+
+class Served:
+    """``moeoffload serve`` as clients see it."""
+
+    def __init__(self, url: str, name: str, vocab: int) -> None:
+        self._url, self._name, self._vocab = url, name, vocab
+        self._turn = 0
+
+    def run(self, task: dict[str, Any]) -> float:
+        """Seconds until ``requests`` requests of ``tokens`` tokens, sent together, are answered."""
+        self._turn += 1
+        failed: list[BaseException] = []
+
+        def ask(number: int) -> None:
+            body = {
+                "model": self._name,
+                "prompt": random_ids(32, self._vocab, 1000 * self._turn + number),
+                "max_tokens": task["tokens"],
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            request = urllib.request.Request(
+                f"{self._url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+                    reply.read()
+            except OSError as error:
+                failed.append(error)
+
+        started = perf_counter()
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(task["requests"])]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise SystemExit(f"a request failed: {failed[0]}")
+        return perf_counter() - started
+
+
+def main() -> None:
+    """Start the server and the host, then do tasks until stdin ends."""
+    checkpoint, options = sys.argv[1], json.loads(sys.argv[2])
+    host_core, server_core = options["cores"]
+    server_words = ["--listen", "127.0.0.1:0", "--exit-with-stdin", "--device", "cpu", "--threads", "1"]
+    server_words += ["--log-level", "warning", *options.get("server_options", [])]
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(
+            process(server_core, "expert_app", options.get("server_patch", ""), server_words, r"ready on (\S+)")
+        )
+        os.sched_setaffinity(0, {host_core})
+        import torch
+        from transformers import AutoConfig
+        from transformers.utils.logging import disable_progress_bar
+
+        torch.set_num_threads(1)
+        disable_progress_bar()
+        contender: Direct | Served
+        if options.get("served"):
+            vocab = AutoConfig.from_pretrained(checkpoint).get_text_config().vocab_size
+            words = ["serve", checkpoint, "--experts", address, "--device", "cpu", "--threads", "1", "--port", "0"]
+            words += ["--log-level", "warning", *options.get("host_options", [])]
+            url = stack.enter_context(
+                process(host_core, "host_app", options.get("host_patch", ""), words, r"(http://\S+)")
+            )
+            with urllib.request.urlopen(f"{url}/models", timeout=TIMEOUT_S) as reply:
+                contender = Served(url, json.load(reply)["data"][0]["id"], vocab)
+        else:
+            exec(options.get("host_patch", ""), {})
+            from moeoffload import open_model
+
+            settings = options.get("settings", {})
+            offloaded = stack.enter_context(open_model(checkpoint, experts=[address], device="cpu", **settings))
+            contender = Direct(offloaded.model)
+        print(json.dumps("ready"), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(contender.run(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Two contenders that take turns: their processes, the turns, the ratio with its spread."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from servers import Spread, cores
+
+FOLDER = Path(__file__).parent
+
+
+class Opponent:
+    """A `contender` process; ``tree`` is the checkout whose package it runs."""
+
+    def __init__(self, checkpoint: Path, options: dict[str, Any], tree: Path) -> None:
+        environment = os.environ | {"PYTHONPATH": f"{tree}:{FOLDER}"}
+        words = [sys.executable, str(FOLDER / "contender.py"), str(checkpoint)]
+        self._process = subprocess.Popen(
+            [*words, json.dumps(options | {"cores": cores()})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=tree,
+        )
+        self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a contender ended; see its message above")
+        return json.loads(line)
+
+    def run(self, task: dict[str, Any]) -> float:
+        """Seconds that it took for a task."""
+        assert self._process.stdin is not None
+        print(json.dumps(task), file=self._process.stdin, flush=True)
+        return float(self._answer())
+
+    def __enter__(self) -> Opponent:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+@dataclass(frozen=True)
+class Result:
+    """Two contenders on one task: seconds of each, and how many times as long the second took, turn by turn."""
+
+    task: str
+    first_s: Spread
+    second_s: Spread
+    ratio: Spread
+    turns: list[float]
+
+
+def name_of(task: dict[str, Any]) -> str:
+    """How a table calls a task."""
+    if task["task"] == "prefill":
+        return f"prefill of {task['prompt']}"
+    if task["task"] == "decode":
+        return f"decode after {task['prompt']}"
+    return f"{task['requests']} served"
+
+
+def duel(first: Opponent, second: Opponent, task: dict[str, Any], turns: int) -> Result:
+    """Lets two contenders take turns, after one turn each that does not count."""
+    pairs: list[tuple[float, float]] = []
+    for turn in range(turns + 1):
+        # Who begins changes, so that what one leaves in the caches helps both alike.
+        if turn % 2:
+            b, a = second.run(task), first.run(task)
+        else:
+            a, b = first.run(task), second.run(task)
+        if turn:
+            pairs.append((a, b))
+    ratios = [b / a for a, b in pairs]
+    return Result(
+        name_of(task), Spread.of([a for a, _ in pairs]), Spread.of([b for _, b in pairs]), Spread.of(ratios), ratios
+    )

@@ -1,0 +1,198 @@
+"""The one line that a page quotes from a benchmark's result: its figure, and the limit beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Result = dict[str, Any]
+Rows = list[dict[str, Any]]
+
+
+def _range(value: dict[str, float], digits: int = 2) -> str:
+    return f"{value['median']:,.{digits}f} ({value['low']:,.{digits}f}–{value['high']:,.{digits}f})"
+
+
+def _overhead(rows: Rows) -> str:
+    parts = []
+    for row in rows:
+        if row["ratio"] is not None and (row["task"] == "decode" or row["pipeline"] == "on"):
+            what = "decode" if row["task"] == "decode" else f"prefill of {row['tokens']:,}"
+            parts.append(f"{what}, {row['transport']}: **{_range(row['ratio'])}**")
+    return "; ".join(parts)
+
+
+def _against(rows: Rows) -> str:
+    return "; ".join(f"{row['task']}, {row['way']}: **{_range(row['speed'], 3)}**" for row in rows)
+
+
+def _chunks(rows: Rows) -> str:
+    chosen = [row for row in rows if row["chosen"]]
+    return "; ".join(
+        f"{row['tokens']:,} tokens in chunks of {row['chunk_rows']}: **{row['times_local_speed']['median']:.2f} ×** "
+        f"(limit {row['limit']:.2f})"
+        for row in chosen
+    )
+
+
+def _scaling(rows: Rows) -> str:
+    sweeps = {(row["transport"], row["sweep"]): row for row in rows}
+    return "; ".join(
+        f"{sweep}, {transport}: **{row['overhead_us']['median']:.0f} µs**, {row['verdict']}"
+        for (transport, sweep), row in sweeps.items()
+    )
+
+
+def _workspaces(rows: Rows) -> str:
+    host, server = (max(row[side] for row in rows) for side in ("host_made", "server_made"))
+    return f"**{host}** objects made on the host, **{server}** on the server in {rows[0]['rounds']:,} rounds (limit 0)"
+
+
+def _prefill_ipc(rows: Rows) -> str:
+    cells = {(row["mode"], row["transport"], row["dtype"]): row for row in rows}
+    calls = {mode: cells[mode, "shared", "f32"]["calls"] for mode in ("stream", "batched", "auto")}
+    mib = {dtype: cells["auto", "shared", dtype]["bytes_out"] / (1 << 20) for dtype in ("f32", "bf16")}
+    return (
+        f"calls: **{calls['stream']:,}** in slices, **{calls['batched']:,}** batched, **{calls['auto']:,}** auto; "
+        f"sent: **{mib['f32']:.1f} MiB** as f32, **{mib['bf16']:.1f}** as bf16"
+    )
+
+
+def _auto_policy(rows: Rows) -> str:
+    autos = [row for row in rows if row["mode"] == "auto"]
+    return "; ".join(
+        f"{row['server']}: **{row['ratio_to_best']:.2f}** of the better fixed mode's time" for row in autos
+    )
+
+
+def _balance(rows: Rows) -> str:
+    mixed = rows[1]
+    alone, both = (row["decode_tokens_per_s"]["median"] for row in rows[:2])
+    return (
+        f"busiest / mean **{mixed['busiest_to_mean']:.2f}** (limit 1); decode **{both:.1f} tok/s**, "
+        f"{alone:.1f} without the slow server"
+    )
+
+
+def _hot_experts(rows: Rows) -> str:
+    worst = max(row["call_ms"]["median"] / row["limit_ms"] for row in rows)
+    return f"a call takes at most **{worst:.2f} ×** the longer of its two parts"
+
+
+def _kernels(rows: Rows) -> str:
+    ours = [
+        row for row in rows if row["layer"] == "experts" and row["kernel"] == "tiled" and "bfloat16" in row["dtype"]
+    ]
+    few = [row for row in ours if row["rows"] <= 4]
+    reads = ", ".join(f"**{row['of_read']:.0%}** at {row['rows']}" for row in few)
+    return f"bf16 experts read, of what one core reads: {reads} rows"
+
+
+def _round_trips(rows: Rows) -> str:
+    parts = []
+    for row in rows:
+        if row["contender"] in ("shared", "stream") and row["n_bytes"] in (4096, 2 << 20):
+            size = "4 KiB" if row["n_bytes"] == 4096 else "2 MiB"
+            limit = f"{row['limit_us']:,.0f}" if row["limit_us"] else "–"
+            parts.append(f"{row['contender']} {size}: **{row['median_us']:,.0f} µs** ({row['limit']} {limit})")
+    return "; ".join(parts)
+
+
+def _memory(rows: Rows) -> str:
+    return "; ".join(
+        f"{row['process']}: **{row['prompt_mib']:,.0f} MiB** (limit {row['limit_mib']:,.0f})" for row in rows
+    )
+
+
+def _ablations(rows: Rows) -> str:
+    kept = [row for row in rows if row["verdict"] == "kept"]
+    return f"**{len(kept)}** of {len(rows)} paths kept; gains in the table"
+
+
+def _serving(rows: Rows) -> str:
+    ones = [row for row in rows if row["way"] in ("auto", "one group") and row["requests"] in (1, 8)]
+    return "; ".join(
+        f"{row['requests']} at a time, {row['way']}: **{row['tokens_per_s']['median']:.0f} tok/s** "
+        f"(limit {row['limit']:.0f})"
+        for row in ones
+    )
+
+
+def _coalescing(rows: Rows) -> str:
+    most = max(row["clients"] for row in rows)
+    off, on = (next(row for row in rows if row["clients"] == most and row["coalesce"] is way) for way in (False, True))
+    gain = on["rows_per_s"]["median"] / off["rows_per_s"]["median"]
+    return f"{most} hosts on one server: **{gain:.2f} ×** the rows per second (limit {on['limit']:.0f}/s)"
+
+
+def _faults(rows: Rows) -> str:
+    total = next(row for row in rows if row["fault"] == "all")
+    return (
+        f"**{total['same_tokens']} of {total['runs']}** runs with the same tokens, longest pause "
+        f"**{total['pause_max_s']:.2f} s**, **{total['leaks']}** leaks"
+    )
+
+
+def _rolling_restart(rows: Rows) -> str:
+    return (
+        f"each of {len(rows)} servers back in use within **{max(row['back_s'] for row in rows):.1f} s**, no token lost"
+    )
+
+
+def _soak(rows: Rows) -> str:
+    flat = sum(row["flat"] for row in rows)
+    return f"**{flat} of {len(rows)}** figures flat (memory, descriptors, threads of both sides)"
+
+
+def _fairness(rows: Rows) -> str:
+    return (
+        f"95th percentile beside a flood at most **{max(row['ratio_p95'] for row in rows):.2f} ×** that alone (bound 3)"
+    )
+
+
+def _fuzz(rows: Rows) -> str:
+    inputs, crashes, hangs = (sum(row[name] or 0 for row in rows) for name in ("inputs", "crashes", "hangs"))
+    return f"**{inputs:,}** inputs, **{crashes}** crashes, **{hangs}** hangs"
+
+
+def _parity(rows: Rows) -> str:
+    same = [row for row in rows if row["dtype"] == "f32"]
+    worst = min(row["equal_tokens"] for row in same)
+    return f"f32 payload: **{worst:.0f} %** of tokens equal to a local run in all of {len(same)} set-ups"
+
+
+def _concurrent_answers(rows: Rows) -> str:
+    return f"**{min(row['same_tokens_percent'] for row in rows):.1f} %** of answers have the tokens they have alone"
+
+
+HEADLINES: dict[str, Callable[[Rows], str]] = {
+    "ablations": _ablations,
+    "against": _against,
+    "auto_policy": _auto_policy,
+    "balance": _balance,
+    "chunks": _chunks,
+    "coalescing": _coalescing,
+    "concurrent_answers": _concurrent_answers,
+    "fairness": _fairness,
+    "faults": _faults,
+    "fuzz": _fuzz,
+    "hot_experts": _hot_experts,
+    "kernels": _kernels,
+    "memory": _memory,
+    "overhead": _overhead,
+    "parity": _parity,
+    "prefill_ipc": _prefill_ipc,
+    "rolling_restart": _rolling_restart,
+    "round_trips": _round_trips,
+    "scaling": _scaling,
+    "serving": _serving,
+    "soak": _soak,
+    "workspaces": _workspaces,
+}
+
+
+def headline(result: Result) -> str:
+    """The quoted line of a result, with what it was measured on."""
+    line = HEADLINES[result["benchmark"]](result["rows"])
+    quick = " (a quick run)" if result["settings"].get("quick") else ""
+    return f"{line}. *{result['machine']['cpu']}, {result['machine']['cores']} cores{quick}.*"

@@ -1,0 +1,192 @@
+"""What all settings models share: how a setting is declared, where values come from, and how a bad one is refused.
+
+pydantic-settings reads the values: keyword or command line, then ``MOEOFFLOAD_*``, then the name in `ALIASES`, then the
+default. Flag, help, documentation and error text derive from the declaration, so none can disagree with the model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
+from typing import Any, Final, Self
+
+from pydantic import AliasChoices, AliasGenerator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from moeoffload.config.describe import SettingInfo, describe
+from moeoffload.errors import SettingError
+
+ENV_PREFIX: Final = "MOEOFFLOAD_"
+ALIAS_PREFIX: Final = "DFLASH_MOE_"
+_COMPUTE: Final = ALIAS_PREFIX + "EXPERT_COMPUTE_"
+ALIASES: Final = {
+    "batch_capacity": _COMPUTE + "IPC_BATCH_CAPACITY",
+    "dtype": _COMPUTE + "IPC_DTYPE",
+    "gpu": _COMPUTE + "IPC_GPU",
+    "hot_slice": ALIAS_PREFIX + "PREFILL_HOT_SUB_BATCH",
+    "mode": _COMPUTE + "IPC_MODE",
+    "profile": _COMPUTE + "IPC_PROFILE",
+    "required": _COMPUTE + "IPC_REQUIRED",
+    "shared_bytes": _COMPUTE + "IPC_SHARED_BYTES",
+    "threads": _COMPUTE + "THREADS",
+    "transport": _COMPUTE + "IPC_TRANSPORT",
+    "work_dir": _COMPUTE + "IPC_WORK_DIR",
+}
+"""Setting -> a second environment name, read when the first is not set."""
+_SPELLINGS: Final = {"float32": "f32", "fp32": "f32", "float16": "f16", "fp16": "f16", "bfloat16": "bf16"}
+_LONGEST_VALUE_SHOWN: Final = 200
+
+_log = logging.getLogger(__name__)
+
+
+class Panel(StrEnum):
+    """The groups of settings, in the order in which help and documentation show them."""
+
+    SERVERS = "Expert servers"
+    SERVING = "HTTP server"
+    SECURITY = "Security"
+    CHANNEL = "Channel"
+    COMPUTE = "Compute"
+    GENERATION = "Generation"
+    RECOVERY = "Faults"
+    TIME_LIMITS = "Time limits"
+    REPORTING = "Reporting"
+
+
+def setting(
+    default: Any,
+    panel: Panel,
+    description: str,
+    *,
+    means: str | None = None,
+    allowed: str | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """Declare a setting; bounds and unit are in its type.
+
+    Args:
+        default: the value when no source has one.
+        panel: the group that it is shown in.
+        description: one sentence.
+        means: what the default does, where the value does not say it.
+        allowed: what is allowed, in words; None where type and bounds say it.
+        choices: the words of an enum that a user may write; None for all of them.
+    """
+    words: Any = {"panel": panel, "means": means, "allowed": allowed, "choices": choices}
+    return Field(default, description=description, json_schema_extra=words)
+
+
+def env_names(name: str) -> tuple[str, ...]:
+    """The environment names of the setting ``name``, strongest first."""
+    return (ENV_PREFIX + name.upper(), *([ALIASES[name]] if name in ALIASES else []))
+
+
+class SettingsBase(BaseSettings):
+    """A frozen settings model. Values are checked here once; a bad one raises SettingError naming its source."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="ignore",  # pydantic counts the weaker names of a setting as extra; unknown keywords are refused below
+        allow_inf_nan=False,
+        validate_by_name=True,
+        alias_generator=AliasGenerator(validation_alias=lambda name: AliasChoices(*env_names(name))),
+        case_sensitive=True,
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        enable_decoding=False,  # lists are text with commas, not JSON
+    )
+
+    def __init__(self, *, _from_cli: bool = False, **values: Any) -> None:
+        """Take keywords over the environment over the defaults; ``_from_cli`` makes errors name flags, not keywords."""
+        known = _infos(type(self))
+        complaints = [f"{name}: there is no such setting{_nearest(name, known)}" for name in values.keys() - known]
+        if complaints:
+            raise SettingError("\n".join(complaints))
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            by_key = {_name_of(known, str(detail["loc"][0])): detail for detail in reversed(details)}
+            lines = [_complaint(known[name], detail, values, _from_cli) for name, detail in by_key.items()]
+            raise SettingError("\n".join(reversed(lines))) from None
+
+    @classmethod
+    def load(cls, cli: Mapping[str, Any] | None = None) -> Self:
+        """Build the settings from what the command line gave (None = not given), the environment and the defaults."""
+        for complaint in unknown_names(os.environ):
+            _log.warning("%s", complaint)
+        return cls(_from_cli=True, **{name: value for name, value in (cli or {}).items() if value is not None})
+
+    @classmethod
+    def infos(cls) -> tuple[SettingInfo, ...]:
+        """Every setting of this model, panel by panel."""
+        panels = list(Panel)
+        return tuple(sorted(_infos(cls).values(), key=lambda info: panels.index(Panel(info.panel))))
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_text(cls, value: Any, context: ValidationInfo) -> Any:
+        # An enum member is a str too, but it is no text: code may use members that users may not write.
+        if type(value) is not str or context.field_name is None:
+            return value
+        info, text = _infos(cls)[context.field_name], value.strip()
+        word = text.lower()
+        if info.is_optional and word == "none":
+            return None
+        if info.choices is None:
+            if not text and not info.may_be_empty:
+                raise PydanticCustomError("empty", "empty")
+            return text
+        word = _SPELLINGS.get(word, word)
+        if word not in info.choices:
+            raise PydanticCustomError("choice", "not a choice")
+        return word
+
+
+def unknown_names(environ: Mapping[str, str]) -> list[str]:
+    """One sentence for each name of ours in ``environ`` that no model knows, with the nearest name that one does."""
+    known = [env for model in _models(SettingsBase) for info in model.infos() for env in info.env_names]
+    return [
+        f"{name} is set, but there is no such setting{_nearest(name, known)}"
+        for name in sorted(environ)
+        if name.startswith((ENV_PREFIX, ALIAS_PREFIX)) and name not in known and environ[name].strip()
+    ]
+
+
+def _models(base: type[SettingsBase]) -> Iterator[type[SettingsBase]]:
+    for model in base.__subclasses__():
+        yield model
+        yield from _models(model)
+
+
+@functools.cache
+def _infos(model: type[SettingsBase]) -> dict[str, SettingInfo]:
+    return {name: describe(name, field, env_names(name)) for name, field in model.model_fields.items()}
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _name_of(infos: Mapping[str, SettingInfo], key: str) -> str:
+    """The setting that pydantic reports under its name or under one of its environment names."""
+    return next(name for name, info in infos.items() if key == name or key in info.env_names)
+
+
+def _complaint(info: SettingInfo, detail: ErrorDetails, values: Mapping[str, Any], from_cli: bool) -> str:
+    """One line: where the value came from, the value, what is wrong, what is allowed."""
+    if info.name in values:
+        source = info.flag if from_cli else info.name
+    else:
+        source = next((name for name in info.env_names if os.environ.get(name)), info.name)
+    shown = repr(values.get(info.name, os.environ.get(source, detail["input"])))  # repr escapes line breaks
+    if len(shown) > _LONGEST_VALUE_SHOWN:
+        shown = shown[:_LONGEST_VALUE_SHOWN] + "..."
+    reason = f" ({detail['ctx']['error']})" if detail["type"] == "value_error" else ""
+    return f"{source}: {shown} is not allowed{reason}; allowed is {info.allowed}"

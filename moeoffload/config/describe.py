@@ -1,0 +1,110 @@
+"""A setting as a user meets it, in help, documentation and errors: derived from its declaration in the model."""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+_BOOLEAN_WORDS: Final = "1, true, yes, on, 0, false, no or off"
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a type in an annotation allows, in words, what stands for its value in help, and the unit of a number.
+
+    What is None follows from the type and its bounds.
+    """
+
+    allowed: str | None = None
+    metavar: str | None = None
+    unit: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingInfo:
+    """A setting as a user meets it; ``env_names`` come strongest first, ``choices`` is None where any text may do."""
+
+    name: str
+    env_names: tuple[str, ...]
+    description: str
+    default: str
+    allowed: str
+    metavar: str
+    panel: str
+    is_boolean: bool
+    is_optional: bool
+    may_be_empty: bool
+    choices: tuple[str, ...] | None
+
+    @property
+    def flag(self) -> str:
+        """The option of the command line; a boolean has ``--no-...`` beside it."""
+        return "--" + self.name.replace("_", "-")
+
+
+def describe(name: str, field: FieldInfo, env_names: tuple[str, ...]) -> SettingInfo:
+    """The setting that ``field`` (made by `moeoffload.config.base.setting`) declares."""
+    declared = typing.cast("dict[str, Any]", field.json_schema_extra)
+    kind, is_optional = _plain_type(field.annotation)
+    words = next((item for item in field.metadata if isinstance(item, Words)), Words())
+    choices = declared["choices"]
+    if choices is None and isinstance(kind, type) and issubclass(kind, StrEnum):
+        choices = tuple(kind)
+    allowed = declared["allowed"] or words.allowed
+    if allowed is None:
+        allowed = _allowed(kind, choices, field.metadata) + (f" ({words.unit})" if words.unit else "")
+    return SettingInfo(
+        name=name,
+        env_names=env_names,
+        description=field.description or "",
+        default=_default(field.default, words.unit, declared["means"]),
+        allowed=allowed + (", or none" if is_optional else ""),
+        metavar=words.metavar or _metavar(kind, choices, words.unit),
+        panel=declared["panel"],
+        is_boolean=kind is bool,
+        is_optional=is_optional,
+        may_be_empty=field.default == (),
+        choices=choices,
+    )
+
+
+def _plain_type(annotation: Any) -> tuple[Any, bool]:
+    """The type without its ``| None``, and whether it had one."""
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return annotation, False
+    return next(member for member in typing.get_args(annotation) if member is not types.NoneType), True
+
+
+def _allowed(kind: Any, choices: tuple[str, ...] | None, metadata: list[Any]) -> str:
+    if choices is not None:
+        return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    if kind is bool:
+        return _BOOLEAN_WORDS
+    low = next((item.ge for item in metadata if isinstance(item, annotated_types.Ge)), None)
+    above = next((item.gt for item in metadata if isinstance(item, annotated_types.Gt)), None)
+    high = next((item.le for item in metadata if isinstance(item, annotated_types.Le)), None)
+    noun = "an integer" if kind is int else "a number"
+    if low is not None:
+        return f"{noun} from {low} to {high}" if high is not None else f"{noun} of at least {low}"
+    return f"{noun} above {above}" + (f" and at most {high}" if high is not None else "")
+
+
+def _default(value: Any, unit: str | None, means: str | None) -> str:
+    named = {None: "none", True: "yes", False: "no", (): "empty"}
+    if isinstance(value, bool | tuple | None):
+        text = named[value]
+    else:
+        text = (f"{value:g}" if isinstance(value, float) else str(value)) + (f" {unit}" if unit and value else "")
+    return f"{text} = {means}" if means else text
+
+
+def _metavar(kind: Any, choices: tuple[str, ...] | None, unit: str | None) -> str:
+    if choices is not None:
+        return "|".join(choices)
+    return unit.split()[0].upper() if unit else "INTEGER" if kind is int else "NUMBER"

@@ -1,0 +1,154 @@
+"""The settings of an expert server, the side that owns routed experts."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import ValidationInfo, field_validator
+
+from moeoffload.config.base import Panel, setting
+from moeoffload.config.shared import KEYS_HINT, CommonSettings, LogLevel
+from moeoffload.config.values import (
+    Address,
+    DaySeconds,
+    Device,
+    FewMs,
+    FileToRead,
+    Folders,
+    GibOrAll,
+    Gpu,
+    Listen,
+    ModelName,
+    Port,
+    Size,
+    Slots,
+    is_loopback,
+)
+from moeoffload.errors import SettingError
+
+
+class Kernel(StrEnum):
+    """What computes routed experts; GROUPED gives the bits of transformers' grouped_mm."""
+
+    AUTO = "auto"
+    TILED = "tiled"
+    GROUPED = "grouped"
+
+
+class ExpertServerSettings(CommonSettings):
+    """The settings of the side that owns routed experts."""
+
+    listen: Listen = setting(Address("127.0.0.1:50051"), Panel.SERVERS, "Where to listen for hosts.")
+    model: ModelName = setting(
+        None, Panel.SERVERS, "The server's own copy of the model.", means="the one the host names"
+    )
+    client_ca: FileToRead = setting(
+        None, Panel.SECURITY, "The certificates of who may vouch for a host, PEM; with it, hosts need a certificate."
+    )
+    model_root: Folders = setting(
+        (),
+        Panel.SECURITY,
+        "Folders below which hosts may name models for this server to read.",
+        means="models in the hub cache only; any for hosts of the same user on this machine",
+    )
+    shared_bytes: Size = setting(
+        0,
+        Panel.CHANNEL,
+        "The least size of the shared memory segment of one host; a batch may need more.",
+        means="as much as a batch needs",
+    )
+    slots: Slots = setting(16, Panel.CHANNEL, "The most requests in flight for each host.")
+    stream_port: Port = setting(
+        0,
+        Panel.CHANNEL,
+        "The TCP port of the stream transport, beside that of --listen.",
+        means="a free one, which hosts are told",
+    )
+    lane_port: Port = setting(
+        0,
+        Panel.CHANNEL,
+        "The TCP port by which small frames of the stream take a short cut.",
+        means="a free one, which hosts are told",
+    )
+    # gpu stands before device: fields are checked in this order, and device takes gpu into account.
+    gpu: Gpu = setting(None, Panel.COMPUTE, "Short for device cuda:N; not together with a different device.")
+    device: Device = setting(
+        "auto", Panel.COMPUTE, "Where the routed experts live and run.", means="the last CUDA device, else the CPU"
+    )
+    memory_gib: GibOrAll = setting(
+        None, Panel.COMPUTE, "The most memory that experts and buffers take on the device.", means="what is free"
+    )
+    kernel: Kernel = setting(
+        Kernel.AUTO,
+        Panel.COMPUTE,
+        "What computes the experts; grouped gives the bits of transformers' grouped_mm.",
+        means="the fastest that covers the model",
+    )
+    coalesce: bool = setting(
+        True, Panel.COMPUTE, "Requests that wait for the same experts, of all hosts, are computed as one batch."
+    )
+    collect_window_ms: FewMs = setting(
+        0.0,
+        Panel.COMPUTE,
+        "How long a brief request waits for others that could be computed with it.",
+        means="never; so it is, too, with a batch capacity of 1 or no-coalesce",
+    )
+    drain_timeout_s: DaySeconds = setting(
+        30.0, Panel.TIME_LIMITS, "The longest wait for hosts to move on when the server is told to stop."
+    )
+    log_level: LogLevel = setting(LogLevel.INFO, Panel.REPORTING, "The least serious log message that is shown.")
+
+    def __init__(self, **values: Any) -> None:
+        """See `SettingsBase`; gpu or device, given here, silences the other one's environment."""
+        if "device" in values:
+            values.setdefault("gpu", None)
+        elif "gpu" in values:
+            values.setdefault("device", "auto")
+        super().__init__(**values)
+
+    @field_validator("collect_window_ms", mode="after")
+    @classmethod
+    def _no_window_for_one(cls, window: float, context: ValidationInfo) -> float:
+        can_merge = context.data.get("coalesce", True) and context.data.get("batch_capacity", 2) > 1
+        return window if can_merge else 0.0
+
+    @field_validator("device", mode="after")
+    @classmethod
+    def _device_of_gpu(cls, device: str, context: ValidationInfo) -> str:
+        gpu = context.data.get("gpu")
+        if gpu is None:
+            return device
+        if device not in ("auto", f"cuda:{gpu}"):
+            raise ValueError(f"gpu {gpu} was given too, which is cuda:{gpu}")
+        return f"cuda:{gpu}"
+
+    def check_security(self, listen: Address) -> None:
+        """Check that a server with these settings may listen there.
+
+        Raises:
+            SettingError: they do not go together, or the server would be open to others.
+        """
+        self.check_certificate_pair()
+        if self.client_ca is not None and self.tls_cert is None:
+            raise SettingError(f"--client-ca needs --tls-cert and --tls-key: it is a part of TLS; {KEYS_HINT}")
+        if is_loopback(listen.host) or self.insecure or (self.tls_cert is not None and self.has_credential):
+            return
+        missing = []
+        if self.tls_cert is None:
+            missing.append("--tls-cert and --tls-key")
+        if not self.has_credential:
+            missing.append("--client-ca (or --token-file FILE)")
+        raise SettingError(
+            f"--listen: {listen} can be reached from other machines, which needs {' and '.join(missing)}; "
+            "`moeoffload keys new DIR` makes the files and prints the commands; --insecure lets everybody in"
+        )
+
+    @property
+    def has_credential(self) -> bool:
+        """Whether hosts have to show something: a certificate or the token."""
+        return self.client_ca is not None or self.token_file is not None
+
+    def is_for_same_user(self, listen: Address) -> bool:
+        """Whether only processes of the server's own user on this machine are let in."""
+        return is_loopback(listen.host) and not self.has_credential and not self.insecure

@@ -1,0 +1,147 @@
+"""Computes one step after the other for the sequences that are there: which rows, on the model, and the next tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Final
+
+import torch
+
+from moeoffload.config.serve import PingPongChoice
+from moeoffload.host.recorder import DECODE, PREFILL
+from moeoffload.host.session import OffloadedModel
+from moeoffload.kernels.attention import FEW_QUERIES
+from moeoffload.placement import GIB
+from moeoffload.serve.block_manager import BlockManager
+from moeoffload.serve.model_runner import ModelRunner
+from moeoffload.serve.request import EngineSettings, TokenChoice
+from moeoffload.serve.scheduler import Scheduler
+from moeoffload.serve.sequence import Share
+from moeoffload.serve.speculative import IDLE_REQUESTS, PromptLookup, accept
+from moeoffload.serve.two_batch_overlap import Preference, TwoBatchOverlap
+
+PAGE_TOKENS: Final = 16
+"""A beginning is used again in pages of so many tokens."""
+_MOST_GUESSES: Final = FEW_QUERIES // IDLE_REQUESTS - 1
+"""So many that a step of guesses is computed like one token: kernels for few rows do not round by their number."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step has brought.
+
+    Attributes:
+        shares: what was computed.
+        choices: of each share its next tokens; none while its prompt has further parts.
+        seconds: how long it took.
+        in_two_groups: whether one half computed while the other's experts were away.
+    """
+
+    shares: list[Share]
+    choices: list[list[TokenChoice]]
+    seconds: float
+    in_two_groups: bool
+
+
+class BatchRunner:
+    """A model and the sequences that it computes together. For one thread.
+
+    Attributes:
+        capacity_tokens: tokens whose keys and values fit into the memory.
+        total_bytes: bytes of that memory.
+    """
+
+    def __init__(self, offloaded: OffloadedModel, settings: EngineSettings, timeout_s: float) -> None:
+        """Takes the model over until `close`; ``timeout_s``: the longest wait of one group for the other.
+
+        Raises:
+            ModelError: requests of this model cannot be batched.
+            ServerError: an expert server failed.
+        """
+        self._recorder = offloaded.recorder
+        self._wanted = settings.ping_pong
+        self._runner = ModelRunner(offloaded.model, PAGE_TOKENS, int(settings.kv_gib * GIB))
+        self._blocks = BlockManager(self._runner.n_pages, PAGE_TOKENS, reuse=settings.prefix_reuse)
+        self._scheduler = Scheduler(
+            self._blocks, max(settings.prefill_chunk, settings.max_running), settings.max_running
+        )
+        self._overlap = TwoBatchOverlap(offloaded.model, offloaded.dispatcher, offloaded.recorder, timeout_s)
+        self._preference = Preference()
+        n_guesses = offloaded.settings.prompt_lookup
+        self._lookup = PromptLookup(n_guesses) if n_guesses else None
+        self.capacity_tokens = self._runner.n_pages * PAGE_TOKENS
+        self.total_bytes = self._runner.total_bytes
+        self.add, self.remove, self.reset = self._scheduler.add, self._scheduler.remove, self._scheduler.reset
+        self.cache_tokens = self._blocks.cache_tokens
+
+    def close(self) -> None:
+        """Gives the model back. Idempotent."""
+        self._overlap.close()
+        self._runner.close()
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences that have not begun, or gave their room up."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def n_running(self) -> int:
+        """Sequences that are being computed."""
+        return len(self._scheduler.running)
+
+    def schedule(self) -> list[Share]:
+        """Chooses what the next step computes; nothing if no sequence is there."""
+        running = self._scheduler.running
+        if self._lookup is not None and len(running) + self.n_waiting <= IDLE_REQUESTS:
+            for sequence in running:
+                if sequence.sampler.is_plain and sequence.n_answer:
+                    most = min(_MOST_GUESSES, sequence.max_tokens - sequence.n_answer - 1)
+                    sequence.guesses = self._lookup.guess(sequence.tokens, most)
+        return self._scheduler.schedule()
+
+    def compute(self, shares: list[Share]) -> Step:
+        """Computes a step.
+
+        Raises:
+            MoeOffloadError: an expert server failed; nothing of the step counts.
+        """
+        started = perf_counter()
+        decoding = all(len(share.tokens) == max(1, share.n_logits) for share in shares)
+        self._recorder.next_phase = DECODE if decoding else PREFILL
+        two = self._splits(len(shares))
+        if two:
+            logits = self._overlap.forward(self._runner, shares)
+        else:
+            logits = self._runner.forward(self._runner.prepare(shares))
+        choices = _choose(shares, logits)
+        for share, each in zip(shares, choices, strict=True):
+            self._scheduler.commit(share, [choice.token for choice in each])
+        seconds = perf_counter() - started
+        if decoding:
+            self._preference.took(len(shares), two, seconds)
+        return Step(shares, choices, seconds, two)
+
+    def _splits(self, n_shares: int) -> bool:
+        """Whether the next step is run in two groups."""
+        if n_shares < 2 or self._wanted is PingPongChoice.OFF:
+            return False
+        return self._wanted is PingPongChoice.ON or self._preference.wants_two(n_shares)
+
+
+def _choose(shares: list[Share], logits: torch.Tensor) -> list[list[TokenChoice]]:
+    """The next tokens of each share, from its rows of the logits."""
+    likeliest: list[int] = logits.argmax(dim=-1).tolist()
+    choices: list[list[TokenChoice]] = []
+    row = 0
+    for share in shares:
+        sampler = share.sequence.sampler
+        if not share.has_token:
+            choices.append([])
+        elif sampler.is_plain:
+            tokens = accept(likeliest[row : row + share.n_logits], share.tokens[1:] if share.n_guesses else [])
+            choices.append([TokenChoice(token) for token in tokens])
+        else:
+            choices.append([sampler.choose(logits[row])])
+        row += share.n_logits
+    return choices

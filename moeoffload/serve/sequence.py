@@ -1,0 +1,61 @@
+"""A request as the scheduler sees it: its tokens, and where their keys and values lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moeoffload.serve.sampling import Sampler
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens of a prompt and of its answer so far."""
+
+    request_id: str
+    tokens: list[int]
+    n_prompt: int
+    max_tokens: int
+    """Of the answer."""
+    sampler: Sampler
+    n_computed: int = 0
+    """Tokens whose keys and values are in the cache; a sequence that lost its pages starts again from 0."""
+    pages: list[int] = field(default_factory=list)
+    """The block table: page i holds the tokens from i * page_tokens on."""
+    keys: list[bytes] = field(default_factory=list)
+    """What names the beginning up to the end of each full page; see `BlockManager.page_key`."""
+    guesses: list[int] = field(default_factory=list)
+    """Tokens that may follow, for the next step to verify."""
+
+    @property
+    def n_left(self) -> int:
+        """Tokens that are still to be computed before the next one can be chosen."""
+        return len(self.tokens) - self.n_computed
+
+    @property
+    def n_answer(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.n_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of one step that is a sequence's.
+
+    Attributes:
+        sequence: whose.
+        tokens: what goes in: the next tokens of the prompt, or the last token and the guesses behind it.
+        past: tokens before these.
+        n_guesses: how many of ``tokens`` are guesses.
+        has_token: whether a token of the answer comes out; not while a prompt has further parts.
+    """
+
+    sequence: Sequence
+    tokens: list[int]
+    past: int
+    n_guesses: int
+    has_token: bool
+
+    @property
+    def n_logits(self) -> int:
+        """Rows whose logits are needed, which are the last ones."""
+        return 1 + self.n_guesses if self.has_token else 0

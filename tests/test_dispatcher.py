@@ -1,0 +1,74 @@
+"""A call leaves nothing behind that the next one could stumble over: neither flights nor tensors of its own mode."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEMO, demo_prompt
+
+from moeoffload import open_model
+from moeoffload.errors import DeadlineError, PayloadError
+
+MODES: dict[str, Callable[[], Any]] = {
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "grad": contextlib.nullcontext,
+}
+
+
+@pytest.mark.parametrize("opened_in", MODES)
+@pytest.mark.parametrize("local_gib", [0, 0.001])
+def test_calls_of_any_size_work_after_a_call_in_another_mode(
+    three_servers: list[str], opened_in: str, local_gib: float
+) -> None:
+    prompt = demo_prompt(200, seed=3)
+    with MODES[opened_in]():
+        offloaded = open_model(DEMO, experts=three_servers[:2], local_experts_gib=local_gib, device="cpu")
+    expected: dict[tuple[int, bool], torch.Tensor] = {}
+    with offloaded:
+        for order in permutations(MODES):
+            # One size for each number of rows that takes another way: a decode step, a few rows, a batch, a prompt.
+            for n_rows in (1, 4, 40, 200):
+                for mode in order:
+                    with MODES[mode]():
+                        logits = offloaded.model(prompt[:, :n_rows], logits_to_keep=1).logits.detach()
+                    # With gradients the dense layers run transformers' own operations, which round otherwise.
+                    known = expected.setdefault((n_rows, mode == "grad"), logits)
+                    assert torch.equal(known, logits), (order, mode, n_rows)
+        offloaded.model.generate(prompt, max_new_tokens=4, do_sample=False)
+
+
+class _LostTurns:
+    """The other group never gives the host back."""
+
+    def give(self) -> None:
+        pass
+
+    def take(self) -> float:
+        raise DeadlineError("the other group did not give it up")
+
+
+def test_flights_are_released_even_if_the_turn_does_not_come_back(
+    three_servers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise PayloadError("the first server's sums are of no use")
+
+    with open_model(DEMO, experts=three_servers[:2], device="cpu") as offloaded, torch.no_grad():
+        dispatcher, checkpoint = offloaded.dispatcher, offloaded.checkpoint
+        hidden = torch.randn(4, checkpoint.hidden_size).to(checkpoint.dtype)
+        ids = torch.randint(0, checkpoint.layers[0].n_experts, (4, checkpoint.top_k))
+        call = (0, hidden, ids, torch.rand(4, checkpoint.top_k))
+        expected = dispatcher(*call)
+        dispatcher.turns = _LostTurns()  # type: ignore[assignment]
+        with monkeypatch.context() as patch:
+            patch.setattr(offloaded.links[0], "receive", fail)
+            with pytest.raises(DeadlineError):
+                dispatcher(*call)
+        dispatcher.turns = None
+        assert torch.equal(dispatcher(*call), expected)
