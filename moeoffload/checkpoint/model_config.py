@@ -15,9 +15,9 @@ from moeoffload.errors import ModelError
 CONFIG_FILE = "config.json"
 _COUNT = re.compile(r"(\w+_)?(num|n)_(\w*_)?(layers?|experts?|heads?|groups?)")
 _MAX_COUNT = 32_767
+_CONFIG_BYTES = 4 << 20
 _MAX_LAYERS = 1_000
 _MAX_EXPERTS = 1 << 18  # of all layers together
-_CONFIG_BYTES = 4 << 20
 
 
 def read_config(folder: Path) -> Any:

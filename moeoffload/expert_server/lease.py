@@ -6,59 +6,39 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from time import monotonic
-from typing import Final, Protocol
-
-import torch
+from typing import Final
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, MoeOffloadError, ServerError
-from moeoffload.expert_server.agreement import check_model, check_table, compare, read_dtype, read_payload
+from moeoffload.expert_server.agreement import (
+    check_activate,
+    check_model,
+    check_table,
+    check_transport,
+    compare,
+    read_dtype,
+)
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.model_roots import ModelRoots
+from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory, ServerLimits, rows_that_fit
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
 from moeoffload.expert_server.workspace import Workspace
-from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels, prepare_layer
+from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
-from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel, ServerSlot, Work
+from moeoffload.transport.base import ChannelSizes, ServerChannel, ServerSlot, Work
 from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)
 
 GIB: Final = 1 << 30
-RETRY_AFTER_S: Final = 1.0
-LEAST_ROWS: Final = 32
-ROWS_FOR_OTHERS: Final = 128
-"""No host takes the room for these rows, unless it is the last that there is."""
 CALIBRATION_ROWS: Final = 64
 CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
-
-
-class ChannelFactory(Protocol):
-    """Opens the server's end of a transport; the server has one per transport it is willing to use."""
-
-    def __call__(self, sizes: ChannelSizes, deliver: Deliver, key: str) -> ServerChannel:
-        """The open end, delivering requests to ``deliver``, for the host that has the secret half of ``key``."""
-
-
-@dataclass(frozen=True)
-class ServerLimits:
-    """What the server allows each host: rows in one frame, requests in flight, least bytes of a shared segment."""
-
-    batch_capacity: int
-    max_slots: int
-    shared_bytes: int
-    device: torch.device
-    model: str | None
-    roots: ModelRoots
-    kernel: KernelChoice
 
 
 class HostLease:
@@ -215,21 +195,9 @@ class HostLease:
             raise ServerError("activate came before the experts were loaded")
         if self._active is not None:
             raise ServerError("this lease is active already")
-        compare("model digest", request.model_digest, checkpoint.digest)
-        compare("expert table", request.table_digest, table.digest)
-        compare("compute dtype", request.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
-        compare("hidden size", request.hidden_size, checkpoint.hidden_size)
-        compare("top-k", request.top_k, checkpoint.top_k)
-        dtype_out = read_payload("payload dtype out", request.dtype_out)
-        dtype_back = read_payload("payload dtype back", request.dtype_back)
-        for field, value in (("batch capacity", request.batch_capacity), ("number of slots", request.n_slots)):
-            if value < 1:
-                raise ServerError(f"{field} is {value} (host), at least 1 is needed")
+        dtype_out, dtype_back = check_activate(request, checkpoint, table)
+        transports = check_transport(request.transport, list(self._factories))
         n_slots = min(request.n_slots, self._limits.max_slots)
-        transports = [name for name in self._factories if request.transport in ("auto", name)]
-        if not transports:
-            offered = ", ".join(self._factories)
-            raise ServerError(f"transport is {request.transport} (host), this server offers {offered}")
         capacity = self._capacity(request, checkpoint, n_slots)
         layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
         self._activate(layout, checkpoint)
@@ -251,8 +219,7 @@ class HostLease:
             checkpoint.hidden_size, checkpoint.top_k, largest, checkpoint.dtype.itemsize, n_slots
         )
         room = max(0, self._store.free_bytes)
-        # Some room is left for hosts that come later: they share the experts, but need batches of their own.
-        rows = max(room // row_bytes - ROWS_FOR_OTHERS, min(room // row_bytes, LEAST_ROWS))
+        rows = rows_that_fit(room, row_bytes)
         capacity = min(request.batch_capacity, self._limits.batch_capacity, rows)
         if capacity < 1:
             raise self._no_room(

@@ -25,7 +25,8 @@ from moeoffload.devices import device_name, free_now, memory_budget, resolve_dev
 from moeoffload.errors import BusyError, ServerError
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.lease import RETRY_AFTER_S, ChannelFactory, HostLease, ServerLimits
+from moeoffload.expert_server.lease import HostLease
+from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory, ServerLimits
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.refusals import Refusals
