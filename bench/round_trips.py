@@ -2,8 +2,8 @@
 
 ``python bench/round_trips.py --json out.json``: a frame goes from one process to the other, is copied there from
 request to reply, and comes back, at 4 KiB to 16 MiB; a decode step of 4 KiB also goes all the way from a link to the
-engine and back (`step_path`). Baselines of the same run: bare semaphores, once asleep and once spinning as shared memory
-does, with that one copy; bare ZeroMQ, once as messages that are not copied and once into and out of buffers that stay,
+engine and back (`step_path`). Baselines of the same run: bare semaphores, once asleep and once spinning as shared
+memory does, with that one copy; bare ZeroMQ, once as messages that are not copied and once in buffers that stay,
 as tensors need it; gRPC unary. The limit of shared is the spinning semaphores, that of the stream bare ZeroMQ.
 """
 
@@ -27,7 +27,6 @@ import grpc
 import posix_ipc
 import typer
 import zmq
-from moeoffload.transport.spin import AdaptiveSpin
 from rich.console import Console
 from rich.table import Table
 from servers import cores, write_json
@@ -43,6 +42,7 @@ from moeoffload.transport import (
     StreamListener,
     open_channel,
 )
+from moeoffload.transport.spin import AdaptiveSpin
 from moeoffload.wire import HEADER_BYTES, FrameHeader
 
 KIB, MIB = 1 << 10, 1 << 20
