@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,8 +43,8 @@ def connected(address: str) -> Iterator[ControlClient]:
 
 
 @contextlib.contextmanager
-def started_by_user(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
-    """The console script as a user starts it; yields the process, its ready line and its stderr."""
+def started_by_user(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """The console script as a user starts it; yields the process and its stderr."""
     log = folder / "stderr.txt"
     script = Path(sys.executable).parent / "moeoffload-expert"
     with log.open("w") as stderr:
@@ -57,8 +57,7 @@ def started_by_user(folder: Path, *options: str) -> Iterator[tuple[subprocess.Po
             cwd=ROOT,
         )
     try:
-        assert process.stdout is not None
-        yield process, process.stdout.readline(), log
+        yield process, log
     finally:
         process.kill()
         process.wait()
@@ -73,29 +72,33 @@ def address_of(ready_line: str) -> str:
     return match[1]
 
 
-def rest_of_stdout(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.read()
-
-
 def names_of(pid: int) -> set[str]:
     return {name for name in shm_names() if f"moeoffload-{pid}-" in name}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_a_server_with_a_host_attached_and_leaves_nothing(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    with started_by_user(tmp_path) as (process, ready_line, log):
-        with open_model(DEMO, experts=[address_of(ready_line)], threads=1):
-            process.send_signal(number)
-            assert process.wait(READY_TIMEOUT_S) == 0
-        assert rest_of_stdout(process) == "", "stdout holds the ready line alone"
-        text = log.read_text()
-        assert "lease opened" in text, "logs go to stderr"
-        assert text.rstrip().endswith("stopped")
-        assert "Traceback" not in text
-        assert not names_of(process.pid)
+def test_signals_and_the_end_of_stdin_stop_a_server_with_a_host_attached_and_leave_nothing(tmp_path: Path) -> None:
+    ends: dict[str, Callable[[subprocess.Popen[str]], object]] = {
+        "term": lambda process: process.send_signal(signal.SIGTERM),
+        "int": lambda process: process.send_signal(signal.SIGINT),
+        "stdin": lambda process: process.stdin and process.stdin.close(),
+    }
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for name in ends:
+            (tmp_path / name).mkdir()
+            options = ["--exit-with-stdin"] if name == "stdin" else []
+            started[name] = stack.enter_context(started_by_user(tmp_path / name, *options))
+        for name, (process, log) in started.items():
+            assert process.stdout is not None
+            with open_model(DEMO, experts=[address_of(process.stdout.readline())], threads=1, device="cpu"):
+                ends[name](process)
+                assert process.wait(READY_TIMEOUT_S) == 0
+            assert process.stdout.read() == "", "stdout holds the ready line alone"
+            text = log.read_text()
+            assert "lease opened" in text, "logs go to stderr"
+            assert text.rstrip().endswith("stopped")
+            assert "Traceback" not in text
+            assert not names_of(process.pid)
 
 
 def test_a_signal_while_it_imports_stops_it(tmp_path: Path) -> None:
@@ -117,29 +120,16 @@ def test_a_signal_while_it_imports_stops_it(tmp_path: Path) -> None:
         process.communicate()
 
 
-def test_the_end_of_stdin_stops_a_server_that_was_asked_to_watch_it(tmp_path: Path) -> None:
-    with started_by_user(tmp_path, "--exit-with-stdin") as (process, ready_line, log):
-        address_of(ready_line)
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(READY_TIMEOUT_S) == 0
-        assert "Traceback" not in log.read_text()
-
-
 def test_version_is_one_line_on_stdout(commands: Commands) -> None:
     result = commands.run("moeoffload-expert", "--version", warm=False)
     assert (result.code, result.err) == (0, "")
     assert re.fullmatch(r"moeoffload-expert [0-9]+\.[0-9]+\.[0-9]+\n", result.out)
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(commands: Commands) -> None:
+def test_devices_and_memory_that_the_machine_does_not_have_are_refused(commands: Commands) -> None:
     line = one_line_error(commands.run("moeoffload-expert", "--gpu", "77"), 2)
-    assert "cuda:77" in line
     have = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["no CUDA device"]
-    assert all(name in line for name in have)
-
-
-def test_more_memory_than_the_machine_has_is_refused(commands: Commands) -> None:
+    assert all(name in line for name in ("cuda:77", *have))
     line = one_line_error(commands.run("moeoffload-expert", "--device", "cpu", "--memory-gib", "1e6"), 2)
     assert "memory-gib" in line
     assert "GiB" in line

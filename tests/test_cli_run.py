@@ -22,6 +22,7 @@ from moeoffload.host.session import OffloadedModel, open_model
 
 PROMPT = "add 17 25 ="
 N_TOKENS = 8
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,11 @@ def run_options(*addresses: str) -> list[str]:
     return [*options, "--experts", ",".join(addresses)] if addresses else [*options, "--server-memory-gib", "1"]
 
 
+def exit_code(number: signal.Signals) -> int:
+    """Of a command that a signal ends; nothing unwinds at SIGKILL."""
+    return -number if number == signal.SIGKILL else 128 + number
+
+
 def check_interrupted(result_err: str) -> None:
     assert "Traceback" not in result_err
     assert "Error" not in result_err
@@ -124,17 +130,8 @@ def test_a_run_starts_its_own_server_and_writes_the_text_alone_to_stdout(
     data = json.loads(report.read_text())
     assert data["report_version"] == 1
     assert {"moeoffload_version", "model", "run", "prompt_tokens", "completion_tokens", "phases", "servers"} < set(data)
-    assert set(data["model"]) == {
-        "path",
-        "model_type",
-        "dtype",
-        "moe_layers",
-        "routed_experts",
-        "top_k",
-        "hidden_size",
-        "dense_bytes",
-        "expert_bytes",
-    }
+    keys = "path model_type dtype moe_layers routed_experts top_k hidden_size dense_bytes expert_bytes"
+    assert set(data["model"]) == set(keys.split())
     assert set(data["phases"]) == {"prefill", "decode"}
     for phase in data["phases"].values():
         assert {"tokens", "seconds", "tokens_per_s", "calls", "rows", "bytes_out", "bytes_back"} < set(phase)
@@ -152,19 +149,8 @@ def test_prompts_come_from_options_a_file_and_stdin_in_that_order(
     other = "reverse planet ="
     file = tmp_path / "prompt.txt"
     file.write_text(other)
-    result = commands.run(
-        "moeoffload",
-        "run",
-        DEMO,
-        "--prompt",
-        PROMPT,
-        "--prompt",
-        "-",
-        "--prompt-file",
-        file,
-        *run_options(server.address),
-        stdin=other,
-    )
+    options = ["--prompt", PROMPT, "--prompt", "-", "--prompt-file", file, *run_options(server.address)]
+    result = commands.run("moeoffload", "run", DEMO, *options, stdin=other)
     assert result.code == 0, result.err
     assert result.out == f"{answers[PROMPT]}\n{answers[other]}\n{answers[other]}\n"
     assert result.err.count(f"> {other}") == 2
@@ -214,24 +200,28 @@ def test_a_server_that_is_not_required_and_not_there_is_replaced_by_a_spawned_on
     wait_until_free(server.address)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_host_imports_ends_it_without_a_word(commands: Commands, number: signal.Signals) -> None:
-    command = commands.start("moeoffload", "run", DEMO, "--prompt", PROMPT, *run_options(), warm=False)
-    wait_until(lambda: "libtorch_cpu" in Path(f"/proc/{command.pid}/maps").read_text(), "the import of torch")
-    command.send(number)
-    result = command.wait()
-    assert (result.code, result.out, result.err) == (128 + number, "", "")
+def test_a_signal_while_the_host_imports_ends_it_without_a_word(commands: Commands) -> None:
+    arguments = ("run", DEMO, "--prompt", PROMPT, *run_options())
+    running = {number: commands.start("moeoffload", *arguments, warm=False) for number in SIGNALS}
+    for number, command in running.items():
+        wait_until(lambda pid=command.pid: "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text(), "torch's import")
+        command.send(number)
+    for number, command in running.items():
+        result = command.wait()
+        assert (result.code, result.out, result.err) == (128 + number, "", "")
     commands.check_clean()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_its_server_starts_ends_both(commands: Commands, number: signal.Signals) -> None:
-    command = commands.start("moeoffload", "run", DEMO, "--prompt", PROMPT, *run_options())
-    wait_until(command.servers, "a spawned server")
-    command.send(number)
-    result = command.wait()
-    assert (result.code, result.out) == (128 + number, ""), result.err
-    check_interrupted(result.err)
+def test_a_signal_while_its_server_starts_ends_both(commands: Commands) -> None:
+    arguments = ("run", DEMO, "--prompt", PROMPT, *run_options())
+    running = {number: commands.start("moeoffload", *arguments) for number in SIGNALS}
+    for number, command in running.items():
+        wait_until(command.servers, "a spawned server")
+        command.send(number)
+    for number, command in running.items():
+        result = command.wait()
+        assert (result.code, result.out) == (128 + number, ""), result.err
+        check_interrupted(result.err)
     commands.check_clean()
 
 
@@ -252,7 +242,7 @@ def test_a_signal_while_the_server_loads_ends_the_host_and_frees_the_server(
 ) -> None:
     gate = tmp_path / "gate"
     server = start_server(patch=GATE.format(gate=str(gate)))
-    for n_before, number in enumerate((signal.SIGINT, signal.SIGTERM)):
+    for n_before, number in enumerate(SIGNALS):
         command = commands.start("moeoffload", "run", DEMO, "--prompt", PROMPT, *run_options(server.address))
         wait_until(lambda: server.log_text.count("loading 128 experts") > n_before, "the server to load")
         command.send(number)
@@ -267,7 +257,7 @@ def test_a_signal_while_the_server_loads_ends_the_host_and_frees_the_server(
     commands.check_clean(server.process.pid)
 
 
-@pytest.mark.parametrize(("number", "warm"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+@pytest.mark.parametrize(("number", "warm"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGKILL, True)])
 def test_a_signal_while_the_host_generates_ends_it_and_leaves_the_server_to_others(
     commands: Commands, server: RunningServer, endless: Path, number: signal.Signals, warm: bool
 ) -> None:
@@ -278,7 +268,7 @@ def test_a_signal_while_the_host_generates_ends_it_and_leaves_the_server_to_othe
         wait_for_requests(server.address, command)
         command.send(number)
         result = command.wait()
-        assert result.code == 128 + number, result.err
+        assert result.code == exit_code(number), result.err
         check_interrupted(result.err)
         wait_until(lambda: stats(server.address).leases == 1, "the end of the lease", CLEAN_TIMEOUT_S)
         assert torch.equal(next_logits(other), before)
@@ -297,20 +287,10 @@ def test_a_spawned_server_goes_with_its_host_whatever_ends_that(
     pids = [process.pid for process in command.servers()]
     command.send(number)
     result = command.wait()
-    assert result.code == (-number if number == signal.SIGKILL else 128 + number)
+    assert result.code == exit_code(number)
     check_interrupted(result.err)
     commands.check_clean(*pids)
     assert log.read_text().rstrip().endswith("stopped"), "the server has stopped in order"
-
-
-def test_a_killed_host_frees_its_lease(commands: Commands, server: RunningServer, endless: Path) -> None:
-    options = [*run_options(server.address), "--max-new-tokens", "100000"]
-    command = commands.start("moeoffload", "run", endless, "--prompt", PROMPT, *options)
-    wait_for_requests(server.address, command)
-    command.send(signal.SIGKILL)
-    assert command.wait().code == -signal.SIGKILL
-    wait_until_free(server.address)
-    commands.check_clean(server.process.pid)
 
 
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "connection lost"), (signal.SIGTERM, "stopping")])
