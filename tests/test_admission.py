@@ -19,7 +19,7 @@ from moeoffload.devices import _cgroup_room
 from moeoffload.errors import BusyError
 from moeoffload.expert_server.server import MAX_LEASES_OF_ONE
 from moeoffload.expert_server.store import ExpertStore
-from moeoffload.host.patience import while_busy
+from moeoffload.host.retry import retry_while_busy
 from moeoffload.placement import batch_row_bytes
 
 SLOTS = 4
@@ -64,9 +64,9 @@ def test_a_host_waits_for_a_lease_to_come_free(start_server: StartServer) -> Non
             client.attach(STEP_TIMEOUT_S)
         assert caught.value.retry_after_s > 0
         with pytest.raises(BusyError):
-            while_busy(lambda: client.attach(STEP_TIMEOUT_S), caught.value.retry_after_s / 2)
+            retry_while_busy(lambda: client.attach(STEP_TIMEOUT_S), caught.value.retry_after_s / 2)
         threading.Timer(0.2, leases.pop().close).start()
-        leases.append(while_busy(lambda: client.attach(STEP_TIMEOUT_S), STEP_TIMEOUT_S))
+        leases.append(retry_while_busy(lambda: client.attach(STEP_TIMEOUT_S), STEP_TIMEOUT_S))
     finally:
         for lease in leases:
             lease.close()
@@ -82,7 +82,7 @@ def test_it_is_not_asked_more_often_than_the_server_says() -> None:
             raise BusyError("full", 0.1)
         return "room"
 
-    assert while_busy(attempt, STEP_TIMEOUT_S) == "room"
+    assert retry_while_busy(attempt, STEP_TIMEOUT_S) == "room"
     assert all(later - earlier >= 0.1 for earlier, later in itertools.pairwise(asked))
 
 

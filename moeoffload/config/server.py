@@ -65,12 +65,6 @@ class ExpertServerSettings(CommonSettings):
         "The TCP port of the stream transport, beside that of --listen.",
         means="a free one, which hosts are told",
     )
-    lane_port: Port = setting(
-        0,
-        Panel.CHANNEL,
-        "The TCP port by which small frames of the stream take a short cut.",
-        means="a free one, which hosts are told",
-    )
     # gpu stands before device: fields are checked in this order, and device takes gpu into account.
     gpu: Gpu = setting(None, Panel.COMPUTE, "Short for device cuda:N; not together with a different device.")
     device: Device = setting(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -23,7 +23,8 @@ SPREAD: Final = 0.05
 """A time is known when the best `STABLE` of all repeats differ by no more than this: then noise is not what is seen."""
 LONG_S: Final = 0.25
 """A size is not timed for longer than this, if it was called twice: loading should stay short."""
-PAUSE_S: Final = 2e-3
+SLICE_S: Final = 1e-3
+"""How long other hosts' small requests wait for a slice of a long call, about."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,20 @@ class Pace:
         return max(0.0, factor * best * n_routes - took_s)
 
 
+def slices(
+    experts: LayerKernels,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    workspace: KernelWorkspace | None = None,
+) -> Iterator[None]:
+    """A kernel call in slices, with the same bits; see `LayerKernels.__call__`."""
+    if hasattr(experts, "in_slices"):
+        return iter(experts.in_slices(rows, slots, weights, out, workspace))
+    return experts.in_steps(rows, slots, weights, out, lambda: SLICE_S, workspace)
+
+
 def time_layer(
     kernels: LayerKernels,
     top_k: int,
@@ -118,7 +133,7 @@ def time_layer(
             if pause is None:
                 kernels(rows, slots, weights, out, workspace)
             else:
-                for _ in kernels.in_steps(rows, slots, weights, out, lambda: PAUSE_S, workspace):
+                for _ in slices(kernels, rows, slots, weights, out, workspace):
                     started += pause()
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()

@@ -22,12 +22,10 @@ from moeoffload.expert_server.agreement import (
     read_dtype,
 )
 from moeoffload.expert_server.calibrate import time_layer
-from moeoffload.expert_server.compiled_steps import compile_ahead
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory, ServerLimits, rows_that_fit
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
-from moeoffload.expert_server.turnaround import Turnaround
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
 from moeoffload.payload import PayloadDtype
@@ -82,7 +80,6 @@ class HostLease:
         self._reserved = 0
         self._active: ActiveHost | None = None
         self._channels: dict[str, ServerChannel] = {}
-        self._turnaround: Turnaround | None = None
 
     def end(self, reason: str) -> None:
         """Asks the host's stream to end, with the reason that the host is told."""
@@ -164,9 +161,6 @@ class HostLease:
                 raise self._no_room(str(error)) from None
             loaded += len(experts) * layer.expert_bytes
             yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
-        if any(kernels.shape is not None for kernels in list(self._modules.values())):  # `close` may come and clear it
-            # Loading may take long; what comes after it has seconds, in which a first start could not compile.
-            compile_ahead(checkpoint.dtype)
         logger.info("%s: loaded in %.1f s", self.host, monotonic() - begun)
         self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
@@ -336,7 +330,6 @@ class HostLease:
         if not secrets.compare_digest(request.nonce, channel.nonce):
             raise ServerError(f"transport {request.transport}: the host does not see this server's memory")
         channel.opened()
-        self._prepare_steps(channel)
         if self._active is not None:
             self._active.workspace.lock_frames(channel.slots)
         for name, other in list(self._channels.items()):
@@ -346,23 +339,6 @@ class HostLease:
                 del self._channels[name]
         logger.info("%s: attached over %s (%s)", self.host, request.transport, request.reason)
         return pb.Ready(epoch=self.epoch)
-
-    def _prepare_steps(self, channel: ServerChannel) -> None:
-        active, engine = self._active, self._engine
-        assert active is not None, "channels are opened after the lease became active"
-        if active.steps is not None:
-            return
-
-        def prepare() -> Turnaround | None:
-            active.steps = active.make_steps()
-            return Turnaround.for_channel(engine, active, channel)
-
-        # Where nobody computes meanwhile: calls are prepared in the block that others may be using.
-        turnaround = engine.run(prepare, self._share, CALIBRATION_TIMEOUT_S)
-        if turnaround is not None:
-            self._turnaround = turnaround
-            engine.add_turnaround(turnaround)
-            channel.express = turnaround
 
     @property
     def pool_creations(self) -> dict[str, int]:
@@ -390,14 +366,11 @@ class HostLease:
             except MoeOffloadError as error:
                 logger.warning("%s: %s", self.host, error)
             _drop_slots(channel)
-        if self._turnaround is not None:
-            self._engine.forget_turnaround(self._turnaround)
         self._engine.leave(self._share)
         if self._active is not None:
             self._active.workspace.close(lambda work: self._engine.between_calls(work, CALIBRATION_TIMEOUT_S))
         self._modules.clear()
         if self._active is not None:
-            self._active.steps = None
             self._active.layers = ()  # now, and not when Python comes to collect what refers to each other
         self._store.reserve(-self._reserved)
         for key in keys:

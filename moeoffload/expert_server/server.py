@@ -57,6 +57,7 @@ class ExpertServer:
     _epochs: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _draining: bool = False
+    _failure: str = ""
     _control: ControlServer | None = None
     on_drained: Callable[[], object] = lambda: None
     """Called when the server is draining and its last host has left."""
@@ -84,17 +85,22 @@ class ExpertServer:
         engine = Engine(pace or Pace(), coalesce=settings.coalesce, collect_window_s=settings.collect_window_ms * 1e-3)
         factories: dict[str, ChannelFactory] = {}
         listener = None
+
+        def failed(why: str) -> None:
+            server.fail(why)
+
+        engine.on_failure = failed
         if settings.transport in (TransportChoice.AUTO, TransportChoice.SHARED):
             sweep_stale_segments()
-            factories["shared"] = lambda sizes, deliver, key: SharedServerEnd(sizes, deliver)
+            factories["shared"] = lambda sizes, deliver, key: SharedServerEnd(sizes, deliver, on_failure=failed)
         if settings.transport in (TransportChoice.AUTO, TransportChoice.STREAM):
             listener = StreamListener(
                 _numeric(settings.listen.host),
                 settings.stream_port,
                 max_request_bytes=MAX_FRAME_BYTES,
                 encrypted=credentials.encrypt_rows,
-                lane_port=settings.lane_port,
                 on_refused=refusals.add,
+                on_failure=failed,
             )
             factories["stream"] = listener.open_channel
         server = cls(settings, credentials, refusals, device, store, engine, listener, factories, on_drained=on_drained)
@@ -162,6 +168,8 @@ class ExpertServer:
             kernel=self.settings.kernel.value,
         )
         with self._lock:
+            if self._failure:
+                raise ServerError(f"this server has failed: {self._failure}")
             if self._draining:
                 raise ServerError("this server is draining and takes no new hosts")
             # Processes of this machine are told apart by their names: they are the same user's.
@@ -232,6 +240,16 @@ class ExpertServer:
                 collect_seconds=counters.collect_s,
             ),
         )
+
+    def fail(self, why: str) -> None:
+        """One of the threads that every host needs has ended: says so (health, the leases) and takes no new hosts."""
+        with self._lock:
+            self._failure = self._failure or why
+            leases = list(self._leases.values())
+        if self._control is not None:
+            self._control.set_serving(False)
+        for lease in leases:
+            lease.end(f"this server has failed: {why}")
 
     def drain(self) -> int:
         """See `ExpertBackend`."""

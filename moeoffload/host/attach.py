@@ -19,7 +19,7 @@ from moeoffload.errors import ServerError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.deadlines import DeadlineBounds
 from moeoffload.host.link import ExpertLink, LinkInfo
-from moeoffload.host.patience import while_busy
+from moeoffload.host.retry import retry_while_busy
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
 from moeoffload.text import one_line
@@ -80,7 +80,7 @@ def take_lease(candidate: Candidate, plan: AttachPlan) -> Lease:
         ServerError: it refuses, or does not answer in time.
     """
     timeout_s = plan.settings.connect_timeout_s
-    return while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
+    return retry_while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
 
 
 def calibrate(lease: Lease, plan: AttachPlan) -> list[tuple[int, float]]:
@@ -111,7 +111,7 @@ def attach(
     candidate = connect(server.address, plan.checkpoint, timeout_s, server.credentials)
     try:
         opened(candidate.client)
-        lease = while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
+        lease = retry_while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
         try:
             return _attach(candidate, lease, table, plan, kernel)
         except BaseException:
@@ -241,5 +241,5 @@ def _open_channel(
         if not reason:
             shared = channel_offer.transport == "shared"
             reason = "both on this machine" if shared else f"the server offers {channel_offer.transport} only"
-        return opened, f"{reason}; {opened.remark}" if opened.remark else reason
+        return opened, reason
     raise ServerError(f"expert server {candidate.address}: {last or 'it offered no channel'}")

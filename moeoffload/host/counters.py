@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
 
 
 @dataclass(slots=True)
@@ -22,10 +21,11 @@ class CallCounters:
 
 @dataclass(slots=True)
 class LayerTimes:
-    """Host seconds and calls of one MoE layer in one phase, collected while somebody looks.
+    """Host seconds of the routed experts' calls of one MoE layer, or of all of them.
 
-    ``dense_s`` is the dense work since the layer before. Of ``wait_s``, ``wait_queue_s`` and ``wait_compute_s`` were
-    the servers'.
+    ``dense_s`` is the dense work since the call before, ``pack_s`` encoding and sending rows, ``local_s`` experts on
+    the host, ``combine_s`` adding up. ``wait_s`` is the waiting for replies; of it, ``wait_queue_s`` and
+    ``wait_compute_s`` were the servers', the rest was on the way.
     """
 
     calls: int = 0
@@ -37,31 +37,31 @@ class LayerTimes:
     wait_compute_s: float = 0.0
     combine_s: float = 0.0
 
-    def add(
-        self, dense_s: float, pack_s: float, local_s: float, wait_s: float, wait_queue_s: float, wait_compute_s: float,
-        combine_s: float,
-    ) -> None:  # fmt: skip
-        """Adds one call."""
-        self.calls += 1
-        self.dense_s += dense_s
-        self.pack_s += pack_s
-        self.local_s += local_s
-        self.wait_s += wait_s
-        self.wait_queue_s += wait_queue_s
-        self.wait_compute_s += wait_compute_s
-        self.combine_s += combine_s
+    def clear(self) -> None:
+        """Starts one call."""
+        self.calls = 1
+        self.dense_s = self.pack_s = self.local_s = self.combine_s = 0.0
+        self.wait_s = self.wait_queue_s = self.wait_compute_s = 0.0
+
+    def add(self, other: LayerTimes) -> None:
+        """Adds what ``other`` has."""
+        self.calls += other.calls
+        self.dense_s += other.dense_s
+        self.pack_s += other.pack_s
+        self.local_s += other.local_s
+        self.wait_s += other.wait_s
+        self.wait_queue_s += other.wait_queue_s
+        self.wait_compute_s += other.wait_compute_s
+        self.combine_s += other.combine_s
 
 
 @dataclass(slots=True)
-class PhaseCounters:
-    """One phase (prefill or decode) of a run, in seconds of host time.
+class PhaseCounters(LayerTimes):
+    """One phase (prefill or decode) of a run, in seconds of host time. Every part is measured, none is a remainder.
 
     ``seconds`` is the wall time of the phase: ``forward_s`` in forward passes, ``other_s`` in sampling and streaming
-    between them. Of the forward passes, ``dense_s`` went into dense layers, ``pack_s`` into encoding and sending rows,
-    ``local_s`` into experts on the host, and ``combine_s`` into adding up. ``wait_s`` is the waiting for replies; the
-    server says how much of it was its own: ``wait_queue_s`` and ``wait_compute_s``, the rest was on the way.
-    ``turn_s`` is the waiting of one chunk of a pipelined prefill for the one before it, ``thread_s`` the time that the
-    second thread of a pipelined prefill took, beyond the wall time. Every part is measured, none is a remainder.
+    between them. ``turn_s`` is the waiting of one chunk of a pipelined prefill for the one before it, ``thread_s`` the
+    time that the second thread of a pipelined prefill took, beyond the wall time.
     """
 
     forwards: int = 0
@@ -70,15 +70,8 @@ class PhaseCounters:
     seconds: float = 0.0
     forward_s: float = 0.0
     thread_s: float = 0.0
-    dense_s: float = 0.0
-    pack_s: float = 0.0
-    local_s: float = 0.0
     local_rows: int = 0
-    wait_s: float = 0.0
-    wait_queue_s: float = 0.0
-    wait_compute_s: float = 0.0
     turn_s: float = 0.0
-    combine_s: float = 0.0
     other_s: float = 0.0
     pipelined: int = 0
     servers: list[CallCounters] = field(default_factory=list)
@@ -106,17 +99,15 @@ class PhaseCounters:
 
 def add_counters(total: PhaseCounters, part: PhaseCounters) -> None:
     """Adds every figure of ``part`` to ``total``, server by server and layer by layer."""
-    _add_fields(total, part)
+    add_fields(total, part)
     for server, more in zip(total.servers, part.servers, strict=True):
-        _add_fields(server, more)
+        add_fields(server, more)
     for layer, times in zip(total.layers, part.layers, strict=True):
-        _add_fields(layer, times)
+        add_fields(layer, times)
 
 
-_Counters = TypeVar("_Counters", CallCounters, LayerTimes, PhaseCounters)
-
-
-def _add_fields(total: _Counters, part: _Counters) -> None:
+def add_fields(total: CallCounters | LayerTimes, part: CallCounters | LayerTimes) -> None:
+    """Adds the figures of ``part`` to ``total``, of the same class; not those by server or layer."""
     for each in fields(total):
         if each.name not in ("servers", "layers", "mark"):
             setattr(total, each.name, getattr(total, each.name) + getattr(part, each.name))

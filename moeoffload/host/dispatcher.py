@@ -14,17 +14,20 @@ import torch
 
 from moeoffload.config import Mode
 from moeoffload.errors import ModelError, ServerError
-from moeoffload.host.counters import CallCounters
+from moeoffload.host.counters import CallCounters, LayerTimes
 from moeoffload.host.flight import Flight, ShardLink
 from moeoffload.host.granularity import Granularity
+from moeoffload.host.hedging import Hedging
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.remote_experts import ExpertsCall
-from moeoffload.host.second_opinion import SecondOpinion
+from moeoffload.host.resend import Chunk, chunk_of, receive_all
 from moeoffload.host.shard import Shard
 from moeoffload.host.turns import Turns
+from moeoffload.host.verification import Verification
 
 DECODE_ROWS: Final = 8
+"""Accumulators of calls of up to so many rows are kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,26 +35,33 @@ class _Progress:
     """How far the rows of the running call are with one shard."""
 
     shard: Shard
-    flights: deque[Flight]
+    flights: deque[Flight] = field(default_factory=deque)
     next_row: int = 0
     link: ShardLink = field(init=False)
-    """Only while a call runs: a thread that rests would keep the memory of a link that is closed meanwhile."""
+    """Only while a call runs: an idle thread would keep the memory of a link that is closed meanwhile."""
 
-    def give_back(self) -> None:
-        """Releases what is in flight."""
+    def begin(self, layer: int, n_rows: int) -> None:
+        self.link = self.shard.current
+        self.next_row = n_rows if self.link.holds_none[layer] else 0
+
+    def end(self) -> None:
+        self.release_flights()
+        del self.link
+
+    def release_flights(self) -> None:
         while self.flights:
             flight = self.flights.popleft()
             flight.link.release(flight)
 
     def move_on(self, error: ServerError) -> None:
-        """Leaves the link that failed; what it owes is to be sent again, to the next who can compute it.
+        """Leaves the link that failed; its outstanding rows are to be sent again, to the next holder.
 
         Raises:
-            ServerError: there is nobody.
+            ServerError: there is none.
         """
         if self.flights:
             self.next_row = self.flights[0].start
-        self.give_back()
+        self.release_flights()
         self.link = self.shard.replace(self.link, error)
 
 
@@ -59,14 +69,21 @@ class _CallState(threading.local):
     """What one thread needs for its calls; made once per thread."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        self.progress = [_Progress(shard, deque()) for shard in shards]
+        self.progress = [_Progress(shard) for shard in shards]
         self.sums: dict[int, torch.Tensor] = {}
+        self.times = LayerTimes()
 
 
 class Dispatcher:
-    """Computes the routed experts of every layer by whoever has them: servers of ``shards``, the host itself.
+    """Computes the routed experts of every layer, on the servers of ``shards`` and on the host itself.
 
     Several threads may call it at the same time (a pipelined prefill does).
+
+    Attributes:
+        on_layer: called with the layer when its experts are asked for, that is, when its attention is done.
+        on_routes: called with the layer and its ids (n, top_k) int64; for routing statistics.
+        turns: given up while servers are waited for, if two groups of requests share the host.
+        n_created: accumulators made so far that are kept for later calls.
     """
 
     def __init__(
@@ -77,25 +94,24 @@ class Dispatcher:
         n_experts: Sequence[int],
         top_k: int,
         local: LocalExperts | None = None,
-        second: SecondOpinion | None = None,
+        hedging: Hedging | None = None,
+        verification: Verification | None = None,
     ) -> None:
         """``n_experts`` counts the routed experts of each MoE layer; frames have room for ``top_k`` of them per row."""
-        self._n_experts = n_experts
-        self._top_k = top_k
         self._granularity = granularity
         self._recorder = recorder
+        self._n_experts = n_experts
+        self._top_k = top_k
         self._local = local
-        self._second = second
+        self._hedging = hedging
+        self._verification = verification
         self._state = _CallState(shards)
-        self._holds_all = shards[0].current.holds_all if len(shards) == 1 and local is None else None
+        self._alone = len(shards) == 1 and local is None
+        """One server has every expert: its sums are the result, no accumulator is needed."""
         self.on_layer: Callable[[int], None] | None = None
-        """Called with the layer when its experts are asked for, that is, when its attention is done."""
-        self.turns: Turns | None = None
-        """Given up while servers are waited for, if two groups of requests share the host."""
         self.on_routes: Callable[[int, torch.Tensor], None] | None = None
-        """Called with the layer and its ids (n, top_k) int64; for routing statistics."""
+        self.turns: Turns | None = None
         self.n_created = 0
-        """Accumulators made so far that are kept for later calls."""
 
     def for_layer(self, layer: int) -> ExpertsCall:
         """The experts call of one MoE layer, to be tied to its module."""
@@ -111,8 +127,8 @@ class Dispatcher:
         Args:
             layer: running number of the MoE layer.
             hidden: (n, hidden).
-            ids: (n, top_k) int64 expert numbers.
-            weights: (n, top_k).
+            ids: (n, k) int64 expert numbers; k is at most the model's top_k.
+            weights: (n, k).
 
         Returns:
             (n, hidden) in the dtype and on the device of ``hidden``.
@@ -120,6 +136,7 @@ class Dispatcher:
         Raises:
             ServerError: a server refused, failed, or did not answer in time.
             PayloadError: a value does not fit the payload dtype.
+            ModelError: the router chose more than top_k experts.
         """
         if torch.is_grad_enabled():
             # Experts elsewhere have no gradient; a graph over kept buffers would never be freed.
@@ -131,108 +148,81 @@ class Dispatcher:
             self.on_layer(layer)
         if self.on_routes is not None:
             self.on_routes(layer, ids)
-        clock = perf_counter
-        started = clock()
-        record = self._recorder.counters
-        dense_s = started - record.mark
-        record.dense_s += dense_s
-        record.mark = started
-        state = self._state
-        n_rows = hidden.shape[0]
-        # One server with every expert: its sums are the result, no accumulator is needed.
-        alone = self._holds_all is not None and self._holds_all[layer]
-        result: torch.Tensor | None = None
-        total = None if alone else self._accumulator(state, hidden)
+        state, rows = self._state, (hidden, ids, weights)
+        started = perf_counter()
+        record, times = self._recorder.counters, state.times
+        times.clear()
+        times.dense_s = started - record.mark
+        sums = torch.empty_like(hidden) if self._alone else self._accumulator(state, hidden)
         for progress in state.progress:
-            progress.link = progress.shard.current
-            progress.next_row = n_rows if progress.link.holds_none[layer] else 0
-        pack_s = local_s = wait_s = wait_queue_s = wait_compute_s = combine_s = 0.0
-        turns, away = self.turns, False
+            progress.begin(layer, hidden.shape[0])
+        turns, gave_turn = self.turns, False
         try:
-            self._send(state, layer, hidden, ids, weights, record.servers)
-            sent = clock()
-            pack_s += sent - started
-            if self._local is not None and total is not None:
-                record.local_rows += self._local.compute(layer, hidden, ids, weights, total)
-                local_s = clock() - sent
+            self._send(state, layer, rows, record.servers)
+            sent = perf_counter()
+            times.pack_s = sent - started
+            if self._local is not None:
+                record.local_rows += self._local.compute(layer, hidden, ids, weights, sums)
+                times.local_s = perf_counter() - sent
             if turns is not None:
                 turns.give()
-                away = True
-            busy = True
-            while busy:
-                busy = False
-                for number, progress in enumerate(state.progress):
-                    if not progress.flights:
-                        continue
-                    busy = True
-                    started = clock()
-                    part = self._receive(state, number, layer, hidden, ids, weights, record.servers)
-                    received = clock()
-                    if part is None:  # recovering showed that no row of the rest needs this shard
-                        continue
-                    flight = progress.flights[0]
-                    waited = received - started
-                    wait_s += waited
-                    record.servers[number].wait_s += waited
-                    # Of a wait, the end is the server's compute, before it its queue; the way back is in the rest.
-                    compute_s = min(waited, flight.compute_s)
-                    wait_compute_s += compute_s
-                    queue_s = min(waited - compute_s, flight.queue_s)
-                    wait_queue_s += queue_s
-                    flight.link.learner.observe(flight.chunk_rows, flight.compute_s, waited - compute_s - queue_s)
-                    if total is not None:
-                        _add(total, part, flight)
-                    elif flight.n_rows == n_rows:
-                        result = part.to(hidden.device, hidden.dtype, copy=True)
-                    else:
-                        result = torch.empty_like(hidden) if result is None else result
-                        result[flight.start : flight.start + flight.n_rows].copy_(part)
-                    progress.flights.popleft()
-                    flight.link.release(flight)
-                    combine_s += clock() - received
-                for progress in state.progress:
-                    if progress.next_row < n_rows:
-                        started = clock()
-                        self._send(state, layer, hidden, ids, weights, record.servers)
-                        pack_s += clock() - started
-                        break
+                gave_turn = True
+            while self._receive_round(state, layer, rows, record.servers, sums):
+                pass
         finally:
             # Before anything that can raise: flights that stay would add their sums to the next call of this thread.
             for progress in state.progress:
-                if progress.flights:
-                    progress.give_back()
-                del progress.link
-            if away and turns is not None:
+                progress.end()
+            if gave_turn and turns is not None:
                 record.turn_s += turns.take()
-        started = clock()
-        if total is not None:
-            result = total.to(hidden.dtype, copy=True)
-        elif result is None:
-            result = torch.empty_like(hidden)  # a call without rows
-        record.mark = clock()
-        combine_s += record.mark - started
-        record.pack_s += pack_s
-        record.local_s += local_s
-        record.wait_s += wait_s
-        record.wait_queue_s += wait_queue_s
-        record.wait_compute_s += wait_compute_s
-        record.combine_s += combine_s
+        started = perf_counter()
+        result = sums if self._alone else sums.to(hidden.dtype, copy=True)
+        record.mark = perf_counter()
+        times.combine_s += record.mark - started
+        record.add(times)
         if self._recorder.times_layers:
-            times = record.layers[layer]
-            times.add(dense_s, pack_s, local_s, wait_s, wait_queue_s, wait_compute_s, combine_s)
+            record.layers[layer].add(times)
         return result
 
-    def _send(
-        self,
-        state: _CallState,
-        layer: int,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        to: list[CallCounters],
-    ) -> None:
+    def _receive_round(
+        self, state: _CallState, layer: int, rows: Chunk, to: list[CallCounters], sums: torch.Tensor
+    ) -> bool:
+        """Takes one reply of each shard into ``sums``, then sends what slots have room for; whether more is to come."""
+        times, n_rows = state.times, rows[0].shape[0]
+        more = unsent = False
+        for number, progress in enumerate(state.progress):
+            if progress.flights:
+                started = perf_counter()
+                part = self._receive(state, number, layer, rows, to)
+                received = perf_counter()
+                if part is not None:  # else recovering showed that no row of the rest needs this shard
+                    flight = progress.flights[0]
+                    waited = received - started
+                    # Of a wait, the end is the server's compute, before it its queue; the way back is in the rest.
+                    compute_s = min(waited, flight.compute_s)
+                    queue_s = min(waited - compute_s, flight.queue_s)
+                    times.wait_s += waited
+                    times.wait_compute_s += compute_s
+                    times.wait_queue_s += queue_s
+                    to[number].wait_s += waited
+                    flight.link.learner.observe(flight.chunk_rows, flight.compute_s, waited - compute_s - queue_s)
+                    _add(sums, part, flight, overwrite=self._alone)
+                    progress.flights.popleft()
+                    flight.link.release(flight)
+                    times.combine_s += perf_counter() - received
+                if progress.flights:
+                    more = True
+            if progress.next_row < n_rows:
+                more = unsent = True
+        if unsent:
+            started = perf_counter()
+            self._send(state, layer, rows, to)
+            times.pack_s += perf_counter() - started
+        return more
+
+    def _send(self, state: _CallState, layer: int, rows: Chunk, to: list[CallCounters]) -> None:
         """Sends chunks of every shard until its slots are taken or no rows are left."""
-        n_rows = hidden.shape[0]
+        n_rows = rows[0].shape[0]
         # Another thread may hold slots: a call that has replies to take must not wait for them, or both would wait.
         in_flight = False
         for progress in state.progress:
@@ -241,31 +231,23 @@ class Dispatcher:
         for number, progress in enumerate(state.progress):
             while progress.next_row < n_rows:
                 try:
-                    in_flight = self._send_shard(progress, layer, hidden, ids, weights, to[number], in_flight)
+                    in_flight = self._send_shard(progress, layer, rows, to[number], in_flight)
                     break
                 except ServerError as error:
                     progress.move_on(error)
 
-    def _send_shard(
-        self,
-        progress: _Progress,
-        layer: int,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        to: CallCounters,
-        in_flight: bool,
-    ) -> bool:
+    def _send_shard(self, progress: _Progress, layer: int, rows: Chunk, to: CallCounters, in_flight: bool) -> bool:
         """Sends chunks of one shard; whether anything is in flight then, of this shard or as ``in_flight`` says."""
+        hidden, ids, weights = rows
         n_rows, link = hidden.shape[0], progress.link
-        looks = self._granularity.mode is Mode.AUTO and n_rows > DECODE_ROWS
+        tries_sizes = self._granularity.mode is Mode.AUTO and n_rows > DECODE_ROWS
         step = self._granularity.slice_rows(n_rows, link.layout.capacity, link.learner)
         while progress.next_row < n_rows and len(progress.flights) < link.n_slots:
             flight = link.take(wait=not in_flight)
             if flight is None:
                 break
             start = progress.next_row
-            end = min(start + (link.learner.look(step) if looks else step), n_rows)
+            end = min(start + (link.learner.look(step) if tries_sizes else step), n_rows)
             if end - start == n_rows:
                 sent = link.send(flight, layer, start, hidden, ids, weights, to)
             else:
@@ -277,31 +259,29 @@ class Dispatcher:
         return in_flight
 
     def _receive(
-        self,
-        state: _CallState,
-        number: int,
-        layer: int,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        to: list[CallCounters],
+        self, state: _CallState, number: int, layer: int, rows: Chunk, to: list[CallCounters]
     ) -> torch.Tensor | None:
-        """The sums of the first flight of one shard; its rows are sent again as often as somebody fails with them.
+        """The sums of the first flight of one shard; its rows are sent again until somebody has computed them.
 
-        What was lost is had here and now, before other shards' sums are taken, so that the order of sums stays.
+        They are recovered at once, before other shards' sums are taken, so that the order of sums stays.
         """
-        progress, second = state.progress[number], self._second
+        progress, hedging, verification = state.progress[number], self._hedging, self._verification
         while progress.flights:
             flight = progress.flights[0]
             try:
-                if second is None:
+                if hedging is None and verification is None:
                     return flight.link.receive(flight, to[number])
-                flight, part = second.receive(progress.shard, flight, hidden, ids, weights, to[number])
-                progress.flights[0] = flight
+                chunk = chunk_of(flight, *rows)
+                if hedging is None:
+                    part = receive_all(flight, to[number])
+                else:
+                    progress.flights[0], part = hedging.receive(progress.shard, flight, chunk, to[number])
+                if verification is not None:
+                    verification.check(progress.shard, progress.flights[0], part, chunk)
                 return part
             except ServerError as error:
                 progress.move_on(error)
-                self._send(state, layer, hidden, ids, weights, to)
+                self._send(state, layer, rows, to)
         return None
 
     def _accumulator(self, state: _CallState, hidden: torch.Tensor) -> torch.Tensor:
@@ -317,15 +297,6 @@ class Dispatcher:
             self.n_created += 1
             return kept
         return kept.zero_()
-
-
-def _add(total: torch.Tensor, part: torch.Tensor, flight: Flight) -> None:
-    """Adds one server's sums for one chunk in float32."""
-    part = part.to(total.device)
-    if flight.index is None:
-        total[flight.start : flight.start + flight.n_rows] += part
-    else:
-        total.index_add_(0, flight.index + flight.start, part.float())
 
 
 def pad_choices(
@@ -347,3 +318,15 @@ def pad_choices(
         raise ModelError(f"the router chose {ids.shape[1]} experts for each row, the config says {top_k}")
     pad = torch.nn.functional.pad
     return pad(ids, (0, missing), value=n_experts), pad(weights, (0, missing))
+
+
+def _add(sums: torch.Tensor, part: torch.Tensor, flight: Flight, *, overwrite: bool) -> None:
+    """Adds one server's sums for one chunk to ``sums`` (n, hidden); ``overwrite`` if nobody else has any."""
+    if overwrite:
+        sums[flight.start : flight.start + flight.n_rows].copy_(part)
+        return
+    part = part.to(sums.device)
+    if flight.index is None:
+        sums[flight.start : flight.start + flight.n_rows] += part
+    else:
+        sums.index_add_(0, flight.index + flight.start, part.float())

@@ -23,7 +23,7 @@ from moeoffload.host.calibration import measure
 from moeoffload.host.expert_cache import ExpertCache
 from moeoffload.host.fallback import FallbackLink
 from moeoffload.host.link import ExpertLink
-from moeoffload.host.recovery_log import RecoveryLog
+from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import Holder, Shard
 from moeoffload.host.spawn import ServerSpec, SpawnedServers, default_specs
 from moeoffload.host.speeds import placement_speeds
@@ -66,7 +66,7 @@ class Fleet:
         self._stopping = threading.Event()
         self._open_lock = threading.Lock()
         self._opening: set[ControlClient] = set()
-        self.log = RecoveryLog()
+        self.events = ServerEvents()
         try:
             self._candidates = self._find(servers)
             self._pool = ThreadPoolExecutor(max(1, len(self._candidates)), thread_name_prefix="servers")
@@ -197,7 +197,7 @@ class Fleet:
             fallback = None
             if cache is not None:
                 fallback = FallbackLink(table, n_experts, cache, holders[0].known.layout, self._checkpoint.dtype)
-            shard = Shard(table, holders, fallback, settings.dispatch_floor_s, self.log, self._stopping)
+            shard = Shard(table, holders, fallback, settings.dispatch_floor_s, self.events, self._stopping)
             self._connections.callback(shard.close)
             if not self._stopping.is_set():
                 links.pop_all()

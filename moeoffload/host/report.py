@@ -6,18 +6,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from moeoffload import __version__
-from moeoffload.host.counters import CallCounters, PhaseCounters
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.config import HostSettings
+from moeoffload.devices import device_name
+from moeoffload.host.counters import CallCounters, PhaseCounters, add_fields
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.recorder import Recorder, TokenTotals
+from moeoffload.payload import PayloadDtype
 
 REPORT_VERSION: Final = 1
 ACCOUNTED: Final = 0.95
 """A phase whose parts add up to less of its time is marked incomplete."""
 _MIB: Final = 1 << 20
+_HOST_FIELDS: Final = ("dense", "pack", "local", "wait", "wait_queue", "wait_compute", "turn", "combine", "other")
+_HOST_PARTS: Final = {"dense": "dense_s", "pack": "pack_s", "local experts": "local_s", "wait": "wait_s",
+                      "combine": "combine_s", "turn": "turn_s", "other": "other_s"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,22 @@ class ModelFacts:
     dense_bytes: int
     expert_bytes: int
 
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> ModelFacts:
+        """Collects the facts of ``checkpoint``."""
+        layers = checkpoint.layers
+        return cls(
+            path=str(checkpoint.path),
+            model_type=checkpoint.model_type,
+            dtype=str(checkpoint.dtype).removeprefix("torch."),
+            moe_layers=len(layers),
+            routed_experts=sum(layer.n_experts for layer in layers),
+            top_k=checkpoint.top_k,
+            hidden_size=checkpoint.hidden_size,
+            dense_bytes=checkpoint.dense_bytes,
+            expert_bytes=sum(layer.n_experts * layer.expert_bytes for layer in layers),
+        )
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -46,6 +70,19 @@ class RunFacts:
     slots: int
     host_device: str
     host_device_name: str
+
+    @classmethod
+    def of(cls, settings: HostSettings, payload: PayloadDtype, device: torch.device) -> RunFacts:
+        """Collects what ``settings`` say, with the payload dtype and the device that were chosen."""
+        return cls(
+            mode=settings.mode.value,
+            payload_dtype=payload.label,
+            batch_capacity=settings.batch_capacity,
+            hot_slice=settings.hot_slice,
+            slots=settings.slots,
+            host_device=str(device),
+            host_device_name=device_name(device),
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +102,7 @@ class Report:
     def collect(
         cls, model: ModelFacts, run: RunFacts, recorder: Recorder, links: Sequence[ExpertLink], recovery: dict[str, Any]
     ) -> Report:
-        """Takes the figures of ``recorder`` and ``links`` as they stand; ``recovery`` is what befell the servers."""
+        """Takes the figures of ``recorder`` and ``links`` as they stand; ``recovery`` has the server events."""
         totals = recorder.phases
         servers = [
             asdict(link.info)
@@ -123,13 +160,11 @@ class Report:
         return Group(*tables)
 
     def _phase_table(self) -> Table:
-        table = Table(title=f"{self.model.model_type} · mode {self.run.mode} · payload {self.run.payload_dtype}")
-        table.add_column("")
-        rows: dict[str, list[str]] = {}
+        cells = {}
         for name, phase in self.phases.items():
-            table.add_column(name, justify="right")
             host, server = phase["host"], phase["server"]
-            cells = {
+            accounted = f"{phase['accounted']:.0%}"
+            cells[name] = {
                 "tokens": f"{phase['tokens']:,}",
                 "seconds": f"{phase['seconds']:.3f}",
                 "tok/s": f"{phase['tokens_per_s']:.1f}",
@@ -137,33 +172,18 @@ class Report:
                 "rows": f"{phase['rows']:,}",
                 "MiB out": f"{phase['bytes_out'] / _MIB:.2f}",
                 "MiB back": f"{phase['bytes_back'] / _MIB:.2f}",
-                "host: dense s": f"{host['dense_s']:.3f}",
-                "host: pack s": f"{host['pack_s']:.3f}",
-                "host: local experts s": f"{host['local_s']:.3f}",
-                "host: wait s": f"{host['wait_s']:.3f}",
-                "host: combine s": f"{host['combine_s']:.3f}",
-                "host: turn s": f"{host['turn_s']:.3f}",
-                "host: other s": f"{host['other_s']:.3f}",
-                "accounted": f"{phase['accounted']:.0%}"
-                if phase["complete"]
-                else f"incomplete: {phase['accounted']:.0%}",
+                **{f"host: {label} s": f"{host[key]:.3f}" for label, key in _HOST_PARTS.items()},
+                "accounted": accounted if phase["complete"] else f"incomplete: {accounted}",
                 "server: queue s": f"{server['queue_s']:.3f}",
                 "server: compute s": f"{server['compute_s']:.3f}",
             }
-            for label, cell in cells.items():
-                rows.setdefault(label, []).append(cell)
-        for label, row in rows.items():
-            table.add_row(label, *row)
-        return table
+        return _table(f"{self.model.model_type} · mode {self.run.mode} · payload {self.run.payload_dtype}", cells)
 
     def _server_table(self) -> Table:
-        table = Table()
-        table.add_column("")
-        rows: dict[str, list[str]] = {}
+        cells = {}
         for server in self.servers:
-            table.add_column(server["address"], justify="right")
             phases = server["phases"].values()
-            cells = {
+            cells[server["address"]] = {
                 "transport": server["transport"],
                 "because": server["transport_reason"],
                 "device": server["device"],
@@ -176,15 +196,10 @@ class Report:
                 "queue s": f"{sum(phase['queue_s'] for phase in phases):.3f}",
                 "compute s": f"{sum(phase['compute_s'] for phase in phases):.3f}",
             }
-            for label, cell in cells.items():
-                rows.setdefault(label, []).append(cell)
-        for label, row in rows.items():
-            table.add_row(label, *row)
-        return table
+        return _table(None, cells)
 
     @staticmethod
     def _guess_table(guesses: dict[str, Any]) -> Table:
-        table = Table(title="guesses")
         cells = {
             "guessed": f"{guesses['guessed']:,}",
             "right": f"{guesses['right']:,}",
@@ -192,18 +207,25 @@ class Report:
             "tokens per pass": f"{guesses['tokens_per_pass']:.2f}",
             "calls per token": f"{guesses['calls_per_token']:.2f}",
         }
-        for name in cells:
-            table.add_column(name, justify="right")
-        table.add_row(*cells.values())
-        return table
+        return _table("guesses", {name: {"": cell} for name, cell in cells.items()})
 
     def _recovery_table(self) -> Table:
-        table = Table(title="faults")
         counts = {name: count for name, count in self.recovery.items() if name != "events" and count}
-        for name in counts:
-            table.add_column(name.replace("_", " "), justify="right")
-        table.add_row(*(f"{count:,}" for count in counts.values()))
-        return table
+        return _table("faults", {name.replace("_", " "): {"": f"{count:,}"} for name, count in counts.items()})
+
+
+def _table(title: str | None, columns: dict[str, dict[str, str]]) -> Table:
+    """A table for a terminal: by column its cells by row; all columns have the same rows."""
+    table = Table(title=title)
+    rows = next(iter(columns.values()), {})
+    named = list(rows) != [""]
+    if named:
+        table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*([row] if named else []), *(cells[row] for cells in columns.values()))
+    return table
 
 
 def _guesses(recorder: Recorder, phases: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
@@ -221,37 +243,17 @@ def _guesses(recorder: Recorder, phases: dict[str, dict[str, Any]]) -> dict[str,
 def _phase(phase: PhaseCounters) -> dict[str, Any]:
     total = CallCounters()
     for server in phase.servers:
-        total.calls += server.calls
-        total.rows += server.rows
-        total.bytes_out += server.bytes_out
-        total.bytes_back += server.bytes_back
-        total.queue_s += server.queue_s
-        total.compute_s += server.compute_s
+        add_fields(total, server)
+    host = {f"{name}_s": getattr(phase, f"{name}_s") for name in _HOST_FIELDS}
+    host["wait_wire_s"] = max(0.0, phase.wait_s - phase.wait_queue_s - phase.wait_compute_s)
     return {
-        "tokens": phase.tokens,
-        "sequences": phase.sequences,
-        "forwards": phase.forwards,
-        "seconds": phase.seconds,
+        **{name: getattr(phase, name) for name in ("tokens", "sequences", "forwards", "seconds")},
         "tokens_per_s": phase.tokens / phase.seconds if phase.seconds else 0.0,
-        "calls": total.calls,
-        "rows": total.rows,
+        **{name: getattr(total, name) for name in ("calls", "rows", "bytes_out", "bytes_back")},
         "accounted": phase.accounted,
         "complete": phase.accounted >= ACCOUNTED,
         "local_rows": phase.local_rows,
         "pipelined": phase.pipelined,
-        "bytes_out": total.bytes_out,
-        "bytes_back": total.bytes_back,
-        "host": {
-            "dense_s": phase.dense_s,
-            "pack_s": phase.pack_s,
-            "local_s": phase.local_s,
-            "wait_s": phase.wait_s,
-            "wait_queue_s": phase.wait_queue_s,
-            "wait_compute_s": phase.wait_compute_s,
-            "wait_wire_s": max(0.0, phase.wait_s - phase.wait_queue_s - phase.wait_compute_s),
-            "turn_s": phase.turn_s,
-            "combine_s": phase.combine_s,
-            "other_s": phase.other_s,
-        },
+        "host": host,
         "server": {"queue_s": total.queue_s, "compute_s": total.compute_s},
     }

@@ -13,21 +13,22 @@ import torch
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.config import HostSettings, ModelDtypeChoice
-from moeoffload.devices import device_name, resolve_device
+from moeoffload.devices import resolve_device
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.fleet import Fleet, OnProgress
 from moeoffload.host.granularity import Granularity, chunk_rows
+from moeoffload.host.hedging import Hedging
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.model import bind_experts, load_dense_model, load_draft_model, load_tokenizer
 from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
-from moeoffload.host.recovery_log import RecoveryLog
 from moeoffload.host.report import ModelFacts, Report, RunFacts
 from moeoffload.host.routing import read_routing_stats
-from moeoffload.host.second_opinion import SecondOpinion
-from moeoffload.host.shard import recovery_figures
+from moeoffload.host.server_events import ServerEvents
+from moeoffload.host.shard import event_figures
 from moeoffload.host.spawn import ServerSpec
+from moeoffload.host.verification import Verification
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import GIB, ExpertTable, choose_local
@@ -109,7 +110,7 @@ class OffloadedModel:
             self.draft = load_draft_model(folder, self.model) if folder is not None else None
             self._local = LocalExperts(self.checkpoint, local, self._device) if local.n_experts else None
             self.shards = attached.result()
-            self._finish(stack, fleet.log)
+            self._finish(stack, fleet.events)
             self._stack = stack.pop_all()
 
     @functools.cached_property
@@ -136,19 +137,22 @@ class OffloadedModel:
         """The expert servers, in order of placement; of a server that is lost the last link."""
         return [shard.known for shard in self.shards]
 
-    def _finish(self, stack: contextlib.ExitStack, log: RecoveryLog) -> None:
+    def _finish(self, stack: contextlib.ExitStack, events: ServerEvents) -> None:
         settings, checkpoint = self.settings, self.checkpoint
-        self._log = log
+        self._events = events
         self.recorder = Recorder(len(self.shards), len(checkpoint.layers), profile=settings.profile)
         rows = chunk_rows(self._device, checkpoint.dtype, fast_dense=settings.fast_dense)
         granularity = Granularity(settings.mode, settings.hot_slice, settings.pipeline, rows)
-        second = None
-        if settings.hedge_ms or settings.verify_percent:
-            coarsest = max((checkpoint.dtype, self._payload.torch_dtype), key=lambda dtype: torch.finfo(dtype).eps)
-            second = SecondOpinion(settings.hedge_ms / 1000, settings.verify_percent / 100, coarsest, log)
-        n_experts = [layer.n_experts for layer in checkpoint.layers]
+        coarsest = max((checkpoint.dtype, self._payload.torch_dtype), key=lambda dtype: torch.finfo(dtype).eps)
         self.dispatcher = Dispatcher(
-            self.shards, granularity, self.recorder, n_experts, checkpoint.top_k, self._local, second
+            self.shards,
+            granularity,
+            self.recorder,
+            [layer.n_experts for layer in checkpoint.layers],
+            checkpoint.top_k,
+            self._local,
+            Hedging(settings.hedge_ms / 1000, events) if settings.hedge_ms else None,
+            Verification(settings.verify_percent / 100, coarsest, events) if settings.verify_percent else None,
         )
         bind_experts(self.model, checkpoint, self.dispatcher.for_layer)
         if settings.fast_dense and self._device.type == "cpu":
@@ -167,33 +171,14 @@ class OffloadedModel:
         stack.callback(self.recorder.watch(self.model))
 
     def report(self) -> Report:
-        """What has been done since the model was opened (or since ``recorder.reset()``)."""
-        checkpoint, settings = self.checkpoint, self.settings
-        facts = ModelFacts(
-            path=str(checkpoint.path),
-            model_type=checkpoint.model_type,
-            dtype=str(checkpoint.dtype).removeprefix("torch."),
-            moe_layers=len(checkpoint.layers),
-            routed_experts=sum(layer.n_experts for layer in checkpoint.layers),
-            top_k=checkpoint.top_k,
-            hidden_size=checkpoint.hidden_size,
-            dense_bytes=checkpoint.dense_bytes,
-            expert_bytes=sum(layer.n_experts * layer.expert_bytes for layer in checkpoint.layers),
-        )
-        run = RunFacts(
-            mode=settings.mode.value,
-            payload_dtype=self._payload.label,
-            batch_capacity=settings.batch_capacity,
-            hot_slice=settings.hot_slice,
-            slots=settings.slots,
-            host_device=str(self._device),
-            host_device_name=device_name(self._device),
-        )
-        return Report.collect(facts, run, self.recorder, self.links, self.recovery())
+        """Collects what has been done since the model was opened (or since ``recorder.reset()``)."""
+        model = ModelFacts.of(self.checkpoint)
+        run = RunFacts.of(self.settings, self._payload, self._device)
+        return Report.collect(model, run, self.recorder, self.links, self.recovery())
 
     def recovery(self) -> dict[str, Any]:
-        """What befell the servers so far, as the report has it."""
-        return recovery_figures(self.shards, self._log)
+        """Collects the server events so far, as the report has them."""
+        return event_figures(self.shards, self._events)
 
     @property
     def pool_creations(self) -> int:

@@ -16,7 +16,7 @@ from moeoffload.errors import DeadlineError, MoeOffloadError, ServerError
 from moeoffload.host.fallback import FallbackLink
 from moeoffload.host.flight import ShardLink
 from moeoffload.host.link import ExpertLink
-from moeoffload.host.recovery_log import RecoveryLog
+from moeoffload.host.server_events import ServerEvents
 from moeoffload.placement import ExpertTable
 
 logger = logging.getLogger(__name__)
@@ -50,18 +50,18 @@ class Shard:
     """
 
     def __init__(
-        self, table: ExpertTable, holders: Sequence[Holder], fallback: FallbackLink | None, patience_s: float,
-        log: RecoveryLog, stopping: threading.Event,
+        self, table: ExpertTable, holders: Sequence[Holder], fallback: FallbackLink | None, return_wait_s: float,
+        events: ServerEvents, stopping: threading.Event,
     ) -> None:  # fmt: skip
         """``holders`` in the order of preference, all attached; without ``fallback`` the host itself never computes.
 
-        ``patience_s`` is how long a call waits for a lost server to return when nobody else is left.
+        ``return_wait_s`` is how long a call waits for a lost server to return when nobody else is left.
         """
         self.table = table
         self.holders = holders
         self.fallback = fallback
-        self._patience_s = patience_s
-        self._log = log
+        self._return_wait_s = return_wait_s
+        self._events = events
         self._stopping = stopping
         self._lock = threading.Lock()
         self._returned = threading.Condition(self._lock)
@@ -92,7 +92,7 @@ class Shard:
         Raises:
             ServerError: nobody is left, and nobody came back in time.
         """
-        deadline = perf_counter() + (0.0 if isinstance(error, DeadlineError) else self._patience_s)
+        deadline = perf_counter() + (0.0 if isinstance(error, DeadlineError) else self._return_wait_s)
         with self._lock:
             self._lose(lost, str(error))
             while (link := self._choose()) is None or link is lost:
@@ -115,7 +115,7 @@ class Shard:
                 logger.warning("%s is draining, and nobody else can compute its experts", leaving.name)
                 return
             if self.current is leaving:
-                self._log.drained(holder.address, chosen.name)
+                self._events.drained(holder.address, chosen.name)
             self.current = chosen
             self._start_mending(holder, leaving, leaving.deadline_s(leaving.layout.capacity))
 
@@ -146,7 +146,7 @@ class Shard:
         gone, holder.link = holder.link, None
         chosen = self._choose()
         if self.current is gone:
-            self._log.lost(holder.address, why, chosen.name if chosen is not None else "nobody until it is back")
+            self._events.lost(holder.address, why, chosen.name if chosen is not None else "nobody until it is back")
         else:
             logger.info("%s; it held a replica", why)
         if chosen is not None:
@@ -207,7 +207,7 @@ class Shard:
                 chosen = self._choose()
                 assert chosen is not None
                 if chosen is link:
-                    self._log.returned(holder.address, away_s)
+                    self._events.returned(holder.address, away_s)
                 self.current = chosen
                 self._returned.notify_all()
         if is_late:
@@ -216,15 +216,15 @@ class Shard:
             self._watch(link)  # outside the lock: it calls back at once if the link has ended again
 
     def _count(self, holder: Holder, link: ExpertLink) -> None:
-        self._log.count("stale", link.n_stale)
+        self._events.count("stale", link.n_stale)
         if holder is not self.holders[0]:
-            self._log.count("replica_calls", link.n_calls)
+            self._events.count("replica_calls", link.n_calls)
 
 
-def recovery_figures(shards: Sequence[Shard], log: RecoveryLog) -> dict[str, Any]:
-    """The report's part about faults: what was counted so far, with what open links have counted."""
+def event_figures(shards: Sequence[Shard], events: ServerEvents) -> dict[str, Any]:
+    """Adds what open links have counted to the counted events; the report's part about faults."""
     links = [(holder.link, holder is shard.holders[0]) for shard in shards for holder in shard.holders]
-    return log.to_json(
+    return events.to_json(
         stale=sum(link.n_stale for link, _ in links if link is not None),
         replica_calls=sum(link.n_calls for link, first in links if link is not None and not first),
         fallback_calls=sum(shard.fallback.n_calls for shard in shards if shard.fallback is not None),

@@ -15,7 +15,7 @@ LEAST_WAIT_S: Final = 0.05
 _Result = TypeVar("_Result")
 
 
-def while_busy(attempt: Callable[[], _Result], timeout_s: float) -> _Result:
+def retry_while_busy(attempt: Callable[[], _Result], timeout_s: float) -> _Result:
     """The result of ``attempt()``; repeats it as long as it is told to come back, up to ``timeout_s`` seconds.
 
     Raises:

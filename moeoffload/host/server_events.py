@@ -1,4 +1,4 @@
-"""What happened to expert servers during a run: counted for the report, one line each in the log."""
+"""Server events of a run (lost, returned, drained, ...): counted for the report, one line each in the log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Event:
     seconds: float = 0.0
 
 
-class RecoveryLog:
+class ServerEvents:
     """Thread-safe counters and events of one open model."""
 
     def __init__(self) -> None:
