@@ -22,6 +22,7 @@ from conftest import DEMO, StartServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from moeoffload import open_model
 from moeoffload.config import Address, HostSettings
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import TOKEN_KEY, HostCredentials
@@ -185,6 +186,20 @@ def test_connections_through_tls_leave_nothing_behind(site: Site) -> None:
     before = server.num_fds(), server.num_threads()
     use(8)
     wait_until(lambda: (server.num_fds(), server.num_threads()) <= before, "descriptors as before", CLEAN_TIMEOUT_S)
+
+
+FOREIGN = ("grpc_global_tim", "event_engine", "lifeguard", "ZMQbg")
+"""How gRPC's core and ZeroMQ name the threads that they keep by themselves; Python's have no names of their own."""
+MOST_THREADS = 8
+
+
+def test_a_server_with_a_host_keeps_few_threads(site: Site) -> None:
+    settings = site.good | {"transport": "stream", "device": "cpu", "threads": 1}
+    with open_model(site.root / "demo", **settings):
+        names = [path.read_text().strip() for path in Path(f"/proc/{site.server.process.pid}/task").glob("*/comm")]
+        own = [name for name in names if not name.startswith(FOREIGN)]
+        assert len(own) <= MOST_THREADS, names
+        assert len(names) == psutil.Process(site.server.process.pid).num_threads()
 
 
 def test_a_host_with_tls_is_told_of_a_server_without(three_servers: list[str], site: Site) -> None:
