@@ -1,12 +1,10 @@
 """The transport benchmark: round trips of both transports between two pinned processes, beside what bounds them.
 
 ``python bench/round_trips.py --json out.json``: a frame goes from one process to the other, is copied there from
-request to reply, and comes back, at 4 KiB to 16 MiB; a decode step of 4 KiB also goes its own, compiled way
-(`step_path`). Up to 64 KiB the stream has its lane; "no lane" is the way through ZeroMQ. Baselines of the same run:
-bare semaphores, once asleep and once with the waiting strategy of shared memory (look first) and that one copy; bare
-ZeroMQ, once as messages that nobody copies and once into and out of buffers that stay, as tensors need it; a bare TCP
-socket, read without sleeping; gRPC unary. The limit of shared is the semaphores that look first, that of a lane the
-bare socket, and that of larger frames over the stream bare ZeroMQ without copies.
+request to reply, and comes back, at 4 KiB to 16 MiB; a decode step of 4 KiB also goes all the way from a link to the
+engine and back (`step_path`). Baselines of the same run: bare semaphores, asleep and spinning as shared memory
+does, with that one copy; bare ZeroMQ, once as messages that are not copied and once into and out of buffers that stay,
+as tensors need it; gRPC unary. The limit of shared is the spinning semaphores, that of the stream bare ZeroMQ.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import functools
 import mmap
 import multiprocessing
 import os
-import socket
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,8 +42,7 @@ from moeoffload.transport import (
     StreamListener,
     open_channel,
 )
-from moeoffload.transport.lane import LANE_BYTES
-from moeoffload.transport.waiting import AdaptiveSpin
+from moeoffload.transport.spin import AdaptiveSpin
 from moeoffload.wire import HEADER_BYTES, FrameHeader
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -54,7 +50,7 @@ BYTES = (4 * KIB, 64 * KIB, MIB, 2 * MIB, 4 * MIB, 16 * MIB)
 SIZES = ChannelSizes(n_slots=2, request_bytes=BYTES[-1], reply_bytes=BYTES[-1])
 TIMEOUT_S = 30.0
 STEPS = "shared, decode step"
-LANE_STEPS = "stream, decode step"
+STREAM_STEPS = "stream, decode step"
 GRPC_METHOD = "/bench.Echo/Call"
 GRPC_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
@@ -103,14 +99,14 @@ def serve_shared(pipe: Connection) -> None:
     server.close()
 
 
-def serve_stream(pipe: Connection, lane_port: int | None = 0) -> None:
-    listener = StreamListener(max_request_bytes=SIZES.request_bytes, lane_port=lane_port)
+def serve_stream(pipe: Connection) -> None:
+    listener = StreamListener(max_request_bytes=SIZES.request_bytes)
     serve_until_closed(pipe, listener.open_channel(SIZES, echo).offer)
     listener.close()
 
 
 def serve_stream_curve(pipe: Connection) -> None:
-    listener = StreamListener(max_request_bytes=SIZES.request_bytes, encrypted=True, lane_port=0)
+    listener = StreamListener(max_request_bytes=SIZES.request_bytes, encrypted=True)
     keys = StreamKeys.new()
     serve_until_closed(pipe, (listener.open_channel(SIZES, echo, keys.public).offer, keys))
     listener.close()
@@ -177,35 +173,6 @@ def serve_zeromq_buffers(pipe: Connection) -> None:
             reply[:n_bytes] = request[:n_bytes]
             router.send(identity, zmq.SNDMORE)
             send_part(router, reply[:n_bytes])
-
-
-def read_looking(connection: socket.socket, buffer: memoryview) -> bool:
-    """Fills a buffer from a socket, looking again and again; whether the other side is still there."""
-    while buffer:
-        try:
-            n_bytes = connection.recv_into(buffer)
-        except BlockingIOError:
-            os.sched_yield()
-            continue
-        if not n_bytes:
-            return False
-        buffer = buffer[n_bytes:]
-    return True
-
-
-def serve_tcp(pipe: Connection) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        pipe.send(listener.getsockname()[1])
-        connection, _ = listener.accept()
-    with connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setblocking(False)
-        request, reply = memoryview(bytearray(LANE_BYTES)), memoryview(bytearray(LANE_BYTES))
-        n_bytes = 4 * KIB
-        while read_looking(connection, request[:n_bytes]):
-            reply[:n_bytes] = request[:n_bytes]
-            connection.send(reply[:n_bytes])
-            n_bytes = int.from_bytes(request[:4], "little")  # of the next one
 
 
 def serve_grpc(pipe: Connection) -> None:
@@ -283,27 +250,6 @@ def call_looking(names: Any) -> Iterator[Call]:
 
 
 @contextlib.contextmanager
-def call_tcp(port: Any) -> Iterator[Call]:
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setblocking(False)
-        request, reply = memoryview(bytearray(LANE_BYTES)), memoryview(bytearray(LANE_BYTES))
-        expected = 4 * KIB
-
-        def call(n_bytes: int) -> None:
-            nonlocal expected
-            request[:4] = n_bytes.to_bytes(4, "little")
-            if expected != n_bytes:  # the other side is told with the frame before
-                connection.send(request[:expected])
-                read_looking(connection, reply[:expected])
-                expected = n_bytes
-            connection.send(request[:n_bytes])
-            read_looking(connection, reply[:n_bytes])
-
-        yield call
-
-
-@contextlib.contextmanager
 def call_zeromq_buffers(port: Any) -> Iterator[Call]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(f"tcp://127.0.0.1:{port}")
@@ -360,12 +306,10 @@ CONTENDERS: dict[str, tuple[Callable[[Connection], None] | None, Callable[[Any],
     "semaphore, looking": (serve_looking, call_looking),
     "shared": (serve_shared, call_channel),
     STEPS: (serve_steps, call_steps),
-    "TCP, looking": (serve_tcp, call_tcp),
     "ZeroMQ tcp": (serve_zeromq, call_zeromq),
     "ZeroMQ tcp, buffers": (serve_zeromq_buffers, call_zeromq_buffers),
     "stream": (serve_stream, call_channel),
-    LANE_STEPS: (functools.partial(serve_steps, over_lane=True), call_steps),
-    "stream, no lane": (functools.partial(serve_stream, lane_port=None), call_channel),
+    STREAM_STEPS: (functools.partial(serve_steps, over_stream=True), call_steps),
     "stream, CURVE": (serve_stream_curve, lambda offer_and_keys: call_channel(*offer_and_keys)),
     "gRPC unary": (serve_grpc, call_grpc),
 }
@@ -413,9 +357,7 @@ def limit_of(contender: str, n_bytes: int, medians: dict[tuple[str, int], float]
     """What bounds this figure, and its time in this run."""
     if contender in ("shared", STEPS):
         return "semaphore, looking", medians["semaphore, looking", n_bytes]
-    if contender == LANE_STEPS or (contender == "stream" and n_bytes <= LANE_BYTES):
-        return "TCP, looking", medians["TCP, looking", n_bytes]
-    if contender in ("stream", "stream, no lane"):
+    if contender in ("stream", STREAM_STEPS):
         return "ZeroMQ tcp", medians["ZeroMQ tcp", n_bytes]
     return "", None
 
@@ -432,7 +374,7 @@ def main(
     medians: dict[tuple[str, int], float] = {}
     for name, (serve, connect) in CONTENDERS.items():
         with served(serve, server_core) as address, connect(address) as call:
-            for n_bytes in BYTES[:1] if "step" in name else BYTES[:2] if name == "TCP, looking" else BYTES:
+            for n_bytes in BYTES[:1] if "step" in name else BYTES:
                 medians[name, n_bytes], p95 = measure(call, n_bytes, 0.1 if quick else 1.0)
                 limit = limit_of(name, n_bytes, medians)
                 rows.append(Row(name, n_bytes, medians[name, n_bytes], p95, *limit))

@@ -147,7 +147,8 @@ class _Plane:
                 yield step
 
         try:
-            async with contextlib.aclosing(self._servicer.Attach(requests(), context)) as replies:
+            replies: Any = self._servicer.Attach(requests(), context)
+            async with contextlib.aclosing(replies):
                 async for reply in replies:
                     if reply.WhichOneof("step") == "welcome":
                         checkpoint = Checkpoint.open(self._server.settings.model or "", dtype=torch.bfloat16)

@@ -30,6 +30,28 @@ class OneLineFormatter(logging.Formatter):
         return "\n".join(f"  | {one_line(line, MAX_LINE)}" for line in text.splitlines())
 
 
+class RateLimit:
+    """Lets ``burst`` events through in ``window_s`` seconds. Thread-safe."""
+
+    def __init__(self, burst: int, window_s: float) -> None:
+        self._burst = burst
+        self._window_s = window_s
+        self._began = -window_s
+        self._n = 0
+        self._lock = threading.Lock()
+
+    def admit(self) -> int | None:
+        """None for an event that is left out, else how many were since the last one that was not."""
+        now = monotonic()
+        with self._lock:
+            left_out = 0
+            if now - self._began >= self._window_s:
+                left_out = max(0, self._n - self._burst)
+                self._began, self._n = now, 0
+            self._n += 1
+            return None if self._n > self._burst else left_out
+
+
 class FloodFilter(logging.Filter):
     """Lets `BURST` records of one kind (logger, level, text without its values) through in `WINDOW_S` seconds.
 
@@ -38,31 +60,23 @@ class FloodFilter(logging.Filter):
 
     def __init__(self, burst: int = BURST, window_s: float = WINDOW_S) -> None:
         super().__init__()
-        self._burst = burst
-        self._window_s = window_s
-        self._kinds: OrderedDict[tuple[str, int, str], list[float]] = OrderedDict()
-        """By kind: when its window began, how many there were in it."""
+        self._make = lambda: RateLimit(burst, window_s)
+        self._kinds: OrderedDict[tuple[str, int, str], RateLimit] = OrderedDict()
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See `logging.Filter`."""
         kind = (record.name, record.levelno, str(record.msg)[:200])
-        now = monotonic()
         with self._lock:
-            window = self._kinds.setdefault(kind, [now, 0.0])
+            limit = self._kinds.get(kind) or self._make()
+            self._kinds[kind] = limit
             self._kinds.move_to_end(kind)
             if len(self._kinds) > _MAX_KINDS:
                 self._kinds.popitem(last=False)
-            left_out = 0
-            if now - window[0] > self._window_s:
-                left_out = max(0, int(window[1]) - self._burst)
-                window[:] = [now, 0.0]
-            window[1] += 1
-            if window[1] > self._burst:
-                return False
+        left_out = limit.admit()
         if left_out:
             record.msg, record.args = f"{record.getMessage()} ({left_out} more like it were left out)", None
-        return True
+        return left_out is not None
 
 
 def log_to(stream: TextIO, level: str, form: str) -> None:

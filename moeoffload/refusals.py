@@ -1,12 +1,12 @@
-"""Counts who was refused, and says so in the log: not more often than a reader can bear."""
+"""Counts refused peers, and logs them: not more often than a reader can bear."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from time import monotonic
 from typing import Final
+
+from moeoffload.logs import RateLimit
 
 LINES: Final = 10
 WINDOW_S: Final = 60.0
@@ -21,18 +21,13 @@ class Refusals:
     def __init__(self) -> None:
         self.count = 0
         self._lock = threading.Lock()
-        self._logged: deque[float] = deque(maxlen=LINES)
-        self._left_out = 0
+        self._limit = RateLimit(LINES, WINDOW_S)
 
     def add(self, peer: str, reason: str) -> None:
         """Counts one. ``reason`` is the server's own words: nothing that a peer sent, no secret."""
-        now = monotonic()
         with self._lock:
             self.count += 1
-            if len(self._logged) == LINES and now - self._logged[0] < WINDOW_S:
-                self._left_out += 1
-                return
-            self._logged.append(now)
-            left_out, self._left_out = self._left_out, 0
-        more = f" ({left_out} more refusals were not logged)" if left_out else ""
-        _log.warning("refused %s: %s%s", peer, reason, more)
+        left_out = self._limit.admit()
+        if left_out is not None:
+            more = f" ({left_out} more refusals were not logged)" if left_out else ""
+            _log.warning("refused %s: %s%s", peer, reason, more)

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from moeoffload.serve.dashboard import dashboard_page
+from moeoffload.serve.figures import History, figures
 from moeoffload.serve.stats import ServingStats
 
 SERVERS = ("192.168.1.20:50051", "192.168.1.21:50051")
@@ -52,6 +53,15 @@ def scripted(n: int, *, n_layers: int = 24, seed: int = 3, model: str = "Qwen3-3
             "layers": layers,
         }
         found.append(json.loads(json.dumps(snapshot)))
+    return found
+
+
+def with_figures(snapshots: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same as the host that took them answers, with the figures of now."""
+    history, found = History(), []
+    for snapshot in snapshots:
+        history.add(snapshot)
+        found.append(json.loads(json.dumps(snapshot | {"now": figures(history)})))
     return found
 
 

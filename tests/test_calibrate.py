@@ -62,6 +62,57 @@ def test_a_server_with_all_experts_is_timed_with_all_of_each_row() -> None:
     assert all(len(set(row.tolist())) == 4 for row in calls[-1]), "different experts"
 
 
+class Disturbed(Recorded):
+    """A layer whose calls take the given times (seconds), then ever the last of them, by a clock of its own, `now`."""
+
+    def __init__(self, *takes_s: float) -> None:
+        super().__init__()
+        self.takes_s = list(takes_s)
+        self.now = 0.0
+
+    def __call__(self, rows: torch.Tensor, slots: torch.Tensor, *rest: object) -> None:
+        super().__call__(rows, slots)
+        self.now += self.takes_s.pop(0) if len(self.takes_s) > 1 else self.takes_s[0]
+
+
+def time_first_size(layer: Disturbed, monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(calibrate, "perf_counter", lambda: layer.now)
+    ((_, seconds),) = time_layer(
+        layer,  # type: ignore[arg-type]
+        4,
+        1,
+        n_experts=6,
+        device=torch.device("cpu"),
+        workspace=KernelWorkspace(),
+        pace=Pace(),
+    )
+    return seconds
+
+
+def test_a_busy_machine_does_not_make_a_server_look_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first calls are disturbed, each by another amount: what is timed goes on until calls agree.
+    layer = Disturbed(9e-3, 5e-3, 7e-3, 4e-3, 3e-3, 2.5e-3, 2e-3, 1e-3)
+    assert time_first_size(layer, monkeypatch) == pytest.approx(1e-3)
+    assert len(layer.calls) == 10
+    calm = Disturbed(1e-3)
+    assert time_first_size(calm, monkeypatch) == pytest.approx(1e-3)
+    assert len(calm.calls) == calibrate.LEAST_REPEATS
+
+
+def test_a_timing_that_does_not_become_stable_ends_and_says_its_spread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    restless = Disturbed(*(1e-3 * 1.3**n for n in range(200, -1, -1)))
+    with caplog.at_level("INFO"):
+        time_first_size(restless, monkeypatch)
+    assert len(restless.calls) == 2, "long calls are not repeated for long"
+    restless = Disturbed(*(1e-6 * 1.1**n for n in range(60, -1, -1)))
+    with caplog.at_level("INFO"):
+        time_first_size(restless, monkeypatch)
+    assert len(restless.calls) == calibrate.MOST_REPEATS
+    assert "timing 1 rows: the best of 40 calls differ by 21 %" in caplog.text
+
+
 def test_a_slow_server_takes_a_multiple_of_what_the_routes_took_at_best(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(calibrate.time, "sleep", slept.append)  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import DEMO, StartServer
 from cpu_kernels.experts import gated_experts
+from transport.loopback import loopback_pair
 
 from moeoffload import open_model
 from moeoffload.control.client import ControlClient
@@ -29,7 +30,6 @@ from moeoffload.kernels import prepare_layer
 from moeoffload.payload import PayloadDtype
 from moeoffload.transport import ChannelSizes, HostChannel, HostSlot, ServerChannel, SharedServerEnd, open_shared
 from moeoffload.transport.base import Work
-from moeoffload.transport.loopback import loopback_pair
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, FrameLayout, Kind
 
 SOON_S = 30.0
@@ -303,7 +303,7 @@ def test_a_batch_that_is_done_keeps_no_experts_and_no_request() -> None:
 
     experts, channel = Held(), Held()
     owner = SimpleNamespace(
-        weights_dtype=torch.float32, header=SimpleNamespace(rows=1), host=SimpleNamespace(brief_bytes=1000)
+        weights_dtype=torch.float32, header=SimpleNamespace(rows=1), host=SimpleNamespace(small_bytes=1000)
     )
     batch = Batch()
     batch.begin((channel, SimpleNamespace(n_bytes=64, owner=owner)), experts)  # type: ignore[arg-type]

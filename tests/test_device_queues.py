@@ -18,8 +18,8 @@ import torch
 
 from moeoffload.expert_server.device_queue import Point, Queues
 from moeoffload.expert_server.staging import DeviceArena
-from moeoffload.page_locked import PageLocked
 from moeoffload.payload import PayloadDtype
+from moeoffload.transport.page_locked import PageLocked
 from moeoffload.wire import FrameLayout
 
 CPU = torch.device("cpu")

@@ -61,7 +61,7 @@ def set_field(name: str, value: int) -> Callable[[FrameHeader, memoryview], None
 
 
 BAD_FRAMES: list[tuple[str, Any, ErrorCode, str]] = [
-    ("more rows than the cap", set_field("rows", 65), ErrorCode.CAPACITY, "65 rows, this server takes at most 64"),
+    ("more rows than the cap", set_field("rows", 65), ErrorCode.CAPACITY, "65 rows, at most 64"),
     ("2^32 - 1 rows", set_field("rows", 2**32 - 1), ErrorCode.CAPACITY, "rows"),
     ("no rows", set_field("rows", 0), ErrorCode.BAD_FRAME, ""),
     ("a body length that lies", set_field("body_bytes", 2**60), ErrorCode.BAD_FRAME, "body_bytes"),

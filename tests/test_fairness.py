@@ -13,7 +13,7 @@ import torch
 from moeoffload.errors import ServerError
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import RECENT_S, Engine
-from moeoffload.expert_server.fair_share import BRIEF_PRICE, SMALL_IN_A_ROW, FairShares
+from moeoffload.expert_server.fair_share import SMALL_IN_A_ROW, SMALL_PRICE, FairShares
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.payload import PayloadDtype
@@ -58,17 +58,27 @@ class Channel(ServerChannel):
 
     def __init__(self, n_slots: int) -> None:
         n_bytes = LAYOUT.request_bytes
-        self.slots = tuple(
-            ServerSlot(i, memoryview(bytearray(n_bytes)), memoryview(bytearray(LAYOUT.reply_bytes)))
-            for i in range(n_slots)
+        super().__init__(
+            tuple(
+                ServerSlot(i, memoryview(bytearray(n_bytes)), memoryview(bytearray(LAYOUT.reply_bytes)))
+                for i in range(n_slots)
+            ),
+            lambda channel, slot: None,
         )
         self.offer = ChannelOffer("test", ChannelSizes(n_slots, n_bytes, LAYOUT.reply_bytes))
         self.replies = threading.Semaphore(0)
 
+        self.cancelled: set[int] = set()
+
     def reply(self, slot: ServerSlot, n_bytes: int) -> None:
         self.replies.release()
 
-    def close(self) -> None: ...
+    def is_cancelled(self, slot: ServerSlot) -> bool:
+        return slot.index in self.cancelled
+
+    def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None: ...
+
+    def _close(self) -> None: ...
 
 
 @dataclass
@@ -230,7 +240,7 @@ def test_leases_of_one_host_have_one_share_and_who_comes_later_saved_nothing_up(
         first.small.append("a")
         picked = shares.pick()
         assert picked is first
-        picked.next()
+        shares.take(picked)
         picked.charge(1.0, 1.0)
     late.small.append("b")
     first.small.append("a")
@@ -253,9 +263,9 @@ def turns(calls: dict[str, float], flooders: str, n: int) -> str:
                 share.small.append(name)
         picked = shares.pick()
         assert picked is not None
-        picked.next()
+        shares.take(picked)
         order += picked.key
-        picked.charge(calls[picked.key], BRIEF_PRICE)
+        picked.charge(calls[picked.key], SMALL_PRICE)
     return order
 
 

@@ -75,7 +75,6 @@ BAD = {
     "coalesce": ["maybe", "2"],
     "collect_window_ms": ["-1", "10.1", "nan", "long"],
     "stream_port": ["-1", "65536", "any"],
-    "lane_port": ["-1", "65536", "any"],
     "drain_timeout_s": ["0", "86401", "never"],
     "profile": ["maybe", "2"],
     "gpu": ["-1", "cuda:0"],

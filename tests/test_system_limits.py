@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from command_lines import STEP_TIMEOUT_S
+from command_lines import STEP_TIMEOUT_S, Commands, one_line_error
 from conftest import DEMO, ROOT, StartServer
 
 from moeoffload import open_model
@@ -40,6 +40,22 @@ def test_a_server_with_too_few_descriptors_refuses_the_host_and_goes_on(start_se
         assert server.process.poll() is None
     finally:
         client.close()
+
+
+@pytest.mark.parametrize("room", [0, 1 << 20, 4 << 20, 16 << 20], ids=lambda room: f"{room >> 20} MiB")
+def test_a_server_without_memory_or_threads_refuses_hosts_in_one_line_and_heeds_sigterm(
+    start_server: StartServer, commands: Commands, room: int
+) -> None:
+    server = start_server()
+    process = psutil.Process(server.process.pid)
+    # A thread needs 8 MiB of addresses for its stack, weights need more than that.
+    process.rlimit(resource.RLIMIT_AS, (process.memory_info().vms + room, resource.RLIM_INFINITY))
+    result = commands.run("moeoffload", "run", DEMO, "--prompt", "x", "--experts", server.address, "--device", "cpu")
+    line = one_line_error(result, ServerError.exit_code)
+    assert "no further thread can be started" in line or "out of memory" in line, line
+    server.process.terminate()
+    assert server.process.wait(STEP_TIMEOUT_S) == 0
+    assert "Traceback" not in server.log_text
 
 
 def test_too_few_descriptors_are_not_taken_for_a_full_dev_shm() -> None:

@@ -24,7 +24,7 @@ from moeoffload.checkpoint.layout import (
     top_k_of,
 )
 from moeoffload.checkpoint.locate import locate
-from moeoffload.checkpoint.model_config import read_config
+from moeoffload.checkpoint.model_config import read_config, refuse_empty_claims
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorIndex, TensorReader, open_reader
 from moeoffload.errors import ModelError
 
@@ -97,6 +97,7 @@ class Checkpoint:
         path = locate(model, revision)
         config = read_config(path)
         index = TensorIndex.open(path)
+        refuse_empty_claims(config, index)
         return cls(path, config, _compute_dtype(dtype, config, index), index)
 
     @cached_property

@@ -1,16 +1,28 @@
-"""Finds the folder of a model that is named by a path or by a hub id."""
+"""Finds the folder of a model that is named by a path or by a hub id.
+
+Hub ids and revisions may come from a host on the network: they are names, checked before the file system is touched.
+The layout of the local cache is the one that huggingface_hub documents: ``models--ORG--NAME/{refs,snapshots}``.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Final
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import constants, snapshot_download
 
 from moeoffload.checkpoint.model_config import CONFIG_FILE, first_line
+from moeoffload.checkpoint.regular import read_regular
 from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, read_json
 from moeoffload.errors import ModelError
+from moeoffload.text import one_line
+
+_PART: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
+_HUB_ID: Final = re.compile(rf"({_PART}/)?{_PART}")
+_REVISION: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,199}")
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_REF_BYTES: Final = 256
 
 # Everything a host or an expert server reads; pickled weights and code are left on the hub.
 _WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
@@ -23,6 +35,7 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
     ``revision`` is a branch, tag or commit of the hub id. Raises ModelError with what was tried when there is no such
     model.
     """
+    check_revision(revision)
     try:
         folder = Path(model).expanduser()
     except RuntimeError:  # ~ of nobody
@@ -31,28 +44,53 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
         return folder.resolve()
     if isinstance(model, Path) or folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"{model}: no such folder")
-    try:
-        validate_repo_id(model)
-    except HFValidationError as error:
-        raise ModelError(f"{model!r}: no such folder, and not a hub id") from error
+    if not is_hub_id(model):
+        raise ModelError(f"{model!r}: no such folder, and not a hub id")
     return _from_cache(model, revision) or _from_hub(model, revision)
 
 
 def locate_cached(model: str, revision: str | None = None) -> Path | None:
-    """The folder of a hub id if all of it is in the local cache; nothing is downloaded, and no folder is looked at."""
-    try:
-        validate_repo_id(model)
-        return _from_cache(model, revision)
-    except (HFValidationError, ValueError, OSError, ModelError):  # revisions are checked by nobody else
+    """The folder of a hub id if all of it is in the local cache; nothing is downloaded, and no other folder looked at.
+
+    Raises:
+        ModelError: ``revision`` is no name.
+    """
+    check_revision(revision)
+    if not is_hub_id(model):
         return None
+    try:
+        folder = _from_cache(model, revision)
+        cache = Path(constants.HF_HUB_CACHE).resolve()
+        return folder if folder is not None and folder.resolve().is_relative_to(cache) else None
+    except (OSError, ModelError):
+        return None
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether ``name`` has the form ``name`` or ``org/name``."""
+    return _HUB_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
+
+
+def check_revision(revision: str | None) -> None:
+    """Raises ModelError unless ``revision`` is None, or has the form of a branch, tag or commit."""
+    if revision is None:
+        return
+    if not _REVISION.fullmatch(revision) or any(part in ("", ".", "..") for part in revision.split("/")):
+        raise ModelError(f"revision {one_line(revision, 60)!r} is no name of a branch, tag or commit")
 
 
 def _from_cache(model: str, revision: str | None) -> Path | None:
-    try:
-        snapshot = snapshot_download(model, revision=revision, local_files_only=True)
-    except (LocalEntryNotFoundError, FileNotFoundError):
-        return None
-    folder = Path(snapshot)
+    """The snapshot of a hub id at a revision, both checked; None unless it is complete."""
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}"
+    commit = revision or "main"
+    if not _COMMIT.fullmatch(commit):
+        try:
+            commit = read_regular(repository / "refs" / commit, _REF_BYTES).decode("ascii", "replace").strip()
+        except (OSError, ModelError):
+            return None
+        if not _COMMIT.fullmatch(commit):
+            return None
+    folder = repository / "snapshots" / commit
     # An earlier, interrupted or partial download leaves a snapshot without its weights: go on to the hub then.
     return folder if _is_complete(folder) else None
 
@@ -81,4 +119,7 @@ def _is_complete(folder: Path) -> bool:
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict):
         return False
-    return all(isinstance(shard, str) and (folder / shard).is_file() for shard in weight_map.values())
+    return all(
+        isinstance(shard, str) and Path(shard).name == shard and (folder / shard).is_file()
+        for shard in weight_map.values()
+    )

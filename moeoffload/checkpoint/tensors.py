@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from moeoffload.checkpoint.regular import open_regular, read_regular
 from moeoffload.errors import ModelError
 from moeoffload.text import one_line
 
@@ -163,7 +164,7 @@ class TensorReader:
     def _descriptor(self, file: Path) -> int:
         if file not in self._descriptors:
             try:
-                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptors[file] = open_regular(file)
             except OSError as error:
                 raise ModelError(f"{file}: cannot be opened: {error.strerror}") from error
         return self._descriptors[file]
@@ -179,14 +180,10 @@ def open_reader() -> Iterator[TensorReader]:
         reader.close()
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, most_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in ``path``. Raises ModelError when it cannot be read or is not an object."""
     try:
-        with path.open("rb") as stream:
-            data = stream.read(_MAX_JSON_BYTES + 1)
-        if len(data) > _MAX_JSON_BYTES:
-            raise ModelError(f"{path}: has more than {_MAX_JSON_BYTES} bytes, which no file of its kind has")
-        value = json.loads(data.decode("utf-8"))
+        value = json.loads(read_regular(path, most_bytes).decode("utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -220,8 +217,8 @@ def _read_shards(folder: Path) -> Iterator[StoredTensor]:
 
 def _read_header(file: Path) -> list[StoredTensor]:
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
+        with os.fdopen(open_regular(file), "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
             header_bytes = int.from_bytes(stream.read(8), "little")
             if size < 8 or header_bytes > min(size - 8, _MAX_HEADER_BYTES):
                 raise ModelError(f"{file}: truncated or damaged: its header does not fit in {size} bytes")

@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import sys
-import threading
 import tracemalloc
 from pathlib import Path
 from types import FrameType
@@ -62,7 +61,9 @@ def serve(
     from moeoffload.expert_server.calibrate import Pace
     from moeoffload.expert_server.server import ExpertServer
 
-    server = ExpertServer.start(settings, Pace.parse(simulate) if simulate else None)
+    server = ExpertServer.start(
+        settings, Pace.parse(simulate) if simulate else None, on_drained=lambda: os.write(stop, b"d")
+    )
     if trace_memory:
         tracemalloc.start()
     log = logging.getLogger("moeoffload.expert_server")
@@ -72,15 +73,13 @@ def serve(
         server.store.budget_bytes / (1 << 30),
         ", ".join(server.factories),
     )
-    threading.Thread(target=_forward, args=(server.drained, stop), name="drained", daemon=True).start()
-    if exit_with_stdin:
-        threading.Thread(target=_watch_stdin, args=(stop,), name="stdin", daemon=True).start()
+    stdin = sys.stdin.fileno() if exit_with_stdin else None
     try:
         print(f"moeoffload-expert ready on {server.address} ({server.device})", flush=True)
-        if os.read(stopped, 1)[0] == signal.SIGTERM:
+        if _wait(stopped, stdin) == signal.SIGTERM:
             log.info("draining: %d leases", server.drain())
             # Another signal, the last host's leave, or the end of patience.
-            select.select([stopped], [], [], settings.drain_timeout_s)
+            _wait(stopped, stdin, settings.drain_timeout_s)
     finally:
         server.stop()
     log.info("stopped")
@@ -90,16 +89,18 @@ def _in_the_pipe(number: int, frame: FrameType | None) -> None:
     """The handler of signals that are read from the pipe."""
 
 
-def _forward(event: threading.Event, stop: int) -> None:
-    event.wait()
-    os.write(stop, b"d")
+def _wait(stopped: int, stdin: int | None, timeout_s: float | None = None) -> int:
+    """The number of the signal that came, or 0 for another reason to stop: none within ``timeout_s`` seconds, or none.
 
-
-def _watch_stdin(stop: int) -> None:
-    """Stops the server when the process that started it ends, however it ends: its end of the pipe closes."""
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    os.write(stop, b"i")
+    A closed ``stdin`` is one: the process that started the server has ended, however it ended.
+    """
+    watched = [stopped] if stdin is None else [stopped, stdin]
+    while ready := select.select(watched, [], [], timeout_s)[0]:
+        if stopped in ready:
+            return os.read(stopped, 1)[0]
+        if not os.read(ready[0], 4096):
+            return 0
+    return 0
 
 
 def main() -> None:

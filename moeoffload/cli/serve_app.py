@@ -55,7 +55,7 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
         from moeoffload.serve.batches import BatchWatcher
         from moeoffload.serve.engine import ServingEngine
         from moeoffload.serve.server import HttpServer
-        from moeoffload.serve.snapshot import serving_snapshot
+        from moeoffload.serve.snapshot import Snapshots
 
         name = settings.served_model_name or _model_name(model)
         host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind
@@ -66,13 +66,8 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
             ServingEngine(offloaded, settings) as engine,
             BatchWatcher(offloaded) as batches,
         ):
-            api = create_app(
-                engine,
-                offloaded.tokenizer,
-                name,
-                settings,
-                lambda watch: serving_snapshot(offloaded, engine.stats, watch=watch, batches=batches.latest()),
-            )
+            snapshots = Snapshots(offloaded, engine.stats, batches)
+            api = create_app(engine, offloaded.tokenizer, name, settings, snapshots.take)
             server = HttpServer(api, engine, settings, lambda: print(f"serving {name} at {url}", flush=True))
             with contextlib.closing(api.answering):
                 server.run(sockets=[listener])

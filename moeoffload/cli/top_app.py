@@ -17,7 +17,6 @@ import typer
 
 from moeoffload.cli.options import exit_on_error
 from moeoffload.errors import ServerError, SettingError
-from moeoffload.rates import History
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,13 +49,11 @@ def top(
     if not LEAST_INTERVAL_S <= interval_s <= MOST_INTERVAL_S:
         raise SettingError(f"--interval-s: {interval_s:g} is not allowed; {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:g}")
     source = _Source(url, _read_key(api_key_file))
-    history = History()
-    history.add(source.ask())
+    snapshot = source.ask()
     console = Console()
     if once:
         time.sleep(interval_s)
-        history.add(source.ask())
-        console.print(picture(history, url))
+        console.print(picture(source.ask(), url))
         return
     # What is no terminal gets one picture after the other.
     with contextlib.ExitStack() as stack:
@@ -64,15 +61,15 @@ def top(
         if console.is_terminal:
             live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
             show = functools.partial(live.update, refresh=True)
-        show(picture(history, url))
+        show(picture(snapshot, url))
         while True:
             time.sleep(interval_s)
             trouble = ""
             try:
-                history.add(source.ask())
+                snapshot = source.ask()
             except ServerError as error:
                 trouble = str(error)  # it may be back at the next look
-            show(picture(history, url, trouble))
+            show(picture(snapshot, url, trouble))
 
 
 class _Source:
@@ -113,7 +110,7 @@ class _Source:
         if len(body) <= MOST_BYTES:
             with contextlib.suppress(ValueError, RecursionError):
                 snapshot = json.loads(body)
-        if not isinstance(snapshot, dict) or not {"uptime_s", "requests", "servers", "layers"} <= snapshot.keys():
+        if not isinstance(snapshot, dict) or not {"uptime_s", "requests", "servers", "now"} <= snapshot.keys():
             raise ServerError(f"{self._url}: /stats there is not of a moeoffload host")
         return snapshot
 

@@ -11,7 +11,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from moeoffload.rates import LAYER_PARTS, PARTS, Figures, History, figures
 from moeoffload.text import one_line
 
 _MIB: Final = 1 << 20
@@ -19,6 +18,9 @@ _COLORS: Final = {
     "dense": "blue", "pack": "red", "wire": "cyan", "queue": "yellow", "compute": "magenta", "local": "green",
     "combine": "bright_magenta", "other": "bright_black",
 }  # fmt: skip
+PARTS: Final = tuple(_COLORS)
+"""Of a step, in the order in which they are shown."""
+LAYER_PARTS: Final = PARTS[:-1]
 _LETTERS: Final = {
     "dense": "d", "pack": "p", "wire": "w", "queue": "q", "compute": "C", "local": "L", "combine": "c", "other": "o",
 }  # fmt: skip
@@ -29,15 +31,18 @@ _MOST_LAYERS: Final = 16
 """Shown at once; of more layers neighbours share a line."""
 
 
-def picture(history: History, url: str, trouble: str = "") -> RenderableType:
-    """What the snapshots of ``history`` say; ``trouble`` is why the newest could not be had."""
-    now, shown = history.newest, figures(history)
-    parts: list[RenderableType] = [_title(now, url)]
+Json = dict[str, Any]
+
+
+def picture(snapshot: Json, url: str, trouble: str = "") -> RenderableType:
+    """What a host says in ``snapshot``; ``trouble`` is why a newer one could not be had."""
+    shown = snapshot["now"]
+    parts: list[RenderableType] = [_title(snapshot, url)]
     if trouble:
         parts.append(Text(f"{trouble}; the figures are the last ones", style="bold red"))
     parts += [
-        Columns([_requests(now, shown), _latency(shown), _cache(now, shown)], padding=(0, 1)),
-        _servers(shown),
+        Columns([_requests(snapshot), _latency(shown), _cache(snapshot)], padding=(0, 1)),
+        _servers(snapshot),
         _step(shown),
         _layers(shown),
     ]
@@ -66,11 +71,11 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %" if 0 < value < 0.1 else f"{100 * value:.0f} %"
 
 
-def _title(now: dict[str, Any], url: str) -> Text:
-    model, requests = now["model"], now["requests"]
+def _title(snapshot: Json, url: str) -> Text:
+    model, requests = snapshot["model"], snapshot["requests"]
     state = "live" if requests["running"] or requests["waiting"] else "idle: nothing runs"
     names = " · ".join(one_line(model[name]) for name in ("name", "type", "dtype"))
-    about = f"  {names} · {url} · up {now['uptime_s']:,.0f} s · "
+    about = f"  {names} · {url} · up {snapshot['uptime_s']:,.0f} s · "
     return Text.assemble(("moeoffload", "bold"), about, (state, "bold green" if state == "live" else "bold"))
 
 
@@ -83,78 +88,78 @@ def _facts(title: str, facts: dict[str, str]) -> Panel:
     return Panel(table, title=title, title_align="left", box=box.ROUNDED, border_style="dim")
 
 
-def _requests(now: dict[str, Any], shown: Figures) -> Panel:
-    counts = {name: f"{count:,}" for name, count in now["requests"].items()}
-    return _facts("requests", {"tokens/s": number(shown.tokens_per_s)} | counts)
+def _requests(snapshot: Json) -> Panel:
+    counts = {name: f"{count:,}" for name, count in snapshot["requests"].items()}
+    return _facts("requests", {"tokens/s": number(snapshot["now"]["tokens_per_s"])} | counts)
 
 
-def _latency(shown: Figures) -> Panel:
+def _latency(shown: Json) -> Panel:
     facts = {
-        "to the first token p50": seconds(shown.first_token_s[0]),
-        "to the first token p95": seconds(shown.first_token_s[1]),
-        "between tokens p50": seconds(shown.between_tokens_s[0]),
-        "between tokens p95": seconds(shown.between_tokens_s[1]),
-        "prompt tokens/s": number(shown.prompt_tokens_per_s),
-        "steps/s": number(shown.steps_per_s),
-        "rows of a step": number(shown.rows_per_step),
+        "to the first token p50": seconds(shown["first_token_s"][0]),
+        "to the first token p95": seconds(shown["first_token_s"][1]),
+        "between tokens p50": seconds(shown["between_tokens_s"][0]),
+        "between tokens p95": seconds(shown["between_tokens_s"][1]),
+        "prompt tokens/s": number(shown["prompt_tokens_per_s"]),
+        "steps/s": number(shown["steps_per_s"]),
+        "rows of a step": number(shown["rows_per_step"]),
     }
     return _facts("latency, last minute", facts)
 
 
-def _cache(now: dict[str, Any], shown: Figures) -> Panel:
-    cache = now["cache"]
-    members = shown.batch_members
+def _cache(snapshot: Json) -> Panel:
+    cache, shown = snapshot["cache"], snapshot["now"]
     facts = {
-        "cache in use or kept": _percent(shown.cache_use),
+        "cache in use or kept": _percent(shown["cache_use"]),
         "tokens in use": f"{cache['used_tokens']:,}",
         "tokens kept": f"{cache['kept_tokens']:,}",
         "tokens it holds": f"{cache['total_tokens']:,}",
-        "prompt tokens reused": _percent(shown.reuse),
-        "requests in a batch": number(members["total"] / members["n"]) if members and members["n"] else "-",
-        "servers lost so far": f"{now['recovery']['lost']:,}",
+        "prompt tokens reused": _percent(shown["reuse"]),
+        "requests in a batch": number(shown["members_per_batch"]),
+        "servers lost so far": f"{snapshot['recovery']['lost']:,}",
     }
     return _facts("cache, batches", facts)
 
 
-def _servers(shown: Figures) -> Table:
+def _servers(snapshot: Json) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="expert servers", title_justify="left")
     for name in ("server", "state"):
         table.add_column(name)
     for name in ("busy", "calls/s", "rows/s", "MiB/s", "wait a call"):
         table.add_column(name, justify="right")
-    for server in shown.servers:
-        by = f" by {server.computed_by}" if server.state == "replaced" else ""
+    for server, load in zip(snapshot["servers"], snapshot["now"]["servers"], strict=True):
+        state = server["state"]
+        by = f" by {server['computed_by']}" if state == "replaced" else ""
         table.add_row(
-            Text(one_line(server.address)),
-            Text(one_line(server.state + by), style=_STATE_COLORS.get(server.state, "red")),
-            _percent(server.busy),
-            number(server.calls_per_s),
-            number(server.rows_per_s),
-            number(server.bytes_per_s / _MIB),
-            seconds(server.wait_ms / 1000),
+            Text(one_line(server["address"])),
+            Text(one_line(state + by), style=_STATE_COLORS.get(state, "red")),
+            _percent(load["busy"]),
+            number(load["calls_per_s"]),
+            number(load["rows_per_s"]),
+            number(load["bytes_per_s"] / _MIB),
+            seconds(load["wait_s"]),
         )
     return table
 
 
-def _step(shown: Figures) -> Group:
-    total = sum(shown.step_parts.values())
-    line = Text(f"a step takes {seconds(shown.step_s)}  ", style="bold")
-    line.append_text(_bar(shown.step_parts, total, _BAR_WIDTH))
+def _step(shown: Json) -> Group:
+    total = sum(shown["step_parts"].values())
+    line = Text(f"a step takes {seconds(shown['step_s'])}  ", style="bold")
+    line.append_text(_bar(shown["step_parts"], total, _BAR_WIDTH))
     legend = Text()
     for part in PARTS:
         legend.append(_LETTERS[part], style=f"bold {_COLORS[part]}")
-        legend.append(f" {part} {seconds(shown.step_parts[part])}   ")
+        legend.append(f" {part} {seconds(shown['step_parts'][part])}   ")
     return Group(line, legend)
 
 
-def _layers(shown: Figures) -> RenderableType:
-    if not shown.layers:
+def _layers(shown: Json) -> RenderableType:
+    if not shown["layers"]:
         return Text("no layer was timed: no step has run while somebody looked", style="dim")
-    n = len(shown.layers)
+    n = len(shown["layers"])
     size = -(-n // _MOST_LAYERS)
     groups = [(first, min(n, first + size)) for first in range(0, n, size)]
     means = [
-        {part: sum(layer[part] for layer in shown.layers[first:end]) / (end - first) for part in LAYER_PARTS}
+        {part: sum(layer[part] for layer in shown["layers"][first:end]) / (end - first) for part in LAYER_PARTS}
         for first, end in groups
     ]
     longest = max(sum(mean.values()) for mean in means)

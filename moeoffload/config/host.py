@@ -176,7 +176,7 @@ class HostSettings(_Recovery, _Generation):
     shared_bytes: Size = setting(
         0,
         Panel.CHANNEL,
-        "The least size of the shared memory segment of each server; it is larger where a batch needs more.",
+        "The least size of the shared memory segment of a server started on this machine; a batch may need more.",
         means="as much as a batch needs",
     )
     hot_slice: Rows = setting(4, Panel.CHANNEL, "The rows of one slice in stream mode.")

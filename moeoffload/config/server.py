@@ -55,7 +55,7 @@ class ExpertServerSettings(CommonSettings):
     shared_bytes: Size = setting(
         0,
         Panel.CHANNEL,
-        "The least size of the shared memory segment of one host; it is larger where a batch needs more.",
+        "The least size of the shared memory segment of one host; a batch may need more.",
         means="as much as a batch needs",
     )
     slots: Slots = setting(16, Panel.CHANNEL, "The most requests in flight for each host.")
@@ -63,12 +63,6 @@ class ExpertServerSettings(CommonSettings):
         0,
         Panel.CHANNEL,
         "The TCP port of the stream transport, beside that of --listen.",
-        means="a free one, which hosts are told",
-    )
-    lane_port: Port = setting(
-        0,
-        Panel.CHANNEL,
-        "The TCP port by which small frames of the stream take a short cut.",
         means="a free one, which hosts are told",
     )
     # gpu stands before device: fields are checked in this order, and device takes gpu into account.

@@ -141,7 +141,7 @@ class ControlServer:
             self._loop.close()
 
 
-class _Health(health.aio.HealthServicer):  # type: ignore[misc]
+class _Health(health.aio.HealthServicer):  # type: ignore[misc, name-defined]
     """Without Watch, with which a peer that shows no token would keep its connection for ever. Check is the way."""
 
     async def Watch(

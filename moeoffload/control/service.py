@@ -121,8 +121,12 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
                     if given_up.is_set():
                         return
 
+            def loaded(task: asyncio.Task[None]) -> None:
+                task.exception()  # seen, also when nobody waits for it any more
+                steps.put_nowait(None)
+
             loading = asyncio.create_task(in_thread(load, "load"))
-            loading.add_done_callback(lambda task: (task.exception(), steps.put_nowait(None)))
+            loading.add_done_callback(loaded)
             try:
                 while (step := await steps.get()) is not None:
                     yield step

@@ -56,3 +56,30 @@ def check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> Exper
             )
         tables.append(experts)
     return ExpertTable(tuple(tables))
+
+
+def check_activate(
+    request: pb.Activate, checkpoint: Checkpoint, table: ExpertTable
+) -> tuple[PayloadDtype, PayloadDtype]:
+    """Refuses a request that differs from what is loaded, naming the field; the payload dtypes out and back."""
+    compare("model digest", request.model_digest, checkpoint.digest)
+    compare("expert table", request.table_digest, table.digest)
+    compare("compute dtype", request.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
+    compare("hidden size", request.hidden_size, checkpoint.hidden_size)
+    compare("top-k", request.top_k, checkpoint.top_k)
+    dtypes = (
+        read_payload("payload dtype out", request.dtype_out),
+        read_payload("payload dtype back", request.dtype_back),
+    )
+    for field, value in (("batch capacity", request.batch_capacity), ("number of slots", request.n_slots)):
+        if value < 1:
+            raise ServerError(f"{field} is {value} (host), at least 1 is needed")
+    return dtypes
+
+
+def check_transport(wanted: str, offered: list[str]) -> list[str]:
+    """The transports to open for a host that wants one of them, or any (``auto``)."""
+    found = [name for name in offered if wanted in ("auto", name)]
+    if not found:
+        raise ServerError(f"transport is {wanted} (host), this server offers {', '.join(offered)}")
+    return found

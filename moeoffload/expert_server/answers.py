@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -13,12 +12,11 @@ import torch
 from moeoffload.errors import MoeOffloadError, ServerError
 from moeoffload.expert_server.arena import HostArena, KernelInput
 from moeoffload.expert_server.batcher import Batch
-from moeoffload.expert_server.calibrate import Pace
+from moeoffload.expert_server.calibrate import SLICE_S, Pace, slices
 from moeoffload.expert_server.counters import EngineCounters, member_class
-from moeoffload.expert_server.fair_share import BRIEF_ROWS, FairShares
+from moeoffload.expert_server.fair_share import SMALL_ROWS, FairShares
 from moeoffload.expert_server.requests import (
     ActiveHost,
-    HostShare,
     Job,
     Request,
     RequestError,
@@ -30,13 +28,12 @@ from moeoffload.expert_server.requests import (
 from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import describe_bad_row
-from moeoffload.transport.base import ServerSlot
-from moeoffload.wire import HEADER_BYTES, ErrorCode
+from moeoffload.wire import ErrorCode
 
 logger = logging.getLogger(__name__)
 
 Pause = Callable[[], float]
-"""Lets brief requests of other hosts have their turn; returns the seconds it took."""
+"""Computes small requests of other hosts whose turn it is; returns the seconds it took."""
 
 
 class Answers:
@@ -47,18 +44,16 @@ class Answers:
         self._pace = pace if pace.slows else None
         self._counters = counters
         self._urgent_workspace = KernelWorkspace()
-        """For brief batches between the steps of a long call."""
+        """For small batches between the slices of a long call."""
 
     def admit(self, request: Request) -> LayerKernels | None:
-        """The experts that a request asks for; None if it was refused, or nobody waits for it any more."""
-        slot = request[1]
-        context: SlotContext = slot.owner
-        if context.host.closed:
+        """The experts that a request asks for; None if it was refused, or its host is gone."""
+        if request[1].owner.host.closed:
             return None
         try:
-            return check(slot, context)
+            return check(request)
         except Exception as error:
-            self._refuse(request, error)
+            self.refuse(request, error)
             return None
 
     def serve(self, request: Request, pause: Pause | None) -> None:
@@ -68,9 +63,9 @@ class Answers:
         if context.host.closed:
             return
         try:
-            n_bytes = self._serve_alone(slot, context, pause)
+            n_bytes = self._compute(request, context, pause)
         except Exception as error:
-            self._refuse(request, error)
+            self.refuse(request, error)
         else:
             self._send(request, n_bytes)
 
@@ -87,38 +82,29 @@ class Answers:
         for request in batch.members:
             self.serve(request, pause)
 
-    def _serve_alone(self, slot: ServerSlot, context: SlotContext, pause: Pause | None) -> int:
+    @torch.inference_mode()
+    def _compute(self, request: Request, context: SlotContext, pause: Pause | None) -> int:
         """Computes one request into its reply buffer; returns the length of the reply frame in bytes."""
         started = perf_counter()
-        n_bytes = self._serve_step(slot, context, started) if pause is not None else 0
-        if n_bytes:
-            return n_bytes
-        experts = check(slot, context)
-        call, bad, given_s = self._compute(context, experts, pause)
+        experts = check(request)
+        slot, host, header, views = request[1], context.host, context.header, context.views
+        n_rows = header.rows
+        arena = host.workspace.arena(n_rows)
+        reply = views.combine(n_rows)  # the lease may end meanwhile
+        try:
+            call = arena.fill(
+                views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts, header.request_id
+            )
+        except IndexError:
+            raise _bad_slots(experts) from None
+        given_s = self._run(experts, call, whole=n_rows == 1, pause=pause)
+        if isinstance(arena, DeviceArena):
+            self._bring_next(host, arena)
+        bad = arena.finish(call, reply)
         if bad is not None:
             raise _bad_sums(context, call, bad)
         took_s = perf_counter() - started - given_s
         wait_s = started - slot.received_at
-        self._count_alone(context.header.rows, wait_s, took_s)
-        return write_sums_header(slot, context, wait_s + given_s, took_s)
-
-    def _serve_step(self, slot: ServerSlot, context: SlotContext, started: float) -> int:
-        """As `_serve_alone`, in compiled code; 0 if that is not for this request, or something is wrong with it."""
-        host = context.host
-        places, steps = context.places, host.steps
-        # Who may be interrupted computes in steps; whoever interrupts another has a workspace of its own.
-        plain = self._pace is None and (self._shares.n_shares == 1 or slot.n_bytes <= host.row_bytes)
-        layers = host.layers  # the lease may end: the experts stay until this is over
-        if not plain or steps is None or places is None or not layers or slot.n_bytes > host.step_bytes:
-            return 0
-        wait_s = started - slot.received_at
-        n_bytes = steps.answer(places.request, slot.n_bytes, places.reply, wait_s)
-        if n_bytes:
-            n_rows = (slot.n_bytes - HEADER_BYTES) // host.layout.dispatch_row_bytes
-            self._count_alone(n_rows, wait_s, perf_counter() - started)
-        return n_bytes
-
-    def _count_alone(self, n_rows: int, wait_s: float, took_s: float) -> None:
         counters = self._counters
         counters.members[0] += 1
         counters.batch_wait_s += wait_s
@@ -126,21 +112,7 @@ class Answers:
         counters.requests += 1
         counters.rows += n_rows
         counters.queue_s += wait_s
-
-    @torch.inference_mode()
-    def _compute(
-        self, context: SlotContext, experts: LayerKernels, pause: Pause | None
-    ) -> tuple[KernelInput, int | None, float]:
-        """Computes a request: what was computed, a row of sums that is not finite, and the seconds that others had."""
-        host, views, n_rows = context.host, context.views, context.header.rows
-        arena = host.workspace.arena(n_rows)
-        reply = views.combine(n_rows)  # the lease may end meanwhile
-        request_id = context.header.request_id
-        call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts, request_id)
-        given_s = self._run(experts, call, host.share, n_rows == 1, pause)
-        if isinstance(arena, DeviceArena):
-            self._bring_next(host, arena)
-        return call, arena.finish(call, reply), given_s
+        return write_sums_header(slot, context, wait_s + given_s, took_s)
 
     def _bring_next(self, host: ActiveHost, arena: DeviceArena) -> None:
         """While the device computes, the rows of this host's next large request come to it."""
@@ -150,12 +122,11 @@ class Answers:
             return
         if isinstance(request, Job):
             return
-        slot = request[1]
-        context: SlotContext = slot.owner
+        context: SlotContext = request[1].owner
         if context.host is not host:
             return
         try:
-            check(slot, context)
+            check(request)
             n_rows = context.header.rows
             if host.workspace.arena(n_rows) is arena:
                 views = context.views.dispatch(n_rows)
@@ -178,11 +149,9 @@ class Answers:
             parts.append(arena.gather(views.dispatch(n_rows), at, n_rows, weights_dtype))
             at += n_rows
         call = arena.part(0, at, weights_dtype)
-        share = batch.lead.host.share
-        # A row each of several hosts: all have waited for their turn, and nobody's is cut short for another row.
-        given_s = self._run(
-            batch.experts, call, share, at == len(rows) <= BRIEF_ROWS and batch.rows_of(share) == 1, pause
-        )
+        # A row each of several hosts: all have waited for their turn, and no call is cut for one row.
+        one_each = at == len(rows) <= SMALL_ROWS and batch.rows_of(batch.lead.host.share) == 1
+        given_s = self._run(batch.experts, call, whole=one_each, pause=pause)
         took_s = perf_counter() - started - given_s
         counters = self._counters
         counters.members[member_class(len(members))] += 1
@@ -202,59 +171,61 @@ class Answers:
                     raise _bad_sums(context, part, bad)
                 n_bytes = write_sums_header(slot, context, wait_s + given_s + took_s - own_s, own_s)
             except Exception as error:
-                self._refuse(request, error)
+                self.refuse(request, error)
                 continue
             counters.requests += 1
             counters.rows += n_rows
             counters.queue_s += wait_s
             self._send(request, n_bytes)
 
-    def _run(
-        self, experts: LayerKernels, call: KernelInput, share: HostShare, in_one_go: bool, pause: Pause | None
-    ) -> float:
-        """The kernel call in the turn of this host; returns the seconds of it that others had."""
+    def _run(self, experts: LayerKernels, call: KernelInput, *, whole: bool, pause: Pause | None) -> float:
+        """The kernel call; returns the seconds of it in which other hosts' requests were computed.
+
+        ``whole`` is never cut into slices; nor is the call of a lone host, nor one that interrupts another.
+        """
         started = perf_counter() if self._pace is not None else 0.0
         given_s = 0.0
-        try:
-            if pause is None:
-                experts(call.rows, call.slots, call.weights, call.out, self._urgent_workspace)
-            elif in_one_go or self._shares.n_shares == 1:
-                experts(call.rows, call.slots, call.weights, call.out)
-            else:
-                step_s = functools.partial(self._shares.step_s, share)
-                for _ in experts.in_steps(call.rows, call.slots, call.weights, call.out, step_s):
-                    given_s += pause()
-        except IndexError:
-            raise _bad_slots(experts) from None
+        if pause is None or whole or self._shares.n_shares == 1:
+            try:
+                if pause is None:
+                    experts(call.rows, call.slots, call.weights, call.out, self._urgent_workspace)
+                else:
+                    experts(call.rows, call.slots, call.weights, call.out)
+            except IndexError:
+                raise _bad_slots(experts) from None
+        else:
+            parts = slices(experts, call.rows, call.slots, call.weights, call.out)
+            while True:
+                try:  # around the slice alone: what is computed in a pause tells its own host what is wrong
+                    next(parts)
+                except StopIteration:
+                    break
+                except IndexError:
+                    raise _bad_slots(experts) from None
+                given_s += pause()
         if self._pace is not None:
             left_s = self._pace.missing_s(call.slots, perf_counter() - started - given_s)
-            given_s += self._hold(left_s, share, pause)
+            given_s += _hold(left_s, pause)
         return given_s
 
-    def _hold(self, left_s: float, share: HostShare, pause: Pause | None) -> float:
-        """Makes a call of a simulated slow server as long as it has to be; returns the seconds that others had."""
-        given_s = 0.0
-        while left_s > 0:
-            step_s = min(left_s, self._shares.step_s(share))
-            time.sleep(step_s)
-            left_s -= step_s
-            if pause is not None:
-                given_s += pause()
-        return given_s
-
-    def _refuse(self, request: Request, error: Exception) -> None:
+    def refuse(self, request: Request, error: Exception) -> None:
         """Tells a host what was wrong with its request, or with this server."""
         slot = request[1]
         context: SlotContext = slot.owner
-        self._counters.errors += 1
+        code, text, row = ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", 0
         if isinstance(error, RequestError):
-            logger.warning("epoch %d: request refused: %s", context.host.epoch, error)
             code, text, row = error.code, str(error), error.row
-        elif context.host.closed:  # its buffers went while it was computed; nobody waits for this
-            code, text, row = ErrorCode.DRAINING, "the lease has ended", 0
+        elif context.host.closed:  # its buffers went while it was computed; the host is gone
+            code, text = ErrorCode.DRAINING, "the lease has ended"
+        if code == ErrorCode.TOO_LATE:
+            self._counters.skipped += 1
+            logger.debug("epoch %d: request not computed: %s", context.host.epoch, text)
         else:
-            logger.error("epoch %d: request failed", context.host.epoch, exc_info=error)
-            code, text, row = ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", 0
+            self._counters.errors += 1
+            if code == ErrorCode.INTERNAL:
+                logger.error("epoch %d: request failed", context.host.epoch, exc_info=error)
+            elif code != ErrorCode.DRAINING:
+                logger.warning("epoch %d: request refused: %s", context.host.epoch, text)
         try:
             n_bytes = write_error(slot, context.header, code, text, row)
         except Exception as reason:  # a host can spoil the memory it shares; other hosts are served on
@@ -270,6 +241,18 @@ class Answers:
             logger.warning("epoch %d: reply not sent: %s", slot.owner.host.epoch, error)
         except Exception:  # a host can spoil the semaphores it shares; other hosts are served on
             logger.exception("epoch %d: reply not sent", slot.owner.host.epoch)
+
+
+def _hold(left_s: float, pause: Pause | None) -> float:
+    """Makes a call of a simulated slow server longer by so many seconds; returns those that other hosts had."""
+    given_s = 0.0
+    while left_s > 0:
+        step_s = min(left_s, SLICE_S)
+        time.sleep(step_s)
+        left_s -= step_s
+        if pause is not None:
+            given_s += pause()
+    return given_s
 
 
 def _bad_slots(experts: LayerKernels) -> RequestError:

@@ -1,8 +1,8 @@
-"""Queued requests of all hosts for the same experts become one batch; nobody waits for more to come.
+"""Queued requests of all hosts for the same experts become one batch; no request waits for more to come.
 
 A batch is what one kernel call computes. It begins with the request whose turn it is and takes what else lies in the
 queues for the same resident experts, as far as the buffers of its first member hold it: their memory was counted when
-that host was attached. Brief requests ride with brief ones, long ones with long ones: a decode step must not become as
+that host was attached. Small requests ride with small ones, long ones with long ones: a decode step must not become as
 long as somebody's prompt. Where several hosts wait, none has more rows in a batch than the first member: a host that
 keeps many requests waiting does not make the calls of others longer than its own turn would be, and one that keeps many
 more of them waiting than the first member's host has its calls to itself.
@@ -18,13 +18,13 @@ from typing import Final
 
 import torch
 
-from moeoffload.expert_server.fair_share import BRIEF_PRICE, BRIEF_ROWS, FairShares
-from moeoffload.expert_server.requests import HostShare, Job, Request, SlotContext, check, is_brief
+from moeoffload.expert_server.fair_share import SMALL_PRICE, SMALL_ROWS, FairShares
+from moeoffload.expert_server.requests import HostShare, Job, Request, SlotContext, check, is_small
 from moeoffload.kernels import LayerKernels
 from moeoffload.wire import peek_layer
 
 MORE_IN_FLIGHT: Final = 2
-"""A host with so many brief requests more in its queue than that of a batch's first member does not ride with it."""
+"""A host with so many small requests more in its queue than that of a batch's first member does not ride with it."""
 COMPARABLE: Final = 4
 """A request of another host has at least that part of the first member's rows: it pays for riding with the time of the
 whole call."""
@@ -42,7 +42,7 @@ class Batch:
     n_rows: int = 0
     _experts: LayerKernels | None = None
     weights_dtype: torch.dtype = torch.float32
-    is_brief: bool = True
+    is_small: bool = True
     collect_s: float = 0.0
     """Seconds it has waited for more members, on purpose."""
 
@@ -51,7 +51,7 @@ class Batch:
         self.clear()
         self._experts = experts
         self.weights_dtype = request[1].owner.weights_dtype
-        self.is_brief = is_brief(request)
+        self.is_small = is_small(request)
         self.collect_s = 0.0
         self._add(request)
 
@@ -70,7 +70,7 @@ class Batch:
 
     @property
     def experts(self) -> LayerKernels:
-        """Whom all members ask; only while it has members."""
+        """That all members ask for; only while it has members."""
         assert self._experts is not None
         return self._experts
 
@@ -96,7 +96,7 @@ class Batch:
     def take(self, queue: deque[Request | Job], least: int, room: int) -> None:
         """Takes what goes with it, ``room`` rows in all and ``least`` in each, in the order of arrival.
 
-        The queue may grow meanwhile.
+        Under the lock of the shares; the queue may grow meanwhile.
         """
         at = 0
         while room > 0 and at < len(queue):
@@ -112,12 +112,12 @@ class Batch:
         slot = request[1]
         context: SlotContext = slot.owner
         host, layers = context.host, context.host.layers
-        if host.closed or is_brief(request) != self.is_brief:
+        if host.closed or is_small(request) != self.is_small:
             return False
         try:
             # What the peer can still write to is only asked whether to look closer.
             layer = peek_layer(slot.request)
-            if layer >= len(layers) or layers[layer] is not self.experts or check(slot, context) is not self.experts:
+            if layer >= len(layers) or layers[layer] is not self.experts or check(request) is not self.experts:
                 return False
         except Exception:  # whatever is wrong with it: it is told in its own turn, and pays for that
             return False
@@ -125,7 +125,7 @@ class Batch:
 
     def charge(self, took_s: float) -> None:
         """Shares the time of the call out among its members' hosts, by rows."""
-        price = BRIEF_PRICE if self.is_brief else 1.0
+        price = SMALL_PRICE if self.is_small else 1.0
         for (_, slot), n_rows in zip(self.members, self.rows, strict=True):
             slot.owner.host.share.charge(took_s, price, n_rows / self.n_rows)
 
@@ -134,7 +134,7 @@ class Batcher:
     """Fills batches from the queues of all hosts. For the thread that computes."""
 
     def __init__(self, shares: FairShares[Request | Job], *, coalesce: bool, window_s: float) -> None:
-        """``coalesce``: whether a batch may have several members. ``window_s``: how long brief ones wait for more."""
+        """``coalesce``: whether a batch may have several members. ``window_s``: how long small ones wait for more."""
         self._shares = shares
         self._coalesces = coalesce
         self.window_s = window_s if coalesce else 0.0
@@ -152,15 +152,15 @@ class Batcher:
         """Adds what waits for the same experts to a batch that has begun.
 
         ``interrupted`` is the host whose long call is interrupted for it: that one adds nothing, and the batch stays
-        brief. Kernels whose bits depend on the company of a row get no company.
+        small. Kernels whose bits depend on the batch compute each request alone.
         """
         if not self._coalesces or not batch.experts.is_batch_invariant:
             return
         capacity = batch.lead.host.layout.capacity
         if interrupted is not None:
-            capacity = min(capacity, BRIEF_ROWS)
+            capacity = min(capacity, SMALL_ROWS)
         self._take(batch, capacity, interrupted)
-        if self.window_s and interrupted is None and batch.is_brief:
+        if self.window_s and interrupted is None and batch.is_small:
             started = perf_counter()
             until = batch.members[0][1].received_at + self.window_s
             while batch.n_rows < capacity and (left_s := until - perf_counter()) > 0:
@@ -174,18 +174,16 @@ class Batcher:
         for share in self._shares.all:
             if share is own or share is interrupted:
                 continue
-            if batch.is_brief and len(share.small) > len(own.small) + MORE_IN_FLIGHT:
+            if batch.is_small and len(share.small) > len(own.small) + MORE_IN_FLIGHT:
                 # What it adds here makes this call longer, and what it has left is a call of its own right afterwards.
                 others_wait = True
                 continue
             room = min(capacity - batch.n_rows, lead_rows - batch.rows_of(share))
             self._take_of(share, batch, -(-lead_rows // COMPARABLE), room)
-            others_wait = others_wait or (batch.is_brief and bool(share.small))
+            others_wait = others_wait or (batch.is_small and bool(share.small))
         if batch.is_of_one_host and not others_wait:
             self._take_of(own, batch, 1, capacity - batch.n_rows)
 
     def _take_of(self, share: HostShare, batch: Batch, least: int, room: int) -> None:
-        before = batch.n_rows
-        batch.take(share.small, least, room)
-        if not batch.is_brief:
-            batch.take(share.large, least, room - (batch.n_rows - before))
+        with self._shares.lock:
+            batch.take(share.small if batch.is_small else share.large, least, room)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -15,10 +16,17 @@ from moeoffload.kernels import KernelWorkspace, LayerKernels
 
 # Larger calls are learned when they come: timing them here would touch their workspaces and lengthen every load.
 SIZES: Final = (1, 4, 16, 64, 256)
-REPEATS: Final = 5
-# Large calls are timed less often: their times spread less, and loading should stay short.
-LONG_S: Final = 0.1
-PAUSE_S: Final = 2e-3
+LEAST_REPEATS: Final = 5
+MOST_REPEATS: Final = 40
+STABLE: Final = 3
+SPREAD: Final = 0.05
+"""A time is known when the best `STABLE` of all repeats differ by no more than this: then noise is not what is seen."""
+LONG_S: Final = 0.25
+"""A size is not timed for longer than this, if it was called twice: loading should stay short."""
+SLICE_S: Final = 1e-3
+"""How long other hosts' small requests wait for a slice of a long call, about."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,20 @@ class Pace:
         return max(0.0, factor * best * n_routes - took_s)
 
 
+def slices(
+    experts: LayerKernels,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    workspace: KernelWorkspace | None = None,
+) -> Iterator[None]:
+    """A kernel call in slices, with the same bits; see `LayerKernels.__call__`."""
+    if hasattr(experts, "in_slices"):
+        return iter(experts.in_slices(rows, slots, weights, out, workspace))
+    return experts.in_steps(rows, slots, weights, out, lambda: SLICE_S, workspace)
+
+
 def time_layer(
     kernels: LayerKernels,
     top_k: int,
@@ -88,9 +110,10 @@ def time_layer(
     """Rows and seconds of calls of several sizes up to ``capacity`` rows.
 
     Each row has ``top_k`` different ones of the layer's ``n_experts``; as in a run, only those held here are computed,
-    and rows without any are left out. Best of a few: what the call takes, not what disturbed it. Runs on the thread
-    that owns ``workspace``; calls ``pause``, if there is one, where others may compute meanwhile: it returns for how
-    many seconds they did.
+    and rows without any are left out. Each size is repeated until its best times agree (`SPREAD`), and the best counts:
+    what the call takes, not what disturbed it. One that does not become stable is logged with its spread. Runs on the
+    thread that owns ``workspace``; calls ``pause``, if there is one, where others may compute meanwhile: it returns for
+    how many seconds they did.
     """
     generator = torch.Generator().manual_seed(0)
     f32 = torch.float32  # always named: while another host's model is opened, torch's default dtype is that model's
@@ -104,19 +127,31 @@ def time_layer(
         rows = torch.randn(shape, generator=generator, dtype=f32).to(device, kernels.dtype)
         weights = torch.full(slots.shape, 1 / top_k, device=device, dtype=f32)
         out = torch.empty(shape, device=device, dtype=f32)
-        best = float("inf")
-        for _ in range(REPEATS):
+        times: list[float] = []
+        while not _is_known(times):
             started = perf_counter()
             if pause is None:
                 kernels(rows, slots, weights, out, workspace)
             else:
-                for _ in kernels.in_steps(rows, slots, weights, out, lambda: PAUSE_S, workspace):
+                for _ in slices(kernels, rows, slots, weights, out, workspace):
                     started += pause()
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
             pace.hold(slots, started)
-            best = min(best, perf_counter() - started)
-            if best > LONG_S:
-                break
-        timings.append((n_rows, best))
+            times.append(perf_counter() - started)
+        if (spread := spread_of(times)) > SPREAD:
+            logger.info("timing %d rows: the best of %d calls differ by %.0f %%", n_rows, len(times), 100 * spread)
+        timings.append((n_rows, min(times)))
     return timings
+
+
+def spread_of(times: Sequence[float]) -> float:
+    """By what part of the best the best `STABLE` of these ``times`` (seconds) differ; 0 for one alone."""
+    best = sorted(times)[:STABLE]
+    return best[-1] / best[0] - 1.0
+
+
+def _is_known(times: Sequence[float]) -> bool:
+    if len(times) >= LEAST_REPEATS and spread_of(times) <= SPREAD:
+        return True
+    return len(times) >= MOST_REPEATS or (len(times) >= 2 and sum(times) > LONG_S)

@@ -23,6 +23,8 @@ class EngineCounters:
     requests: int = 0
     rows: int = 0
     errors: int = 0
+    skipped: int = 0
+    """Requests that were not computed since their hosts did not wait for them any more."""
     queue_s: float = 0.0
     """Over all requests, from their arrival to the beginning of their call."""
     compute_s: float = 0.0
@@ -32,10 +34,3 @@ class EngineCounters:
     """Over all batches, what the member that waited longest has waited."""
     collect_s: float = 0.0
     """Of that, waited on purpose: 0 without a collection window."""
-
-    def add_small(self, requests: int, rows: int, compute_s: float) -> None:
-        """Requests that were computed as they came, each by itself."""
-        self.requests += requests
-        self.rows += rows
-        self.compute_s += compute_s
-        self.members[0] += requests

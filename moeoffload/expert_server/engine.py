@@ -1,23 +1,21 @@
-"""Takes the requests of all hosts, runs the kernel, writes the replies. One computes at a time.
+"""Takes the requests of all hosts, runs the kernel, writes the replies. One thread computes at a time.
 
-Whose request is next says `fair_share`; each host's small ones come before its large ones. Large requests go through a
-compute thread. A small one, a decode step, is computed by the thread that received it if nobody else computes: a hop to
-another thread would cost it more than the rest of the way. With several leases at work that thread only receives, or
-one's frames would wait while it computes another's; and with several hosts long calls are computed in steps, between
-which brief requests of others have their turn. What is computed with the request whose turn it is says `batcher`.
+Requests wait in the queues of `fair_share`, which says whose is next; what is computed with it says `batcher`, and
+`answers` computes. A small request, a decode step, is computed by the thread that received it if no other one computes:
+a hop to another thread would cost it more than the rest of the way. Everything else is computed by the compute thread;
+so are small requests while several leases are at work, or one's frames would wait while their reader computes
+another's. With several hosts long calls are cut into slices, between which small requests of others have their turn.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from time import perf_counter
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import torch
 
@@ -26,26 +24,17 @@ from moeoffload.expert_server.answers import Answers
 from moeoffload.expert_server.batcher import Batch, Batcher
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.counters import EngineCounters
-from moeoffload.expert_server.fair_share import BRIEF_PRICE, FairShares, Share
-from moeoffload.expert_server.requests import HostShare, Job, Request, is_brief
+from moeoffload.expert_server.fair_share import SMALL_PRICE, FairShares, Share
+from moeoffload.expert_server.requests import HostShare, Job, Request, RequestError, is_small
 from moeoffload.kernels import KernelWorkspace
-from moeoffload.transport.base import ServerChannel, ServerSlot, Work
+from moeoffload.last_resort import start_thread
+from moeoffload.transport.base import OnFailure, ServerChannel, ServerSlot, Work, ignore_failure
+from moeoffload.wire import ErrorCode
 
-SMALL_BYTES: Final = 1 << 17
-"""Frames of up to so many bytes are small."""
 RECENT_S: Final = 0.25
 """Leases that go from one to another and on within so long take turns; so long after that the threads that receive do
 not compute."""
-_STOP: Final = None
 T = TypeVar("T")
-
-
-class Tallied(Protocol):
-    """Whoever answers small requests between `Engine.try_begin` and `Engine.end`."""
-
-    @property
-    def totals(self) -> tuple[int, int, float]:
-        """Requests and rows that were answered, and the seconds that took."""
 
 
 class Engine:
@@ -54,76 +43,54 @@ class Engine:
     def __init__(self, pace: Pace, *, coalesce: bool = True, collect_window_s: float = 0.0) -> None:
         """``coalesce`` and ``collect_window_s``: see `Batcher`."""
         self.pace = pace
+        self.on_failure: OnFailure = ignore_failure
+        """Told if the compute thread ends with an error; nothing is computed from then on. Set before `start`."""
         self._counters = EngineCounters()
         self.kernel_workspace = KernelWorkspace()
-        self._called = ctypes.c_int64()
-        """Not 0 when there is something else to do than to answer small requests of the lease at work."""
-        self.call_address = ctypes.addressof(self._called)
-        self._turnarounds: list[Tallied] = []
-        self._counting = threading.Lock()
         self.shares: FairShares[Request | Job] = FairShares()
         self._batcher = Batcher(self.shares, coalesce=coalesce, window_s=collect_window_s)
         self._answers = Answers(self.shares, pace, self._counters)
         self._batch = Batch()
         self._urgent = Batch()
         """That interrupts a long one."""
-        self._tokens: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
-        """One for each request and job that the compute thread has to look for."""
-        self._n_tokens = 0
-        """Tokens that are not used up; each is followed by a look at the small requests."""
         self._computing = threading.Lock()
+        self._wanted = threading.Event()
+        """The compute thread has to look at the queues; until it has, threads that receive do not compute."""
+        self._stopping = False
+        self._failure = ""
         self._running: HostShare = Share("")
         """Whose job or batch is computed; since when, and what a second of it costs that host."""
         self._started = 0.0
         self._price = 1.0
         self._given_s = 0.0
-        """Seconds of it in which brief requests of other hosts had their turn."""
+        """Seconds of it in which small requests of other hosts had their turn."""
         self._last = 0
         """Lease of the last request, as a number that keeps nothing of it alive; when it took over from another, and
         until when they take turns (perf_counter seconds)."""
         self._turned_at = float("-inf")
         self._shared_until = 0.0
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread: threading.Thread | None = None
 
     @property
     def counters(self) -> EngineCounters:
-        """What was done so far, by whomever."""
-        with self._counting:
-            counters = replace(self._counters, members=list(self._counters.members))
-            for totals in (turnaround.totals for turnaround in self._turnarounds):
-                counters.add_small(*totals)
-        return counters
-
-    def add_turnaround(self, turnaround: Tallied) -> None:
-        """From now on its totals count."""
-        with self._counting:
-            self._turnarounds.append(turnaround)
-
-    def forget_turnaround(self, turnaround: Tallied) -> None:
-        """It has ended; what it has done stays counted."""
-        with self._counting:
-            if turnaround in self._turnarounds:
-                self._turnarounds.remove(turnaround)
-                self._counters.add_small(*turnaround.totals)
+        """What was done so far."""
+        return replace(self._counters, members=list(self._counters.members))
 
     def start(self) -> None:
         """Starts the compute thread."""
-        self._thread.start()
+        self._thread = start_thread("engine", self._run, self._failed)
 
     def submit(self, channel: ServerChannel, slot: ServerSlot) -> Work | None:
         """Queues a received request; ``slot.owner`` must be its `SlotContext`. Returns what the caller has to do."""
         host = slot.owner.host
-        share = host.share
-        if slot.n_bytes <= SMALL_BYTES:
-            share.small.append((channel, slot))
-            self._called.value = 1  # whoever looks for requests at another place stops that
+        if slot.n_bytes <= host.small_bytes:
+            host.share.small.append((channel, slot))
             alone = self.shares.n_leases == 1 or not self._takes_turns(id(host), slot.received_at)
-            if alone and not self._batcher.window_s:
+            if alone and not self._batcher.window_s and not self._failure:
                 return self.compute_small
-            self._wake()
         else:
-            share.large.append((channel, slot))
-            self._wake()
+            host.share.large.append((channel, slot))
+        self._wake()
         return None
 
     def _takes_turns(self, lease: int, now: float) -> bool:
@@ -136,43 +103,12 @@ class Engine:
 
     def compute_small(self) -> None:
         """Computes the small requests that wait, unless another thread computes: that one will, when it is done."""
-        while not self._n_tokens and self.shares.has_small() and self._computing.acquire(blocking=False):
+        while not self._wanted.is_set() and self.shares.has_small() and self._computing.acquire(blocking=False):
             try:
                 while self.shares.has_small() and (share := self._pick()) is not None and share.small:
                     self._serve_next(share)
             finally:
                 self._computing.release()
-
-    @property
-    def may_turn_around(self) -> bool:
-        """Whether small requests may be answered without `submit`, between `try_begin` and `end`."""
-        return not self.pace.slows and not self._batcher.window_s
-
-    def try_begin(self, lease: object) -> bool:
-        """Takes the right to compute for small requests of a lease, if it is the only one at work; `end` gives it back.
-
-        Whoever has it gives it back soon when the int64 at ``call_address`` is not 0. ``lease`` is an `ActiveHost`.
-        """
-        if self._n_tokens or not self._computing.acquire(blocking=False):
-            return False
-        # In this order: who comes queues the request first, then says so.
-        self._count(0)
-        alone = self.shares.n_leases == 1 or (self._last == id(lease) and perf_counter() >= self._shared_until)
-        if alone and not self._called.value and not self.shares.has_small():
-            return True
-        self._computing.release()
-        self.compute_small()
-        return False
-
-    def call(self) -> None:
-        """Makes whoever has the right to compute give it back soon."""
-        self._called.value = 1
-
-    def end(self, share: HostShare, n_requests: int, took_s: float) -> None:
-        """Gives the right to compute back; ``took_s`` seconds of it were for requests of this host."""
-        self.shares.served_alone(share, n_requests, took_s)
-        self._computing.release()
-        self.compute_small()
 
     def run(self, work: Callable[[], T], share: HostShare, timeout_s: float) -> T:
         """Runs ``work`` on the compute thread when it is the turn of this host, and returns its result.
@@ -190,26 +126,22 @@ class Engine:
             job.done.cancel()
             raise ServerError(f"the compute thread was busy for {timeout_s:g} s") from None
         except CancelledError:
-            raise ServerError("the lease ended") from None
+            raise ServerError(self._failure or "the lease ended") from None
         return result
 
     def between_calls(self, work: Callable[[], None], timeout_s: float) -> bool:
-        """Runs ``work`` while nobody computes; False if somebody did for all of ``timeout_s``."""
-        self._count(1)  # whoever answers small requests in a row makes room
+        """Runs ``work`` while nothing is computed; False if something was for all of ``timeout_s``."""
+        share = self.shares.join("between calls")
         try:
-            if not self._computing.acquire(timeout=timeout_s):
-                return False
-            try:
-                work()
-            finally:
-                self._computing.release()
+            self.run(work, share, timeout_s)
+        except ServerError:
+            return False
         finally:
-            self._count(-1)
-            self.compute_small()
+            self.leave(share)
         return True
 
     def pause(self) -> float:
-        """Between steps of what is computed: lets brief requests of others have their turn; returns the seconds."""
+        """Between slices of what is computed: small requests of others have their turn; returns the seconds."""
         before = self._given_s
         self._give_way()
         return self._given_s - before
@@ -222,26 +154,43 @@ class Engine:
 
     def stop(self, timeout_s: float) -> None:
         """Finishes what was submitted before and ends the thread."""
-        self._tokens.put(_STOP)
-        self._thread.join(timeout_s)
+        self._stopping = True
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     def _wake(self) -> None:
-        self._count(1)
-        self._tokens.put(True)
-
-    def _count(self, tokens: int) -> None:
-        with self._counting:
-            self._n_tokens += tokens
-            self._called.value = self._n_tokens
+        self._wanted.set()
+        if self._failure:  # after the request was queued: `_failed` has seen it, or this does
+            self._fail_waiting()
 
     def _run(self) -> None:
-        while self._tokens.get() is not _STOP:
+        while True:
+            self._wanted.wait()
+            is_last = self._stopping
             with self._computing:
-                # Up to one large request, for which this token may have been; small ones also have other ways.
-                while (share := self._pick()) is not None and not self._serve_next(share):
-                    pass
-            self._count(-1)
-            self.compute_small()
+                self._wanted.clear()
+                while (share := self._pick()) is not None:
+                    self._serve_next(share)
+            if is_last:
+                return
+            self.compute_small()  # those that came between the last look and the release
+
+    def _failed(self, text: str) -> None:
+        self._failure = text
+        self._fail_waiting()
+        self.on_failure(text)
+
+    def _fail_waiting(self) -> None:
+        """Nothing is computed any more: whatever waits is told so."""
+        while (share := self.shares.pick()) is not None:
+            request = self.shares.take(share)
+            if isinstance(request, Job):
+                request.done.cancel()
+            elif request is not None:
+                self._answers.refuse(
+                    request, RequestError(ErrorCode.INTERNAL, f"this server has failed: {self._failure}")
+                )
 
     def _pick(self) -> HostShare | None:
         """Whose turn it is; what has arrived by now counts."""
@@ -249,11 +198,13 @@ class Engine:
             os.sched_yield()  # as in `_give_way`; what they have received is then in the queues
         return self.shares.pick()
 
-    def _serve_next(self, share: HostShare) -> bool:
-        """Serves the next request of a host that waits, with what can be computed with it; whether that was large."""
-        request, is_large = share.next()
+    def _serve_next(self, share: HostShare) -> None:
+        """Serves the next request of a host, with what can be computed with it."""
+        request = self.shares.take(share)
+        if request is None:
+            return
         self._running, self._started, self._given_s = share, perf_counter(), 0.0
-        self._price = BRIEF_PRICE if is_brief(request) else 1.0
+        self._price = SMALL_PRICE if is_small(request) else 1.0
         if isinstance(request, Job):
             with torch.inference_mode():
                 request.run()
@@ -261,9 +212,8 @@ class Engine:
             self._answers.serve(request, self.pause)
         elif self._begin(self._batch, request, None):
             self._serve_batch(share)
-            return is_large
+            return
         share.charge(perf_counter() - self._started - self._given_s, self._price)
-        return is_large
 
     def _serve_batch(self, share: HostShare) -> None:
         """Serves the batch that was begun, in the turn of this host."""
@@ -284,18 +234,16 @@ class Engine:
         return True
 
     def _give_way(self) -> None:
-        """Between two steps of a call: computes others' brief requests whose turn it is."""
+        """Between two slices of a call: computes others' small requests whose turn it is."""
         os.sched_yield()  # to the threads that receive, where this one has their core
         share, batch = self._running, self._urgent
         while True:
             now = perf_counter()
-            rival = self.shares.rival(share, share.used_s + (now - self._started - self._given_s) * self._price)
-            if rival is None:
+            taken = self.shares.rival(share, share.used_s + (now - self._started - self._given_s) * self._price)
+            if taken is None:
                 return
-            request = rival.small[0]
-            if isinstance(request, Job) or not is_brief(request):
-                return  # it has to wait until this call is finished
-            rival.next()
+            rival, request = taken
+            assert not isinstance(request, Job), "jobs wait with the large requests"
             if self._begin(batch, request, share):
                 self._answers.serve_batch(batch, None)
                 took_s = perf_counter() - now
@@ -303,5 +251,5 @@ class Engine:
                 batch.clear()
             else:
                 took_s = perf_counter() - now
-                rival.charge(took_s, BRIEF_PRICE)
+                rival.charge(took_s, SMALL_PRICE)
             self._given_s += took_s

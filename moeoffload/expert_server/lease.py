@@ -6,61 +6,39 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from time import monotonic
-from typing import Final, Protocol
-
-import torch
+from typing import Final
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, MoeOffloadError, ServerError
-from moeoffload.expert_server.agreement import check_model, check_table, compare, read_dtype, read_payload
+from moeoffload.expert_server.agreement import (
+    check_activate,
+    check_model,
+    check_table,
+    check_transport,
+    compare,
+    read_dtype,
+)
 from moeoffload.expert_server.calibrate import time_layer
-from moeoffload.expert_server.compiled_steps import compile_ahead
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.model_roots import ModelRoots
+from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory, ServerLimits, rows_that_fit
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
-from moeoffload.expert_server.turnaround import Turnaround
 from moeoffload.expert_server.workspace import Workspace
-from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels, prepare_layer
+from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
-from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel, ServerSlot, Work
+from moeoffload.transport.base import ChannelSizes, ServerChannel, ServerSlot, Work
 from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)
 
 GIB: Final = 1 << 30
-RETRY_AFTER_S: Final = 1.0
-LEAST_ROWS: Final = 32
-ROWS_FOR_OTHERS: Final = 128
-"""No host takes the room for these rows, unless it is the last that there is."""
 CALIBRATION_ROWS: Final = 64
 CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
-
-
-class ChannelFactory(Protocol):
-    """Opens the server's end of a transport; the server has one per transport it is willing to use."""
-
-    def __call__(self, sizes: ChannelSizes, deliver: Deliver, key: str) -> ServerChannel:
-        """The open end, delivering requests to ``deliver``, for the host that has the secret half of ``key``."""
-
-
-@dataclass(frozen=True)
-class ServerLimits:
-    """What the server allows each host: rows in one frame, requests in flight, bytes of a shared segment (0: any)."""
-
-    batch_capacity: int
-    max_slots: int
-    shared_bytes: int
-    device: torch.device
-    model: str | None
-    roots: ModelRoots
-    kernel: KernelChoice
 
 
 class HostLease:
@@ -102,7 +80,6 @@ class HostLease:
         self._reserved = 0
         self._active: ActiveHost | None = None
         self._channels: dict[str, ServerChannel] = {}
-        self._turnaround: Turnaround | None = None
 
     def end(self, reason: str) -> None:
         """Asks the host's stream to end, with the reason that the host is told."""
@@ -184,9 +161,6 @@ class HostLease:
                 raise self._no_room(str(error)) from None
             loaded += len(experts) * layer.expert_bytes
             yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
-        if any(kernels.shape is not None for kernels in list(self._modules.values())):  # `close` may come and clear it
-            # Loading may take long; what comes after it has seconds, in which a first start could not compile.
-            compile_ahead(checkpoint.dtype)
         logger.info("%s: loaded in %.1f s", self.host, monotonic() - begun)
         self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
@@ -221,25 +195,13 @@ class HostLease:
             raise ServerError("activate came before the experts were loaded")
         if self._active is not None:
             raise ServerError("this lease is active already")
-        compare("model digest", request.model_digest, checkpoint.digest)
-        compare("expert table", request.table_digest, table.digest)
-        compare("compute dtype", request.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
-        compare("hidden size", request.hidden_size, checkpoint.hidden_size)
-        compare("top-k", request.top_k, checkpoint.top_k)
-        dtype_out = read_payload("payload dtype out", request.dtype_out)
-        dtype_back = read_payload("payload dtype back", request.dtype_back)
-        for field, value in (("batch capacity", request.batch_capacity), ("number of slots", request.n_slots)):
-            if value < 1:
-                raise ServerError(f"{field} is {value} (host), at least 1 is needed")
+        dtype_out, dtype_back = check_activate(request, checkpoint, table)
+        transports = check_transport(request.transport, list(self._factories))
         n_slots = min(request.n_slots, self._limits.max_slots)
-        transports = [name for name in self._factories if request.transport in ("auto", name)]
-        if not transports:
-            offered = ", ".join(self._factories)
-            raise ServerError(f"transport is {request.transport} (host), this server offers {offered}")
-        capacity = self._capacity(request, checkpoint, n_slots, dtype_out, dtype_back, "shared" in transports)
+        capacity = self._capacity(request, checkpoint, n_slots)
         layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
         self._activate(layout, checkpoint)
-        sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes)
+        sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes, self._limits.shared_bytes)
         timings = [
             pb.Timing(rows=rows, seconds=seconds) for rows, seconds in self._time_first_layer(layout, checkpoint)
         ]
@@ -251,38 +213,24 @@ class HostLease:
             offer.channels.append(self._open(name, sizes, request.stream_key))
         return offer
 
-    def _capacity(
-        self,
-        request: pb.Activate,
-        checkpoint: Checkpoint,
-        n_slots: int,
-        dtype_out: PayloadDtype,
-        dtype_back: PayloadDtype,
-        shared: bool,
-    ) -> int:
-        hidden, top_k = checkpoint.hidden_size, checkpoint.top_k
+    def _capacity(self, request: pb.Activate, checkpoint: Checkpoint, n_slots: int) -> int:
         largest = max(layer.expert_bytes for layer in checkpoint.layers)
-        row_bytes = batch_row_bytes(hidden, top_k, largest, checkpoint.dtype.itemsize, n_slots)
+        row_bytes = batch_row_bytes(
+            checkpoint.hidden_size, checkpoint.top_k, largest, checkpoint.dtype.itemsize, n_slots
+        )
         room = max(0, self._store.free_bytes)
-        # Some room is left for hosts that come later: they share the experts, but need batches of their own.
-        rows = max(room // row_bytes - ROWS_FOR_OTHERS, min(room // row_bytes, LEAST_ROWS))
+        rows = rows_that_fit(room, row_bytes)
         capacity = min(request.batch_capacity, self._limits.batch_capacity, rows)
         if capacity < 1:
             raise self._no_room(
                 f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
                 "give the server more memory, or use fewer slots"
             )
-        limits = [limit for limit in (request.shared_bytes, self._limits.shared_bytes) if limit]
-        if shared and limits:
-            one_row = FrameLayout(hidden, top_k, dtype_out, dtype_back, 1)
-            pages = (1 + 2 * n_slots) * 4096
-            per_row = n_slots * (one_row.dispatch_body_bytes(1) + one_row.combine_body_bytes(1))
-            capacity = min(capacity, max(0, min(limits) - pages) // per_row)
-            if capacity < 1:
-                raise CapacityError(
-                    f"shared-bytes is {min(limits)}, one row in {n_slots} slots needs {pages + per_row}; "
-                    "allow more, or use fewer slots"
-                )
+        if capacity < request.batch_capacity:
+            why = f"{room} bytes are left for batches" if capacity == rows else "this server's batch-capacity"
+            logger.warning(
+                "%s: batch capacity is %d rows instead of %d: %s", self.host, capacity, request.batch_capacity, why
+            )
         self._reserved = capacity * row_bytes
         self._store.reserve(self._reserved)
         return int(capacity)
@@ -382,7 +330,6 @@ class HostLease:
         if not secrets.compare_digest(request.nonce, channel.nonce):
             raise ServerError(f"transport {request.transport}: the host does not see this server's memory")
         channel.opened()
-        self._prepare_steps(channel)
         if self._active is not None:
             self._active.workspace.lock_frames(channel.slots)
         for name, other in list(self._channels.items()):
@@ -392,23 +339,6 @@ class HostLease:
                 del self._channels[name]
         logger.info("%s: attached over %s (%s)", self.host, request.transport, request.reason)
         return pb.Ready(epoch=self.epoch)
-
-    def _prepare_steps(self, channel: ServerChannel) -> None:
-        active, engine = self._active, self._engine
-        assert active is not None, "channels are opened after the lease became active"
-        if active.steps is not None:
-            return
-
-        def prepare() -> Turnaround | None:
-            active.steps = active.make_steps()
-            return Turnaround.for_channel(engine, active, channel)
-
-        # Where nobody computes meanwhile: calls are prepared in the block that others may be using.
-        turnaround = engine.run(prepare, self._share, CALIBRATION_TIMEOUT_S)
-        if turnaround is not None:
-            self._turnaround = turnaround
-            engine.add_turnaround(turnaround)
-            channel.express = turnaround
 
     @property
     def pool_creations(self) -> dict[str, int]:
@@ -436,14 +366,11 @@ class HostLease:
             except MoeOffloadError as error:
                 logger.warning("%s: %s", self.host, error)
             _drop_slots(channel)
-        if self._turnaround is not None:
-            self._engine.forget_turnaround(self._turnaround)
         self._engine.leave(self._share)
         if self._active is not None:
             self._active.workspace.close(lambda work: self._engine.between_calls(work, CALIBRATION_TIMEOUT_S))
         self._modules.clear()
         if self._active is not None:
-            self._active.steps = None
             self._active.layers = ()  # now, and not when Python comes to collect what refers to each other
         self._store.reserve(-self._reserved)
         for key in keys:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeoffload.checkpoint.locate import locate_cached
+from moeoffload.checkpoint.locate import check_revision, locate_cached
 from moeoffload.errors import ModelError
 
 
@@ -25,9 +25,14 @@ class ModelRoots:
         """What to open for a host's ``reference``: a folder, or the reference itself where everything is allowed.
 
         Raises:
-            ModelError: the reference is not allowed, whether or not there is such a model: a host learns nothing of
-                other folders.
+            ModelError: the revision is no name, or the reference is not allowed, whether or not there is such a
+                model: a host learns nothing of other folders.
         """
+        try:
+            check_revision(revision)
+        except ModelError:
+            self.on_refused("it named a revision that is no name")
+            raise
         if self.any_model:
             return reference
         if reference.startswith(("/", "~", ".")) or "\0" in reference:

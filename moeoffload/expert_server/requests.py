@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Final, NamedTuple
+from time import perf_counter
+from typing import Any, Final
 
 import torch
 
 from moeoffload.errors import CapacityError, ProtocolError
-from moeoffload.expert_server.compiled_steps import CompiledSteps
-from moeoffload.expert_server.fair_share import BRIEF_ROWS, Share
+from moeoffload.expert_server.fair_share import SMALL_ROWS, Share
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import LayerKernels
-from moeoffload.kernels.turnaround_words import MOST_ROWS
 from moeoffload.transport.base import ServerChannel, ServerSlot
 from moeoffload.wire import (
     HEADER_BYTES,
@@ -22,7 +21,9 @@ from moeoffload.wire import (
     Flag,
     FrameHeader,
     FrameLayout,
+    FrameReader,
     Kind,
+    Role,
     SlotViews,
     write_error_text,
 )
@@ -41,38 +42,13 @@ class ActiveHost:
     workspace: Workspace
     share: HostShare
     closed: bool = False
-    steps: CompiledSteps | None = None
-    """For small requests that come one at a time; for whoever has the right to compute."""
-    brief_bytes: int = field(init=False)
-    """Frames of up to so many bytes are brief requests."""
-    row_bytes: int = field(init=False)
-    """Those of one row."""
-    step_bytes: int = field(init=False)
-    """Those for which there may be ``steps``."""
+    reader: FrameReader = field(init=False)
+    small_bytes: int = field(init=False)
+    """Frames of at most this many bytes are small requests."""
 
     def __post_init__(self) -> None:
-        self.brief_bytes, self.row_bytes, self.step_bytes = (
-            HEADER_BYTES + self.layout.dispatch_body_bytes(min(n_rows, self.layout.capacity))
-            for n_rows in (BRIEF_ROWS, 1, MOST_ROWS)
-        )
-
-    def make_steps(self) -> CompiledSteps | None:
-        """New ones; to be called while nobody computes."""
-        return CompiledSteps.for_host(self.layers, self.layout, self.epoch, self.compute_dtype, self.workspace)
-
-
-class SlotPlaces(NamedTuple):
-    """Addresses of a slot's buffers, good as long as this lives."""
-
-    request: int
-    reply: int
-    kept: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def of(cls, slot: ServerSlot) -> SlotPlaces:
-        """Those of a slot."""
-        request, reply = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (slot.request, slot.reply))
-        return cls(request.data_ptr(), reply.data_ptr(), (request, reply))
+        self.reader = FrameReader(Role.SERVER, self.layout, self.epoch)
+        self.small_bytes = HEADER_BYTES + self.layout.dispatch_body_bytes(min(SMALL_ROWS, self.layout.capacity))
 
 
 @dataclass(slots=True, eq=False)
@@ -83,12 +59,9 @@ class SlotContext:
     slot: InitVar[ServerSlot]
     views: SlotViews = field(init=False)
     header: FrameHeader = field(default_factory=FrameHeader)
-    places: SlotPlaces | None = field(init=False)
-    """None when the slot's memory was let go of."""
 
     def __post_init__(self, slot: ServerSlot) -> None:
         self.views = SlotViews(self.host.layout, slot.request, slot.reply)
-        self.places = SlotPlaces.of(slot)
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -97,13 +70,12 @@ class SlotContext:
 
     @property
     def n_created(self) -> int:
-        """Views and the like made so far."""
+        """Views made so far."""
         return self.views.n_created
 
     def drop(self) -> None:
         """Lets go of the slot's memory. From any thread."""
         self.views.drop()
-        self.places = None
 
 
 class RequestError(Exception):
@@ -123,12 +95,12 @@ class Job:
         self._work = work
 
     def run(self) -> None:
-        """Does it, unless nobody waits for it any more."""
+        """Does it, unless its result is not waited for any more."""
         if not self.done.set_running_or_notify_cancel():
             return
         try:
             self.done.set_result(self._work())
-        except Exception as error:  # whoever asked for it is told
+        except Exception as error:  # the thread that waits for it is told
             self.done.set_exception(error)
 
 
@@ -137,25 +109,23 @@ Request = tuple[ServerChannel, ServerSlot]
 HostShare = Share[Request | Job]
 
 
-def is_brief(request: Request | Job) -> bool:
+def is_small(request: Request | Job) -> bool:
     """Whether it is decode- or verify-shaped."""
-    return not isinstance(request, Job) and request[1].n_bytes <= request[1].owner.host.brief_bytes
+    return not isinstance(request, Job) and request[1].n_bytes <= request[1].owner.host.small_bytes
 
 
-def check(slot: ServerSlot, context: SlotContext) -> LayerKernels:
+def check(request: Request) -> LayerKernels:
     """Reads and checks the header; returns the experts of its layer. Allocates nothing before.
 
     Raises:
-        RequestError: the frame is not one that was agreed on, or its experts are not here.
+        RequestError: the frame is not one that was agreed on, its experts are not here, or the host does not wait for
+            the reply any more.
     """
+    channel, slot = request
+    context: SlotContext = slot.owner
     host, header = context.host, context.header
     try:
-        header.unpack_from(slot.request)
-        if header.kind != Kind.DISPATCH:
-            raise ProtocolError(f"frame kind is {header.kind}, expected {int(Kind.DISPATCH)}")
-        if header.epoch != host.epoch:
-            raise ProtocolError(f"frame epoch is {header.epoch}, this lease has {host.epoch}")
-        host.layout.check_dispatch(header, slot.n_bytes)
+        host.reader.read(header, slot.request, slot.n_bytes)
         layers = host.layers
         if header.layer >= len(layers):
             raise ProtocolError(f"frame layer is {header.layer}, the model has {len(layers)} MoE layers")
@@ -166,6 +136,11 @@ def check(slot: ServerSlot, context: SlotContext) -> LayerKernels:
     experts = layers[header.layer]
     if experts is None:
         raise RequestError(ErrorCode.BAD_SLOT, f"layer {header.layer}: this server holds none of its experts")
+    if channel.is_cancelled(slot):
+        raise RequestError(ErrorCode.TOO_LATE, "the host does not wait for it any more")
+    waited_s = perf_counter() - slot.received_at
+    if 0 < header.timeout_us < waited_s * 1e6:
+        raise RequestError(ErrorCode.TOO_LATE, f"it has waited {waited_s:.3g} s, the host {header.timeout_us} us")
     return experts
 
 

@@ -25,7 +25,8 @@ from moeoffload.devices import device_name, free_now, memory_budget, resolve_dev
 from moeoffload.errors import BusyError, ServerError
 from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.lease import RETRY_AFTER_S, ChannelFactory, HostLease, ServerLimits
+from moeoffload.expert_server.lease import HostLease
+from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory, ServerLimits
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.refusals import Refusals
@@ -56,12 +57,18 @@ class ExpertServer:
     _epochs: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _draining: bool = False
+    _failure: str = ""
     _control: ControlServer | None = None
-    drained: threading.Event = field(default_factory=threading.Event)
-    """Set when the server is draining and its last host has left."""
+    on_drained: Callable[[], object] = lambda: None
+    """Called when the server is draining and its last host has left."""
 
     @classmethod
-    def start(cls, settings: ExpertServerSettings, pace: Pace | None = None) -> ExpertServer:
+    def start(
+        cls,
+        settings: ExpertServerSettings,
+        pace: Pace | None = None,
+        on_drained: Callable[[], object] = lambda: None,
+    ) -> ExpertServer:
         """Opens everything and serves. ``pace`` slows it down, for benchmarks.
 
         Raises:
@@ -78,20 +85,25 @@ class ExpertServer:
         engine = Engine(pace or Pace(), coalesce=settings.coalesce, collect_window_s=settings.collect_window_ms * 1e-3)
         factories: dict[str, ChannelFactory] = {}
         listener = None
+
+        def failed(why: str) -> None:
+            server.fail(why)
+
+        engine.on_failure = failed
         if settings.transport in (TransportChoice.AUTO, TransportChoice.SHARED):
             sweep_stale_segments()
-            factories["shared"] = lambda sizes, deliver, key: SharedServerEnd(sizes, deliver)
+            factories["shared"] = lambda sizes, deliver, key: SharedServerEnd(sizes, deliver, on_failure=failed)
         if settings.transport in (TransportChoice.AUTO, TransportChoice.STREAM):
             listener = StreamListener(
                 _numeric(settings.listen.host),
                 settings.stream_port,
                 max_request_bytes=MAX_FRAME_BYTES,
                 encrypted=credentials.encrypt_rows,
-                lane_port=settings.lane_port,
                 on_refused=refusals.add,
+                on_failure=failed,
             )
             factories["stream"] = listener.open_channel
-        server = cls(settings, credentials, refusals, device, store, engine, listener, factories)
+        server = cls(settings, credentials, refusals, device, store, engine, listener, factories, on_drained=on_drained)
         engine.start()
         try:
             server._control = ControlServer.start(
@@ -156,6 +168,8 @@ class ExpertServer:
             kernel=self.settings.kernel.value,
         )
         with self._lock:
+            if self._failure:
+                raise ServerError(f"this server has failed: {self._failure}")
             if self._draining:
                 raise ServerError("this server is draining and takes no new hosts")
             # Processes of this machine are told apart by their names: they are the same user's.
@@ -186,8 +200,9 @@ class ExpertServer:
     def _forget(self, lease: HostLease) -> None:
         with self._lock:
             self._leases.pop(lease.lease_id, None)
-            if self._draining and not self._leases:
-                self.drained.set()
+            drained = self._draining and not self._leases
+        if drained:
+            self.on_drained()
 
     def find_lease(self, lease_id: str) -> HostLease:
         """See `ExpertBackend`."""
@@ -226,13 +241,23 @@ class ExpertServer:
             ),
         )
 
+    def fail(self, why: str) -> None:
+        """One of the threads that every host needs has ended: says so (health, the leases) and takes no new hosts."""
+        with self._lock:
+            self._failure = self._failure or why
+            leases = list(self._leases.values())
+        if self._control is not None:
+            self._control.set_serving(False)
+        for lease in leases:
+            lease.end(f"this server has failed: {why}")
+
     def drain(self) -> int:
         """See `ExpertBackend`."""
         with self._lock:
             self._draining = True
             leases = list(self._leases.values())
-            if not leases:
-                self.drained.set()
+        if not leases:
+            self.on_drained()
         if self._control is not None:
             self._control.set_serving(False)
         for lease in leases:

@@ -14,8 +14,8 @@ import torch
 
 from moeoffload.expert_server.arena import DECODE_ROWS, Arena, HostArena
 from moeoffload.expert_server.staging import DeviceArena
-from moeoffload.page_locked import PageLocked
 from moeoffload.transport.base import ServerSlot
+from moeoffload.transport.page_locked import PageLocked
 from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)

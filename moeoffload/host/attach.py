@@ -153,7 +153,6 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             batch_capacity=settings.batch_capacity,
             n_slots=settings.slots,
             transport=settings.transport.value,
-            shared_bytes=settings.shared_bytes,
             kernel=kernel,
             stream_key=keys.public,
         )
@@ -162,6 +161,15 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         raise ServerError(
             f"expert server {candidate.address}: batch capacity is {offer.batch_capacity} there, "
             f"this host asked for at most {settings.batch_capacity}"
+        )
+    if offer.batch_capacity < settings.batch_capacity:
+        is_setting = offer.batch_capacity == candidate.info.batch_capacity
+        logger.warning(
+            "expert server %s: batch capacity is %d rows instead of %d: %s",
+            candidate.address,
+            offer.batch_capacity,
+            settings.batch_capacity,
+            "its own --batch-capacity" if is_setting else "its memory has no room for more",
         )
     layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, plan.payload, plan.payload, offer.batch_capacity)
     timings = checked_timings(offer.timings)
@@ -233,5 +241,5 @@ def _open_channel(
         if not reason:
             shared = channel_offer.transport == "shared"
             reason = "both on this machine" if shared else f"the server offers {channel_offer.transport} only"
-        return opened, f"{reason}; {opened.remark}" if opened.remark else reason
+        return opened, reason
     raise ServerError(f"expert server {candidate.address}: {last or 'it offered no channel'}")

@@ -11,9 +11,9 @@ import torch
 from transformers import TextStreamer
 
 from moeoffload.errors import PromptError
-from moeoffload.host.guesses import guess_options, guesses_after_prompt
 from moeoffload.host.kv_cache import generation_cache
 from moeoffload.host.session import OffloadedModel
+from moeoffload.host.speculative import generate_speculatively, speculative_options
 
 logger = logging.getLogger(__name__)
 
@@ -99,12 +99,12 @@ def generate(offloaded: OffloadedModel, prompt: PreparedPrompt, stream: TextIO) 
     options.update(generation_cache(offloaded.model))
     streamer = _Streamer(tokenizer, stream)
     n_prompt = prompt.inputs["input_ids"].shape[1]
-    guessing = guess_options(offloaded)
-    if not guessing:
+    speculative = speculative_options(offloaded)
+    if not speculative:
         tokens = offloaded.model.generate(**prompt.inputs, **options, streamer=streamer)
     else:
-        with offloaded.recorder.speculating(n_prompt) as speculation, guesses_after_prompt(offloaded.model):
+        with offloaded.recorder.speculating(n_prompt) as speculation:
             streamer.on_tokens = speculation.got
-            tokens = offloaded.model.generate(**prompt.inputs, **options, **guessing, streamer=streamer)
+            tokens = generate_speculatively(offloaded.model, prompt.inputs, options, speculative, streamer)
     completion: torch.Tensor = tokens[0, n_prompt:]
     return completion

@@ -11,6 +11,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+_OTHER_CACHES: Final = ("mamba", "minimaxfor")
+"""In the names of models whose cache is of another class; the later MiniMax-M2 has an ordinary one."""
 _LEAST_ROOM: Final = 64
 _SHARE_OF_ROOM: Final = 4
 
@@ -129,8 +131,7 @@ def generation_cache(model: Any) -> dict[str, DynamicCache]:
     """Keywords for ``model.generate``: a growing cache where it would make a `DynamicCache`, else nothing."""
     wanted = model.generation_config
     if (
-        not model._supports_default_dynamic_cache()
-        or "mamba" in type(model).__name__.lower()  # transformers' rule for models whose cache has another name
+        any(name in type(model).__name__.lower() for name in _OTHER_CACHES)
         or wanted.use_cache is False
         or wanted.cache_implementation not in (None, "dynamic")
     ):

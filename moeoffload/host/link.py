@@ -16,19 +16,31 @@ from moeoffload.errors import CapacityError, DeadlineError, PayloadError, Protoc
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.deadlines import DeadlineBounds, Deadlines
-from moeoffload.host.exchange import Exchange
 from moeoffload.host.flight import Flight
-from moeoffload.kernels.exchange_program import REFUSED
 from moeoffload.kernels.pack import RowPacker
-from moeoffload.page_locked import PageLocked
 from moeoffload.payload import describe_bad_row, encode_rows
 from moeoffload.placement import ExpertTable, slot_table
 from moeoffload.transport import HostChannel, HostSlot
-from moeoffload.wire import HEADER_BYTES, ErrorCode, Flag, FrameHeader, FrameLayout, Kind, SlotViews, read_error_text
+from moeoffload.transport.page_locked import PageLocked
+from moeoffload.wire import (
+    HEADER_BYTES,
+    ErrorCode,
+    Flag,
+    FrameHeader,
+    FrameLayout,
+    FrameReader,
+    Kind,
+    Role,
+    SlotViews,
+    read_error_text,
+)
 
 END_REASON_TIMEOUT_S: Final = 1.0
 LEAVE_S: Final = 2.0
 LOOK_S: Final = 0.02
+_WEIGHTS_F32: Final = int(Flag.WEIGHTS_F32)
+_ERRORS: Final[dict[int, type[ServerError]]] = {ErrorCode.CAPACITY: CapacityError, ErrorCode.TOO_LATE: DeadlineError}
+"""What error frames become; without one of these codes a ServerError."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +65,7 @@ class _RemoteFlight(Flight):
     views: SlotViews = field(kw_only=True)
     packer: RowPacker = field(kw_only=True)
     header: FrameHeader = field(kw_only=True)
-    """Of requests; the fields that are the same for all of them are filled in once."""
-    exchange: Exchange | None = field(kw_only=True)
+    """Of requests; the fields that all of them share are filled in once."""
     reply: FrameHeader = field(default_factory=FrameHeader)
     request_id: int = 0
     sent_at: float = 0.0
@@ -89,6 +100,7 @@ class ExpertLink:
         self._lease = lease
         self._channel = channel
         self._epoch = epoch
+        self._reader = FrameReader(Role.HOST, layout, epoch)
         self._deadlines = Deadlines(bounds, self.n_slots, learner)
         self.n_calls = 0
         self._leaving = False
@@ -107,7 +119,6 @@ class ExpertLink:
                 views=SlotViews(layout, slot.request, slot.reply),
                 packer=packer,
                 header=header,
-                exchange=Exchange(channel, slot, packer, layout, epoch) if device.type == "cpu" else None,
             )
         if device.type == "cuda":
             pages = PageLocked((buffer for slot in channel.slots for buffer in (slot.request, slot.reply)), device)
@@ -175,17 +186,22 @@ class ExpertLink:
     ) -> bool:
         """See `ShardLink`."""
         assert isinstance(flight, _RemoteFlight)
-        channel, slot = self._channel, flight.slot
-        n_bytes = REFUSED
+        channel, slot, header = self._channel, flight.slot, flight.header
         try:
-            few = flight.packer.takes(hidden, ids, weights)
-            if few and flight.exchange is not None:
-                n_bytes, n_rows, index = self._exchange(flight, flight.exchange, layer, hidden, ids, weights)
-            if n_bytes < 0:
-                n_bytes, n_rows, index = self._send(flight, few, layer, start, hidden, ids, weights)
+            pack = self._pack_few if flight.packer.takes(hidden, ids, weights) else self._pack
+            n_rows, index = pack(flight, layer, start, hidden, ids, weights)
             if n_rows == 0:
                 channel.release(slot)
                 return False
+            header.request_id = flight.request_id = channel.next_id(slot)
+            header.layer, header.rows = layer, n_rows
+            header.flags = _WEIGHTS_F32 if weights.dtype is torch.float32 else 0
+            header.body_bytes = n_rows * self.layout.dispatch_row_bytes
+            flight.deadline_s = self._deadlines.of(n_rows)
+            header.timeout_us = int(flight.deadline_s * 1e6)
+            header.pack_into(slot.request)
+            n_bytes = HEADER_BYTES + header.body_bytes
+            channel.send(slot, n_bytes)
         except BaseException as error:
             channel.release(slot)
             raise self._explain(error) if isinstance(error, ServerError) else error from None
@@ -198,52 +214,6 @@ class ExpertLink:
         to.rows += n_rows
         to.bytes_out += n_bytes
         return True
-
-    def _exchange(
-        self,
-        flight: _RemoteFlight,
-        exchange: Exchange,
-        layer: int,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> tuple[int, int, torch.Tensor | None]:
-        """As `_send`, in compiled code; less than no bytes if it has to be done that way."""
-        n_rows = ids.shape[0]
-        flight.request_id = self._channel.next_id(flight.slot)
-        flight.deadline_s = self._deadlines.of(n_rows)
-        table, holds_all = self._slot_of[layer], self.holds_all[layer]
-        n_bytes = exchange.send(layer, hidden, ids, weights, table, holds_all=holds_all, timeout_s=flight.deadline_s)
-        index = flight.packer.look()
-        return n_bytes, flight.packer.n_rows, index
-
-    def _send(
-        self,
-        flight: _RemoteFlight,
-        few: bool,
-        layer: int,
-        start: int,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> tuple[int, int, torch.Tensor | None]:
-        """Packs and sends a frame; its bytes, its rows, and which these are: None if all of the chunk."""
-        channel, layout, slot = self._channel, self.layout, flight.slot
-        pack = self._pack_few if few else self._pack
-        n_rows, index = pack(flight, layer, start, hidden, ids, weights)
-        if n_rows == 0:
-            return 0, 0, None
-        header = flight.header
-        header.request_id = flight.request_id = channel.next_id(slot)
-        header.layer, header.rows = layer, n_rows
-        header.flags = Flag.WEIGHTS_F32 if weights.dtype is torch.float32 else Flag.NONE
-        header.body_bytes = n_rows * layout.dispatch_row_bytes
-        flight.deadline_s = self._deadlines.of(n_rows)
-        header.timeout_us = int(flight.deadline_s * 1e6)
-        header.pack_into(slot.request)
-        n_bytes = HEADER_BYTES + header.body_bytes
-        channel.send(slot, n_bytes)
-        return n_bytes, n_rows, index
 
     def _pack(
         self,
@@ -296,66 +266,34 @@ class ExpertLink:
         """See `ShardLink`."""
         assert isinstance(flight, _RemoteFlight)
         slot = flight.slot
-        # Whoever was waited for before may have used up the time; a reply that is here counts all the same.
+        # The wait for another reply may have used up the time; a reply that is here counts all the same.
         left_s = max(min(LOOK_S, flight.deadline_s), flight.sent_at + flight.deadline_s - perf_counter())
         wait_s = left_s if within_s is None else min(within_s, left_s)
         gives_up = wait_s < left_s
-        exchange = flight.exchange
-        if exchange is not None:
-            started = perf_counter()
-            if self._collect(flight, exchange, wait_s, to):
-                return self._sums(flight)
-            wait_s = max(0.0, wait_s - (perf_counter() - started))
+        header = flight.reply
         try:
             n_bytes = self._channel.wait(slot, wait_s, keep=gives_up)
+            self._reader.read(header, slot.reply, n_bytes)
+            if header.request_id != flight.request_id:
+                raise ProtocolError("reply to another request")
+            is_error = header.kind == Kind.ERROR
+            if header.rows != flight.n_rows and not is_error:
+                raise ProtocolError(f"combine frame: rows is {header.rows}, expected {flight.n_rows}")
+            sums = flight.views.combine(flight.n_rows)
         except DeadlineError:
             if gives_up:
                 return None
             raise DeadlineError(f"{self.name}: no reply within {flight.deadline_s:.3g} s") from None
         except ServerError as error:
             raise self._explain(error) from None
-        if exchange is not None and exchange.accept(flight.request_id, flight.layer, flight.n_rows, n_bytes):
-            self._count(flight, to, n_bytes, exchange.queue_s, exchange.compute_s)
-            return self._sums(flight)
-        header = flight.reply
-        try:
-            header.unpack_from(slot.reply)
-            if header.request_id != flight.request_id:
-                raise ProtocolError("reply to another request")
-            if header.kind != Kind.ERROR:
-                if header.epoch != self._epoch:
-                    raise ProtocolError(f"reply of epoch {header.epoch}, this lease has {self._epoch}")
-                self.layout.check_combine(header, n_bytes, flight.n_rows)
-        except ServerError as error:
-            raise self._explain(error) from None
-        if header.kind == Kind.ERROR:
+        if is_error:
             raise self._error(flight, header)
-        self._count(flight, to, n_bytes, header.queue_us * 1e-6, header.compute_us * 1e-6)
-        return self._sums(flight)
-
-    def _sums(self, flight: _RemoteFlight) -> torch.Tensor:
-        try:
-            return flight.views.combine(flight.n_rows)
-        except ServerError as error:
-            raise self._explain(error) from None
-
-    def _collect(self, flight: _RemoteFlight, exchange: Exchange, wait_s: float, to: CallCounters) -> bool:
-        """Looks for the sums in compiled code; False if they have to be waited for, or what came is none."""
-        try:
-            is_here = exchange.receive(flight.request_id, flight.layer, flight.n_rows, wait_s)
-        except ServerError as error:
-            raise self._explain(error) from None
-        if is_here:
-            self._count(flight, to, exchange.n_bytes, exchange.queue_s, exchange.compute_s)
-        return is_here
-
-    def _count(self, flight: _RemoteFlight, to: CallCounters, n_bytes: int, queue_s: float, compute_s: float) -> None:
-        """Takes a reply into the figures."""
         self._deadlines.waited(perf_counter() - flight.sent_at)
         to.bytes_back += n_bytes
-        flight.queue_s, flight.compute_s = queue_s, compute_s
-        to.queue_s += queue_s
-        to.compute_s += compute_s
+        flight.queue_s, flight.compute_s = header.queue_us * 1e-6, header.compute_us * 1e-6
+        to.queue_s += flight.queue_s
+        to.compute_s += flight.compute_s
+        return sums
 
     def release(self, flight: Flight) -> None:
         """See `ShardLink`."""
@@ -393,8 +331,7 @@ class ExpertLink:
         if header.code == ErrorCode.PAYLOAD and header.rows < flight.n_rows:
             where = _where(flight.layer, flight.start, flight.index, header.rows)
             return PayloadError(f"{where}: expert output {text} ({self.name})")
-        kind = CapacityError if header.code == ErrorCode.CAPACITY else ServerError
-        return kind(f"{self.name}: {text}")
+        return _ERRORS.get(header.code, ServerError)(f"{self.name}: {text}")
 
 
 def _where(layer: int, start: int, index: torch.Tensor | None, row: int) -> str:

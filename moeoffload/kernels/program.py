@@ -347,11 +347,6 @@ _SOURCES: Final = (
     "attention_rows.py",
     "attention_steps.py",
     "attention_words.py",
-    "exchange_program.py",
-    "exchange_words.py",
-    "frame_program.py",
-    "lane_program.py",
-    "lane_words.py",
     "matrix_phases.py",
     "matrix_tile.py",
     "norm_program.py",
@@ -360,11 +355,8 @@ _SOURCES: Final = (
     "phases.py",
     "program.py",
     "tile.py",
-    "turnaround_program.py",
-    "turnaround_words.py",
     "value_tile.py",
     "vector_ir.py",
-    "watch.py",
     "words.py",
 )
 

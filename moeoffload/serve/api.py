@@ -69,7 +69,7 @@ def create_app(
         max_open=room + _SPARE_PLACES,
     )
     guard = Guard(app, rules)
-    _add_ready(app, engine, guard)
+    _add_health(app, engine, guard)
     return Api(guard, answering)
 
 
@@ -102,10 +102,6 @@ def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
 
 
 def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         content, content_type = render_metrics(snapshot(False))
@@ -120,7 +116,13 @@ def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
         return HTMLResponse(dashboard_page())
 
 
-def _add_ready(app: FastAPI, engine: RequestEngine, guard: Guard) -> None:
+def _add_health(app: FastAPI, engine: RequestEngine, guard: Guard) -> None:
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        if engine.failure is not None:  # for good: whoever watches this starts the server again
+            return JSONResponse({"status": "the engine has failed"}, 503)
+        return JSONResponse({"status": "ok"})
+
     @app.get("/ready", response_model=None)
     async def ready() -> Response:
         if guard.stopping:

@@ -3,37 +3,64 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from collections import Counter
+from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_TIMEOUT_S: float = 20.0
 """A connection on which no request has begun for so long, and for up to twice as long between two, is closed."""
 
-_BUSY: Final = object()
 
+class IdleConnections:
+    """Closes connections on which nothing happens. ASGI middleware that sees which of them have a request.
 
-class Connection(H11Protocol):
-    """uvicorn's, which closes one that falls silent after an answer, but not one that says nothing, or sends a head
-    letter by letter: such connections would take the places of others."""
+    uvicorn closes one that falls silent after an answer, but not one that says nothing, or sends a head letter by
+    letter: such connections would take the places of others.
+    """
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.Protocol`."""
-        super().connection_made(transport)
-        self._last_seen: Any = None
-        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._look)
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._begun: Counter[Any] = Counter()
+        """By address and port of the client: requests that have begun on its connection."""
+        self._running: Counter[Any] = Counter()
+        begun, running = self._begun, self._running
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
-        self._timer.cancel()
-        super().connection_lost(exc)
+        class Connection(H11Protocol):
+            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+                super().connection_made(transport)
+                peer = tuple(transport.get_extra_info("peername")[:2])
+                begun[peer] = running[peer] = 0
+                self._peer, self._wire = peer, transport
+                self._timer = asyncio.get_running_loop().call_later(HEAD_TIMEOUT_S, self._look, 0)
 
-    def _look(self) -> None:
-        """Closes the connection if it waits for the same request as at the look before."""
-        is_waiting = self.cycle is None or self.cycle.response_complete
-        now_seen = self.cycle if is_waiting else _BUSY
-        if is_waiting and now_seen is self._last_seen:
-            self.transport.close()
+            def connection_lost(self, exc: Exception | None) -> None:
+                self._timer.cancel()
+                del begun[self._peer], running[self._peer]
+                super().connection_lost(exc)
+
+            def _look(self, n_seen: int) -> None:
+                """Closes the connection if it waits for the same request as at the look before."""
+                if not running[self._peer] and begun[self._peer] == n_seen:
+                    self._wire.close()
+                    return
+                seen = -1 if running[self._peer] else begun[self._peer]
+                self._timer = asyncio.get_running_loop().call_later(HEAD_TIMEOUT_S, self._look, seen)
+
+        self.protocol: type[asyncio.Protocol] = Connection
+        """For ``uvicorn.Config(http=...)``."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        peer = tuple(scope.get("client") or ())
+        if peer not in self._begun:
+            await self._app(scope, receive, send)
             return
-        self._last_seen = now_seen
-        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._look)
+        self._begun[peer] += 1
+        self._running[peer] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if peer in self._running:
+                self._running[peer] -= 1

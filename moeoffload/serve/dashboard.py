@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Final
 
 _FOLDER: Final = "page"
-_SCRIPTS: Final = ("figures.js", "draw.js", "view.js")
+_SCRIPTS: Final = ("draw.js", "view.js")
 
 
 @functools.cache

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
+
+from tokenizers.decoders import DecodeStream
 
 _UNKNOWN: Final = "\ufffd"
 """What decoders put in the place of bytes that are no UTF-8, also of a character that is not complete yet."""
@@ -15,50 +17,62 @@ _HEX_BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer:
-    """Text of one stream of tokens. The pieces together are what the tokenizer makes of all tokens at once."""
+    """Text of one stream of tokens. The pieces together are what the tokenizer makes of all tokens at once, but for
+    characters that begin behind more than `_LONGEST_HELD` tokens of bytes that are no text."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # Some tokenizers drop a space at the start of a text: each piece is decoded behind the tokens before it.
-        self._before: list[int] = []
+        self._fast = getattr(tokenizer, "backend_tokenizer", None)
         self._held: list[int] = []
+        self._begin()
 
     def push(self, token: int) -> str:
         """The text that is certain now that ``token`` has come; often that of the token, may be empty."""
         self._held.append(token)
-        text = self._decode(self._before + self._held)
-        if not text.endswith(_UNKNOWN):
-            return self._emit(len(self._held), text)
-        if len(self._held) >= _LONGEST_HELD:
-            return self._emit_certain(text)
-        return ""
+        piece: str | None = self._stream.step(self._fast, token)
+        if piece is None:
+            return self.finish() if len(self._held) >= _LONGEST_HELD else ""
+        self._held.clear()
+        return piece
 
     def finish(self) -> str:
         """The rest, when no more tokens come: a character that stayed incomplete becomes U+FFFD."""
-        return self._emit(len(self._held), self._decode(self._before + self._held)) if self._held else ""
+        held, self._held = self._held, []
+        self._begin()
+        return self._decode(held) if held else ""
 
-    def _emit(self, n: int, text: str) -> str:
-        """``text`` less what was told before; it is that of the tokens before and of ``n`` held ones."""
-        piece = text[len(self._decode(self._before)) :]
-        self._before, self._held = self._held[:n], self._held[n:]
-        return piece
+    def _begin(self) -> None:
+        if self._fast is not None:
+            self._stream: Any = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+        else:
+            self._stream = _SlowStream(self._decode)
 
-    def _emit_certain(self, text: str) -> str:
-        """Bytes that are no UTF-8: all up to the last place between two characters."""
-        for n in range(len(self._held) - 1, 0, -1):
-            head = self._decode(self._before + self._held[:n])
-            if head + self._decode(self._held[n:]) == text:
-                return self._emit(n, head)
-        return self._emit(len(self._held), text)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        if not tokens:
-            return ""
+    def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+            tokens, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+
+class _SlowStream:
+    """`DecodeStream` for a tokenizer that is written in Python."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        # Some tokenizers drop a space at the start of a text: each piece is decoded behind the tokens before it.
+        self._before: list[int] = []
+        self._held: list[int] = []
+
+    def step(self, _: None, token: int) -> str | None:
+        """See `DecodeStream`."""
+        self._held.append(token)
+        text = self._decode(self._before + self._held)
+        if text.endswith(_UNKNOWN):
+            return None
+        piece = text[len(self._decode(self._before)) :] if self._before else text
+        self._before, self._held = self._held, []
+        return piece
 
 
 class StopStrings:

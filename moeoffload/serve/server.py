@@ -16,7 +16,7 @@ import uvicorn
 from moeoffload.config import ServeSettings
 from moeoffload.serve.access import tls_context
 from moeoffload.serve.api import Api
-from moeoffload.serve.connection import Connection
+from moeoffload.serve.connection import IdleConnections
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +52,11 @@ class HttpServer(uvicorn.Server):
         self.finished_all = True
         """Whether all requests that had been taken were answered."""
         tls = tls_context(settings)
+        connections = IdleConnections(api.app)
         super().__init__(
             uvicorn.Config(
-                api.app,
-                http=Connection,
+                connections,
+                http=connections.protocol,
                 ws="none",
                 loop="asyncio",
                 lifespan="off",

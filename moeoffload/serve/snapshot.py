@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from moeoffload import __version__
 from moeoffload.host.counters import CallCounters, LayerTimes, PhaseCounters, add_counters
 from moeoffload.host.session import OffloadedModel
 from moeoffload.host.shard import Shard
+from moeoffload.serve.batches import BatchWatcher
+from moeoffload.serve.figures import PAUSE_S, History, figures
 from moeoffload.serve.stats import ServingStats
-
-WATCH_S: Final = 10.0
-"""So long after somebody looked the times of each layer are kept: longer than whoever watches needs to ask again."""
 
 
 def serving_snapshot(
@@ -32,12 +31,12 @@ def serving_snapshot(
     Args:
         offloaded: the open model.
         stats: what its engine has counted.
-        watch: also have the times of each layer kept for the next `WATCH_S`; not for scrapers, which do not use them.
+        watch: also have the times of each layer kept for the next `PAUSE_S`; not for scrapers, which do not use them.
         batches: by address what expert servers say of their kernel calls, for the servers for which it is known.
     """
     recorder = offloaded.recorder
     if watch:
-        recorder.watch_layers(WATCH_S)
+        recorder.watch_layers(PAUSE_S)
     total = _both_phases(recorder.phases)
     known = batches or {}
     servers = [_server(shard, counters, known) for shard, counters in zip(offloaded.shards, total.servers, strict=True)]
@@ -50,6 +49,24 @@ def serving_snapshot(
         "recovery": offloaded.recovery(),
         "layers": [_layer(times) for times in total.layers],
     }
+
+
+class Snapshots:
+    """The figures of one serving host, for several who ask. For one thread."""
+
+    def __init__(self, offloaded: OffloadedModel, stats: ServingStats, batches: BatchWatcher) -> None:
+        self._offloaded = offloaded
+        self._stats = stats
+        self._batches = batches
+        self._history = History()
+
+    def take(self, watch: bool) -> dict[str, Any]:
+        """All figures as they stand; with ``watch`` also the times of layers, and ``now``: see `figures`."""
+        snapshot = serving_snapshot(self._offloaded, self._stats, watch=watch, batches=self._batches.latest())
+        if not watch:
+            return snapshot
+        self._history.add(snapshot)
+        return snapshot | {"now": figures(self._history)}
 
 
 def _both_phases(phases: dict[str, PhaseCounters]) -> PhaseCounters:

@@ -7,13 +7,21 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final, TypeVar
 
+from sse_starlette import EventSourceResponse
+from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from moeoffload.serve.api_errors import of_exception
 
-SEND_TIMEOUT_S: Final = 60.0
+SEND_TIMEOUT_S: float = 60.0
 """A client that takes nothing for so long has left."""
+PING_S: float = 15.0
+"""Proxies close a connection that is silent for long: a comment is sent while there is nothing to say."""
+_CLIENT_CLOSED: Final = 499
+
+# At a stop, streams end by themselves: with their answers, or with an error from `Choices.give_up`.
+AppStatus.disable_automatic_graceful_drain()
 
 _Result = TypeVar("_Result")
 
@@ -26,7 +34,7 @@ class ClientGone(Response):
     """The answer that nobody reads."""
 
     def __init__(self) -> None:
-        super().__init__(status_code=499)
+        super().__init__(status_code=_CLIENT_CLOSED)
 
 
 async def unless_client_leaves(receive: Receive, work: Awaitable[_Result]) -> _Result:
@@ -53,52 +61,33 @@ async def _until_disconnect(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class EventStream(EventSourceResponse):
     """Sends each chunk as one event, then ``[DONE]``; an error in between is the last event, in OpenAI's form."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, chunks: AsyncGenerator[dict[str, Any], None], on_end: Callable[[], None]) -> None:
-        self.status_code = 200
-        self.background = None
-        self._chunks = chunks
+        super().__init__(_events(chunks), ping=PING_S, sep="\n", send_timeout=SEND_TIMEOUT_S)
         self._on_end = on_end
-        # Proxies must neither keep nor collect events.
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI: the connection is this response's until its last event."""
         try:
-            await unless_client_leaves(receive, self._send(_in_time(send)))
-        except ClientLeft:
-            pass
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            pass  # the client has left
         finally:
             self._on_end()
-            await self._chunks.aclose()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async for chunk in self._chunks:
-                await send({"type": "http.response.body", "body": _event(chunk), "more_body": True})
-            last = b"data: [DONE]\n\n"
-        except ClientLeft:
-            raise
-        except Exception as error:  # the status is sent already; of_exception logs what was not made on purpose
-            last = _event(of_exception(error).body())
-        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-def _in_time(send: Send) -> Send:
-    async def sending(message: Message) -> None:
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await send(message)
-        except TimeoutError:
-            raise ClientLeft from None
+async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[str, None]:
+    try:
+        async for chunk in chunks:
+            yield _json(chunk)
+        yield "[DONE]"
+    except Exception as error:  # the status is sent already; of_exception logs what was not made on purpose
+        yield _json(of_exception(error).body())
+    finally:
+        await chunks.aclose()
 
-    return sending
 
-
-def _event(chunk: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+def _json(chunk: dict[str, Any]) -> str:
+    return json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from moeoffload.errors import ServerError
-from moeoffload.transport.base import (
-    ChannelOffer,
-    ChannelSizes,
-    Deliver,
-    HostChannel,
-    HostSlot,
-    ServerChannel,
-    ServerSlot,
-)
-from moeoffload.transport.loopback import loopback_pair
+from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, HostSlot, ServerChannel, ServerSlot
 from moeoffload.transport.segment import sweep_stale_segments
 from moeoffload.transport.shared import SharedHostEnd, SharedServerEnd, open_shared
+from moeoffload.transport.slots import HostChannel
 from moeoffload.transport.stream import open_stream
 from moeoffload.transport.stream_keys import StreamKeys
-from moeoffload.transport.stream_listener import StreamListener
-from moeoffload.transport.stream_server_end import StreamServerEnd
+from moeoffload.transport.stream_server import StreamListener, StreamServerEnd
 
 __all__ = [
     "ChannelOffer",
@@ -33,7 +24,6 @@ __all__ = [
     "StreamKeys",
     "StreamListener",
     "StreamServerEnd",
-    "loopback_pair",
     "open_channel",
     "open_shared",
     "open_stream",

@@ -1,30 +1,45 @@
-"""What every transport offers: slots that hold one request and its reply, sent and awaited without looking inside.
+"""What all transports share: the life of a request, the sizes of a channel, its slots, the server's end.
 
-A host has one `HostChannel` per expert server; the server has one `ServerChannel` per attached host. A channel has a
-fixed number of slots, so that several requests are in flight; replies carry the request id and may come in any order.
-All slots and their buffers are made once, when the channel is opened.
+A host has one `HostChannel` (in `slots`) per expert server; the server has one `ServerChannel` per attached host.
+A channel has a fixed number of slots, so that several requests are in flight; replies carry the request id and may come
+in any order. All slots and their buffers are made once, when the channel is opened.
+
+The life of a request::
+
+    host                                    server
+    acquire a slot, fill slot.request
+    send                              ->    Deliver(channel, slot), once
+                                            compute, fill slot.reply
+    wait, read slot.reply             <-    reply
+    release the slot
+
+Every ``acquire`` is followed by exactly one ``release``, whatever was raised in between. A release before the reply is
+here tells the server so (`ServerChannel.is_cancelled`); the slot is free when the late reply has come and was dropped.
 """
 
 from __future__ import annotations
 
-import ctypes
+import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, Final
 
-from moeoffload.errors import ProtocolError
-from moeoffload.transport.waiting import AdaptiveSpin
-from moeoffload.wire.header import HEADER_BYTES
+from moeoffload.errors import CapacityError, ProtocolError
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, peek_request_id, write_error_text
 
 MAX_CHANNEL_SLOTS: Final = 64
 MAX_FRAME_BYTES: Final = 2**31 - 1
 """No frame, header included, is larger than this."""
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, eq=False)
 class HostSlot:
-    """The host's side of one request in flight. ``owner`` is free for whoever uses the channel (cached views)."""
+    """The host's side of one request in flight. ``owner`` is free for the user of the channel (cached views)."""
 
     index: int
     request: memoryview
@@ -36,7 +51,7 @@ class HostSlot:
 
 @dataclass(slots=True, eq=False)
 class ServerSlot:
-    """The server's side of one request. ``owner`` is free for whoever uses the channel (cached views)."""
+    """The server's side of one request. ``owner`` is free for the user of the channel (cached views)."""
 
     index: int
     request: memoryview
@@ -61,6 +76,8 @@ class ChannelSizes:
     """Largest request frame, header included."""
     reply_bytes: int
     """Largest reply frame, header included."""
+    shared_bytes: int = 0
+    """Least size of a shared memory segment; the server's alone, which may reserve more than the frames need."""
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
@@ -85,127 +102,8 @@ class ChannelOffer:
     parameters: dict[str, str] = field(default_factory=dict, repr=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CompiledSlot:
-    """What sends and collects the frames of one slot in compiled code; see `moeoffload.kernels.exchange_program`."""
-
-    post: Callable[..., int]
-    """``post(block, n_sent, *values)`` writes the frame that is the n-th of the channel, counted from 0, and sends it,
-    where it can; returns its bytes, and nothing was sent if they are not positive."""
-    collect: Callable[..., int]
-    """``collect(block, *values, limit_ns)`` looks for the reply; returns a `Seen`."""
-    block: int
-    """Address of what they work on."""
-    sent: ctypes.c_int64
-    """In there: bytes that are on their way as soon as they are. An exception, of Ctrl-C, may come before ``post``
-    returns."""
-    taken: ctypes.c_int64
-    """Not 0 as soon as the reply is had."""
-    lane: ctypes.c_int64
-    """Address of the block of the lane that is to be used, or 0."""
-
-
-class HostChannel(ABC):
-    """The host's end of the data plane to one server. Safe to use from several threads, each with its own slots.
-
-    The life of a slot: ``acquire``, fill ``slot.request``, ``send``, ``wait``, read ``slot.reply``, ``release``. Every
-    ``acquire`` is followed by exactly one ``release``, whatever was raised in between (``try``/``finally``).
-    """
-
-    name: str
-    """shared, stream or loopback."""
-    sizes: ChannelSizes
-    slots: tuple[HostSlot, ...]
-    nonce: bytes = b""
-    """Random bytes that only a process which shares the server's memory can know; empty on other transports."""
-    n_stale: int = 0
-    """Late, duplicate or unknown replies that were dropped."""
-    remark: str = ""
-    """Why it works less well than it could; empty if it does not."""
-
-    @abstractmethod
-    def acquire(self, timeout_s: float) -> HostSlot:
-        """A free slot; waits up to ``timeout_s`` seconds for one to be released.
-
-        Raises:
-            DeadlineError: none came free within ``timeout_s``.
-            ServerError: the channel is closed, by either side.
-        """
-
-    @abstractmethod
-    def next_id(self, slot: HostSlot) -> int:
-        """The request id that the next frame sent from ``slot`` must carry.
-
-        Never 0, equal to ``slot.index`` modulo the number of slots; the same until that frame is sent, then a new one.
-        """
-
-    @abstractmethod
-    def send(self, slot: HostSlot, n_bytes: int) -> None:
-        """Sends the first ``n_bytes`` of ``slot.request``, a whole frame; its request id must be ``next_id(slot)``.
-
-        The buffer must stay as it is until ``wait`` returns.
-
-        Raises:
-            CapacityError: the frame is longer than the slot or shorter than a header.
-            ProtocolError: the frame carries another request id.
-            ServerError: the channel is closed, or the frame could not be handed over.
-        """
-
-    @abstractmethod
-    def wait(self, slot: HostSlot, timeout_s: float, *, keep: bool = False) -> int:
-        """Waits for the reply to what was sent from ``slot``; returns its length in bytes, in ``slot.reply``.
-
-        Raises:
-            DeadlineError: no reply within ``timeout_s`` seconds. With ``keep`` it can be waited for again. Without, the
-                slot is abandoned: after its ``release`` it comes free only when the late reply has arrived (which is
-                dropped and counted in ``n_stale``), so nothing is overwritten.
-            ProtocolError: the reply has an impossible length.
-            ServerError: the channel was closed, by either side.
-        """
-
-    @abstractmethod
-    def send_by(self, slot: HostSlot, code: CompiledSlot, *values: int) -> int:
-        """As `send`, of a frame that compiled code writes; it has the id ``next_id(slot)``.
-
-        Args:
-            slot: acquired.
-            code: of this slot.
-            values: see there.
-
-        Returns:
-            the bytes of the frame; nothing was sent if that is not positive.
-
-        Raises:
-            ServerError: the channel is closed, or the frame could not be handed over.
-        """
-
-    @abstractmethod
-    def look_by(self, slot: HostSlot, code: CompiledSlot, *values: int, timeout_s: float) -> bool:
-        """Looks for a reply in compiled code as long as that pays, ``timeout_s`` seconds at most.
-
-        Returns:
-            whether it came and was as it should be, as if `wait` had returned; else it can still be waited for.
-
-        Raises:
-            ServerError: the channel is closed.
-        """
-
-    @abstractmethod
-    def release(self, slot: HostSlot) -> None:
-        """Gives a slot back; once after each ``acquire``, whether or not something was sent or received."""
-
-    @property
-    @abstractmethod
-    def is_idle(self) -> bool:
-        """Whether every slot is free."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Frees everything; wakes waiting threads with a ServerError. Idempotent, from any thread."""
-
-
 Work = Callable[[], None]
-"""What a thread that has handed over all that has arrived does before it waits again. Must not raise."""
+"""What a thread that has handed over all that has arrived does before it waits again."""
 
 Deliver = Callable[["ServerChannel", ServerSlot], Work | None]
 """Called from a thread of the transport, once per received request. Must return quickly (it enqueues) and not raise.
@@ -214,91 +112,118 @@ If it returns work, the same thread does it soon, without any lock: a small requ
 another thread.
 """
 
-
-@dataclass(frozen=True, slots=True)
-class SlotPlaces:
-    """Where a slot lies: addresses of its buffers, of the line that announces its reply, and of its semaphore."""
-
-    request: int
-    reply: int
-    line: int
-    semaphore: int
+OnFailure = Callable[[str], None]
+"""Told that a thread of the transport has ended with an error that it did not foresee, and with which."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChannelPlaces:
-    """Where a channel in shared memory lies, for compiled code: addresses that are good while its reader runs."""
-
-    ring: int
-    """Of the lines that announce requests."""
-    semaphore: int
-    """That counts them."""
-    slots: tuple[SlotPlaces, ...]
-
-
-class Express(ABC):
-    """Answers the small requests of a channel by itself. For the thread that reads its ring or its lane."""
-
-    n_read: int
-    """Requests that were taken off the ring; set before `serve`, which counts on."""
-    n_unsent: int
-    """Replies whose host has filled its semaphore; whoever reads it sets it back to 0."""
-    looked_since: float
-    """When its last look began, perf_counter seconds."""
-    unsent: memoryview | None = None
-    """A reply that the lane has not taken whole; the lane is of no use any more."""
-
-    @abstractmethod
-    def serve(self, spin: AdaptiveSpin) -> int | None:
-        """Looks for requests and answers them, as long as that is all that there is to do.
-
-        Returns:
-            why it ended, a `Seen`; None if it is not possible now, and nothing was done.
-        """
-
-    @abstractmethod
-    def call_back(self) -> None:
-        """Makes `serve` return, and never do anything again. From any thread."""
+def ignore_failure(text: str) -> None:
+    """The `OnFailure` of channels without a server around them; the failure itself is logged."""
+    del text
 
 
 class ServerChannel(ABC):
-    """The server's end of the data plane to one attached host."""
+    """The server's end of the data plane to one attached host.
+
+    Attributes:
+        offer: what the host needs to open its end; for the control plane.
+        nonce: as `HostChannel.nonce`: equal on both ends exactly if they share memory.
+        n_dropped: requests refused or dropped by the transport, and replies whose host was gone.
+    """
 
     name: str
-    slots: tuple[ServerSlot, ...]
     offer: ChannelOffer
-    """What the host needs to open its end; for the control plane."""
-    express: Express | None = None
-    """Set by whoever computes, if there are ``places`` or a ``lane``."""
     nonce: bytes = b""
-    """As `HostChannel.nonce`: equal on both ends exactly if they share memory."""
-    n_dropped: int = 0
-    """Requests refused or dropped by the transport, and replies whose host was gone."""
+
+    def __init__(self, slots: tuple[ServerSlot, ...], deliver: Deliver) -> None:
+        self.slots = slots
+        self.n_dropped = 0
+        self._deliver_to = deliver
+        self._busy = [False] * len(slots)
+        self._lock = threading.Lock()
+        """Held for the few non-blocking steps of a reply, so that close() cannot take the buffers away meanwhile."""
+        self._delivering = threading.RLock()
+        """Held while `Deliver` runs; reentrant, since it may close the channel."""
+        self._closed = False
+        self._work: Work | None = None
+        self._header = FrameHeader()
 
     @abstractmethod
+    def is_cancelled(self, slot: ServerSlot) -> bool:
+        """Whether the host has said that it does not wait for the reply to the request in ``slot`` any more."""
+
+    @abstractmethod
+    def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
+        """Sends without blocking for long; called with ``_lock`` held. Does not raise because the host is gone."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Wakes the host, frees everything; called once, when no delivery runs."""
+
+    def opened(self) -> None:  # noqa: B027 (most transports have nothing to do)
+        """The control plane says that the host opened its end; names and other means to open it are given up."""
+
     def reply(self, slot: ServerSlot, n_bytes: int) -> None:
         """Sends a frame, the first ``n_bytes`` of ``slot.reply``; the slot then takes the next request.
 
         From any thread. Never blocks for long and never raises because the host is gone. The buffer must stay as it is
         until the slot is delivered again.
         """
+        if not HEADER_BYTES <= n_bytes <= len(slot.reply):
+            raise CapacityError(f"reply of {n_bytes} bytes; a slot takes {HEADER_BYTES} to {len(slot.reply)}")
+        with self._lock:
+            if self._closed:
+                return
+            if not self._busy[slot.index]:
+                raise RuntimeError(f"slot {slot.index} has no request to answer")
+            self._busy[slot.index] = False
+            self._send_reply(slot, n_bytes)
 
-    @abstractmethod
     def close(self) -> None:
         """Stops delivery, frees everything, wakes the host. Idempotent. No `Deliver` call starts after it returned.
 
         Waits for a `Deliver` call that is running: do not call it under a lock that `Deliver` takes.
         """
+        with self._lock:
+            first, self._closed = not self._closed, True
+        with self._delivering:
+            pass  # a delivery that was running has ended, and the next one sees that the channel is closed
+        if first:
+            self._close()
 
-    @property
-    def places(self) -> ChannelPlaces | None:
-        """Where frames and what announces them lie, if that is shared memory."""
-        return None
+    def _deliver(self, slot: ServerSlot, n_bytes: int) -> None:
+        """Hands a received request of a checked length on."""
+        with self._delivering:
+            if self._closed:
+                return
+            slot.n_bytes = n_bytes
+            slot.received_at = perf_counter()
+            self._busy[slot.index] = True
+            try:
+                self._work = self._deliver_to(self, slot) or self._work
+            except Exception:
+                log.exception("%s: a request could not be delivered", self.name)
+                if self._busy[slot.index]:
+                    text = "the server could not take the request"
+                    self._refuse(slot, peek_request_id(slot.request), ErrorCode.INTERNAL, text)
 
-    @property
-    def lane(self) -> int:
-        """Address of the block of its lane, see `moeoffload.kernels.lane_words`; 0 if it has none."""
-        return 0
+    def do_work(self) -> None:
+        """Does what the deliveries so far have asked for; called by the thread that delivered, without any lock."""
+        work, self._work = self._work, None
+        if work is not None:
+            work()
 
-    def opened(self) -> None:  # noqa: B027 (most transports have nothing to do)
-        """The control plane says that the host opened its end; names and other means to open it are given up."""
+    def _refuse(self, slot: ServerSlot, request_id: int, code: ErrorCode, text: str) -> None:
+        """Answers the request in ``slot`` with an error frame."""
+        self.n_dropped += 1
+        n_bytes = write_error_frame(self._header, slot.reply, request_id, code, text)
+        self._busy[slot.index] = True
+        self.reply(slot, n_bytes)
+
+
+def write_error_frame(header: FrameHeader, frame: memoryview, request_id: int, code: ErrorCode, text: str) -> int:
+    """Writes an error frame into ``frame``, the text cut to what fits; returns its length in bytes."""
+    room = len(frame) - HEADER_BYTES
+    header.kind, header.request_id, header.code = Kind.ERROR, request_id, code
+    header.body_bytes = write_error_text(frame, text.encode(errors="replace")[:room].decode(errors="ignore"))
+    header.pack_into(frame)
+    return HEADER_BYTES + header.body_bytes

@@ -5,7 +5,8 @@ Layout: a control page, then one 4096-aligned request area and one reply area pe
     0    magic, version, slots, bytes of a request, of a reply and of everything, nonce
     128  the server closed the channel        192  the host closed the channel
     256  one 64-byte line per request on its way: slot, bytes, request id, bell (a ring; a semaphore counts its entries)
-    ...  one 64-byte line per slot: bytes, request id, bell of its reply (one semaphore per slot)
+    ...  one 64-byte line per slot: bytes, request id, bell of its reply (one semaphore per slot); and, written by the
+         host, the id of a request whose reply it does not wait for any more
 
 The ring entry is written before the semaphore is posted, under a lock of the host, and read after a token was taken:
 the n-th token belongs to the n-th entry, and the semaphore orders memory on every architecture. The bell is written
@@ -29,8 +30,7 @@ from typing import Final
 import posix_ipc
 
 from moeoffload.errors import ProtocolError, ServerError
-from moeoffload.transport.base import ChannelPlaces, ChannelSizes, SlotPlaces
-from moeoffload.transport.native_semaphore import NativeSemaphore
+from moeoffload.transport.base import ChannelSizes
 
 MAGIC: Final = b"MOEXSHM\0"
 VERSION: Final = 1
@@ -81,24 +81,18 @@ class Segment:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         request_step, reply_step = _aligned(sizes.request_bytes), _aligned(sizes.reply_bytes)
         replies_at = control + n * request_step
-        requests, replies = range(control, replies_at, request_step), range(replies_at, len(memory), reply_step)
-        self.requests = [memory[at : at + sizes.request_bytes] for at in requests]
-        self.replies = [memory[at : at + sizes.reply_bytes] for at in replies]
-        self._request_addresses = [self._address + at for at in requests]
-        self._reply_addresses = [self._address + at for at in replies]
+        self.requests = [memory[at : at + sizes.request_bytes] for at in range(control, replies_at, request_step)]
+        self.replies = [memory[at : at + sizes.reply_bytes] for at in range(replies_at, len(memory), reply_step)]
         flags = posix_ipc.O_CREX if create else 0
         semaphores: list[posix_ipc.Semaphore] = []
-        self._native: list[NativeSemaphore] = []
         try:
             for semaphore in _semaphore_names(name, n):
                 semaphores.append(posix_ipc.Semaphore(semaphore, flags, mode=0o600))
-                self._native.append(NativeSemaphore(semaphore))
         except BaseException:
-            for opened in (*semaphores, *self._native):
+            for opened in semaphores:
                 opened.close()
             raise
         self.request_semaphore, *self.reply_semaphores = semaphores
-        self._request_semaphore_at, *self._reply_semaphores_at = (each.address for each in self._native)
 
     @classmethod
     def create(cls, sizes: ChannelSizes) -> Segment:
@@ -108,7 +102,7 @@ class Segment:
             ServerError: /dev/shm has too little room; the message says how much is needed and available.
         """
         name = f"/moeoffload-{os.getpid()}-{secrets.token_hex(16)}"
-        needed = segment_bytes(sizes)
+        needed = max(segment_bytes(sizes), sizes.shared_bytes)
         room = os.statvfs(SHM_FOLDER)
         # Asked first: reserving would fill the memory up to the brim, under everybody's feet, before it failed.
         if needed > room.f_bavail * room.f_frsize:
@@ -148,7 +142,7 @@ class Segment:
                     f"shared memory {name} has owner {stat.st_uid} and mode {stat.st_mode & 0o777:o}, "
                     f"expected {os.geteuid()} and 600"
                 )
-            if stat.st_size != segment_bytes(sizes):
+            if stat.st_size < segment_bytes(sizes):
                 raise ProtocolError(f"shared memory {name} has {stat.st_size} bytes, expected {segment_bytes(sizes)}")
             segment = cls(name, sizes, shm.fd, create=False)
         except (posix_ipc.ExistentialError, FileNotFoundError):
@@ -163,23 +157,12 @@ class Segment:
         return _RING + n % self._sizes.n_slots * _LINE_WORDS
 
     def reply_at(self, slot: int) -> int:
-        """Word at which the reply of a slot announces itself: bytes, request id, bell."""
+        """Word at which the reply of a slot announces itself: bytes, request id, bell, cancelled request id."""
         return _RING + (self._sizes.n_slots + slot) * _LINE_WORDS
 
     def address_of(self, word: int) -> int:
         """Where a word lies in this process; mapped as long as there is a view on the memory."""
         return self._address + word * _WORD
-
-    @property
-    def places(self) -> ChannelPlaces:
-        """Where everything lies in this process."""
-        lines = (self.address_of(self.reply_at(slot)) for slot in range(self._sizes.n_slots))
-        slots = zip(self._request_addresses, self._reply_addresses, lines, self._reply_semaphores_at, strict=True)
-        return ChannelPlaces(
-            self.address_of(self.ring_at(0)),
-            self._request_semaphore_at,
-            tuple(SlotPlaces(*places) for places in slots),
-        )
 
     def unlink(self) -> None:
         """Takes the names away; what is open stays usable. Idempotent, also across the two sides."""
@@ -194,7 +177,7 @@ class Segment:
         unmapping it under a tensor would be a crash.
         """
         self.unlink()
-        for semaphore in (self.request_semaphore, *self.reply_semaphores, *self._native):
+        for semaphore in (self.request_semaphore, *self.reply_semaphores):
             semaphore.close()
 
 

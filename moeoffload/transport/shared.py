@@ -1,7 +1,7 @@
 """Both ends on one machine: frames stay where they were written, in memory that both processes map.
 
 A request or reply costs its sender one ring entry or line and one semaphore post, the other side one token. See
-`segment` for the layout and `waiting` for how a thread waits.
+`segment` for the layout and `spin` for how a thread waits.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from time import perf_counter
 from typing import Final
 
 from moeoffload.errors import DeadlineError, ProtocolError
-from moeoffload.kernels.watch import Seen
+from moeoffload.last_resort import start_thread
 from moeoffload.transport.base import (
     ChannelOffer,
-    ChannelPlaces,
     ChannelSizes,
-    CompiledSlot,
     Deliver,
     HostSlot,
+    OnFailure,
+    ServerChannel,
     ServerSlot,
+    ignore_failure,
 )
-from moeoffload.transport.pool import PooledHostChannel, PooledServerChannel, SlotState
 from moeoffload.transport.segment import HOST_CLOSED, SERVER_CLOSED, Segment
-from moeoffload.transport.waiting import SPIN_LIMIT_S, AdaptiveSpin
+from moeoffload.transport.slots import HostChannel
+from moeoffload.transport.spin import SPIN_LIMIT_S, AdaptiveSpin
 from moeoffload.wire import HEADER_BYTES, ErrorCode
 
 MOST_SPARE: Final = 8
 READ_POLL_S: Final = 0.5
-"""A sleeping reader looks this often whether it was closed, should the wake-up have been lost with its process."""
+"""A sleeping thread looks this often whether the other side closed, should the wake-up be lost with its process."""
 
 
-class SharedHostEnd(PooledHostChannel):
+class SharedHostEnd(HostChannel):
     """The host's end; made by `open_shared`."""
 
     name = "shared"
@@ -50,15 +51,14 @@ class SharedHostEnd(PooledHostChannel):
         self._n_sent = 0
         self._awaited = [0] * sizes.n_slots
         """Per slot the request id whose reply is to come."""
-        self._looked_since: list[float | None] = [None] * sizes.n_slots
-        """Per slot since when `look_by` has looked, if it has found nothing."""
         self._spin = AdaptiveSpin(spin_limit_s)
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
         words, index = self._words, slot.index
         if self._segment.reply_semaphores[index].value:
             self._drop_spare_replies(index)
-        self._expect(slot, request_id)
+        self._awaited[index] = request_id
+        self._mark_sent(slot)
         with self._ring:  # the n-th post must come after the n-th entry
             at = self._ring_at[self._n_sent % len(self._ring_at)]
             self._n_sent += 1
@@ -66,63 +66,8 @@ class SharedHostEnd(PooledHostChannel):
             self._segment.request_semaphore.release()
             words[at + 3] = self._n_sent
 
-    def _expect(self, slot: HostSlot, request_id: int) -> None:
-        self._awaited[slot.index] = request_id
-        self._looked_since[slot.index] = None
-        self._mark_sent(slot)
-
-    @property
-    def places(self) -> ChannelPlaces:
-        """Where its frames lie, for compiled code."""
-        return self._segment.places
-
-    def send_by(self, slot: HostSlot, code: CompiledSlot, *values: int) -> int:
-        """See `HostChannel.send_by`."""
-        self._check_held(slot)
-        self._enter()
-        try:
-            with self._ring:
-                code.sent.value = 0
-                # First: Ctrl-C may come at any time, and an id must not be used twice.
-                self._expect(slot, self._ids[slot.index])
-                try:
-                    return code.post(code.block, self._n_sent, *values)
-                finally:
-                    if code.sent.value:
-                        self._n_sent += 1
-                    else:
-                        self._unmark_sent(slot)
-        finally:
-            self._leave()
-
-    def look_by(self, slot: HostSlot, code: CompiledSlot, *values: int, timeout_s: float) -> bool:
-        """See `HostChannel.look_by`."""
-        spin, index = self._spin, slot.index
-        budget_s = min(spin.budget_s, timeout_s)
-        if budget_s <= 0 or self._states[index] != SlotState.SENT:
-            return False
-        if self._words[SERVER_CLOSED]:
-            self._check_open()
-        self._enter()
-        started = perf_counter()
-        code.taken.value = 0
-        try:
-            seen = code.collect(code.block, *values, int(budget_s * 1e9))
-        finally:
-            if code.taken.value:
-                self._states[index] = SlotState.HELD
-            self._leave()
-        if seen == Seen.CALLED:
-            return False
-        spin.met(seen)
-        if seen == Seen.NEWS:
-            spin.learn(perf_counter() - started)
-            return True
-        self._looked_since[index] = started
-        return False
-
     def _drop_spare_replies(self, index: int) -> None:
-        """Drops the reply before, should it come once more: nobody has asked for anything since."""
+        """Drops the reply before, should it come once more: nothing was asked for since."""
         semaphore = self._segment.reply_semaphores[index]
         for _ in range(MOST_SPARE):  # a server may have posted any number
             if not semaphore.value:
@@ -141,13 +86,13 @@ class SharedHostEnd(PooledHostChannel):
             if left_s <= 0:
                 raise DeadlineError
             # A token without its reply is the wake-up of a close(), or of a reply that came twice: look again.
-            looked_since, self._looked_since[index] = self._looked_since[index], None
-            poll_s = left_s if left_s < READ_POLL_S else READ_POLL_S
-            took = self._spin.acquire(semaphore, bell, awaited, poll_s, looked_since)
-            if took:
+            if self._spin.acquire(semaphore, bell, awaited, left_s if left_s < READ_POLL_S else READ_POLL_S):
                 if self._words[at + 1] == awaited:
                     return self._words[at]
                 self.n_stale += not (self._closed or self._words[SERVER_CLOSED])
+
+    def _cancel(self, slot: HostSlot, request_id: int) -> None:
+        self._words[self._reply_at[slot.index] + 3] = request_id
 
     def _take_late(self, slot: HostSlot) -> bool:
         semaphore = self._segment.reply_semaphores[slot.index]
@@ -169,18 +114,26 @@ class SharedHostEnd(PooledHostChannel):
         self._segment.close()
 
 
-class SharedServerEnd(PooledServerChannel):
+class SharedServerEnd(ServerChannel):
     """The server's end: creates the segment. One thread delivers the requests."""
 
     name = "shared"
 
-    def __init__(self, sizes: ChannelSizes, deliver: Deliver, *, spin_limit_s: float = SPIN_LIMIT_S) -> None:
+    def __init__(
+        self,
+        sizes: ChannelSizes,
+        deliver: Deliver,
+        *,
+        spin_limit_s: float = SPIN_LIMIT_S,
+        on_failure: OnFailure = ignore_failure,
+    ) -> None:
         """Creates the segment and starts to deliver.
 
         Args:
             sizes: of the channel.
             deliver: is called once per request.
-            spin_limit_s: longest look for the next request without sleeping, in seconds; 0 never spins.
+            spin_limit_s: longest spin for the next request, in seconds; 0 never spins.
+            on_failure: told if the thread that delivers ends with an error; the channel is closed then.
 
         Raises:
             ServerError: /dev/shm has too little room for it.
@@ -196,47 +149,38 @@ class SharedServerEnd(PooledServerChannel):
         self._taken = [0] * sizes.n_slots
         """Per slot the request id that is being worked on."""
         self._spin = AdaptiveSpin(spin_limit_s)
-        self._reader = threading.Thread(target=self._read, name="shared-reader", daemon=True)
-        self._reader.start()
-
-    @property
-    def places(self) -> ChannelPlaces:
-        """See `ServerChannel.places`."""
-        return self._segment.places
+        self._on_failure = on_failure
+        self._reader = start_thread("shared-reader", self._read, self._failed)
 
     def opened(self) -> None:
         """The host has opened its end: the names are given up (the host has tried that, too)."""
         self._segment.unlink()
+
+    def is_cancelled(self, slot: ServerSlot) -> bool:
+        """See `ServerChannel.is_cancelled`."""
+        return self._words[self._reply_at[slot.index] + 3] == self._taken[slot.index]
 
     def _read(self) -> None:
         segment, n_read = self._segment, 0
         ring = [segment.ring_at(n) for n in range(len(self.slots))]
         bells = [segment.address_of(at + 3) for at in ring]
         while not self._closed:
-            looked_since = None
-            if (express := self.express) is not None:
-                express.n_read = n_read
-                seen = express.serve(self._spin)
-                n_read = express.n_read
-                self.n_dropped += express.n_unsent
-                express.n_unsent = 0
-                if seen == Seen.CALLED:
-                    continue
-                if seen is not None:
-                    looked_since = express.looked_since
             place = n_read % len(ring)
-            at = ring[place]
-            bell = bells[place]
-            if not self._spin.acquire(segment.request_semaphore, bell, n_read + 1, READ_POLL_S, looked_since):
+            if not self._spin.acquire(segment.request_semaphore, bells[place], n_read + 1, READ_POLL_S):
                 continue
             if self._words[HOST_CLOSED]:
                 self.close()
             elif not self._closed:
-                self._take(at)
+                self._take(ring[place])
                 n_read += 1
                 if not segment.request_semaphore.value:
                     self.do_work()
         segment.close()
+
+    def _failed(self, text: str) -> None:
+        self.close()
+        self._segment.close()
+        self._on_failure(text)
 
     def _take(self, at: int) -> None:
         index, n_bytes, request_id = self._words[at], self._words[at + 1], self._words[at + 2]
@@ -263,10 +207,8 @@ class SharedServerEnd(PooledServerChannel):
 
     def _close(self) -> None:
         self._words[SERVER_CLOSED] = 1
-        if self.express is not None:
-            self.express.call_back()
         for semaphore in (self._segment.request_semaphore, *self._segment.reply_semaphores):
-            with suppress(OSError):  # full: whoever waits for it is awake anyway
+            with suppress(OSError):  # full: a thread that waits for it is awake anyway
                 semaphore.release()
         if self._reader is not threading.current_thread():
             self._reader.join()  # it frees the segment
@@ -277,7 +219,7 @@ def open_shared(offer: ChannelOffer, *, spin_limit_s: float = SPIN_LIMIT_S) -> S
 
     Args:
         offer: of a `SharedServerEnd`.
-        spin_limit_s: longest look for a reply without sleeping, in seconds; 0 never spins.
+        spin_limit_s: longest spin for a reply, in seconds; 0 never spins.
 
     Raises:
         ServerError: the memory is not on this host, or not one that a server of this user made.

@@ -17,10 +17,7 @@ import zmq
 
 from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.transport.base import ChannelOffer, ChannelSizes, HostSlot
-from moeoffload.transport.lane import TOKEN_BYTES
-from moeoffload.transport.lane_key import LaneKey
-from moeoffload.transport.laned import LanedHostChannel
-from moeoffload.transport.pool import SlotState
+from moeoffload.transport.slots import HostChannel, SlotState
 from moeoffload.transport.stream_keys import StreamKeys, check_key, encrypt_host_end
 from moeoffload.transport.zmq_socket import (
     CLOSED_ID,
@@ -32,7 +29,7 @@ from moeoffload.transport.zmq_socket import (
     new_routing_id,
     slot_buffers,
 )
-from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind, peek_frame_bytes
+from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
 
 SEND_TIMEOUT_S: Final = 2.0
 """How long a send waits for room, when the connection is lost and all that may be queued for it is queued."""
@@ -42,7 +39,7 @@ PROBE_S: Final = 0.25
 _NOBODY: Final = -1
 
 
-class StreamHostEnd(LanedHostChannel):
+class StreamHostEnd(HostChannel):
     """The host's end; made by `open_stream`."""
 
     name = "stream"
@@ -67,8 +64,8 @@ class StreamHostEnd(LanedHostChannel):
         self._follows = [False] * sizes.n_slots
         self._gates = [threading.Lock() for _ in range(sizes.n_slots)]
         """Per slot: held by whom nobody woke yet."""
-        self._probe = memoryview(bytearray(HEADER_BYTES))
-        self._probe_out = OutgoingFrame(self._probe)
+        self._control = memoryview(bytearray(HEADER_BYTES))
+        self._control_out = OutgoingFrame(self._control)
         self._probed_at = [0.0] * sizes.n_slots
         self._probed_ids = [0] * sizes.n_slots
         self._greeted_id = 0
@@ -107,7 +104,7 @@ class StreamHostEnd(LanedHostChannel):
             except DeadlineError:
                 continue  # the connection may have broken under the ping; a second answer is dropped
 
-    def _send_otherwise(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
+    def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
         at = 0
         deadline = perf_counter() + SEND_TIMEOUT_S
         while True:
@@ -126,7 +123,7 @@ class StreamHostEnd(LanedHostChannel):
                 raise ServerError(f"{self._endpoint} has taken nothing for {SEND_TIMEOUT_S:g} s")
             time.sleep(RETRY_S)
 
-    def _await_otherwise(self, slot: HostSlot, deadline: float) -> int:
+    def _await_reply(self, slot: HostSlot, deadline: float) -> int:
         index = slot.index
         likely = False
         try:
@@ -234,44 +231,31 @@ class StreamHostEnd(LanedHostChannel):
     def _ask(self, index: int, request_id: int) -> None:
         """``_using`` is held."""
         self._probed_at[index], self._probed_ids[index] = perf_counter(), request_id
-        FrameHeader(Kind.PING, request_id=request_id).pack_into(self._probe)
-        self._wire.send(request_id, self._probe_out, HEADER_BYTES, None)
+        self._send_control(Kind.PING, request_id)
 
-    def _ask_otherwise(self, slot: HostSlot, request_id: int) -> None:
+    def _send_control(self, kind: Kind, request_id: int) -> None:
+        """Sends a frame without a body, if there is room; ``_using`` is held."""
+        FrameHeader(kind, request_id=request_id).pack_into(self._control)
+        self._wire.send(request_id, self._control_out, HEADER_BYTES, None)
+
+    def _cancel(self, slot: HostSlot, request_id: int) -> None:
         with self._using:
-            self._ask(slot.index, request_id)
+            if self._awaited[slot.index] == request_id:  # else its reply is here
+                self._send_control(Kind.CANCEL, request_id)
+                if self._leader != _NOBODY:
+                    self._receive_all()  # as in `_send`
 
-    def _send_again(self, slot: HostSlot, request_id: int) -> None:
-        n_bytes = peek_frame_bytes(slot.request)
-        with self._using:
-            self._awaited[slot.index] = request_id
-            if self._wire.send(request_id, self._outgoing[slot.index], n_bytes, None) != n_bytes:
-                raise ServerError(f"{self._endpoint} takes nothing")
-
-    def _expect_otherwise(self, slot: HostSlot, request_id: int) -> None:
-        with self._using:
-            self._awaited[slot.index], self._arrived[slot.index] = request_id, 0
-            self._probed_at[slot.index] = perf_counter()
-
-    def _had(self, index: int) -> None:
-        self._awaited[index] = 0  # one word: no lock
-
-    def _has_arrived(self, index: int) -> bool:
-        return self._arrived[index] > 0
-
-    def _take_otherwise(self, slot: HostSlot) -> bool:
+    def _take_late(self, slot: HostSlot) -> bool:
         n_bytes, self._arrived[slot.index] = self._arrived[slot.index], 0
         return n_bytes > 0
 
     def _wake(self) -> None:
-        super()._wake()
         self._wire.wake()
         for gate in self._gates:
             with suppress(RuntimeError):  # somebody else has just woken that thread
                 gate.release()
 
     def _dispose(self) -> None:
-        super()._dispose()
         self._wire.close()
 
 
@@ -301,8 +285,6 @@ def open_stream(
         port = int(offer.parameters["port"])
         # Under encryption the routing id is nobody's business but ZeroMQ's: it never crosses the control plane.
         routing_id = new_routing_id() if pair else bytes.fromhex(offer.parameters["routing_id"])
-        lane_port, lane_token = int(offer.parameters.get("lane_port", "0")), offer.parameters.get("lane_token", "")
-        token = bytes.fromhex(lane_token)
     except (KeyError, ValueError) as error:
         raise ProtocolError(f"the offer of a stream channel has no valid {error}") from error
     if not 0 < port < 65_536 or len(routing_id) != ROUTING_ID_BYTES:
@@ -311,10 +293,6 @@ def open_stream(
     channel = StreamHostEnd(offer.sizes, f"tcp://{address}:{port}", routing_id, pair)
     try:
         channel.greet(timeout_s)
-        if 0 < lane_port < 65_536 and len(token) == TOKEN_BYTES:
-            key = None if pair is None else LaneKey.agree(pair[0].secret, server_key, server=False)
-            if pair is None or key is not None:
-                channel.open_lane(host.strip("[]"), lane_port, token, key, timeout_s)
     except BaseException:
         channel.close()
         raise

@@ -6,7 +6,6 @@ Each attach has a fresh key pair, made by the host; its public half, and the ser
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -16,6 +15,8 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from moeoffload.errors import ProtocolError
+from moeoffload.last_resort import start_thread
+from moeoffload.transport.base import OnFailure
 from moeoffload.transport.zmq_socket import PIECE_BYTES
 
 KEY_CHARACTERS: Final = 40
@@ -83,7 +84,7 @@ class Door:
         public_key, secret_key: of the listener, Z85 text; made for it alone.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], on_refused: OnRefused) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], on_refused: OnRefused, on_failure: OnFailure) -> None:
         """Makes a socket that is not bound yet speak CURVE only, and admit nobody so far."""
         keys = StreamKeys.new()
         self.public_key, self.secret_key = keys.public, keys.secret
@@ -102,8 +103,8 @@ class Door:
         self._shaking_hands: set[int] = set()
         """Descriptors of connections that are open and for which no key was seen yet."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._answer, name="stream-door", daemon=True)
-        self._thread.start()
+        self._stopped = False
+        self._thread = start_thread("stream-door", self._answer, on_failure)
 
     def admit(self, key: str) -> None:
         """From now on who has the secret half of ``key`` may connect."""
@@ -115,7 +116,8 @@ class Door:
 
     def stop(self) -> None:
         """Ends the thread; from now on nobody gets in. Before the socket is closed, which waits for it. Idempotent."""
-        if self._thread.is_alive():
+        if not self._stopped:
+            self._stopped = True
             os.eventfd_write(self._wake_fd, 1)
             self._thread.join()
             os.close(self._wake_fd)

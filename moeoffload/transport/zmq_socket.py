@@ -25,7 +25,7 @@ from typing import Final
 import zmq
 
 from moeoffload.transport.base import ChannelSizes
-from moeoffload.transport.waiting import AdaptiveSpin
+from moeoffload.transport.spin import AdaptiveSpin
 
 TAG: Final = struct.Struct("<QII")
 CLOSED_ID: Final = 0
@@ -162,7 +162,7 @@ class FrameSocket:
         Returns whether something happened on the socket: then it is cheaper to try to receive than to ask ``readable``.
         """
         started = perf_counter()
-        seen = self._spin.descriptors(ctypes.addressof(self._pollfds), 2, timeout_s)
+        seen = self._spin.poll(ctypes.addressof(self._pollfds), 2, timeout_s)
         events = self._poll.poll(0 if seen else timeout_s * 1000)
         self._spin.learn(perf_counter() - started)
         happened = False

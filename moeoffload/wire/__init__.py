@@ -6,9 +6,10 @@ from moeoffload.wire.header import (
     ErrorCode,
     Flag,
     FrameHeader,
+    FrameReader,
     Kind,
-    is_ping,
-    peek_frame_bytes,
+    Role,
+    control_kind,
     peek_layer,
     peek_request_id,
 )
@@ -21,7 +22,7 @@ from moeoffload.wire.layout import (
     read_error_text,
     write_error_text,
 )
-from moeoffload.wire.views import ByRows, SlotViews
+from moeoffload.wire.views import SlotViews
 
 __all__ = [
     "HEADER_BYTES",
@@ -29,16 +30,16 @@ __all__ = [
     "MAX_ROWS",
     "MAX_SLOTS",
     "WIRE_VERSION",
-    "ByRows",
     "DispatchViews",
     "ErrorCode",
     "Flag",
     "FrameHeader",
     "FrameLayout",
+    "FrameReader",
     "Kind",
+    "Role",
     "SlotViews",
-    "is_ping",
-    "peek_frame_bytes",
+    "control_kind",
     "peek_layer",
     "peek_request_id",
     "read_error_text",

@@ -1,4 +1,4 @@
-"""The fixed 64-byte little-endian header in front of every frame of the data plane.
+"""The 64-byte little-endian header in front of every frame, and what each side may receive.
 
 Layout (offset, size, field)::
 
@@ -8,9 +8,11 @@ Layout (offset, size, field)::
     6  1  dtype_out            40  8  timeout_us              60  4  checksum    CRC-32 of bytes 0..59
     7  1  dtype_back
     8  8  request_id           ``timeout_us`` is how long the sender waits from now on, since clocks of two machines
-    16 4  epoch                differ; 0 means no limit.
-    20 2  layer
+    16 4  epoch                differ; 0 means no limit. The server does not compute what has waited longer than that,
+    20 2  layer                nor what a CANCEL frame with the same request id came for before it was begun.
     22 2  top_k
+
+`RULES` says which kinds a side takes and which fields must be as agreed; `FrameReader` is the only code that checks.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
-from enum import IntEnum, IntFlag
-from typing import Final
+from enum import Enum, IntEnum, IntFlag
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from moeoffload.errors import ProtocolError
+from moeoffload.errors import CapacityError, ProtocolError
+
+if TYPE_CHECKING:
+    from moeoffload.wire.layout import FrameLayout
 
 MAGIC: Final = b"MOEX"
 WIRE_VERSION: Final = 1
@@ -29,12 +34,8 @@ HEADER_BYTES: Final = 64
 
 _FIELDS: Final = struct.Struct("<4sBBBBQIHHIIQQIII")
 _CHECKSUM: Final = struct.Struct("<I")
-_REQUEST_ID: Final = struct.Struct("<Q")
-_REQUEST_ID_OFFSET: Final = 8
-_BODY_BYTES: Final = struct.Struct("<Q")
-_BODY_BYTES_OFFSET: Final = 32
-_LAYER: Final = struct.Struct("<H")
-_LAYER_OFFSET: Final = 20
+_REQUEST_ID: Final = struct.Struct("<8xQ")
+_LAYER: Final = struct.Struct("<20xH")
 assert _FIELDS.size + _CHECKSUM.size == HEADER_BYTES
 
 
@@ -45,7 +46,37 @@ class Kind(IntEnum):
     COMBINE = 2
     ERROR = 3
     CANCEL = 4
+    """The host does not wait for the reply to this request any more; no answer."""
     PING = 5
+    """Sent back as it is; about a request that is being worked on it has no answer."""
+
+
+class Role(Enum):
+    """Who reads a frame."""
+
+    HOST = "host"
+    SERVER = "server"
+
+
+class Rule(NamedTuple):
+    """What a received frame of one kind has to be."""
+
+    agreed: tuple[str, ...] = ()
+    """Fields that must be as agreed at attach."""
+    row_bytes: str = ""
+    """The layout's name for the bytes of a row; without it the length of the body is free."""
+
+
+RULES: Final = {
+    Role.SERVER: {
+        Kind.DISPATCH: Rule(("epoch", "dtype_out", "dtype_back", "top_k"), "dispatch_row_bytes"),
+    },
+    Role.HOST: {
+        Kind.COMBINE: Rule(("epoch", "dtype_back"), "combine_row_bytes"),
+        Kind.ERROR: Rule(),
+    },
+}
+"""By reader and kind. Pings and cancellations are the transports', see `control_kind`."""
 
 
 class Flag(IntFlag):
@@ -66,6 +97,7 @@ class ErrorCode(IntEnum):
     BUSY = 5
     DRAINING = 6
     TOO_LATE = 7
+    """The host had stopped to wait before the request was begun; it was not computed."""
     INTERNAL = 8
 
 
@@ -91,12 +123,6 @@ class FrameHeader:
     queue_us: int = 0
     compute_us: int = 0
     code: int = 0
-
-    def first_word(self) -> int:
-        """The first eight bytes as a little-endian integer: magic, version, kind and dtypes."""
-        frame = bytearray(HEADER_BYTES)
-        self.pack_into(memoryview(frame))
-        return int.from_bytes(frame[:8], "little")
 
     def pack_into(self, buffer: memoryview) -> None:
         """Writes the header with its checksum over the first 64 bytes of ``buffer``."""
@@ -128,26 +154,64 @@ class FrameHeader:
             raise ProtocolError("frame checksum does not match its header")
 
 
-def is_ping(frame: memoryview) -> bool:
-    """Whether the frame in ``frame`` (at least 64 bytes) has a valid header, of a ping."""
+class FrameReader:
+    """Reads the frames of one lease for one side, and checks them before anything is allocated for them."""
+
+    def __init__(self, role: Role, layout: FrameLayout, epoch: int) -> None:
+        """``layout`` and ``epoch`` are what was agreed at attach."""
+        self._capacity = layout.capacity
+        self._rules = {
+            int(kind): (
+                kind.name.lower(),
+                tuple((name, int(epoch if name == "epoch" else getattr(layout, name))) for name in rule.agreed),
+                int(getattr(layout, rule.row_bytes)) if rule.row_bytes else 0,
+            )
+            for kind, rule in RULES[role].items()
+        }
+
+    def read(self, header: FrameHeader, frame: memoryview, n_bytes: int) -> None:
+        """Reads the header of the first ``n_bytes`` of ``frame`` into ``header``.
+
+        Raises:
+            CapacityError: more rows than agreed.
+            ProtocolError: anything else that is not as `RULES` say; names the field.
+        """
+        header.unpack_from(frame)
+        rule = self._rules.get(header.kind)
+        if rule is None:
+            raise ProtocolError(f"frame kind is {header.kind}, expected {' or '.join(map(str, self._rules))}")
+        kind, agreed, row_bytes = rule
+        for name, value in agreed:
+            if getattr(header, name) != value:
+                raise ProtocolError(f"{kind} frame: {name} is {getattr(header, name)}, expected {value}")
+        if not row_bytes:
+            return
+        rows = header.rows
+        if rows > self._capacity:
+            raise CapacityError(f"{kind} frame has {rows} rows, at most {self._capacity} are taken")
+        if not rows:
+            raise ProtocolError(f"{kind} frame: rows is 0, expected at least 1")
+        if header.body_bytes != rows * row_bytes:
+            raise ProtocolError(f"{kind} frame: body_bytes is {header.body_bytes}, expected {rows * row_bytes}")
+        if n_bytes != HEADER_BYTES + header.body_bytes:
+            raise ProtocolError(f"{kind} frame has {n_bytes} bytes, expected {HEADER_BYTES + header.body_bytes}")
+
+
+def control_kind(frame: memoryview) -> Kind | None:
+    """PING or CANCEL if the frame in ``frame`` (at least 64 bytes) has a valid header of that kind, else None."""
     header = FrameHeader()
     try:
         header.unpack_from(frame)
     except ProtocolError:
-        return False
-    return header.kind == Kind.PING
-
-
-def peek_frame_bytes(frame: memoryview) -> int:
-    """Bytes of the whole frame as its header has them, without checking anything."""
-    return HEADER_BYTES + int(_BODY_BYTES.unpack_from(frame, _BODY_BYTES_OFFSET)[0])
+        return None
+    return Kind(header.kind) if header.kind in (Kind.PING, Kind.CANCEL) else None
 
 
 def peek_request_id(buffer: memoryview) -> int:
     """The request id of the frame in ``buffer`` (at least 64 bytes), without looking at anything else."""
-    return int(_REQUEST_ID.unpack_from(buffer, _REQUEST_ID_OFFSET)[0])
+    return int(_REQUEST_ID.unpack_from(buffer)[0])
 
 
 def peek_layer(buffer: memoryview) -> int:
     """The MoE layer of the frame in ``buffer`` (at least 64 bytes), without looking at anything else."""
-    return int(_LAYER.unpack_from(buffer, _LAYER_OFFSET)[0])
+    return int(_LAYER.unpack_from(buffer)[0])

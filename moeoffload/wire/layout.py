@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 
 import torch
 
-from moeoffload.errors import CapacityError, ProtocolError
+from moeoffload.errors import ProtocolError
 from moeoffload.payload import PayloadDtype
 from moeoffload.text import one_line
-from moeoffload.wire.header import HEADER_BYTES, FrameHeader, Kind
+from moeoffload.wire.header import HEADER_BYTES
 
 WEIGHT_BYTES: Final = 4
 SLOT_BYTES: Final = 2
@@ -87,60 +87,6 @@ class FrameLayout:
     def reply_bytes(self) -> int:
         """Bytes of the largest reply frame, header included; an error frame always fits."""
         return HEADER_BYTES + max(self.combine_body_bytes(self.capacity), MAX_ERROR_TEXT_BYTES)
-
-    def check_dispatch(self, header: FrameHeader, frame_bytes: int) -> None:
-        """Checks a received dispatch header against what was agreed, before anything is read or allocated.
-
-        Raises:
-            CapacityError: more rows than ``capacity``.
-            ProtocolError: any other disagreement; names the field.
-        """
-        if header.rows > self.capacity:
-            raise CapacityError(f"frame has {header.rows} rows, this server takes at most {self.capacity}")
-        if (
-            header.rows > 0
-            and header.dtype_out == self.dtype_out
-            and header.dtype_back == self.dtype_back
-            and header.top_k == self.top_k
-            and header.body_bytes == header.rows * self.dispatch_row_bytes
-            and frame_bytes == HEADER_BYTES + header.body_bytes
-        ):
-            return
-        for name, value, expected in (
-            ("dtype_out", header.dtype_out, int(self.dtype_out)),
-            ("dtype_back", header.dtype_back, int(self.dtype_back)),
-            ("top_k", header.top_k, self.top_k),
-            ("body_bytes", header.body_bytes, self.dispatch_body_bytes(header.rows)),
-            ("frame bytes", frame_bytes, HEADER_BYTES + header.body_bytes),
-        ):
-            if value != expected:
-                raise ProtocolError(f"dispatch frame: {name} is {value}, expected {expected}")
-        if header.rows == 0:
-            raise ProtocolError("dispatch frame: rows is 0, expected at least 1")
-
-    def check_combine(self, header: FrameHeader, frame_bytes: int, rows: int) -> None:
-        """Checks a received combine header against the request of ``rows`` rows it answers.
-
-        Raises:
-            ProtocolError: naming the field that differs.
-        """
-        if (
-            header.kind == Kind.COMBINE
-            and header.rows == rows
-            and header.dtype_back == self.dtype_back
-            and header.body_bytes == rows * self.combine_row_bytes
-            and frame_bytes == HEADER_BYTES + header.body_bytes
-        ):
-            return
-        for name, value, expected in (
-            ("kind", header.kind, int(Kind.COMBINE)),
-            ("rows", header.rows, rows),
-            ("dtype_back", header.dtype_back, int(self.dtype_back)),
-            ("body_bytes", header.body_bytes, self.combine_body_bytes(rows)),
-            ("frame bytes", frame_bytes, HEADER_BYTES + header.body_bytes),
-        ):
-            if value != expected:
-                raise ProtocolError(f"combine frame: {name} is {value}, expected {expected}")
 
     def dispatch_views(self, frame: memoryview, rows: int) -> DispatchViews:
         """Tensors over the dispatch body in ``frame`` (which starts at the header); nothing is copied."""

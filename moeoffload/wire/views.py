@@ -16,69 +16,58 @@ MAX_LARGE: Final = 32
 _T = TypeVar("_T")
 
 
-class ByRows(Generic[_T]):
-    """What is made over a buffer for each row count: small counts are kept for good, of the large ones the latest."""
+class _ByRows(Generic[_T]):
+    """Views over one buffer: those of few rows are kept for good, of the others the latest."""
 
     def __init__(self, make: Callable[[memoryview, int], _T], buffer: memoryview) -> None:
         self._make = make
         self._buffer = buffer
-        self.small: dict[int, _T] = {}
-        """Those that were made, of up to SMALL_ROWS rows."""
+        self._small: dict[int, _T] = {}
         self._large: dict[int, _T] = {}
         self.n_created = 0
 
     def get(self, rows: int) -> _T:
-        """The one for ``rows`` rows; made now, or before.
-
-        Raises:
-            ServerError: the buffer was dropped, by another thread.
-        """
-        kept = self.small if rows <= SMALL_ROWS else self._large
+        """The view of ``rows`` rows; raises ServerError if the buffer was dropped."""
+        kept = self._small if rows <= SMALL_ROWS else self._large
         view = kept.get(rows)
         if view is None:
             if kept is self._large and len(kept) >= MAX_LARGE:
                 del kept[next(iter(kept))]
             # A view made in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
-                view = kept[rows] = self._make(_there(self._buffer), rows)
+                view = kept[rows] = self._make(_check(self._buffer), rows)
             self.n_created += 1
             if not self._buffer:  # dropped while it was made: nobody would drop this one
                 kept.clear()
-                _there(self._buffer)
+                _check(self._buffer)
         return view
 
     def drop(self) -> None:
-        """Lets go of the buffer and of all that was made over it."""
         self._buffer = memoryview(b"")
-        self.small.clear()
+        self._small.clear()
         self._large.clear()
 
 
 class SlotViews:
-    """Views on one slot's request and reply buffers."""
+    """Views on one slot's request and reply buffers.
+
+    Attributes:
+        dispatch: ``dispatch(rows)`` are the views on a dispatch body of so many rows in the request buffer.
+        combine: ``combine(rows)`` is the view (rows, hidden) on a combine body in the reply buffer.
+
+    Both raise ServerError if another thread has dropped the buffers.
+    """
 
     def __init__(self, layout: FrameLayout, request: memoryview, reply: memoryview) -> None:
-        self._dispatch = ByRows(layout.dispatch_views, request)
-        self._combine = ByRows(layout.combine_view, reply)
+        self._dispatch: _ByRows[DispatchViews] = _ByRows(layout.dispatch_views, request)
+        self._combine: _ByRows[torch.Tensor] = _ByRows(layout.combine_view, reply)
+        self.dispatch = self._dispatch.get
+        self.combine = self._combine.get
 
     @property
     def n_created(self) -> int:
         """How often a view had to be made."""
         return self._dispatch.n_created + self._combine.n_created
-
-    def dispatch(self, rows: int) -> DispatchViews:
-        """Views on a dispatch body of ``rows`` rows in the request buffer.
-
-        Raises:
-            ServerError: the buffers were dropped, by another thread.
-        """
-        view = self._dispatch.small.get(rows)
-        return self._dispatch.get(rows) if view is None else view
-
-    def combine(self, rows: int) -> torch.Tensor:
-        """View (rows, hidden) on a combine body in the reply buffer; raises as `dispatch` does."""
-        view = self._combine.small.get(rows)
-        return self._combine.get(rows) if view is None else view
 
     def drop(self) -> None:
         """Lets go of the buffers, so that their memory can be unmapped. From any thread."""
@@ -86,7 +75,7 @@ class SlotViews:
         self._combine.drop()
 
 
-def _there(buffer: memoryview) -> memoryview:
+def _check(buffer: memoryview) -> memoryview:
     if not buffer:
         raise ServerError("its channel was closed meanwhile")
     return buffer

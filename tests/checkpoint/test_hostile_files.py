@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.model_config import read_config
 from moeoffload.checkpoint.tensors import TensorIndex, read_json
 from moeoffload.errors import ModelError, SettingError
 from moeoffload.host.routing import read_routing_stats
+
+from .test_open import edit_config
 
 CHECKPOINT: Any = SimpleNamespace(digest="d" * 64, layers=[SimpleNamespace(n_experts=2)])
 
@@ -69,6 +72,25 @@ def test_a_config_with_an_absurd_number_of_modules_is_refused(tmp_path: Path, ke
     (tmp_path / "config.json").write_text(f'{{"model_type": "qwen3_moe", "{key}": {value}}}')
     with pytest.raises(ModelError, match=f"{key} is .*, allowed are 0 to"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"num_hidden_layers": 1000, "num_local_experts": 32_767},
+        {"num_hidden_layers": 1000},
+        {"num_hidden_layers": 30, "num_local_experts": 32_767},
+    ],
+    ids=str,
+)
+def test_a_config_that_claims_more_than_the_files_hold_is_refused_before_a_model_is_built(
+    tiny: Path, claim: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moeoffload.checkpoint.checkpoint.build_meta_model", lambda *_: pytest.fail("it was built"))
+    edit_config(tiny, **claim)
+    with pytest.raises(ModelError, match=r"config\.json claims .* but the files hold") as caught:
+        Checkpoint.open(tiny)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -410,24 +410,13 @@ def test_an_activate_that_differs_is_refused_with_the_name_of_the_field(
         host.send(activate=activate_request(checkpoint, table, **changes))
 
 
-def test_a_shared_segment_without_room_for_a_row_is_refused(
-    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable
-) -> None:
-    with (
-        raw_host(server.address) as host,
-        refused(server, "shared-bytes is 1,", code=grpc.StatusCode.RESOURCE_EXHAUSTED),
-    ):
-        host.load(load_request(host.hello(), checkpoint, table))
-        host.send(activate=activate_request(checkpoint, table, shared_bytes=1))
-
-
 def test_absurdly_large_wishes_are_cut_to_what_the_server_allows(
     server: RunningServer, checkpoint: Checkpoint, table: ExpertTable
 ) -> None:
     with raw_host(server.address) as host:
         limits = host.describe()
         host.load(load_request(host.hello(), checkpoint, table))
-        wish = activate_request(checkpoint, table, batch_capacity=2**31, n_slots=2**32 - 1, shared_bytes=2**64 - 1)
+        wish = activate_request(checkpoint, table, batch_capacity=2**31, n_slots=2**32 - 1)
         offer = host.send(activate=wish).offer
         assert 1 <= offer.batch_capacity <= limits.batch_capacity
         assert {channel.n_slots for channel in offer.channels} == {limits.max_slots}

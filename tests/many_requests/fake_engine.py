@@ -44,6 +44,7 @@ class FakeEngine:
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.context_tokens = 200
         self.is_ready = True
+        self.failure: BaseException | None = None
         self.tokens = list(tokens)
         self.error: Exception | None = None
         """Told after the tokens, instead of an end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -248,6 +249,20 @@ def test_a_client_that_reads_nothing_has_left(
     engine.held, engine.context_tokens, engine.tokens = True, 100_000, list(b"x" * 40_000)
     with server.leaving("/v1/completions", {"model": "demo", "prompt": "x", "stream": True, "max_tokens": 50_000}):
         wait_until(lambda: engine.tickets and engine.tickets[0].cancelled.is_set(), "the cancel")
+
+
+def test_a_stream_with_nothing_to_say_is_kept_alive(
+    server: Running, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.05)
+    engine.held, engine.tokens = True, list(b"ab")
+    with server.client() as client:
+        response = client.completions.with_raw_response.create(model="demo", prompt="x", stream=True, max_tokens=3)
+        lines = response.http_response.iter_lines()
+        assert sum(line.startswith(": ping") for line in itertools.islice(lines, 12)) >= 2
+        engine.held = False
+        rest = list(lines)
+    assert rest[-2:] == ["data: [DONE]", ""]
 
 
 def test_leaving_a_stream_of_the_client_cancels_it(server: Running, engine: FakeEngine) -> None:

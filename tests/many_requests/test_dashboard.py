@@ -9,10 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from serving_snapshots import SnapshotServer, scripted, serving
+from serving_snapshots import SnapshotServer, scripted, serving, with_figures
 
-from moeoffload.rates import LAYER_PARTS, PARTS, History, figures
 from moeoffload.serve.dashboard import dashboard_page
+from moeoffload.serve.figures import LAYER_PARTS, PARTS
 
 BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium here: apt-get install chromium")
@@ -68,42 +68,38 @@ def test_the_figures_are_those_of_the_snapshots(tmp_path: Path) -> None:
     snapshots = scripted(64, n_layers=5, model="<img src=x onerror=alert(1)>")
     for server in snapshots[0]["servers"] + snapshots[4]["servers"][:1]:
         del server["batches"]  # the first looks come before servers are asked
-    history = History()
-    for snapshot in snapshots:
-        history.add(snapshot)
-    shown, last = figures(history), snapshots[-1]
+    snapshots = with_figures(snapshots)
+    last, shown = snapshots[-1], snapshots[-1]["now"]
     with serving(SnapshotServer(snapshots)) as host:
         page = Page(f"{host.url}/dashboard", 70, tmp_path)
     assert page.complaints == []
     assert host.asked >= len(snapshots)
     wanted: dict[str, float | None] = {
-        "tokens-per-s": shown.tokens_per_s,
-        "prompt-per-s": shown.prompt_tokens_per_s,
-        "steps-per-s": shown.steps_per_s,
-        "ttft-p50": shown.first_token_s[0],
-        "ttft-p95": shown.first_token_s[1],
-        "itl-p50": shown.between_tokens_s[0],
-        "itl-p95": shown.between_tokens_s[1],
-        "cache-use": shown.cache_use,
-        "reuse": shown.reuse,
-        "step": shown.step_s,
-        "rows-per-step": shown.rows_per_step,
+        "tokens-per-s": shown["tokens_per_s"],
+        "prompt-per-s": shown["prompt_tokens_per_s"],
+        "steps-per-s": shown["steps_per_s"],
+        "ttft-p50": shown["first_token_s"][0],
+        "ttft-p95": shown["first_token_s"][1],
+        "itl-p50": shown["between_tokens_s"][0],
+        "itl-p95": shown["between_tokens_s"][1],
+        "cache-use": shown["cache_use"],
+        "reuse": shown["reuse"],
+        "step": shown["step_s"],
+        "rows-per-step": shown["rows_per_step"],
     }
-    assert shown.batch_members is not None
-    wanted["members-per-batch"] = shown.batch_members["total"] / shown.batch_members["n"]
-    wanted |= {f"part-{part}": shown.step_parts[part] for part in PARTS}
+    wanted["members-per-batch"] = shown["members_per_batch"]
+    wanted |= {f"part-{part}": shown["step_parts"][part] for part in PARTS}
     for name, value in wanted.items():
         assert page.figure(name) == pytest.approx(value, rel=DIGITS, abs=0.006), name
     for name, count in last["requests"].items():
         assert page.text(name) == str(count)
-    for server in shown.servers:
-        state, busy, calls, rows, mib, wait, *_ = page.row("servers", server.address)
-        assert state.split()[1] == server.state
-        for cell, value in zip((busy, calls, rows), (server.busy, server.calls_per_s, server.rows_per_s), strict=True):
-            assert figure(cell) == pytest.approx(value, rel=DIGITS, abs=0.006)
-        assert figure(mib) == pytest.approx(server.bytes_per_s / (1 << 20), rel=DIGITS)
-        assert figure(wait) == pytest.approx(server.wait_ms / 1000, rel=DIGITS)
-    for number, layer in enumerate(shown.layers):
+    for server, load in zip(last["servers"], shown["servers"], strict=True):
+        state, busy, calls, rows, mib, wait, *_ = page.row("servers", server["address"])
+        assert state.split()[1] == server["state"]
+        for cell, name in {busy: "busy", calls: "calls_per_s", rows: "rows_per_s", wait: "wait_s"}.items():
+            assert figure(cell) == pytest.approx(load[name], rel=DIGITS, abs=0.006)
+        assert figure(mib) == pytest.approx(load["bytes_per_s"] / (1 << 20), rel=DIGITS)
+    for number, layer in enumerate(shown["layers"]):
         cells = page.row("layer-table", str(number))[: len(LAYER_PARTS)]
         for cell, part in zip(cells, LAYER_PARTS, strict=True):
             assert figure(cell) == pytest.approx(layer[part], rel=DIGITS)
@@ -118,6 +114,7 @@ def test_it_says_when_nothing_runs(tmp_path: Path) -> None:
     snapshot = scripted(1, n_layers=2)[0]
     snapshot["requests"] |= {"running": 0, "waiting": 0}
     snapshot["servers"] = []
+    [snapshot] = with_figures([snapshot])
     with serving(SnapshotServer([snapshot])) as host:
         page = Page(f"{host.url}/dashboard", 3, tmp_path)
     assert page.complaints == []
@@ -128,7 +125,7 @@ def test_it_says_when_nothing_runs(tmp_path: Path) -> None:
 
 @needs_browser
 def test_without_a_key_it_asks_for_one_and_takes_that_of_the_address(tmp_path: Path) -> None:
-    with serving(SnapshotServer(scripted(3, n_layers=2), key="a key&more")) as host:
+    with serving(SnapshotServer(with_figures(scripted(3, n_layers=2)), key="a key&more")) as host:
         refused = Page(f"{host.url}/dashboard", 3, tmp_path / "without")
         assert host.asked == 0
         allowed = Page(f"{host.url}/dashboard?key=a%20key%26more", 3, tmp_path / "with")
@@ -145,7 +142,7 @@ def test_it_says_that_the_server_cannot_be_reached(tmp_path: Path) -> None:
             code, kind, body = super().answer(path, authorization)
             return (code, kind, body) if self.asked < 3 else (503, "text/plain", b"")
 
-    with serving(Ending(scripted(4, n_layers=2))) as host:
+    with serving(Ending(with_figures(scripted(4, n_layers=2)))) as host:
         page = Page(f"{host.url}/dashboard", 8, tmp_path)
     assert "not reachable" in page.text("status")
     assert "cannot be reached" in page.text("notice")

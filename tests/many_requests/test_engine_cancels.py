@@ -19,7 +19,7 @@ from moeoffload.serve.request import FinishReason
 
 from .client import Limits, ask
 
-N_CANCELS = 10_000
+N_CANCELS = 3_000
 WAVE = 20
 
 
@@ -29,7 +29,7 @@ def offloaded(three_servers: list[str]) -> Iterator[OffloadedModel]:
         yield opened
 
 
-def test_ten_thousand_cancels_leave_nothing(offloaded: OffloadedModel) -> None:
+def test_thousands_of_cancels_leave_nothing(offloaded: OffloadedModel) -> None:
     generator = random.Random(4)
     limits = Limits(max_running=16, max_waiting=10**6, ping_pong=PingPongChoice.ON, prefill_chunk=64)
     with ServingEngine(offloaded, limits) as engine:
@@ -104,3 +104,27 @@ def test_a_failed_step_fails_its_requests_and_no_others(
             assert again.finish is FinishReason.LENGTH
             assert again.tokens == expected.tokens
         assert engine.is_ready
+
+
+def test_a_failure_that_nothing_catches_ends_all_requests_and_is_seen(
+    offloaded: OffloadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ServingEngine(offloaded, Limits(max_running=1)) as engine:
+        failing = threading.Event()
+
+        def fail(*_: object) -> None:
+            if failing.wait():
+                raise SystemExit("unforeseen")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(offloaded.dispatcher, "on_layer", fail)
+            running, waiting = ask(engine, [9] * 12, 8), ask(engine, [10] * 12, 8)
+            failing.set()
+            assert {running.finish, waiting.finish} == {FinishReason.ERROR}
+        assert isinstance(running.progress[-1].error, ServerError)
+        assert isinstance(engine.failure, SystemExit)
+        assert not engine.is_ready
+        assert "the engine has failed" in caplog.text
+        assert engine.drain(1)
+        with pytest.raises(ServerError, match="has failed: unforeseen"):
+            ask(engine, [9] * 12, 8)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from command_lines import STEP_TIMEOUT_S, wait_until
+from command_lines import wait_until
 from conftest import DEMO, ROOT, StartServer, demo_prompt
 
 from moeoffload import OffloadedModel, open_model
@@ -18,22 +16,11 @@ from moeoffload.config.serve import PingPongChoice
 from moeoffload.serve.batches import BatchWatcher
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.metrics import render_metrics
-from moeoffload.serve.request import Progress, SamplingOptions
+from moeoffload.serve.request import FinishReason
 from moeoffload.serve.snapshot import serving_snapshot
 from moeoffload.serve.stats import ServingStats
 
-
-@dataclass
-class Settings:
-    """Of the engine; one group, whose parts follow each other."""
-
-    max_running: int = 4
-    max_waiting: int = 4
-    kv_gib: float = 0.01
-    prefill_chunk: int = 64
-    prefix_reuse: bool = True
-    ping_pong: PingPongChoice = PingPongChoice.OFF
-
+from .client import Limits, ask
 
 COUNTED = ("calls", "rows", "bytes_out", "bytes_back", "queue_s", "compute_s", "wait_s")
 
@@ -83,16 +70,9 @@ def test_servers_have_the_figures_of_the_report_and_layers_those_of_the_time_whe
 def test_the_parts_of_the_engines_steps_add_up_to_their_time(three_servers: list[str]) -> None:
     with open_model(DEMO, experts=three_servers[:2], device="cpu") as offloaded:
         prompt = demo_prompt(30, seed=2)[0].tolist()
-        with ServingEngine(offloaded, Settings()) as engine:
-            ended = threading.Semaphore(0)
-
-            def tell(told: Progress) -> None:
-                if told.finish:
-                    ended.release()
-
-            for _ in range(3):
-                engine.submit(prompt, SamplingOptions(max_tokens=40, temperature=0, ignore_eos=True), tell)
-            assert all(ended.acquire(timeout=STEP_TIMEOUT_S) for _ in range(3))
+        with ServingEngine(offloaded, Limits(ping_pong=PingPongChoice.OFF)) as engine:
+            answers = [ask(engine, prompt, 40, ignore_eos=True) for _ in range(3)]
+            assert {answer.finish for answer in answers} == {FinishReason.LENGTH}
             snapshot = json.loads(json.dumps(serving_snapshot(offloaded, engine.stats)))
     steps = snapshot["steps"]
     assert snapshot["requests"]["finished"] == 3

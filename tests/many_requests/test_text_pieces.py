@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,15 +30,24 @@ def test_pieces_are_whole_characters_and_together_the_text(tokenizer: Any, text:
         assert got[-1] == ""
 
 
-@settings(max_examples=300, deadline=None)
-@given(tokens=st.lists(st.integers(0, 257) | st.integers(0xC0, 0xFF) | st.integers(0x80, 0xBF), max_size=60))
-def test_pieces_of_any_bytes_are_what_the_tokenizer_makes_of_all(tokenizer: Any, tokens: list[int]) -> None:
-    assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens, skip_special_tokens=True)
+NO_TEXT = st.lists(st.integers(0xC0, 0xFF) | st.integers(0x80, 0xBF) | st.sampled_from([256, 257]), max_size=6)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+@settings(max_examples=200, deadline=None)
+@given(parts=st.lists(st.tuples(NO_TEXT, st.integers(0, 127)), max_size=12))
+def test_pieces_of_any_bytes_are_what_the_tokenizer_makes_of_all(
+    tokenizer: Any, parts: list[tuple[list[int], int]], is_fast: bool
+) -> None:
+    tokens = [token for part, letter in parts for token in (*part, letter)]
+    used = tokenizer if is_fast else SimpleNamespace(decode=tokenizer.decode)
+    assert "".join(pieces(used, tokens)) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def test_bytes_that_are_no_text_do_not_wait_for_the_end(tokenizer: Any) -> None:
     got = pieces(tokenizer, [0xFF] * 40)
     assert "".join(got[:10])
+    assert "".join(got) == "\ufffd" * 40
 
 
 @settings(max_examples=500, deadline=None)

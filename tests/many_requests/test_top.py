@@ -15,21 +15,17 @@ from pathlib import Path
 
 import pytest
 from command_lines import ROOT, STEP_TIMEOUT_S, Commands, one_line_error, wait_until
-from serving_snapshots import SnapshotServer, scripted, serving
+from serving_snapshots import SnapshotServer, scripted, serving, with_figures
 
 from moeoffload.cli.top_view import number, seconds
-from moeoffload.rates import History, figures
 
 OPTIONS = ("--interval-s", "0.1")
 
 
 def test_one_picture_shows_what_the_snapshots_say(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
-    snapshots = scripted(2, n_layers=20)
-    history = History()
-    for snapshot in snapshots:
-        history.add(snapshot)
-    shown = figures(history)
+    snapshots = with_figures(scripted(2, n_layers=20))
+    shown = snapshots[-1]["now"]
     with serving(SnapshotServer(snapshots)) as host:
         # In a process of its own: the others come from one that has the environment of its start.
         done = commands.run("moeoffload", "top", "--url", host.url, "--once", *OPTIONS, warm=False)
@@ -40,16 +36,16 @@ def test_one_picture_shows_what_the_snapshots_say(commands: Commands, monkeypatc
         assert found, f"no {name} in\n{done.out}"
         return found.group(1)
 
-    assert figure("tokens/s") == number(shown.tokens_per_s)
+    assert figure("tokens/s") == number(shown["tokens_per_s"])
     for name, count in snapshots[-1]["requests"].items():
         assert figure(name) == str(count)
-    assert figure("to the first token p95") == seconds(shown.first_token_s[1])
-    assert figure("between tokens p50") == seconds(shown.between_tokens_s[0])
-    for server in shown.servers:
-        line = next(line for line in done.out.splitlines() if server.address in line)
-        assert number(server.rows_per_s) in line
-        assert server.state in line
-    assert f"a step takes {seconds(shown.step_s)}" in done.out
+    assert figure("to the first token p95") == seconds(shown["first_token_s"][1])
+    assert figure("between tokens p50") == seconds(shown["between_tokens_s"][0])
+    for server, load in zip(snapshots[-1]["servers"], shown["servers"], strict=True):
+        line = next(line for line in done.out.splitlines() if server["address"] in line)
+        assert number(load["rows_per_s"]) in line
+        assert server["state"] in line
+    assert f"a step takes {seconds(shown['step_s'])}" in done.out
     assert "layers 18-19" in done.out
 
 
@@ -59,7 +55,7 @@ def test_on_a_terminal_it_goes_on_until_ctrl_c_and_says_when_the_host_is_gone() 
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "140", "LINES": "60"}
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, terminal)
-        with serving(SnapshotServer(scripted(3, n_layers=2))) as host:
+        with serving(SnapshotServer(with_figures(scripted(3, n_layers=2)))) as host:
             top = subprocess.Popen(
                 [*command, "--url", host.url], stdin=its_end, stdout=its_end, stderr=its_end, env=environment,
                 cwd=ROOT, start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
@@ -97,7 +93,7 @@ def _read_until(terminal: int, words: str | None) -> str:
 def test_a_key_is_sent_and_a_wrong_one_is_told(commands: Commands, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("a-key\n")
-    with serving(SnapshotServer(scripted(2, n_layers=2), key="a-key")) as host:
+    with serving(SnapshotServer(with_figures(scripted(2, n_layers=2)), key="a-key")) as host:
         arguments = ("top", "--url", host.url, "--once", *OPTIONS)
         assert commands.run("moeoffload", *arguments, "--api-key-file", file).code == 0
         refused = commands.run("moeoffload", *arguments)

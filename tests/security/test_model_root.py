@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from command_lines import STEP_TIMEOUT_S
 from conftest import DEMO
 
 from moeoffload.checkpoint import Checkpoint
+from moeoffload.checkpoint.regular import open_regular, read_regular
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ModelError, ServerError
@@ -82,10 +84,78 @@ def test_a_hub_id_in_the_cache_is_resolved_and_nothing_is_downloaded(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("moeoffload.checkpoint.locate._from_hub", lambda *args: pytest.fail("a download"))
     rule, _ = roots()
-    assert rule.resolve("org/demo", None) == snapshot
+    assert rule.resolve("org/demo", None) == rule.resolve("org/demo", snapshot.name) == snapshot
     for reference, revision in (("org/other", None), ("org/demo", "v2"), ("org/demo", "../../..")):
         with pytest.raises(ModelError):
             rule.resolve(reference, revision)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache with nothing of use in it, and a complete model beside it."""
+    refs = tmp_path / "hub" / "models--org--demo" / "refs"
+    refs.mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "outside").mkdir()
+    for file in DEMO.iterdir():
+        (tmp_path / "outside" / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", ["{}/pointer", "../../../pointer", "{}/outside", "..", "a/../../b", "a//b", "", "\0"])
+@pytest.mark.parametrize("repository", ["org/demo", "org/absent"])
+def test_a_revision_leads_nowhere(hub: Path, repository: str, form: str) -> None:
+    (hub / "pointer").write_text(str(hub / "outside"))
+    rule, refused = roots()
+    with pytest.raises(ModelError, match="is no name of a branch, tag or commit"):
+        rule.resolve(repository, form.format(hub))
+    assert refused == ["it named a revision that is no name"]
+
+
+@pytest.mark.parametrize("content", ["{}/outside", "../../../outside", "0" * 39, "0" * 5000, "\0"])
+def test_a_ref_of_the_cache_names_a_commit_and_nothing_else(hub: Path, content: str) -> None:
+    (hub / "hub" / "models--org--demo" / "refs" / "main").write_text(content.format(hub))
+    with pytest.raises(ModelError, match="is no model"):
+        roots()[0].resolve("org/demo", None)
+
+
+def test_a_snapshot_of_the_cache_that_leads_out_of_it_is_refused(hub: Path) -> None:
+    snapshots = hub / "hub" / "models--org--demo" / "snapshots"
+    snapshots.mkdir()
+    (snapshots / ("0" * 40)).symlink_to(hub / "outside")
+    with pytest.raises(ModelError, match="is no model"):
+        roots()[0].resolve("org/demo", "0" * 40)
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_zeros])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors", "refs/main"])
+@pytest.mark.timeout(20)
+def test_pipes_and_devices_are_not_read(hub: Path, make: Callable[[Path], None], name: str) -> None:
+    folder = hub / "hub" / "models--org--demo" if "/" in name else hub / "outside"
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    if name == "model.safetensors.index.json":
+        (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError):
+        Checkpoint.open(roots(hub / "outside")[0].resolve("org/demo" if "/" in name else str(folder), None))
+    for read in (open_regular, lambda path: read_regular(path, 10)):
+        with pytest.raises(ModelError, match="no regular file"):
+            read(folder / name)
+
+
+def test_a_config_that_is_too_large_for_one_is_not_parsed(hub: Path) -> None:
+    with (hub / "outside" / "config.json").open("r+b") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(ModelError, match="has more than 4194304 bytes"):
+        Checkpoint.open(hub / "outside")
 
 
 def test_for_the_same_user_every_reference_goes_on_as_it_is(folders: Path) -> None:
@@ -97,9 +167,12 @@ def test_for_the_same_user_every_reference_goes_on_as_it_is(folders: Path) -> No
 def test_a_server_reads_models_below_its_root_and_no_others(site: Site) -> None:
     checkpoint = Checkpoint.open(DEMO)
 
-    def calibrate(reference: str) -> list[tuple[int, float]]:
+    def calibrate(reference: str, revision: str = "") -> list[tuple[int, float]]:
         model = pb.ModelReference(
-            reference=reference, digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype)
+            reference=reference,
+            revision=revision,
+            digest=checkpoint.digest,
+            compute_dtype=dtype_label(checkpoint.dtype),
         )
         with contextlib.closing(site.client()) as client:
             lease = client.attach(STEP_TIMEOUT_S)
@@ -112,3 +185,7 @@ def test_a_server_reads_models_below_its_root_and_no_others(site: Site) -> None:
     for outside in (str(DEMO), f"{site.root}/../models/../../x", "/etc"):
         with site.refused("--model-root"), pytest.raises(ServerError, match="reads no others for hosts"):
             calibrate(outside)
+    pointer = site.root / "pointer"
+    pointer.write_text(str(DEMO))
+    with site.refused("it named a revision"), pytest.raises(ServerError, match="is no name of a branch"):
+        calibrate("org/absent", str(pointer))

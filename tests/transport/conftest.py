@@ -13,13 +13,13 @@ from moeoffload.transport import (
     SharedServerEnd,
     StreamKeys,
     StreamListener,
-    loopback_pair,
     open_channel,
 )
 
 from .ends import SIZES, Ends, echo
+from .loopback import loopback_pair
 
-TRANSPORTS = ("loopback", "shared", "stream", "stream with a lane", "stream encrypted", "stream encrypted with a lane")
+TRANSPORTS = ("loopback", "shared", "stream", "stream encrypted")
 
 OpenEnds = Callable[..., Ends]
 
@@ -36,8 +36,7 @@ def both_ends(transport: str, deliver: Deliver = echo, sizes: ChannelSizes = SIZ
             ends = Ends(open_channel(server.offer, host="", timeout_s=10), server)
         else:
             encrypted, keys = "encrypted" in transport, StreamKeys.new()
-            lane_port = 0 if "lane" in transport else None
-            listener = StreamListener(max_request_bytes=sizes.request_bytes, encrypted=encrypted, lane_port=lane_port)
+            listener = StreamListener(max_request_bytes=sizes.request_bytes, encrypted=encrypted)
             stack.callback(listener.close)
             channel = listener.open_channel(sizes, deliver, keys.public)
             ends = Ends(open_channel(channel.offer, host="127.0.0.1", timeout_s=10, keys=keys), channel)

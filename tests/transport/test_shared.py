@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import posix_ipc
 import pytest
@@ -144,6 +145,18 @@ def test_more_than_there_is_room_for_is_a_clear_error() -> None:
         SharedServerEnd(sizes, echo)
 
 
+def test_a_segment_may_be_larger_than_its_frames_need() -> None:
+    sizes = replace(SIZES, shared_bytes=segment_bytes(SIZES) + 100_000)
+    server = SharedServerEnd(sizes, echo)
+    assert (Path("/dev/shm") / server.offer.parameters["segment"][1:]).stat().st_size == sizes.shared_bytes
+    host = open_shared(replace(server.offer, sizes=SIZES))
+    host.close()
+    server.close()
+    least = SharedServerEnd(replace(SIZES, shared_bytes=1), echo)
+    assert (Path("/dev/shm") / least.offer.parameters["segment"][1:]).stat().st_size == segment_bytes(SIZES)
+    least.close()
+
+
 def test_what_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     server = SharedServerEnd(SIZES, echo)
     offer = server.offer
@@ -156,7 +169,8 @@ def test_what_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     refused("does not name", replace(offer, parameters={}))
     for wrong in ("/etc/passwd", "/moeoffload-1-short", name + "/..", name[1:], name + "\n"):
         refused("not the name", replace(offer, parameters={"segment": wrong}))
-    refused("bytes, expected", replace(offer, sizes=ChannelSizes(4, 64, 64)))
+    refused("bytes, expected", replace(offer, sizes=ChannelSizes(8, 1 << 20, 1 << 20)))
+    refused("starts with", replace(offer, sizes=ChannelSizes(4, 64, 64)))
     refused("starts with", replace(offer, sizes=ChannelSizes(4, SIZES.request_bytes - 1, SIZES.reply_bytes)))
     server._segment.words[0] += 1
     refused("starts with")

@@ -15,7 +15,9 @@ from moeoffload.wire import (
     MAX_FRAME_BYTES,
     FrameHeader,
     FrameLayout,
+    FrameReader,
     Kind,
+    Role,
     SlotViews,
     peek_request_id,
     read_error_text,
@@ -101,12 +103,16 @@ def test_a_dispatch_header_that_lies_about_its_sizes_is_refused(layout: FrameLay
         rows=rows,
         body_bytes=layout.dispatch_body_bytes(rows),
     )
-    layout.check_dispatch(header, HEADER_BYTES + header.body_bytes)
-    field = data.draw(st.sampled_from(["dtype_out", "dtype_back", "top_k", "rows", "body_bytes"]))
-    wrong = data.draw(st.integers(0, 2**16 - 1).filter(lambda value: value != getattr(header, field)))
+    frame = memoryview(bytearray(HEADER_BYTES))
+    reader = FrameReader(Role.SERVER, layout, 0)
+    header.pack_into(frame)
+    reader.read(FrameHeader(), frame, HEADER_BYTES + header.body_bytes)
+    field = data.draw(st.sampled_from(["epoch", "dtype_out", "dtype_back", "top_k", "rows", "body_bytes"]))
+    wrong = data.draw(st.integers(0, 2**8 - 1).filter(lambda value: value != getattr(header, field)))
     setattr(header, field, wrong)
+    header.pack_into(frame)
     with pytest.raises((ProtocolError, CapacityError)):
-        layout.check_dispatch(header, HEADER_BYTES + layout.dispatch_body_bytes(rows))
+        reader.read(FrameHeader(), frame, HEADER_BYTES + layout.dispatch_body_bytes(rows))
 
 
 @pytest.mark.parametrize(

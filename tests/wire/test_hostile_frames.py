@@ -15,16 +15,19 @@ from hypothesis import strategies as st
 from moeoffload.errors import CapacityError, ProtocolError
 from moeoffload.payload import PayloadDtype
 from moeoffload.text import MAX_TEXT, one_line
-from moeoffload.transport.stream_listener import StreamListener
+from moeoffload.transport import StreamListener
 from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG, IncomingFrame, OutgoingFrame
 from moeoffload.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     FrameHeader,
     FrameLayout,
+    FrameReader,
     Kind,
+    Role,
     read_error_text,
 )
+from moeoffload.wire.header import RULES
 
 LAYOUT = FrameLayout(6, 2, PayloadDtype.F16, PayloadDtype.BF16, 5)
 # Values that are near to something: limits, signs, sizes of the layout.
@@ -68,8 +71,7 @@ def test_a_changed_frame_is_refused_or_stays_within_its_limits(data: st.DataObje
     length = data.draw(st.integers(0, len(frame)) | st.just(len(frame)))
     header = FrameHeader()
     try:
-        header.unpack_from(memoryview(frame)[:length])
-        LAYOUT.check_dispatch(header, length)
+        FrameReader(Role.SERVER, LAYOUT, 1).read(header, memoryview(frame)[:length], length)
     except (ProtocolError, CapacityError):
         return
     assert 1 <= header.rows <= LAYOUT.capacity
@@ -77,22 +79,45 @@ def test_a_changed_frame_is_refused_or_stays_within_its_limits(data: st.DataObje
     assert HEADER_BYTES + sum(view.nbytes for view in views) == length
 
 
-@given(st.fixed_dictionaries(dict.fromkeys(("kind", "dtype_back", "rows", "body_bytes"), numbers)), numbers)
-def test_a_reply_is_taken_only_if_it_is_the_awaited_one(fields: dict[str, int], n_bytes: int) -> None:
-    header = FrameHeader(**fields)
-    awaited = {"kind": Kind.COMBINE, "dtype_back": LAYOUT.dtype_back, "rows": 3, "body_bytes": 36}
-    if fields == awaited and n_bytes == HEADER_BYTES + 36:
-        return
-    with pytest.raises(ProtocolError):
-        LAYOUT.check_combine(header, n_bytes, 3)
-    LAYOUT.check_combine(FrameHeader(**awaited), HEADER_BYTES + 36, 3)
+AGREED = {
+    Kind.DISPATCH: {
+        "epoch": 9, "dtype_out": int(LAYOUT.dtype_out), "dtype_back": int(LAYOUT.dtype_back), "top_k": LAYOUT.top_k,
+        "rows": 3, "body_bytes": 3 * LAYOUT.dispatch_row_bytes,
+    },
+    Kind.COMBINE: {
+        "epoch": 9, "dtype_back": int(LAYOUT.dtype_back), "rows": 3, "body_bytes": 3 * LAYOUT.combine_row_bytes,
+    },
+    Kind.ERROR: {},
+}  # fmt: skip
+"""Fields of a frame of each kind that must be as they are here."""
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if kind != Kind.COMBINE])
-def test_another_kind_of_frame_is_no_reply(kind: Kind) -> None:
-    header = FrameHeader(kind=kind, dtype_back=LAYOUT.dtype_back, rows=3, body_bytes=36)
-    with pytest.raises(ProtocolError, match="kind"):
-        LAYOUT.check_combine(header, HEADER_BYTES + 36, 3)
+def read(role: Role, kind: int, fields: dict[str, int], more_bytes: int = 0) -> None:
+    header = FrameHeader(kind, **fields)
+    frame = memoryview(bytearray(HEADER_BYTES))
+    header.pack_into(frame)
+    FrameReader(role, LAYOUT, 9).read(FrameHeader(), frame, HEADER_BYTES + header.body_bytes + more_bytes)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_each_side_takes_the_kinds_of_its_table_and_every_agreed_field_counts(role: Role) -> None:
+    """Enumerates the table: a kind that is not in it is refused, and so is each field that differs, by its name."""
+    for kind in range(256):
+        if kind not in RULES[role]:
+            with pytest.raises(ProtocolError, match=f"frame kind is {kind}"):
+                read(role, kind, AGREED[Kind.DISPATCH])
+            continue
+        good = AGREED[Kind(kind)]
+        read(role, kind, good)
+        for name, value in good.items():
+            with pytest.raises(CapacityError if name == "rows" else ProtocolError, match=name):
+                read(role, kind, {**good, name: value + 5})
+        for more_bytes in (-1, 1) if good else ():
+            with pytest.raises(ProtocolError, match="bytes"):
+                read(role, kind, good, more_bytes)
+        if good:
+            with pytest.raises(ProtocolError, match="rows is 0"):
+                read(role, kind, {**good, "rows": 0, "body_bytes": 0})
 
 
 @given(*[layout_numbers] * 3, st.sampled_from(PayloadDtype), st.sampled_from(PayloadDtype))

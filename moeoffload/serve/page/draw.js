@@ -1,7 +1,12 @@
+"use strict";
 // Numbers to text, and small charts. Everything that a server said goes in as text, never as HTML.
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
+const PARTS = ["dense", "pack", "wire", "queue", "compute", "local", "combine", "other"];
+const LAYER_PARTS = PARTS.slice(0, -1);
 const MIB = 1 << 20, GIB = 1 << 30;
+
+const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 function say(element, text) {
   if (element.textContent !== text) element.textContent = text;

@@ -7,8 +7,7 @@ const HINTS = ["attention, router, head", "rows into frames", "on the way", "wai
 const STATES = { up: "up", replaced: "replaced", lost: "lost" };
 const KEY_NAME = "moeoffload-key";
 
-const past = new History();
-let points = [], key = firstKey(), answeredAt = 0, inSequence = null, timer = 0, asking = false;
+let latest = null, points = [], key = firstKey(), answeredAt = 0, inSequence = null, timer = 0, asking = false;
 
 // From the address, where it does not stay: neither in the list of visited pages nor in a picture of the screen.
 function firstKey() {
@@ -35,8 +34,9 @@ async function ask() {
     if (!reply.ok) throw new Error("it answers " + reply.status);
     const snapshot = await reply.json();
     answeredAt = Date.now();
-    if (!past.add(snapshot)) points = [];
-    show(past.newest, figures(past));
+    if (latest && snapshot.uptime_s < latest.uptime_s) points = [];  // the host has started again
+    latest = snapshot;
+    show(snapshot, snapshot.now);
   } catch (error) {
     unreachable(error instanceof TypeError || error.name === "AbortError" ? "" : error.message);
   } finally {
@@ -95,23 +95,23 @@ function show(now, f) {
     say($(name), whole(requests[name]));
     $(name).classList.toggle("alarm", name === "failed" && requests.failed > 0);
   }
-  showLatency(now, f);
+  showLatency(f);
   showCache(now.cache, f);
   showStep(f);
   showLayers(f.layers);
-  showServers(f.servers);
-  say($("rows-per-step"), number(f.rowsPerStep));
+  showServers(now.servers.map((server, i) => ({ server, ...f.servers[i] })));
+  say($("rows-per-step"), number(f.rows_per_step));
   bars($("rows"), f.rows);
-  showMembers(f.members);
+  showMembers(f);
   showFaults(now);
 }
 
 function showSpeed(now, f) {
-  say($("tokens-per-s"), number(f.tokensPerS));
-  say($("prompt-per-s"), number(f.promptPerS));
-  say($("steps-per-s"), number(f.stepsPerS));
+  say($("tokens-per-s"), number(f.tokens_per_s));
+  say($("prompt-per-s"), number(f.prompt_tokens_per_s));
+  say($("steps-per-s"), number(f.steps_per_s));
   points = points.filter(([at]) => at > now.uptime_s - SPARK_S && at < now.uptime_s);
-  if (past.kept.length > 1) points.push([now.uptime_s, f.tokensPerS]);
+  if (f.watched_s > 0) points.push([now.uptime_s, f.tokens_per_s]);
   $("spark").parentNode.hidden = !points.length;
   if (!points.length) return;
   const width = Math.min(SPARK_S, Math.max(60, now.uptime_s - points[0][0]));
@@ -120,18 +120,17 @@ function showSpeed(now, f) {
   say($("spark-most"), "highest " + number(most < 1e-6 ? 0 : most));
 }
 
-function showLatency(now, f) {
-  [["ttft", f.firstToken], ["itl", f.betweenTokens]].forEach(([name, [p50, p95]]) => {
+function showLatency(f) {
+  [["ttft", f.first_token_s], ["itl", f.between_tokens_s]].forEach(([name, [p50, p95]]) => {
     say($(name + "-p50"), seconds(p50));
     say($(name + "-p95"), seconds(p95));
   });
-  const [first, between] = [now.first_token_s, now.between_tokens_s].map((all) =>
-    seconds(quantile(all, 0.5)) + " / " + seconds(quantile(all, 0.95)));
+  const [first, between] = [f.first_token_all_s, f.between_tokens_all_s].map((all) => all.map(seconds).join(" / "));
   say($("latency-all"), "since the start " + first + " · " + between);
 }
 
 function showCache(cache, f) {
-  say($("cache-use"), percent(f.cacheUse));
+  say($("cache-use"), percent(f.cache_use));
   say($("cache-bytes"), "of " + memory(cache.total_bytes));
   stack($("cache-meter"), [
     { name: "used", value: cache.used_tokens, text: "in use: " + whole(cache.used_tokens) + " tokens" },
@@ -143,9 +142,9 @@ function showCache(cache, f) {
 }
 
 function showStep(f) {
-  say($("step"), seconds(f.stepS));
-  const total = sum(PARTS.map((part) => f.stepParts[part])), most = Math.max(total, f.stepS || 0) || 1;
-  stack($("step-bar"), PARTS.map((name) => ({ name, value: f.stepParts[name], text: name + " " + seconds(f.stepParts[name]) })), most);
+  say($("step"), seconds(f.step_s));
+  const total = sum(PARTS.map((part) => f.step_parts[part])), most = Math.max(total, f.step_s || 0) || 1;
+  stack($("step-bar"), PARTS.map((name) => ({ name, value: f.step_parts[name], text: name + " " + seconds(f.step_parts[name]) })), most);
   fill($("step-parts").tBodies[0], PARTS, (i) => {
     const row = make("tr"), head = make("th");
     head.scope = "row";
@@ -154,8 +153,8 @@ function showStep(f) {
     row.children[1].id = "part-" + PARTS[i];
     return row;
   }, (row, name) => {
-    say(row.children[1], f.stepS === null ? "–" : seconds(f.stepParts[name]));
-    say(row.children[2], f.stepS === null ? "–" : percent(f.stepParts[name] / most));
+    say(row.children[1], f.step_s === null ? "–" : seconds(f.step_parts[name]));
+    say(row.children[2], f.step_s === null ? "–" : percent(f.step_parts[name] / most));
   });
 }
 
@@ -205,23 +204,23 @@ function showServers(loads) {
     row.children[2].append(make("i", "busy"), make("span"));
     row.children[2].firstChild.append(make("b"));
     return row;
-  }, (row, { server, busy, callsPerS, rowsPerS, bytesPerS, waitS }) => {
+  }, (row, { server, busy, calls_per_s, rows_per_s, bytes_per_s, wait_s }) => {
     say(row.children[0], server.address);
     row.children[1].className = "state " + (STATES[server.state] || "lost");
     say(row.children[1], (MARKS[server.state] || "?") + " " + server.state
       + (server.state === "replaced" ? " by " + server.computed_by : ""));
     row.children[2].firstChild.firstChild.style.width = 100 * busy + "%";
     say(row.children[2].lastChild, percent(busy));
-    [number(callsPerS), number(rowsPerS), number(bytesPerS / MIB), seconds(waitS), whole(server.n_experts),
+    [number(calls_per_s), number(rows_per_s), number(bytes_per_s / MIB), seconds(wait_s), whole(server.n_experts),
       memory(server.resident_bytes), [server.device, server.kernel, server.transport].join(", ")]
       .forEach((text, i) => say(row.children[i + 3], text));
   });
 }
 
-function showMembers(members) {
-  $("members").hidden = !members;
-  say($("members-per-batch"), members ? number(share(members.total, members.n)) : "not told by the servers");
-  if (members) bars($("members"), members);
+function showMembers(f) {
+  $("members").hidden = !f.batch_members;
+  say($("members-per-batch"), f.batch_members ? number(f.members_per_batch) : "not told by the servers");
+  if (f.batch_members) bars($("members"), f.batch_members);
 }
 
 function showFaults(now) {
@@ -240,7 +239,7 @@ function showFaults(now) {
 
 $("layout").addEventListener("click", () => {
   inSequence = !inSequence;
-  showLayers(figures(past).layers);
+  showLayers(latest.now.layers);
 });
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -11,44 +11,42 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Final
 
-from moeoffload.transport import StreamServerEnd
-from moeoffload.transport.base import ServerSlot
-from moeoffload.transport.pool import PooledServerChannel, write_error_frame
+from moeoffload.transport.base import ServerChannel, ServerSlot, write_error_frame
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, peek_request_id
 
 LATE_S: Final = 3.0
 SLOW_S: Final = 0.02
 
-Reply = Callable[[PooledServerChannel, ServerSlot, int], None]
-_send: Final[Reply] = PooledServerChannel.reply
+Reply = Callable[[ServerChannel, ServerSlot, int], None]
+_send: Final[Reply] = ServerChannel.reply
 
 
-def _half(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+def _half(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
     """The header promises a whole frame, half of it is announced."""
     _send(channel, slot, max(HEADER_BYTES, n_bytes // 2))
 
 
-def _die(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+def _die(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
     """The process is gone when half of the reply is in the slot."""
     middle = HEADER_BYTES + (n_bytes - HEADER_BYTES) // 2
     slot.reply[middle:n_bytes] = b"\xff" * (n_bytes - middle)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _damaged(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+def _damaged(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
     """A bit of the header is wrong."""
     slot.reply[24] ^= 0x10
     _send(channel, slot, n_bytes)
 
 
-def _unwritten(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+def _unwritten(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
     """A reply is announced where none was written."""
     slot.reply[:HEADER_BYTES] = bytes(HEADER_BYTES)
     _send(channel, slot, n_bytes)
 
 
 def _rewritten(change: Callable[[FrameHeader], None]) -> Reply:
-    def reply(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+    def reply(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
         header = FrameHeader()
         header.unpack_from(slot.reply)
         change(header)
@@ -66,40 +64,38 @@ def _other_epoch(header: FrameHeader) -> None:
     header.epoch += 1
 
 
-def _twice(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+def _twice(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
     """The same reply is sent a second time."""
     _send(channel, slot, n_bytes)
     with channel._lock:
         if not channel._closed and not channel._busy[slot.index]:
-            if isinstance(channel, StreamServerEnd):
-                channel._by_lane[slot.index] = False  # on a lane what nobody asked for is its end, see test_lane
             channel._send_reply(slot, n_bytes)
 
 
-def _late(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+def _late(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
     """The reply comes when nobody waits for it any more."""
     timer = threading.Timer(LATE_S, _send, (channel, slot, n_bytes))
     timer.daemon = True
     timer.start()
 
 
-def _never(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+def _never(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
     """There is no reply."""
 
 
-def _slowly(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+def _slowly(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
     time.sleep(SLOW_S)
     _send(channel, slot, n_bytes)
 
 
-def _failed(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+def _failed(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
     """The server says that it failed."""
     request_id = peek_request_id(slot.reply)
     text = "a failure on purpose"
     _send(channel, slot, write_error_frame(FrameHeader(), slot.reply, request_id, ErrorCode.INTERNAL, text))
 
 
-def _wrong_sums(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+def _wrong_sums(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
     """A valid frame with other numbers in it: the sign of every second value is turned."""
     if peek_kind(slot) == Kind.COMBINE:
         body = slot.reply[HEADER_BYTES:n_bytes]
@@ -132,7 +128,7 @@ def spoil_replies(orders: Connection) -> None:
     """From now on each order ``(name, n)`` of the pipe spoils the next ``n`` replies of this process."""
     ordered: deque[Reply] = deque()
 
-    def reply(channel: PooledServerChannel, slot: ServerSlot, n_bytes: int) -> None:
+    def reply(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
         try:
             spoiler = ordered.popleft()
         except IndexError:
@@ -148,5 +144,5 @@ def spoil_replies(orders: Connection) -> None:
         except EOFError:
             pass
 
-    PooledServerChannel.reply = reply  # type: ignore[method-assign, assignment]
+    ServerChannel.reply = reply  # type: ignore[method-assign, assignment]
     threading.Thread(target=listen, name="bad-replies", daemon=True).start()

@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from fault_kit.processes import CONTEXT, STEP_TIMEOUT_S, start_process
-from moeoffload.kernels.lane_program import LENGTH_BYTES
 
 MAGIC: Final = b"MOEX"
 CURVE: Final = b"\x07MESSAGE"
@@ -73,8 +72,7 @@ class _Forwarder:
     async def corrupt(self, n: int) -> None:
         """Turns one bit in each of the next ``n`` frames, whichever way they go.
 
-        In their headers, where frames can be read; of an encrypted stream or lane anywhere in what is long enough to be
-        one.
+        In their headers, where frames can be read; of an encrypted stream anywhere in what is long enough to be one.
         """
         self._n_corrupt = n
 
@@ -115,8 +113,6 @@ class _Forwarder:
         at = data.find(MAGIC)
         if at < 0 and CURVE in data and len(data) >= CURVE_FRAME_BYTES:
             at = data.find(CURVE) + len(CURVE)
-        if at < 0 and int.from_bytes(data[:LENGTH_BYTES], "little") == len(data) - LENGTH_BYTES:
-            at = LENGTH_BYTES
         if at < 0 or len(data) <= at + _HEADER_BYTE:
             return data
         self._n_corrupt -= 1

@@ -1,36 +1,24 @@
-"""The book-keeping that all transports share: which slot is free, sent or abandoned, whose turn it is, who closed.
+"""The host's end of a channel: which slot is free, sent or abandoned, whose turn it is, who closed.
 
 The transports add how bytes move and how a thread waits for them. No method here holds a lock across a wait.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from enum import IntEnum
 from time import perf_counter
 from typing import Final
 
 from moeoffload.errors import CapacityError, DeadlineError, ProtocolError, ServerError
-from moeoffload.transport.base import (
-    ChannelSizes,
-    CompiledSlot,
-    Deliver,
-    HostChannel,
-    HostSlot,
-    ServerChannel,
-    ServerSlot,
-    Work,
-)
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, peek_request_id, write_error_text
+from moeoffload.transport.base import ChannelSizes, HostSlot
+from moeoffload.wire import HEADER_BYTES, peek_request_id
 
 LATE_POLL_S: Final = 0.005
 """How often a thread that finds all slots taken, some of them abandoned, looks for late replies."""
 CLOSE_POLL_S: Final = 0.25
 """How often a thread that finds all slots taken looks whether the server closed the channel."""
-
-log = logging.getLogger(__name__)
 
 
 class SlotState(IntEnum):
@@ -41,13 +29,22 @@ class SlotState(IntEnum):
     """Acquired; nothing in flight."""
     SENT = 2
     ABANDONED = 3
-    """Nobody waits for its reply any more, and it was not released yet."""
+    """Its reply is not waited for any more, and it was not released yet."""
     ORPHANED = 4
     """Abandoned and released: free as soon as the late reply is here."""
 
 
-class PooledHostChannel(HostChannel):
-    """Slots, ids, deadlines and closing of a host channel; a transport adds ``_send``, ``_await_reply`` and so on."""
+class HostChannel(ABC):
+    """The host's end of the data plane to one server. Safe to use from several threads, each with its own slots.
+
+    Attributes:
+        name: shared or stream.
+        nonce: random bytes that only a process which shares the server's memory can know; empty on other transports.
+        n_stale: late, duplicate or unknown replies that were dropped.
+    """
+
+    name: str
+    nonce: bytes = b""
 
     def __init__(self, sizes: ChannelSizes, slots: tuple[HostSlot, ...]) -> None:
         self.sizes = sizes
@@ -78,9 +75,13 @@ class PooledHostChannel(HostChannel):
         """Waits until ``deadline`` (perf_counter seconds); returns the length of the reply, not checked yet.
 
         Raises:
-            DeadlineError: see `_too_late`.
+            DeadlineError: there was none; the text does not matter.
             ServerError: see `_check_open`.
         """
+
+    @abstractmethod
+    def _cancel(self, slot: HostSlot, request_id: int) -> None:
+        """Tells the server that the reply to this request is not waited for; neither blocks nor raises."""
 
     @abstractmethod
     def _take_late(self, slot: HostSlot) -> bool:
@@ -101,7 +102,12 @@ class PooledHostChannel(HostChannel):
     # -- the channel
 
     def acquire(self, timeout_s: float) -> HostSlot:
-        """See `HostChannel.acquire`."""
+        """A free slot; waits up to ``timeout_s`` seconds for one to be released.
+
+        Raises:
+            DeadlineError: none came free in time.
+            ServerError: the channel is closed, by either side.
+        """
         if not self._n_abandoned:
             with self._lock:
                 if self._free_slots and not self._line and not self._closed:
@@ -140,13 +146,25 @@ class PooledHostChannel(HostChannel):
                     self._released.notify_all()
 
     def next_id(self, slot: HostSlot) -> int:
-        """See `HostChannel.next_id`."""
+        """The request id that the next frame sent from ``slot`` must carry.
+
+        Never 0, equal to ``slot.index`` modulo the number of slots; the same until that frame is sent, then a new one.
+        """
         return self._ids[slot.index]
 
     def send(self, slot: HostSlot, n_bytes: int) -> None:
-        """See `HostChannel.send`."""
+        """Sends the first ``n_bytes`` of ``slot.request``, a whole frame; its request id must be ``next_id(slot)``.
+
+        The buffer must stay as it is until ``wait`` returns.
+
+        Raises:
+            CapacityError: the frame is longer than the slot or shorter than a header.
+            ProtocolError: the frame carries another request id.
+            ServerError: the channel is closed, or the frame could not be handed over.
+        """
         index = slot.index
-        self._check_held(slot)
+        if self._states[index] != SlotState.HELD:
+            raise RuntimeError(f"slot {index} is {SlotState(self._states[index]).name}; send needs it acquired")
         if not HEADER_BYTES <= n_bytes <= len(slot.request):
             raise CapacityError(f"frame of {n_bytes} bytes; a slot takes {HEADER_BYTES} to {len(slot.request)}")
         request_id = peek_request_id(slot.request)
@@ -158,35 +176,16 @@ class PooledHostChannel(HostChannel):
         finally:
             self._leave()
 
-    def send_by(self, slot: HostSlot, code: CompiledSlot, *values: int) -> int:
-        """See `HostChannel.send_by`."""
-        n_bytes = code.post(code.block, 0, *values)
-        if n_bytes > 0:
-            self.send(slot, n_bytes)
-        return n_bytes
-
-    def look_by(self, slot: HostSlot, code: CompiledSlot, *values: int, timeout_s: float) -> bool:
-        """See `HostChannel.look_by`."""
-        del slot, code, values, timeout_s
-        return False
-
-    def _check_held(self, slot: HostSlot) -> None:
-        state = self._states[slot.index]
-        if state != SlotState.HELD:
-            raise RuntimeError(f"slot {slot.index} is {SlotState(state).name}; send needs it acquired")
-
-    def _mark_sent(self, slot: HostSlot) -> None:
-        """For ``_send``: from here on a reply may come. Done before the bytes go, since the reply can be quick."""
-        self._ids[slot.index] += len(self.slots)
-        self._states[slot.index] = SlotState.SENT
-
-    def _unmark_sent(self, slot: HostSlot) -> None:
-        """After all, the frame did not go."""
-        self._ids[slot.index] -= len(self.slots)
-        self._states[slot.index] = SlotState.HELD
-
     def wait(self, slot: HostSlot, timeout_s: float, *, keep: bool = False) -> int:
-        """See `HostChannel.wait`."""
+        """Waits for the reply to what was sent from ``slot``; returns its length in bytes, in ``slot.reply``.
+
+        Raises:
+            DeadlineError: no reply within ``timeout_s`` seconds. With ``keep`` it can be waited for again. Without, the
+                slot is abandoned: after its ``release`` it comes free only when the late reply has arrived (which is
+                dropped and counted in ``n_stale``), so nothing is overwritten.
+            ProtocolError: the reply has an impossible length.
+            ServerError: the channel was closed, by either side.
+        """
         index = slot.index
         if self._states[index] != SlotState.SENT:
             raise RuntimeError(f"slot {index} is {SlotState(self._states[index]).name}; wait needs it sent")
@@ -210,21 +209,29 @@ class PooledHostChannel(HostChannel):
         return n_bytes
 
     def release(self, slot: HostSlot) -> None:
-        """See `HostChannel.release`."""
+        """Gives a slot back; once after each ``acquire``, whether or not something was sent or received.
+
+        If a reply is still to come, the server is told that it is not waited for.
+        """
         with self._lock:
             state = self._states[slot.index]
             if state == SlotState.HELD:
                 self._set_free(slot)
-            elif state == SlotState.SENT:
-                self._states[slot.index] = SlotState.ORPHANED
-                self._n_abandoned += 1
-            elif state == SlotState.ABANDONED:
-                self._states[slot.index] = SlotState.ORPHANED
-            else:
+                return
+            if state not in (SlotState.SENT, SlotState.ABANDONED):
                 raise RuntimeError(f"slot {slot.index} was released twice")
+            self._n_abandoned += state == SlotState.SENT
+            self._states[slot.index] = SlotState.ORPHANED
+            if self._closed:
+                return
+            self._n_inside += 1
+        try:
+            self._cancel(slot, self._ids[slot.index] - len(self.slots))
+        finally:
+            self._leave()
 
     def close(self) -> None:
-        """See `HostChannel.close`."""
+        """Frees everything; wakes waiting threads with a ServerError. Idempotent, from any thread."""
         with self._lock:
             if self._closing:
                 return
@@ -238,15 +245,23 @@ class PooledHostChannel(HostChannel):
 
     @property
     def is_idle(self) -> bool:
-        """See `HostChannel.is_idle`."""
+        """Whether every slot is free."""
         return len(self._free_slots) == len(self.slots)
 
     # -- for the transports
 
     @property
     def n_abandoned(self) -> int:
-        """Slots whose reply nobody waits for any more and which has not come yet."""
+        """Slots whose reply is not waited for any more and has not come yet."""
         return self._n_abandoned
+
+    def _mark_sent(self, slot: HostSlot) -> None:
+        """For ``_send``: from here on a reply may come.
+
+        Done before the bytes go: the reply can be quick, and after Ctrl-C, at any time, an id must not be used twice.
+        """
+        self._ids[slot.index] += len(self.slots)
+        self._states[slot.index] = SlotState.SENT
 
     def _check_open(self) -> None:
         """Raises ServerError if either side closed the channel."""
@@ -284,97 +299,9 @@ class PooledHostChannel(HostChannel):
         with self._lock:
             for slot in () if self._closing else self.slots:
                 if self._states[slot.index] >= SlotState.ABANDONED and self._take_late(slot):
-                    self._late(slot)
-
-    def _late(self, slot: HostSlot) -> None:
-        """The reply of an abandoned slot is dropped; the slot can be used again. Called with ``_lock`` held."""
-        self.n_stale += 1
-        self._n_abandoned -= 1
-        if self._states[slot.index] == SlotState.ORPHANED:
-            self._set_free(slot)
-        else:
-            self._states[slot.index] = SlotState.HELD
-
-
-class PooledServerChannel(ServerChannel):
-    """Delivery, replies and closing of a server channel; a transport adds ``_send_reply`` and ``_close``."""
-
-    def __init__(self, slots: tuple[ServerSlot, ...], deliver: Deliver) -> None:
-        self.slots = slots
-        self.n_dropped = 0
-        self._deliver_to = deliver
-        self._busy = [False] * len(slots)
-        self._lock = threading.Lock()
-        """Held for the few non-blocking steps of a reply, so that close() cannot take the buffers away meanwhile."""
-        self._delivering = threading.RLock()
-        """Held while `Deliver` runs; reentrant, since it may close the channel."""
-        self._closed = False
-        self._work: Work | None = None
-        self._header = FrameHeader()
-
-    @abstractmethod
-    def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
-        """Sends without blocking for long; called with ``_lock`` held. Does not raise because the host is gone."""
-
-    @abstractmethod
-    def _close(self) -> None:
-        """Wakes the host, frees everything; called once, when no delivery runs."""
-
-    def reply(self, slot: ServerSlot, n_bytes: int) -> None:
-        """See `ServerChannel.reply`."""
-        if not HEADER_BYTES <= n_bytes <= len(slot.reply):
-            raise CapacityError(f"reply of {n_bytes} bytes; a slot takes {HEADER_BYTES} to {len(slot.reply)}")
-        with self._lock:
-            if self._closed:
-                return
-            if not self._busy[slot.index]:
-                raise RuntimeError(f"slot {slot.index} has no request to answer")
-            self._busy[slot.index] = False
-            self._send_reply(slot, n_bytes)
-
-    def close(self) -> None:
-        """See `ServerChannel.close`."""
-        with self._lock:
-            first, self._closed = not self._closed, True
-        with self._delivering:
-            pass  # a delivery that was running has ended, and the next one sees that the channel is closed
-        if first:
-            self._close()
-
-    def _deliver(self, slot: ServerSlot, n_bytes: int) -> None:
-        """Hands a received request of a checked length on."""
-        with self._delivering:
-            if self._closed:
-                return
-            slot.n_bytes = n_bytes
-            slot.received_at = perf_counter()
-            self._busy[slot.index] = True
-            try:
-                self._work = self._deliver_to(self, slot) or self._work
-            except Exception:
-                log.exception("%s: a request could not be delivered", self.name)
-                if self._busy[slot.index]:
-                    text = "the server could not take the request"
-                    self._refuse(slot, peek_request_id(slot.request), ErrorCode.INTERNAL, text)
-
-    def do_work(self) -> None:
-        """Does what the deliveries so far have asked for; called by the thread that delivered, without any lock."""
-        work, self._work = self._work, None
-        if work is not None:
-            work()
-
-    def _refuse(self, slot: ServerSlot, request_id: int, code: ErrorCode, text: str) -> None:
-        """Answers the request in ``slot`` with an error frame."""
-        self.n_dropped += 1
-        n_bytes = write_error_frame(self._header, slot.reply, request_id, code, text)
-        self._busy[slot.index] = True
-        self.reply(slot, n_bytes)
-
-
-def write_error_frame(header: FrameHeader, frame: memoryview, request_id: int, code: ErrorCode, text: str) -> int:
-    """Writes an error frame into ``frame``, the text cut to what fits; returns its length in bytes."""
-    room = len(frame) - HEADER_BYTES
-    header.kind, header.request_id, header.code = Kind.ERROR, request_id, code
-    header.body_bytes = write_error_text(frame, text.encode(errors="replace")[:room].decode(errors="ignore"))
-    header.pack_into(frame)
-    return HEADER_BYTES + header.body_bytes
+                    self.n_stale += 1
+                    self._n_abandoned -= 1
+                    if self._states[slot.index] == SlotState.ORPHANED:
+                        self._set_free(slot)
+                    else:
+                        self._states[slot.index] = SlotState.HELD

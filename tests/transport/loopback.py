@@ -7,8 +7,8 @@ import threading
 from time import perf_counter
 
 from moeoffload.errors import DeadlineError
-from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, HostSlot, ServerSlot
-from moeoffload.transport.pool import PooledHostChannel, PooledServerChannel
+from moeoffload.transport import ChannelOffer, ChannelSizes, Deliver, HostChannel, HostSlot, ServerChannel, ServerSlot
+from moeoffload.wire import peek_request_id
 
 
 class _Wire:
@@ -18,6 +18,7 @@ class _Wire:
         self.requests: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self.arrived = threading.Condition()
         self.reply_bytes = [0] * sizes.n_slots
+        self.cancelled: set[int] = set()
         self.server_closed = False
         self.buffers = [
             (memoryview(bytearray(sizes.request_bytes)), memoryview(bytearray(sizes.reply_bytes)))
@@ -25,7 +26,7 @@ class _Wire:
         ]
 
 
-class LoopbackHost(PooledHostChannel):
+class LoopbackHost(HostChannel):
     """The host's end; made by `loopback_pair`."""
 
     name = "loopback"
@@ -50,6 +51,9 @@ class LoopbackHost(PooledHostChannel):
             n_bytes, wire.reply_bytes[slot.index] = wire.reply_bytes[slot.index], 0
             return n_bytes
 
+    def _cancel(self, slot: HostSlot, request_id: int) -> None:
+        self._wire.cancelled.add(request_id)
+
     def _take_late(self, slot: HostSlot) -> bool:
         with self._wire.arrived:
             n_bytes, self._wire.reply_bytes[slot.index] = self._wire.reply_bytes[slot.index], 0
@@ -66,7 +70,7 @@ class LoopbackHost(PooledHostChannel):
         pass
 
 
-class LoopbackServer(PooledServerChannel):
+class LoopbackServer(ServerChannel):
     """The server's end; made by `loopback_pair`. One thread delivers the requests."""
 
     name = "loopback"
@@ -83,6 +87,9 @@ class LoopbackServer(PooledServerChannel):
             index, n_bytes = request
             self._deliver(self.slots[index], n_bytes)
             self.do_work()
+
+    def is_cancelled(self, slot: ServerSlot) -> bool:
+        return peek_request_id(slot.request) in self._wire.cancelled
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
         with self._wire.arrived:

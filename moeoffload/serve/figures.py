@@ -1,12 +1,8 @@
-"""What happens now, from figures that only grow: differences of snapshots (docs/monitoring.md).
-
-The dashboard computes the same in its own language; tests compare the two.
-"""
+"""What happens now, from counts that only grow: differences of snapshots, for those who watch (docs/monitoring.md)."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, Final
 
 NOW_S: Final = 3.0
@@ -18,24 +14,27 @@ LATENCY_S: Final = 60.0
 PARTS: Final = ("dense", "pack", "wire", "queue", "compute", "local", "combine", "other")
 """Of a step, in the order in which they are shown."""
 LAYER_PARTS: Final = PARTS[:-1]
+PAUSE_S: Final = 10.0
+"""After a pause of so many seconds those who watch begin anew."""
 _EPSILON_S: Final = 1e-6
-_MOST_KEPT: Final = 1000
+_LEAST_STEP_S: Final = 0.25
 
 
 class History:
-    """The snapshots of the last `LATENCY_S`; those of an earlier start of the host are forgotten."""
+    """The snapshots of the last `LATENCY_S` in which somebody asked for them."""
 
     def __init__(self) -> None:
-        self._snapshots: deque[dict[str, Any]] = deque(maxlen=_MOST_KEPT)
+        self._snapshots: deque[dict[str, Any]] = deque()
 
     def add(self, snapshot: dict[str, Any]) -> None:
-        """Takes the newest snapshot."""
+        """Takes the newest snapshot. What was before a pause of `PAUSE_S` is forgotten."""
         kept = self._snapshots
-        if kept and snapshot["uptime_s"] < kept[-1]["uptime_s"]:
+        if kept and not 0 <= snapshot["uptime_s"] - kept[-1]["uptime_s"] <= PAUSE_S:
             kept.clear()
+        # Several may ask at a time: one snapshot for each `_LEAST_STEP_S` is enough to go back to.
+        if len(kept) > 1 and snapshot["uptime_s"] - kept[-2]["uptime_s"] < _LEAST_STEP_S:
+            kept.pop()
         kept.append(snapshot)
-        if len(kept) > 1 and kept[-2]["uptime_s"] == snapshot["uptime_s"]:
-            del kept[-2]
         while len(kept) > 2 and kept[1]["uptime_s"] <= snapshot["uptime_s"] - LATENCY_S + _EPSILON_S:
             kept.popleft()
 
@@ -50,7 +49,7 @@ class History:
         return next((each for each in reversed(self._snapshots) if each["uptime_s"] <= limit), self._snapshots[0])
 
     def first_batches(self) -> dict[str, dict[str, Any]]:
-        """By server what it told first of its batches; the first looks at a host come before that."""
+        """By server what it told first of its batches; the first snapshots come before that."""
         found: dict[str, dict[str, Any]] = {}
         for snapshot in self._snapshots:
             for server in snapshot["servers"]:
@@ -59,47 +58,8 @@ class History:
         return found
 
 
-@dataclass(frozen=True)
-class ServerLoad:
-    """What one server does for this host. ``busy`` is the share of the time in which it computes, 0 to 1."""
-
-    address: str
-    state: str
-    computed_by: str
-    calls_per_s: float
-    rows_per_s: float
-    bytes_per_s: float
-    busy: float
-    wait_ms: float
-    """Of a call, how long the host stood still for it."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a screen shows of a history. Latencies are seconds, None if there were none."""
-
-    tokens_per_s: float
-    prompt_tokens_per_s: float
-    steps_per_s: float
-    reuse: float | None
-    """Of the prompt tokens since the start, the share that was taken from the cache."""
-    cache_use: float | None
-    first_token_s: tuple[float | None, float | None]
-    """p50 and p95 of the last `LATENCY_S`; so the next."""
-    between_tokens_s: tuple[float | None, float | None]
-    rows_per_step: float | None
-    step_s: float | None
-    step_parts: dict[str, float]
-    """Seconds of a step, the mean of the last `STEP_S`."""
-    layers: list[dict[str, float]]
-    """For each layer the seconds of a call by part, means of the last `STEP_S`; empty if none was timed."""
-    servers: list[ServerLoad]
-    batch_members: dict[str, Any] | None
-    """Histogram of the requests in one kernel call, over the servers that tell and the last `LATENCY_S`."""
-
-
-def figures(history: History) -> Figures:
-    """What the snapshots of ``history`` say of now; it must have one."""
+def figures(history: History) -> dict[str, Any]:
+    """What the snapshots of ``history`` say of now, as plain data; docs/monitoring.md describes every field."""
     new, old = history.newest, history.before(NOW_S)
     seconds = new["uptime_s"] - old["uptime_s"]
     older, oldest = history.before(STEP_S), history.before(LATENCY_S)
@@ -107,21 +67,27 @@ def figures(history: History) -> Figures:
     steps = new["steps"]["steps"] - older["steps"]["steps"]
     rows = histogram_difference(new["step_rows"], oldest["step_rows"])
     parts = {part: new["steps"][f"{part}_s"] - older["steps"][f"{part}_s"] for part in PARTS}
-    return Figures(
-        tokens_per_s=_rate(tokens["completion"] - old["tokens"]["completion"], seconds),
-        prompt_tokens_per_s=_rate(tokens["prompt"] - old["tokens"]["prompt"], seconds),
-        steps_per_s=_rate(new["steps"]["steps"] - old["steps"]["steps"], seconds),
-        reuse=_share(tokens["reused"], tokens["prompt"]),
-        cache_use=_share(cache["used_tokens"] + cache["kept_tokens"], cache["total_tokens"]),
-        first_token_s=_p50_p95(new["first_token_s"], oldest["first_token_s"]),
-        between_tokens_s=_p50_p95(new["between_tokens_s"], oldest["between_tokens_s"]),
-        rows_per_step=_share(rows["total"], rows["n"]),
-        step_s=_share(new["steps"]["seconds"] - older["steps"]["seconds"], steps),
-        step_parts={part: value / steps if steps else 0.0 for part, value in parts.items()},
-        layers=_layers(new["layers"], older["layers"]),
-        servers=[_load(server, old["servers"], seconds) for server in new["servers"]],
-        batch_members=_batch_members(new["servers"], history.first_batches()),
-    )
+    members = _batch_members(new["servers"], history.first_batches())
+    return {
+        "watched_s": new["uptime_s"] - history.before(LATENCY_S)["uptime_s"],
+        "tokens_per_s": _rate(tokens["completion"] - old["tokens"]["completion"], seconds),
+        "prompt_tokens_per_s": _rate(tokens["prompt"] - old["tokens"]["prompt"], seconds),
+        "steps_per_s": _rate(new["steps"]["steps"] - old["steps"]["steps"], seconds),
+        "reuse": _share(tokens["reused"], tokens["prompt"]),
+        "cache_use": _share(cache["used_tokens"] + cache["kept_tokens"], cache["total_tokens"]),
+        "first_token_s": _p50_p95(histogram_difference(new["first_token_s"], oldest["first_token_s"])),
+        "between_tokens_s": _p50_p95(histogram_difference(new["between_tokens_s"], oldest["between_tokens_s"])),
+        "first_token_all_s": _p50_p95(new["first_token_s"]),
+        "between_tokens_all_s": _p50_p95(new["between_tokens_s"]),
+        "rows": rows,
+        "rows_per_step": _share(rows["total"], rows["n"]),
+        "step_s": _share(new["steps"]["seconds"] - older["steps"]["seconds"], steps),
+        "step_parts": {part: value / steps if steps else 0.0 for part, value in parts.items()},
+        "layers": _layers(new["layers"], older["layers"]),
+        "servers": [_load(server, old["servers"], seconds) for server in new["servers"]],
+        "batch_members": members,
+        "members_per_batch": _share(members["total"], members["n"]) if members else None,
+    }
 
 
 def histogram_difference(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
@@ -151,9 +117,8 @@ def quantile(histogram: dict[str, Any], share: float) -> float | None:
     return float(histogram["bounds"][-1])
 
 
-def _p50_p95(new: dict[str, Any], old: dict[str, Any]) -> tuple[float | None, float | None]:
-    difference = histogram_difference(new, old)
-    return quantile(difference, 0.5), quantile(difference, 0.95)
+def _p50_p95(histogram: dict[str, Any]) -> tuple[float | None, float | None]:
+    return quantile(histogram, 0.5), quantile(histogram, 0.95)
 
 
 def _layers(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[str, float]]:
@@ -166,20 +131,17 @@ def _layers(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[s
     ]
 
 
-def _load(server: dict[str, Any], before: list[dict[str, Any]], seconds: float) -> ServerLoad:
+def _load(server: dict[str, Any], before: list[dict[str, Any]], seconds: float) -> dict[str, float]:
     old = next((each for each in before if each["address"] == server["address"]), server)
     calls = server["calls"] - old["calls"]
     n_bytes = server["bytes_out"] + server["bytes_back"] - old["bytes_out"] - old["bytes_back"]
-    return ServerLoad(
-        address=server["address"],
-        state=server["state"],
-        computed_by=server["computed_by"],
-        calls_per_s=_rate(calls, seconds),
-        rows_per_s=_rate(server["rows"] - old["rows"], seconds),
-        bytes_per_s=_rate(n_bytes, seconds),
-        busy=min(1.0, _rate(server["compute_s"] - old["compute_s"], seconds)),
-        wait_ms=1000 * (_share(server["wait_s"] - old["wait_s"], calls) or 0.0),
-    )
+    return {
+        "calls_per_s": _rate(calls, seconds),
+        "rows_per_s": _rate(server["rows"] - old["rows"], seconds),
+        "bytes_per_s": _rate(n_bytes, seconds),
+        "busy": min(1.0, _rate(server["compute_s"] - old["compute_s"], seconds)),
+        "wait_s": _share(server["wait_s"] - old["wait_s"], calls) or 0.0,
+    }
 
 
 def _batch_members(new: list[dict[str, Any]], first: dict[str, dict[str, Any]]) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from serving_snapshots import scripted
 
-from moeoffload.rates import LAYER_PARTS, History, figures, quantile
+from moeoffload.serve.figures import LAYER_PARTS, PAUSE_S, History, figures, quantile
 from moeoffload.serve.stats import LATENCY_BOUNDS_S, Histogram
 
 
@@ -22,17 +22,17 @@ def test_rates_are_of_the_last_seconds_and_latencies_of_the_last_minute() -> Non
     snapshots = scripted(90, n_layers=3)
     shown = figures(history_of(snapshots))
     new, old = snapshots[-1], snapshots[-4]
-    assert shown.tokens_per_s == pytest.approx((new["tokens"]["completion"] - old["tokens"]["completion"]) / 3)
+    assert shown["tokens_per_s"] == pytest.approx((new["tokens"]["completion"] - old["tokens"]["completion"]) / 3)
     server, before = new["servers"][0], old["servers"][0]
-    assert shown.servers[0].rows_per_s == pytest.approx((server["rows"] - before["rows"]) / 3)
-    assert shown.servers[0].busy == pytest.approx((server["compute_s"] - before["compute_s"]) / 3)
+    assert shown["servers"][0]["rows_per_s"] == pytest.approx((server["rows"] - before["rows"]) / 3)
+    assert shown["servers"][0]["busy"] == pytest.approx((server["compute_s"] - before["compute_s"]) / 3)
     n, older = new["steps"], snapshots[-11]["steps"]
     n_steps = n["steps"] - older["steps"]
-    assert shown.step_parts["wire"] == pytest.approx((n["wire_s"] - older["wire_s"]) / n_steps)
-    assert shown.step_s is not None
-    assert sum(shown.step_parts.values()) == pytest.approx(shown.step_s)
-    in_layers = sum(sum(layer[part] for part in LAYER_PARTS) for layer in shown.layers)
-    assert in_layers + shown.step_parts["other"] == pytest.approx(shown.step_s)
+    assert shown["step_parts"]["wire"] == pytest.approx((n["wire_s"] - older["wire_s"]) / n_steps)
+    assert shown["step_s"] is not None
+    assert sum(shown["step_parts"].values()) == pytest.approx(shown["step_s"])
+    in_layers = sum(sum(layer[part] for part in LAYER_PARTS) for layer in shown["layers"])
+    assert in_layers + shown["step_parts"]["other"] == pytest.approx(shown["step_s"])
     minute = Histogram(tuple(new["between_tokens_s"]["bounds"]))
     minute.n = new["between_tokens_s"]["n"] - snapshots[-61]["between_tokens_s"]["n"]
     assert 0 < minute.n < new["between_tokens_s"]["n"]
@@ -43,7 +43,7 @@ def test_rates_are_of_the_last_seconds_and_latencies_of_the_last_minute() -> Non
         )
     ]
     data = {"bounds": minute.bounds, "counts": minute.counts, "total": 0.0, "n": minute.n}
-    assert shown.between_tokens_s == (quantile(data, 0.5), quantile(data, 0.95))
+    assert shown["between_tokens_s"] == (quantile(data, 0.5), quantile(data, 0.95))
 
 
 def test_quantiles_lie_within_the_bucket_of_the_exact_ones() -> None:
@@ -66,18 +66,18 @@ def test_nothing_is_made_up_where_nothing_happened() -> None:
     snapshot = scripted(1, n_layers=2)[0]
     for snapshots in ([snapshot], [snapshot, snapshot | {"uptime_s": snapshot["uptime_s"] + 1}]):
         shown = figures(history_of(snapshots))
-        assert shown.tokens_per_s == shown.servers[0].busy == 0
-        assert shown.first_token_s == (None, None)
-        assert shown.step_s is None
-        assert shown.rows_per_step is None
-        assert shown.layers == []
+        assert shown["tokens_per_s"] == shown["servers"][0]["busy"] == 0
+        assert shown["first_token_s"] == (None, None)
+        assert shown["step_s"] is None
+        assert shown["rows_per_step"] is None
+        assert shown["layers"] == []
 
 
 def test_batches_count_from_when_their_server_first_told_of_them() -> None:
     snapshots = scripted(20, n_layers=2)
     for server in snapshots[0]["servers"]:
         del server["batches"]
-    members = figures(history_of(snapshots)).batch_members
+    members = figures(history_of(snapshots))["batch_members"]
     assert members is not None
     first, last = (sum(server["batches"]["members"]["n"] for server in snapshots[i]["servers"]) for i in (1, -1))
     assert members["n"] == last - first > 0
@@ -88,16 +88,27 @@ def test_an_expert_server_that_started_again_counts_from_zero() -> None:
     fresh = {"bounds": [1, 2, 3, 4, 8], "counts": [2, 1, 0, 0, 0, 0], "total": 4, "n": 3}
     for server in snapshots[-1]["servers"]:
         server["batches"]["members"] = fresh
-    members = figures(history_of(snapshots)).batch_members
+    members = figures(history_of(snapshots))["batch_members"]
     assert members is not None
     assert (members["counts"], members["n"]) == ([4, 2, 0, 0, 0, 0], 6)
 
 
-def test_a_host_that_started_again_begins_a_new_history() -> None:
+@pytest.mark.parametrize("uptime_s", [1.0, 4019.0 + 1.1 * PAUSE_S])
+def test_a_host_that_started_again_and_a_pause_begin_a_new_history(uptime_s: float) -> None:
     first, *later = scripted(20, n_layers=2)
-    history = history_of([*later, first | {"uptime_s": 1.0}])
-    assert figures(history).tokens_per_s == 0
+    history = history_of([*later, first | {"uptime_s": uptime_s}])
+    assert figures(history)["tokens_per_s"] == 0
     assert history.before(60) is history.newest
+
+
+def test_several_who_watch_do_not_make_the_history_longer() -> None:
+    snapshots = scripted(30, n_layers=1)
+    often = [
+        snapshot | {"uptime_s": snapshot["uptime_s"] + later} for snapshot in snapshots for later in (0, 0.001, 0.1)
+    ]
+    kept = list(history_of(often)._snapshots)
+    assert len(kept) <= 2 * len(snapshots)
+    assert kept[-1] is often[-1]
 
 
 def test_a_history_holds_a_minute_however_long_it_is_watched() -> None:

@@ -10,14 +10,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from time import perf_counter
 from typing import Any
 
 import posix_ipc
 import pytest
 
-from moeoffload.kernels.watch import Seen, watch
-from moeoffload.transport.waiting import CROWDED_S, AdaptiveSpin
+from moeoffload.transport import spin as spin_module
+from moeoffload.transport.spin import CROWDED, CROWDED_S, NEWS, NOTHING, AdaptiveSpin
 
 
 @pytest.fixture
@@ -72,16 +71,6 @@ class Bell:
 
     def ring(self, value: int) -> None:
         self._word.value = value
-
-
-def test_a_look_by_somebody_else_counts_and_is_not_repeated(semaphore: posix_ipc.Semaphore) -> None:
-    spin, bell = AdaptiveSpin(200e-6), Bell()
-    assert spin.budget_s > 0
-    assert not spin.acquire(semaphore, bell.address, 1, 0.01, looked_since=perf_counter() - 10.0)
-    before = spin._mean_s
-    semaphore.release()
-    assert spin.acquire(semaphore, bell.address, 1, 1.0, looked_since=perf_counter() - 10.0)  # the bell is silent
-    assert spin._mean_s > before
 
 
 def test_exactly_one_token_is_taken(semaphore: posix_ipc.Semaphore) -> None:
@@ -153,25 +142,49 @@ def test_a_signal_that_another_thread_takes_leaves_none_blocked(semaphore: posix
         other.join()
 
 
-def test_looking_lets_other_threads_have_the_interpreter() -> None:
-    """The bell is rung by a Python thread, which could not run if looking kept the interpreter lock."""
+def spin_word(bell: Bell, value: int, limit_s: float, crowded_s: float = 30.0) -> int:
+    functions = spin_module._functions()
+    assert functions is not None, "the C library is not built"
+    return int(functions[0](bell.address, value, int(limit_s * 1e9), int(crowded_s * 1e9)))
+
+
+def spin_poll(pollfds: Any, limit_s: float, crowded_s: float = 30.0) -> int:
+    functions = spin_module._functions()
+    assert functions is not None
+    return int(functions[1](ctypes.addressof(pollfds), 1, int(limit_s * 1e9), int(crowded_s * 1e9)))
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[Any, int]]:
+    """A C ``struct pollfd`` of a pipe, and its writing end."""
+    reader, writer = os.pipe()
+    yield (ctypes.c_int32 * 2)(reader, select.POLLIN), writer
+    os.close(reader)
+    os.close(writer)
+
+
+def test_spinning_lets_other_threads_have_the_interpreter() -> None:
+    """The bell is rung by a Python thread, which could not run if spinning kept the interpreter lock."""
     bell = Bell()
     threading.Timer(0.02, bell.ring, (3,)).start()
-    assert watch().word(bell.address, 3, 30.0, 30.0) == Seen.NEWS
+    assert spin_word(bell, 3, 30.0) == NEWS
 
 
-def test_a_watch_ends_when_its_time_is_over() -> None:
-    bell = Bell()
-    assert watch().word(bell.address, 1, 0.001, 30.0) == Seen.NOTHING
-    reader, writer = os.pipe()
-    pollfds = (ctypes.c_int32 * 2)(reader, select.POLLIN)
-    try:
-        assert watch().descriptors(ctypes.addressof(pollfds), 1, 0.001, 30.0) == Seen.NOTHING
-        os.write(writer, b"x")
-        assert watch().descriptors(ctypes.addressof(pollfds), 1, 30.0, 30.0) == Seen.NEWS
-    finally:
-        os.close(reader)
-        os.close(writer)
+def test_a_spin_ends_when_its_time_is_over_or_there_is_news(pipe: tuple[Any, int]) -> None:
+    assert spin_word(Bell(), 1, 0.001) == NOTHING
+    assert spin_poll(pipe[0], 0.001) == NOTHING
+    os.write(pipe[1], b"x")
+    assert spin_poll(pipe[0], 30.0) == NEWS
+
+
+def test_without_the_library_every_wait_sleeps(semaphore: posix_ipc.Semaphore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spin_module, "native_library", lambda: None)
+    spin = AdaptiveSpin()
+    assert spin.budget_s == 0
+    assert not spin.acquire(semaphore, Bell().address, 1, 0.001)
+    semaphore.release()
+    assert spin.acquire(semaphore, Bell().address, 1, 1)
+    assert not spin.poll(0, 0, 1.0)
 
 
 @pytest.fixture
@@ -191,64 +204,23 @@ def busy_process() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("busy_process")
-def test_looking_ends_where_somebody_else_wants_the_core() -> None:
-    reader, writer = os.pipe()
-    pollfds = (ctypes.c_int32 * 2)(reader, select.POLLIN)
-    try:
-        assert watch().word(Bell().address, 1, 30.0, CROWDED_S) == Seen.CROWDED
-        assert watch().descriptors(ctypes.addressof(pollfds), 1, 30.0, CROWDED_S) == Seen.CROWDED
-    finally:
-        os.close(reader)
-        os.close(writer)
+def test_a_spin_ends_where_another_process_wants_the_core(pipe: tuple[Any, int]) -> None:
+    assert spin_word(Bell(), 1, 30.0, CROWDED_S) == CROWDED
+    assert spin_poll(pipe[0], 30.0, CROWDED_S) == CROWDED
 
 
-@pytest.mark.parametrize("others", [True, False])
-@pytest.mark.parametrize("what", ["word", "descriptors"])
-def test_only_a_core_that_others_of_this_system_had_is_crowded(
-    what: str, others: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a hypervisor lent the core to another machine. None is at hand, so the clock is made to jump."""
-    n_calls = [0, 0]
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
-    def clock_gettime(clock: int, time: Any) -> int:
-        n_calls[0] += 1
-        time[0], time[1] = divmod(n_calls[0] * 50_000_000, 1_000_000_000)
-        return 0
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
-    def getrusage(who: int, usage: Any) -> int:
-        n_calls[1] += 1
-        usage[17] = n_calls[1] if others else 7
-        return 0
-
-    look, (reader, writer) = watch(), os.pipe()
-    monkeypatch.setattr(look, "_clock", ctypes.cast(clock_gettime, ctypes.c_void_p).value)
-    monkeypatch.setattr(look, "_getrusage", ctypes.cast(getrusage, ctypes.c_void_p).value)
-    pollfds = (ctypes.c_int32 * 2)(reader, select.POLLIN)
-    try:
-        if what == "word":
-            seen = look.word(Bell().address, 1, 10.0, CROWDED_S)
-        else:
-            seen = look.descriptors(ctypes.addressof(pollfds), 1, 10.0, CROWDED_S)
-    finally:
-        os.close(reader)
-        os.close(writer)
-    assert seen == (Seen.CROWDED if others else Seen.NOTHING)
-
-
-def test_who_met_a_crowd_rests_longer_each_time() -> None:
+def test_waits_without_a_spin_follow_one_that_met_others_twice_as_many_each_time() -> None:
     spin = AdaptiveSpin(200e-6)
     rests = []
     for _ in range(4):
-        spin.met(Seen.CROWDED)
+        spin.met(CROWDED)
         rest = 0
         while spin.budget_s == 0:
             spin.learn(50e-6)
             rest += 1
         rests.append(rest)
     assert rests == [1, 2, 4, 8]
-    spin.met(Seen.NEWS)
-    spin.met(Seen.CROWDED)
+    spin.met(NEWS)
+    spin.met(CROWDED)
     spin.learn(50e-6)
     assert spin.budget_s > 0

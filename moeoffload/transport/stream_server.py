@@ -2,30 +2,41 @@
 
 Every attach gets an unguessable routing id; what comes under another one is dropped. With encryption every attach has a
 key instead, by which each message is known; the routing id is then the host's own choice.
+
+A request is received into the slot with the number of the host's slot (request id modulo slots): a host uses a slot
+again only when it has the whole reply, so a reply can be sent from where it was written, without a copy.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import Final
 
 import zmq
 
 from moeoffload.errors import CapacityError, ServerError
-from moeoffload.transport.base import ChannelSizes, Deliver, ServerSlot
-from moeoffload.transport.lane_door import LaneDoor
-from moeoffload.transport.lane_key import LaneKey
-from moeoffload.transport.pool import write_error_frame
+from moeoffload.last_resort import start_thread
+from moeoffload.transport.base import (
+    ChannelOffer,
+    ChannelSizes,
+    Deliver,
+    OnFailure,
+    ServerChannel,
+    ServerSlot,
+    ignore_failure,
+    write_error_frame,
+)
 from moeoffload.transport.stream_keys import Door, OnRefused, check_key
-from moeoffload.transport.stream_server_end import StreamServerEnd
 from moeoffload.transport.zmq_socket import (
     CLOSED_ID,
     ROUTING_ID_BYTES,
     FrameSocket,
+    IncomingFrame,
     OutgoingFrame,
+    new_routing_id,
+    slot_buffers,
 )
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, is_ping
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, control_kind, peek_request_id
 
 READ_POLL_S: Final = 0.5
 READ_AHEAD: Final = 16
@@ -36,7 +47,93 @@ QUEUED_OUT: Final = 1 << 15
 """Pieces on their way to one host: never reached by replies, but by the errors a host provokes and does not read."""
 _ERROR_BYTES: Final = 256
 
-log = logging.getLogger(__name__)
+
+class StreamServerEnd(ServerChannel):
+    """The server's end of one attach; made by `StreamListener.open_channel`."""
+
+    name = "stream"
+
+    def __init__(self, listener: StreamListener, sizes: ChannelSizes, deliver: Deliver, key: str) -> None:
+        buffers = slot_buffers(sizes)
+        super().__init__(tuple(ServerSlot(i, *pair) for i, pair in enumerate(buffers)), deliver)
+        self.key = key
+        """The host's public CURVE key; empty without encryption."""
+        self.routing_id = b"" if key else new_routing_id()
+        """Where replies go; with encryption it is known once the host has sent something."""
+        parameters = {"port": str(listener.port)}
+        parameters |= {"server_key": listener.public_key} if key else {"routing_id": self.routing_id.hex()}
+        self.offer = ChannelOffer(self.name, sizes, parameters)
+        self._listener = listener
+        self._pong = memoryview(bytearray(HEADER_BYTES))
+        self._pong_out = OutgoingFrame(self._pong)
+        self._outgoing = [OutgoingFrame(reply) for _, reply in buffers]
+        self._incoming = [IncomingFrame(request) for request, _ in buffers]
+        self._cancelled = [0] * sizes.n_slots
+        """Per slot the id of the last request that the host has cancelled."""
+
+    def receive(self, wire: FrameSocket, request_id: int, at: int, frame_bytes: int) -> tuple[ServerSlot, int] | None:
+        """Takes one piece in; the slot and the frame's bytes if the frame is now complete or wrong, else None."""
+        slot = self.slots[request_id % len(self.slots)]
+        incoming = self._incoming[slot.index]
+        if not HEADER_BYTES <= frame_bytes <= len(slot.request):
+            wire.skip()
+            incoming.request_id = request_id
+            return (slot, frame_bytes) if at == 0 else None
+        piece = incoming.expects(request_id, at, frame_bytes)
+        if piece is None:
+            wire.skip()
+            self.n_dropped += 1
+            return None
+        whole = incoming.took(wire.receive_piece(piece))
+        if whole is None:
+            return slot, 0
+        return (slot, frame_bytes) if whole else None
+
+    def is_busy(self, request_id: int) -> bool:
+        """Whether the slot of this request still has another one."""
+        return self._busy[request_id % len(self.slots)]
+
+    def is_working_on(self, request_id: int) -> bool:
+        """Whether the slot of this request has that very one."""
+        index = request_id % len(self.slots)
+        return self._busy[index] and self._incoming[index].request_id == request_id
+
+    def cancel(self, request_id: int) -> None:
+        """The host does not wait for the reply to this request, which is being worked on, any more."""
+        self._cancelled[request_id % len(self.slots)] = request_id
+
+    def is_cancelled(self, slot: ServerSlot) -> bool:
+        """See `ServerChannel.is_cancelled`."""
+        return self._cancelled[slot.index] == self._incoming[slot.index].request_id
+
+    def received(self, slot: ServerSlot, n_bytes: int) -> None:
+        """Hands a request on, if it is one: ``n_bytes`` may be more or less than a slot takes."""
+        request_id = self._incoming[slot.index].request_id
+        if n_bytes > len(slot.request):
+            text = f"a frame of {n_bytes} bytes does not fit into a slot of {len(slot.request)} bytes"
+            self._refuse(slot, request_id, ErrorCode.CAPACITY, text)
+        elif n_bytes < HEADER_BYTES or peek_request_id(slot.request) != request_id:
+            self._refuse(slot, request_id, ErrorCode.BAD_FRAME, "what arrived is not the announced frame")
+        elif n_bytes > HEADER_BYTES or (control := control_kind(slot.request)) is None:
+            self._deliver(slot, n_bytes)
+        elif control is Kind.PING:  # a cancellation without its request has come too late
+            self._answer_ping(slot, request_id)
+
+    def _answer_ping(self, slot: ServerSlot, request_id: int) -> None:
+        with self._lock:  # not from the slot's buffer: its last reply may be on its way
+            if self._closed:
+                return
+            self._pong[:] = slot.request[:HEADER_BYTES]
+            if not self._listener.send(self.routing_id, request_id, self._pong_out, HEADER_BYTES):
+                self.n_dropped += 1
+
+    def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
+        request_id = self._incoming[slot.index].request_id
+        if not self._listener.send(self.routing_id, request_id, self._outgoing[slot.index], n_bytes):
+            self.n_dropped += 1
+
+    def _close(self) -> None:
+        self._listener.forget(self)
 
 
 class StreamListener:
@@ -44,7 +141,6 @@ class StreamListener:
 
     Attributes:
         port: the TCP port, also when a free one was asked for.
-        lane_door: where lanes come in, if there are any.
         n_unknown: messages that were dropped since no channel has their routing id or key.
     """
 
@@ -55,8 +151,8 @@ class StreamListener:
         *,
         max_request_bytes: int,
         encrypted: bool = False,
-        lane_port: int | None = None,
         on_refused: OnRefused = lambda peer, reason: None,
+        on_failure: OnFailure = ignore_failure,
     ) -> None:
         """Binds and starts to read.
 
@@ -64,9 +160,9 @@ class StreamListener:
             host: address of the interface to listen at, or ``*`` for all.
             port: TCP port; 0 takes a free one.
             max_request_bytes: the largest request frame that any channel may be opened for.
-            encrypted: speak CURVE only, with the keys of open channels only; lanes are sealed with them.
-            lane_port: TCP port of the lanes, see `moeoffload.transport.lane`; 0 takes a free one, None offers none.
-            on_refused: told who was not let in; from any thread.
+            encrypted: speak CURVE only, with the keys of open channels only.
+            on_refused: told which peers were refused; from any thread.
+            on_failure: told if a thread of the listener ends with an error; no host is served over it from then on.
 
         Raises:
             ServerError: the address cannot be bound.
@@ -88,7 +184,7 @@ class StreamListener:
         self._error_out = OutgoingFrame(self._error)
         self._header = FrameHeader()
         address = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        self._door = Door(self._wire.socket, on_refused) if encrypted else None
+        self._door = Door(self._wire.socket, on_refused, on_failure) if encrypted else None
         try:
             # A send to nobody is an error, not silence; a host that comes back takes over from its dead connection.
             self._wire.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -100,14 +196,8 @@ class StreamListener:
             raise ServerError(f"cannot listen at {host}:{port}: {error}") from error
         endpoint = self._wire.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rpartition(":")[2])
-        try:
-            self.lane_door = LaneDoor(host, lane_port, on_refused) if lane_port is not None else None
-        except ServerError:
-            self._shut_door()
-            self._wire.close()
-            raise
-        self._reader = threading.Thread(target=self._read, name="stream-reader", daemon=True)
-        self._reader.start()
+        self._on_failure = on_failure
+        self._reader = start_thread("stream-reader", self._read, self._failed)
 
     @property
     def public_key(self) -> str:
@@ -156,8 +246,6 @@ class StreamListener:
                 channel.close()  # opened meanwhile
             self._wire.wake()
             self._reader.join()
-            if self.lane_door is not None:
-                self.lane_door.close()
             self._shut_door()
             self._wire.close(FAREWELL_MS)
 
@@ -169,10 +257,6 @@ class StreamListener:
             self._door.stop()
 
     # -- for the channels
-
-    def agree(self, key: str) -> LaneKey | None:
-        """See `Listener`."""
-        return None if self._door is None else LaneKey.agree(self._door.secret_key, key, server=True)
 
     def send(self, routing_id: bytes, request_id: int, frame: OutgoingFrame, n_bytes: int) -> bool:
         """Sends one frame to one host, from any thread; False if it is not connected."""
@@ -203,6 +287,12 @@ class StreamListener:
         """Sending may have used up the signal that the reader waits for. ``_using`` is held."""
         if self._reader_waits and self._wire.readable():
             self._wire.wake()
+
+    def _failed(self, text: str) -> None:
+        """The reader has ended with an error: hosts are told that their channels are closed."""
+        for channel in self._open_channels():
+            channel.close()
+        self._on_failure(text)
 
     # -- the reader thread
 
@@ -263,12 +353,12 @@ class StreamListener:
             whole = channel.receive(wire, *tag)
             return whole and (channel, *whole)
         n_bytes = wire.receive_piece(self._scratch)
-        # A ping about a request that is being worked on needs no answer, nor does the same request: its reply will do.
-        if (
-            tag[1] == 0
-            and not channel.is_working_on(tag[0])
-            and not (n_bytes == HEADER_BYTES and is_ping(self._scratch))
-        ):
+        control = control_kind(self._scratch) if n_bytes == HEADER_BYTES else None
+        if channel.is_working_on(tag[0]):
+            if control is Kind.CANCEL:
+                channel.cancel(tag[0])
+            # A ping about a request that is being worked on, or the same request, needs no answer: its reply will do.
+        elif tag[1] == 0 and control is None:
             channel.n_dropped += 1
             self._send_error(routing_id, tag[0], ErrorCode.BUSY, "the slot still has a request")
         return None

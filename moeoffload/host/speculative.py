@@ -1,0 +1,45 @@
+"""Speculative decoding by transformers' assisted generation: a pass verifies several guessed tokens at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moeoffload.host.session import OffloadedModel
+
+
+def speculative_options(offloaded: OffloadedModel) -> dict[str, Any]:
+    """Keywords for ``model.generate`` by which tokens are guessed ahead, as the settings say; none for no guesses."""
+    settings = offloaded.settings
+    if offloaded.draft is not None:
+        # transformers looks for the count of guesses with the model that guesses.
+        guesses = offloaded.draft.generation_config
+        guesses.num_assistant_tokens = settings.draft_tokens
+        guesses.num_assistant_tokens_schedule = "constant"
+        guesses.assistant_confidence_threshold = 0
+        return {"assistant_model": offloaded.draft}
+    return {"prompt_lookup_num_tokens": settings.prompt_lookup} if settings.prompt_lookup else {}
+
+
+def generate_speculatively(
+    model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any], speculative: dict[str, Any], streamer: Any
+) -> torch.Tensor:
+    """``model.generate`` with guesses from the second token on: (1, n) int64 with the prompt.
+
+    transformers would verify the first guesses together with the prompt. Kernels go by the number of rows, so that the
+    prompt's own rows could be rounded in another way than without guesses.
+    """
+    n_left = options["max_new_tokens"] - 1
+    first: torch.Tensor = model.generate(**inputs, **options | {"max_new_tokens": 1})
+    streamer.put(inputs["input_ids"])
+    streamer.put(first[0, -1:])
+    eos = model.generation_config.eos_token_id
+    if not n_left or int(first[0, -1]) in ([eos] if isinstance(eos, int) else eos or ()):
+        streamer.end()
+        return first
+    streamer.next_tokens_are_prompt = True  # what comes first now is known already
+    mask = torch.ones_like(first)
+    return model.generate(
+        input_ids=first, attention_mask=mask, **options | {"max_new_tokens": n_left}, **speculative, streamer=streamer
+    )

@@ -1,0 +1,126 @@
+"""Waiting for a peer: first spin for a while, if that has paid off lately, then sleep on a semaphore.
+
+A spin lasts a few times as long as recent waits took, never longer than a limit: in a generation that is the whole
+wait, and an idle channel costs a dozen spins and then nothing. After a spin that met other threads on its core come
+waits without one, twice as many each time. Without the C library (see `spin.c`) every wait sleeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from time import perf_counter
+from typing import Any, Final
+
+import posix_ipc
+
+from moeoffload.native import native_library
+
+SPIN_LIMIT_S: Final = 10e-3
+"""Default of the longest spin in seconds: the experts of one layer for a few rows take less."""
+CROWDED_S: Final = 1e-3
+"""A thread that does not get its core back from ``sched_yield`` for so long shares it with a busy one."""
+NOTHING, NEWS, CROWDED = 0, 1, 2
+"""Why a spin ended: its time was over, there is news, other threads want the core."""
+_WEIGHT: Final = 0.125
+"""Of the newest wait in the mean of recent waits."""
+_LONGEST: Final = 1.25
+"""Limits that a long wait counts as: after a pause of any length three short waits are slept through."""
+_MAX_REST: Final = 64
+"""Most waits without a spin after one that met others."""
+_HELD_BACK: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1})
+"""Signals that wait until a sleep is over: posix_ipc drops what a signal's handler raises, so Ctrl-C would be lost."""
+
+
+def _functions() -> tuple[Any, Any] | None:
+    """The two functions of `spin.c`; calls release the interpreter lock."""
+    library = native_library()
+    if library is None:
+        return None
+    word, poll = library.moeoffload_spin_word, library.moeoffload_spin_poll
+    word.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+    poll.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return word, poll
+
+
+class AdaptiveSpin:
+    """How one thread at a time waits; it learns from how long recent waits were. All times in seconds."""
+
+    __slots__ = ("_functions", "_limit_s", "_mean_s", "_n_crowded", "_rest")
+
+    def __init__(self, limit_s: float = SPIN_LIMIT_S) -> None:
+        """A limit of 0 never spins; nor does a machine with one core, where only a sleeper lets its peer work."""
+        self._functions = _functions()
+        self._limit_s = limit_s if self._functions is not None and (os.cpu_count() or 1) > 1 else 0.0
+        self._mean_s = self._limit_s / 2
+        self._rest = self._n_crowded = 0
+
+    @property
+    def budget_s(self) -> float:
+        """How long to spin now: four times the mean of recent waits, or 0 if those were longer than the limit."""
+        if self._rest or self._mean_s >= self._limit_s:
+            return 0.0
+        return min(self._limit_s, 4 * self._mean_s + 10e-6)
+
+    def learn(self, waited_s: float) -> None:
+        """Takes one wait into the mean."""
+        self._mean_s += _WEIGHT * (min(waited_s, _LONGEST * self._limit_s) - self._mean_s)
+        if self._rest:
+            self._rest -= 1
+
+    def met(self, seen: int) -> None:
+        """Draws the conclusion from the end of one spin."""
+        if seen != CROWDED:
+            self._n_crowded = 0
+            return
+        self._rest = min(2**self._n_crowded, _MAX_REST)
+        self._n_crowded = min(self._n_crowded + 1, 8)
+
+    def acquire(self, semaphore: posix_ipc.Semaphore, bell: int, value: int, timeout_s: float) -> bool:
+        """Takes one token of ``semaphore``; False if there was none within ``timeout_s`` (or a signal came).
+
+        Args:
+            semaphore: its poster writes the bell afterwards.
+            bell: address of the int64 to look at meanwhile.
+            value: what the bell shows when the token is there.
+            timeout_s: 0 does not wait.
+        """
+        started = perf_counter()
+        budget_s = min(self.budget_s, timeout_s)
+        try:
+            if budget_s > 0 and self._functions is not None:
+                seen = self._functions[0](bell, value, int(budget_s * 1e9), int(CROWDED_S * 1e9))
+                self.met(seen)
+            left_s = timeout_s - (perf_counter() - started)
+            if left_s <= 0 or semaphore.value:
+                semaphore.acquire(0)
+            else:
+                _sleep(semaphore, left_s)
+        except (posix_ipc.BusyError, posix_ipc.SignalError):
+            return False
+        finally:
+            self.learn(perf_counter() - started)
+        return True
+
+    def poll(self, pollfds: int, count: int, timeout_s: float) -> bool:
+        """Spins until something happens on ``count`` C ``struct pollfd`` at an address; False if it did not in time."""
+        budget_s = min(self.budget_s, timeout_s)
+        if budget_s <= 0 or self._functions is None:
+            return False
+        seen = self._functions[1](pollfds, count, int(budget_s * 1e9), int(CROWDED_S * 1e9))
+        return bool(seen == NEWS)
+
+
+def _sleep(semaphore: posix_ipc.Semaphore, timeout_s: float) -> None:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+        semaphore.acquire(timeout_s)
+    finally:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        except BaseException:
+            # Another thread may have taken the signal: its handler then raises here before anything was set.
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            raise
