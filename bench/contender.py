@@ -15,6 +15,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 
@@ -54,18 +55,26 @@ def random_ids(n: int, vocab: int, seed: int) -> list[int]:
 
 
 class Direct:
-    """A model that is open in this process."""
+    """Models that are open in this process: the same one several times where a task wants several hosts."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._vocab = model.config.get_text_config().vocab_size
+    def __init__(self, models: list[Any]) -> None:
+        self._models = models
+        self._vocab = models[0].config.get_text_config().vocab_size
 
     def run(self, task: dict[str, Any]) -> float:
-        """Seconds of a prefill of ``prompt`` tokens, or of ``tokens`` greedy ones after it."""
+        """Seconds of a prefill of ``prompt`` tokens, or of ``tokens`` greedy ones after it, by one host or by all."""
+        if task["task"] != "hosts":
+            return self._run(self._models[0], task)
+        one = task | {"task": "decode"}
+        started = perf_counter()
+        with ThreadPoolExecutor(len(self._models)) as threads:
+            list(threads.map(lambda model: self._run(model, one), self._models))
+        return perf_counter() - started
+
+    def _run(self, model: Any, task: dict[str, Any]) -> float:
         import torch
         from transformers import DynamicCache
 
-        model = self._model
         prompt = torch.tensor([random_ids(task["prompt"], self._vocab, task["prompt"])])
         cache = DynamicCache(config=model.config)
         started = perf_counter()
@@ -151,8 +160,11 @@ def main() -> None:
             from moeoffload import open_model
 
             settings = options.get("settings", {})
-            offloaded = stack.enter_context(open_model(checkpoint, experts=[address], device="cpu", **settings))
-            contender = Direct(offloaded.model)
+            models = []
+            for _ in range(options.get("hosts", 1)):
+                opened = open_model(checkpoint, experts=[address], device="cpu", **settings)
+                models.append(stack.enter_context(opened).model)
+            contender = Direct(models)
         print(json.dumps("ready"), flush=True)
         for line in sys.stdin:
             print(json.dumps(contender.run(json.loads(line))), flush=True)

@@ -79,6 +79,8 @@ def name_of(task: dict[str, Any]) -> str:
         return f"prefill of {task['prompt']}"
     if task["task"] == "decode":
         return f"decode after {task['prompt']}"
+    if task["task"] == "hosts":
+        return "decode of several hosts"
     return f"{task['requests']} served"
 
 

@@ -2,8 +2,8 @@
 
 ``python bench/round_trips.py --json out.json``: a frame goes from one process to the other, is copied there from
 request to reply, and comes back, at 4 KiB to 16 MiB; a decode step of 4 KiB also goes all the way from a link to the
-engine and back (`step_path`). Baselines of the same run: bare semaphores, asleep and spinning as shared memory
-does, with that one copy; bare ZeroMQ, once as messages that are not copied and once into and out of buffers that stay,
+engine and back (`step_path`). Baselines of the same run: bare semaphores, once asleep and once spinning as shared
+memory does, with that one copy; bare ZeroMQ, once as messages that are not copied and once in buffers that stay,
 as tensors need it; gRPC unary. The limit of shared is the spinning semaphores, that of the stream bare ZeroMQ.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, TensorIndex, open_reader
+from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, TensorIndex, TensorReader
 from moeoffload.errors import ModelError, SettingError
 from moeoffload.host.routing import VERSION, read_routing_stats
 
@@ -25,7 +25,7 @@ def _safetensors(header: bytes) -> bytes:
 
 def _read(folder: Path) -> None:
     index = TensorIndex.open(folder)
-    with open_reader() as reader:
+    with TensorReader() as reader:
         for tensor in index:
             if tensor.nbytes > 1 << 20:
                 raise AssertionError("a tensor that is larger than its file")

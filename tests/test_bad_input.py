@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,32 +42,26 @@ def run_error(commands: Commands, code: int, model: str | Path, *options: str | 
     return one_line_error(commands.run("moeoffload", "run", model, "--device", "cpu", "--threads", "1", *options), code)
 
 
-def test_no_prompt(commands: Commands) -> None:
-    assert "--prompt" in run_error(commands, SETTING, DEMO)
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ([], SETTING, "--prompt"),
+        (["--prompt", ""], PROMPT, "empty"),
+        (["--prompt", " \n\t"], PROMPT, "empty"),
+        (["--prompt-file", "/no/such/prompt.txt"], SETTING, "/no/such/prompt.txt"),
+        (["--prompt-file", str(DEMO / "model.safetensors")], SETTING, "model.safetensors"),
+        (["--prompt", "caf\udce9"], PROMPT, "UTF-8"),
+        (["--prompt", "hi", "--gpu", "77"], SERVER, "cuda:77"),
+    ],
+    ids=str,
+)
+def test_prompts_and_devices_that_cannot_be(commands: Commands, options: list[str], code: int, words: str) -> None:
+    assert words in run_error(commands, code, DEMO, *options)
 
 
-@pytest.mark.parametrize("prompt", ["", " \n\t"])
-def test_an_empty_prompt(commands: Commands, prompt: str) -> None:
-    assert "empty" in run_error(commands, PROMPT, DEMO, "--prompt", prompt)
-
-
-def test_a_prompt_file_that_is_not_there(commands: Commands, tmp_path: Path) -> None:
-    file = tmp_path / "nothing.txt"
-    assert str(file) in run_error(commands, SETTING, DEMO, "--prompt-file", file)
-
-
-def test_a_prompt_file_that_is_not_text(commands: Commands, tmp_path: Path) -> None:
-    file = tmp_path / "picture.png"
-    file.write_bytes(b"\x89PNG\xff\xfe\x00")
-    assert str(file) in run_error(commands, SETTING, DEMO, "--prompt-file", file)
-
-
-@pytest.mark.parametrize("options", [["--prompt", "caf\udce9"], ["--prompt", "-"], ["--prompt-file", "-"]], ids=str)
-def test_a_prompt_that_is_not_utf_8(commands: Commands, options: list[str]) -> None:
-    result = commands.run("moeoffload", "run", DEMO, *options, stdin=b"caf\xe9")
-    line = one_line_error(result, result.code)
-    assert result.code in (SETTING, PROMPT)
-    assert "UTF-8" in line or "utf-8" in line
+@pytest.mark.parametrize("option", ["--prompt", "--prompt-file"])
+def test_a_prompt_on_stdin_that_is_not_utf_8(commands: Commands, option: str) -> None:
+    assert "utf-8" in one_line_error(commands.run("moeoffload", "run", DEMO, option, "-", stdin=b"caf\xe9"), SETTING)
 
 
 def test_a_prompt_from_a_stdin_that_is_closed(commands: Commands) -> None:
@@ -79,56 +74,35 @@ def test_a_prompt_longer_than_the_context(commands: Commands, server: RunningSer
     assert str(TINY_CONTEXT) in line
 
 
-def test_a_model_folder_that_is_not_there(commands: Commands, tmp_path: Path) -> None:
-    folder = tmp_path / "nowhere"
-    assert f"{folder}: no such folder" in run_error(commands, MODEL, folder, "--prompt", "hi")
+def write_dense(folder: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 320}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    shutil.rmtree(folder)
+    write_checkpoint(AutoConfig.for_model("qwen3", **sizes, **heads), folder, dtype=torch.float32)
 
 
-def test_a_model_folder_without_a_model(commands: Commands, tmp_path: Path) -> None:
-    assert "config.json" in run_error(commands, MODEL, tmp_path, "--prompt", "hi")
+def cut_in_half(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
 
 
-def test_a_config_that_is_not_json(commands: Commands, tmp_path: Path) -> None:
-    folder = copy_of(DEMO, tmp_path)
-    (folder / "config.json").write_text('{"model_type": "qwen3_moe",')
-    assert "config.json" in run_error(commands, MODEL, folder, "--prompt", "hi")
-
-
-def test_a_dense_model(commands: Commands, tmp_path: Path) -> None:
-    config = AutoConfig.for_model(
-        "qwen3",
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=320,
-    )
-    folder = write_checkpoint(config, tmp_path / "dense", dtype=torch.float32)
-    line = run_error(commands, MODEL, folder, "--prompt", "hi")
-    assert "qwen3" in line
-    assert "Mixture-of-Experts" in line
-
-
-def test_a_truncated_weights_file(commands: Commands, tmp_path: Path) -> None:
-    folder = copy_of(DEMO, tmp_path)
-    weights = folder / "model.safetensors"
-    data = weights.read_bytes()
-    weights.write_bytes(data[: len(data) // 2])
-    line = run_error(commands, MODEL, folder, "--prompt", "hi")
-    assert "model.safetensors" in line
-    assert "truncated" in line
-
-
-def test_a_missing_tokenizer(commands: Commands, server: RunningServer, tmp_path: Path) -> None:
-    folder = copy_of(DEMO, tmp_path)
-    (folder / "tokenizer.json").unlink()
-    assert "tokenizer" in run_error(commands, MODEL, folder, "--prompt", "hi", "--experts", server.address)
-
-
-def copy_of(model: Path, folder: Path) -> Path:
-    return Path(shutil.copytree(model, folder / "copy"))
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (shutil.rmtree, "copy: no such folder"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "qwen3_moe",'), "config.json"),
+        (write_dense, "qwen3: not a Mixture-of-Experts model"),
+        (lambda folder: cut_in_half(folder / "model.safetensors"), "model.safetensors: truncated"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
+    ],
+    ids=["no folder", "no config", "no json", "dense", "truncated", "no tokenizer"],
+)
+def test_a_model_that_cannot_be_used(
+    commands: Commands, server: RunningServer, tmp_path: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    folder = Path(shutil.copytree(DEMO, tmp_path / "copy"))
+    damage(folder)
+    assert words in run_error(commands, MODEL, folder, "--prompt", "hi", "--experts", server.address)
 
 
 def test_an_address_that_refuses_connections(commands: Commands) -> None:
@@ -200,11 +174,6 @@ def test_a_spawned_server_with_too_little_memory(commands: Commands) -> None:
     result = commands.run("moeoffload", "run", DEMO, *arguments)
     assert (result.code, result.out) == (PLACEMENT, "")
     assert result.err.count("missing") == 1
-
-
-def test_a_spawned_server_that_cannot_start(commands: Commands) -> None:
-    line = run_error(commands, SERVER, DEMO, "--prompt", "hi", "--gpu", "77")
-    assert "cuda:77" in line
 
 
 def test_a_server_says_no_more_than_a_warning_to_a_client_that_talks_nonsense(server: RunningServer) -> None:

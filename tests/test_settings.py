@@ -553,6 +553,28 @@ def test_reader_that_leaves_early_gets_no_traceback() -> None:
     assert process.returncode == 141
 
 
+def test_help_and_refusals_need_no_heavy_imports() -> None:
+    code = (
+        "import sys\n"
+        "from moeoffload.cli import expert_app, host_app\n"
+        "def call(main, *words):\n"
+        "    sys.argv = ['command', *words]\n"
+        "    try: main()\n"
+        "    except SystemExit: pass\n"
+        "for words in (['--help'], ['--version'], ['run', '--help'], ['run', 'm', '--slots', '0'], ['run', 'm'],\n"
+        "              ['serve', 'm', '--port', 'x'], ['profile', '--help'], ['keys', '--help'], ['top', '--help']):\n"
+        "    call(host_app.main, *words)\n"
+        "for words in (['--help'], ['--version'], ['--slots', '0']):\n"
+        "    call(expert_app.main, *words)\n"
+        "heavy = 'torch transformers numpy numba grpc zmq fastapi uvicorn cryptography huggingface_hub'\n"
+        "print('imported:', *sorted(set(heavy.split()) & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    )
+    assert done.stdout.splitlines()[-1].split() == ["imported:"]
+
+
 def test_decorator_refuses_what_cannot_work() -> None:
     def without(model: str) -> None: ...
 

@@ -25,7 +25,7 @@ from moeoffload.checkpoint.layout import (
 )
 from moeoffload.checkpoint.locate import locate
 from moeoffload.checkpoint.model_config import read_config, refuse_empty_claims
-from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorIndex, TensorReader, open_reader
+from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorIndex, TensorReader
 from moeoffload.errors import ModelError
 
 # Experts are converted in groups, so that beside the finished experts only a few times this many bytes are held.
@@ -130,7 +130,7 @@ class Checkpoint:
         if wrong or not experts:
             asked = f"expert {wrong[0]}" if wrong else "no expert"
             raise ModelError(f"layer {layer}: {asked} was asked for, there are 0..{about.n_experts - 1}")
-        with open_reader() as reader, torch.no_grad():
+        with TensorReader() as reader, torch.no_grad():
             module = self._cast(about, len(experts), device)
             for recipe in self._recipes[about.module_name]:
                 self._fill(module, about, recipe, experts, reader)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moeoffload.checkpoint.model_config import CONFIG_FILE
-from moeoffload.checkpoint.tensors import StoredTensor, TensorIndex, TensorReader, open_reader, read_json
+from moeoffload.checkpoint.tensors import StoredTensor, TensorIndex, TensorReader, read_json
 
 _BLOCK_BYTES = 4096
 # First and last block of every tensor, and one more for each of these many bytes between, up to a few.
@@ -48,7 +48,7 @@ def digest_checkpoint(folder: Path, index: TensorIndex) -> str:
 
 
 def _digest_batch(tensors: list[StoredTensor]) -> bytes:
-    with open_reader() as reader:
+    with TensorReader() as reader:
         return b"".join(_digest_tensor(reader, tensor) for tensor in tensors)
 
 

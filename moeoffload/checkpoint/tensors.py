@@ -11,10 +11,9 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 
@@ -113,10 +112,18 @@ class TensorIndex:
 
 
 class TensorReader:
-    """Reads whole tensors or rows of them into fresh memory; keeps each file open until closed."""
+    """Reads whole tensors or rows of them into fresh memory; keeps files open until the end of its ``with`` block."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """The whole tensor in its stored dtype, on the CPU. Raises ModelError when bytes are missing."""
@@ -143,12 +150,6 @@ class TensorReader:
             raise _cut_short(tensor)
         return data
 
-    def close(self) -> None:
-        """Close all files."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-
     def _read_into(self, tensor: StoredTensor, start: int, destination: torch.Tensor) -> None:
         if destination.numel() == 0:
             return
@@ -168,16 +169,6 @@ class TensorReader:
             except OSError as error:
                 raise ModelError(f"{file}: cannot be opened: {error.strerror}") from error
         return self._descriptors[file]
-
-
-@contextmanager
-def open_reader() -> Iterator[TensorReader]:
-    """A TensorReader that is closed at the end of the ``with`` block."""
-    reader = TensorReader()
-    try:
-        yield reader
-    finally:
-        reader.close()
 
 
 def read_json(path: Path, most_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:

@@ -19,9 +19,6 @@ from moeoffload.errors import PromptError, SettingError
 from moeoffload.logs import log_to
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-app.add_typer(keys_app, name="keys")
-app.command()(serve)
-app.command()(top)
 
 
 def _print_version(wanted: bool) -> None:
@@ -88,6 +85,11 @@ def profile_routing(
     log_to(sys.stderr, settings.log_level.value.upper(), LOG_FORMAT)
     with sigterm_unwinds():
         _count_routes(model, settings, lines, output, chat, revision)
+
+
+app.command()(serve)
+app.command()(top)
+app.add_typer(keys_app, name="keys")
 
 
 def _count_routes(

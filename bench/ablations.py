@@ -1,0 +1,197 @@
+"""What each path that exists only for speed brings: ``python bench/ablations.py --checkpoint DIR --json FILE``.
+
+A contender with all paths takes turns with one that has a single path switched off, on the case where that path should
+help most. *gain* is how much longer the task takes without it. A path that brings less than 3 % is deleted, with its
+tests. Rows of deleted paths stay in the result with the commit at which they were measured.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from duel import Opponent, duel
+from local_model import benchmark_checkpoint
+from rich.console import Console
+from rich.table import Table
+from servers import Spread, machine
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+PACKAGE: Final = ROOT / "moeoffload"
+PAYS: Final = 1.03
+
+Task = dict[str, Any]
+DECODE: Final[Task] = {"task": "decode", "prompt": 64, "tokens": 16}
+DECODE_LONG: Final[Task] = {"task": "decode", "prompt": 2048, "tokens": 12}
+PREFILL: Final[Task] = {"task": "prefill", "prompt": 512}
+PREFILL_LONG: Final[Task] = {"task": "prefill", "prompt": 2048}
+HOSTS: Final[Task] = {"task": "hosts", "prompt": 64, "tokens": 8}
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """A path: its files below the package, how to do without it, and where it should help most."""
+
+    name: str
+    files: tuple[str, ...]
+    tasks: tuple[Task, ...]
+    host_patch: str = ""
+    server_patch: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    server_options: tuple[str, ...] = ()
+    always: dict[str, Any] = field(default_factory=dict)
+    """Options of both contenders."""
+
+    def options(self, *, without: bool) -> dict[str, Any]:
+        options: dict[str, Any] = {"settings": {"transport": "shared"}} | self.always
+        if without:
+            options["settings"] = options["settings"] | self.settings
+            options["host_patch"] = options.get("host_patch", "") + self.host_patch
+            options["server_patch"] = options.get("server_patch", "") + self.server_patch
+            options["server_options"] = [*options.get("server_options", []), *self.server_options]
+        return options
+
+
+def no_dense(name: str) -> str:
+    """A patch that leaves one kind of dense layer to torch."""
+    return f"import moeoffload.kernels.fast_dense as f\nf.{name} = lambda model: lambda: None\n"
+
+
+NO_SPIN: Final = """
+import moeoffload.transport.spin as s
+_made = s.AdaptiveSpin.__init__
+s.AdaptiveSpin.__init__ = lambda self, limit_s=0.0: _made(self, 0.0)
+"""
+NO_HUGE_PAGES: Final = """
+import moeoffload.kernels.huge_pages as h
+h._system_has_huge_pages = lambda: False
+h._madvise = lambda: None
+"""
+NO_MATRIX_UNIT: Final = """
+import moeoffload.kernels.cpu as c
+c.hide_matrix_unit()
+"""
+SLOW: Final = """
+import slow_server
+slow_server.slow_down({})
+"""
+
+PATHS: Final = (
+    FastPath("spinning", ("transport/spin.py", "transport/spin.c"), (DECODE,), NO_SPIN, NO_SPIN),
+    FastPath("huge pages", ("kernels/huge_pages.py",), (DECODE, PREFILL), NO_HUGE_PAGES, NO_HUGE_PAGES),
+    FastPath(
+        "few-row linear layers",
+        ("kernels/dense.py", "kernels/parameters.py", "kernels/cpu/linear.c"),
+        (DECODE,),
+        no_dense("accelerate_linears") + no_dense("accelerate_parameters"),
+    ),
+    FastPath("own norms", ("kernels/norm.py", "kernels/cpu/norm*"), (DECODE, PREFILL), no_dense("accelerate_norms")),
+    FastPath(
+        "own attention, few queries",
+        ("kernels/attention.py", "kernels/sdpa.py", "kernels/cpu/attention*"),
+        (DECODE_LONG,),
+        no_dense("accelerate_attention"),
+    ),
+    FastPath("matrix unit", ("kernels/cpu/matrix_unit.c",), (PREFILL_LONG,), NO_MATRIX_UNIT, NO_MATRIX_UNIT),
+    FastPath("prefill pipeline", ("host/pipeline.py",), (PREFILL, PREFILL_LONG), settings={"pipeline": "off"}),
+    FastPath(
+        "auto slices",
+        ("host/auto_slice.py",),
+        (PREFILL,),
+        settings={"mode": "batched"},
+        always={"server_patch": SLOW.format("above=64, above_factor=8")},
+    ),
+    FastPath(
+        "coalescing",
+        ("expert_server/batcher.py",),
+        (HOSTS,),
+        server_options=("--no-coalesce",),
+        always={"hosts": 4},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds with and without, and how many times as long it took without, turn by turn."""
+
+    path: str
+    task: str
+    lines: int
+    with_s: Spread
+    without_s: Spread
+    gain: Spread
+    turns: list[float]
+    verdict: str
+    commit: str
+
+
+def lines_of(files: tuple[str, ...]) -> int:
+    """Lines of the files below the package that these patterns match."""
+    found = {path for pattern in files for path in PACKAGE.glob(pattern)}
+    return sum(len(path.read_text().splitlines()) for path in found)
+
+
+def main(
+    checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint folder; default: one is written.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the figures to this file, beside those of other paths.")
+    ] = None,
+    only: Annotated[str, typer.Option(help="Names of paths, with commas; default: all.")] = "",
+    turns: int = 7,
+) -> None:
+    """Measure each path with and without."""
+    console = Console(width=130)
+    wanted = {name.strip() for name in only.split(",")} if only else {path.name for path in PATHS}
+    if unknown := wanted - {path.name for path in PATHS}:
+        raise SystemExit(
+            f"no path is called {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in PATHS)}"
+        )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = checkpoint or benchmark_checkpoint(Path(folder) / "model")
+        for path in PATHS:
+            if path.name not in wanted:
+                continue
+            found = []
+            with (
+                Opponent(model, path.options(without=False), ROOT) as ours,
+                Opponent(model, path.options(without=True), ROOT) as without,
+            ):
+                found = [duel(ours, without, task, turns) for task in path.tasks]
+            pays = max(result.ratio.median for result in found) >= PAYS
+            for each in found:
+                verdict = "kept" if pays else "does not pay"
+                values = each.first_s, each.second_s, each.ratio, each.turns
+                rows.append(Row(path.name, each.task, lines_of(path.files), *values, verdict, commit))
+                console.print(f"  {path.name}, {each.task}: x {each.ratio:.3f} {verdict}", style="dim")
+    table = Table(title=f"{machine()['cpu']}; how many times as long it takes without (least-greatest)")
+    for column in ("path", "task", "lines", "with s", "without s", "gain", "verdict"):
+        table.add_column(column)
+    for row in rows:
+        figures = (f"{row.with_s:.3f}", f"{row.without_s:.3f}", f"{row.gain:.3f}")
+        table.add_row(row.path, row.task, str(row.lines), *figures, row.verdict)
+    console.print(table)
+    if json is not None:
+        _merge(json, [asdict(row) for row in rows], turns)
+
+
+def _merge(path: Path, rows: list[dict[str, Any]], turns: int) -> None:
+    """Writes ``rows`` in place of those of the same paths; the others stay."""
+    old = json_module.loads(path.read_text())["rows"] if path.exists() else []
+    measured = {row["path"] for row in rows}
+    data = {"benchmark": "ablations", "machine": machine(), "settings": {"turns": turns}}
+    data["rows"] = rows + [row for row in old if row["path"] not in measured]
+    path.write_text(json_module.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,98 @@
+"""What a host does not wait for any more is not computed: cancelled requests, and those whose time limit has passed."""
+
+from __future__ import annotations
+
+from time import perf_counter, sleep
+from typing import Any
+
+import pytest
+from test_coalescing import Host as RealHost
+from test_coalescing import Server, make
+from test_fairness import BRIEF, LARGE, Engine, Host, engine
+from transport.conftest import OpenEnds, open_ends
+from transport.ends import SOON_S, OnDemand, echo, eventually, receive, send
+
+from moeoffload.wire import ErrorCode, FrameHeader, Kind
+
+__all__ = ["engine", "make", "open_ends"]
+
+
+def code_of(host: Host, number: int) -> int:
+    header = FrameHeader()
+    header.unpack_from(host.channel.slots[number].reply)
+    return header.code if header.kind == Kind.ERROR else 0
+
+
+@pytest.mark.parametrize("n_rows", [BRIEF, LARGE])
+def test_a_request_whose_time_limit_passes_in_the_queue_is_not_computed(engine: Engine, n_rows: int) -> None:
+    log: list[str] = []
+    host = Host(engine, "a", log)
+    for timeout_us in (1000, 60_000_000, 0):
+        slot = host.channel.slots[host._next]
+        host.submit(n_rows, perf_counter())
+        header = FrameHeader()
+        header.unpack_from(slot.request)
+        header.timeout_us = timeout_us
+        header.pack_into(slot.request)
+    sleep(0.01)
+    engine.start()
+    engine.run(lambda: None, host.share, SOON_S)
+    host.wait(3)
+    assert [code_of(host, number) for number in range(3)] == [ErrorCode.TOO_LATE, 0, 0]
+    assert log == [f"a{n_rows}"] * 2
+    assert (engine.counters.skipped, engine.counters.errors) == (1, 0)
+
+
+def test_a_request_that_its_host_has_cancelled_is_not_computed(engine: Engine) -> None:
+    log: list[str] = []
+    host = Host(engine, "a", log)
+    host.submit(LARGE)
+    host.submit(LARGE)
+    host.channel.cancelled.add(0)
+    engine.start()
+    host.wait(2)
+    assert [code_of(host, number) for number in range(2)] == [ErrorCode.TOO_LATE, 0]
+    assert log == ["a64"]
+
+
+@pytest.mark.parametrize("transport", ["loopback", "shared"])
+def test_what_a_host_gives_up_while_it_waits_its_turn_is_not_computed_and_its_slot_comes_back(
+    make: Any, transport: str
+) -> None:
+    server = make(Server)
+    host = make(RealHost, server, "a", transport, n_slots=1)
+    host.alone(1, 0)
+    server.calls.clear()
+    with server.busy():
+        slot = host.send(3, 1)
+        host.waits_for(1)
+        host.channel.release(slot)
+    host.alone(2, 2)
+    assert server.calls == [2]
+    assert host.channel.n_stale == 1
+    assert server.engine.counters.skipped == 1
+
+
+def test_a_release_before_the_reply_tells_the_server_and_counts_for_that_request_alone(open_ends: OpenEnds) -> None:
+    engine = OnDemand()
+    host = open_ends(engine).host
+    given_up, kept = host.acquire(SOON_S), host.acquire(SOON_S)
+    send(host, given_up)
+    channel, taken = engine.take()
+    kept_id = send(host, kept)
+    _, other = engine.take()
+    assert not channel.is_cancelled(taken)
+    host.release(given_up)
+    eventually(lambda: channel.is_cancelled(taken))
+    assert not channel.is_cancelled(other)
+    echo(channel, taken)
+    echo(channel, other)
+    receive(host, kept, kept_id)
+    eventually(lambda: not host._collect_late() and host.n_abandoned == 0)  # type: ignore[func-returns-value]
+    again = host.acquire(SOON_S)
+    assert again is given_up
+    request_id = send(host, again, b"new")
+    _, taken = engine.take()
+    assert not channel.is_cancelled(taken)
+    echo(channel, taken)
+    assert receive(host, again, request_id) == b"new"
