@@ -24,7 +24,6 @@ from servers import Spread, cores, expert_server, machine, write_json
 from turns import Contender, prefill, ratio, take_turns
 
 from moeoffload import open_model
-from moeoffload.host.pipeline import PipelinePlan
 
 CHUNKS = {512: (128, 192, 256), 1024: (128, 256, 384, 512), 2048: (256, 384, 512, 1024), 4248: (256, 576, 768, 1088)}
 
@@ -59,25 +58,25 @@ def main(
         offloaded = stack.enter_context(open_model(checkpoint, experts=[address], transport="shared", device="cpu"))
         remote = Contender(offloaded.model, offloaded, "shared", "on")
         experts = [layer.module_name for layer in offloaded.checkpoint.layers]
-        plan_for = offloaded.pipeline.plan_for
+        chunk_rows_for = offloaded.pipeline.chunk_rows_for
         vocab = local.model.config.get_text_config().vocab_size
         for tokens, sizes in CHUNKS.items():
             if tokens > longest:
                 continue
             prompt = torch.randint(5, vocab, (1, tokens), generator=torch.manual_seed(tokens))
-            plan = plan_for(tokens)
+            chosen_rows = chunk_rows_for(tokens)
             parts = watch_local(local, functools.partial(prefill, prompt=prompt), experts, 1)
             seen = [seconds for seconds in parts.values() if seconds]
 
             def task(way: tuple[Contender, int], prompt: torch.Tensor = prompt) -> float:
                 contender, rows_each = way
-                offloaded.pipeline.plan_for = lambda _: PipelinePlan(rows_each)
+                offloaded.pipeline.chunk_rows_for = lambda _: rows_each
                 return prefill(contender, prompt)
 
             ways = [(local, 0), *((remote, size) for size in sizes)]
             times = take_turns(ways, task, repeats)
             for (_, size), mine in zip(ways[1:], times[1:], strict=True):
-                chosen = plan is not None and plan.chunk_rows == size
+                chosen = chosen_rows == size
                 speed = ratio(times[0], mine)
                 rows.append(Row(tokens, size, chosen, Spread.of(mine), speed, sum(seen) / max(seen)))
             console.print(f"  prompt of {tokens} tokens done", style="dim")

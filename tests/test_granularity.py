@@ -18,9 +18,9 @@ from moeoffload.host.granularity import (
 def chunks(
     n_rows: int, capacity: int = 4096, *, mode: Mode = Mode.AUTO, size: int | None = MASKED_CHUNK_ROWS
 ) -> list[int]:
-    plan = Granularity(mode, 32, Pipeline.ON, size).pipeline_plan(n_rows, capacity)
-    assert plan is not None
-    return [min(plan.chunk_rows, n_rows - at) for at in range(0, n_rows, plan.chunk_rows)]
+    step = Granularity(mode, 32, Pipeline.ON, size).pipeline_rows(n_rows, capacity)
+    assert step is not None
+    return [min(step, n_rows - at) for at in range(0, n_rows, step)]
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_a_chunk_fits_a_dispatch(capacity: int) -> None:
 
 
 def test_switched_off_there_is_no_plan() -> None:
-    assert Granularity(Mode.AUTO, 32, Pipeline.OFF).pipeline_plan(1000, 100) is None
+    assert Granularity(Mode.AUTO, 32, Pipeline.OFF).pipeline_rows(1000, 100) is None

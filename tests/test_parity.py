@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -53,8 +52,7 @@ def local_answers(model_dtype: str) -> list[list[int]]:
     return answers(local_model(DEMO, dtype=TORCH[model_dtype]), AutoTokenizer.from_pretrained(DEMO))
 
 
-@pytest.mark.parametrize("model_dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("transport", ["shared", "stream"])
+@pytest.mark.parametrize(("model_dtype", "transport"), [("f32", "shared"), ("bf16", "shared"), ("bf16", "stream")])
 def test_the_grouped_kernel_gives_the_bits_of_a_local_run(
     grouped_server: str, model_dtype: str, transport: str
 ) -> None:
@@ -102,8 +100,11 @@ def test_the_default_kernel_gives_the_bits_of_a_local_run_with_it_in_every_mode(
     restore()
 
 
-@pytest.mark.parametrize("n_servers", [1, 2, 3])
-@pytest.mark.parametrize(("mode", "transport"), list(product(("batched", "stream", "auto"), ("shared", "stream"))))
+@pytest.mark.parametrize(
+    ("mode", "transport", "n_servers"),
+    [("batched", "shared", 3), ("batched", "stream", 1), ("stream", "shared", 2), ("stream", "stream", 3),
+     ("auto", "shared", 1), ("auto", "stream", 2)],
+)  # fmt: skip
 def test_greedy_tokens_and_accuracy_match_a_local_run(
     three_servers: list[str], mode: str, transport: str, n_servers: int
 ) -> None:
@@ -122,10 +123,9 @@ def test_greedy_tokens_and_accuracy_match_a_local_run(
             assert got == expected, f"payload {dtype}"
 
 
-@pytest.mark.parametrize("transport", ["shared", "stream"])
-def test_a_float32_model_with_float32_payload_gives_the_same_tokens(three_servers: list[str], transport: str) -> None:
+def test_a_float32_model_with_float32_payload_gives_the_same_tokens(three_servers: list[str]) -> None:
     expected = local_answers("f32")
-    for n_servers, mode in product((1, 3), ("batched", "stream")):
+    for n_servers, mode, transport in ((1, "stream", "shared"), (3, "batched", "stream")):
         with open_model(
             DEMO, experts=three_servers[:n_servers], mode=mode, transport=transport, model_dtype="f32", device="cpu"
         ) as offloaded:

@@ -17,28 +17,27 @@ from moeoffload.host.kv_cache import generation_cache
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 
 
-@pytest.mark.parametrize("transport", ["shared", "stream"])
-@pytest.mark.parametrize(("mode", "capacity"), [("batched", 64), ("auto", 512), ("stream", 100)])
+@pytest.mark.parametrize(
+    ("mode", "transport", "capacity", "n_servers"),
+    [
+        ("batched", "shared", 64, 2),
+        ("auto", "stream", 512, 2),
+        ("auto", "shared", 512, 1),
+        ("stream", "stream", 100, 1),
+    ],
+)
 def test_a_pipelined_prefill_gives_the_same_tokens(
-    three_servers: list[str], transport: str, mode: str, capacity: int
+    three_servers: list[str], mode: str, transport: str, capacity: int, n_servers: int
 ) -> None:
     prompt = demo_prompt(700, seed=8)
     expected = local_model(DEMO).generate(prompt, **GREEDY)
-    for n_servers in (1, 2):
-        with open_model(
-            DEMO,
-            experts=three_servers[:n_servers],
-            mode=mode,
-            transport=transport,
-            batch_capacity=capacity,
-            pipeline="on",
-            device="cpu",
-        ) as offloaded:
-            assert torch.equal(offloaded.model.generate(prompt, **GREEDY), expected)
-            assert offloaded.report().phases["prefill"]["pipelined"] == 1
-            growing = generation_cache(offloaded.model)
-            assert torch.equal(offloaded.model.generate(prompt, **growing, **GREEDY), expected)
-            assert offloaded.report().phases["prefill"]["pipelined"] == 2
+    options: dict[str, Any] = {"mode": mode, "transport": transport, "batch_capacity": capacity}
+    with open_model(DEMO, experts=three_servers[:n_servers], pipeline="on", device="cpu", **options) as offloaded:
+        assert torch.equal(offloaded.model.generate(prompt, **GREEDY), expected)
+        assert offloaded.report().phases["prefill"]["pipelined"] == 1
+        growing = generation_cache(offloaded.model)
+        assert torch.equal(offloaded.model.generate(prompt, **growing, **GREEDY), expected)
+        assert offloaded.report().phases["prefill"]["pipelined"] == 2
 
 
 def test_a_left_padded_batch_and_a_second_turn_go_through_the_pipeline(three_servers: list[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import wait_until
-from conftest import DEMO, RunningServer, StartServer
+from conftest import DEMO, StartServer
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
@@ -85,13 +85,11 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-@pytest.mark.parametrize("transport", ["shared", "stream"])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("transport", "replicas"), [("shared", 2), ("stream", 1)])
 def test_a_killed_server_costs_no_token(start_server: StartServer, transport: str, replicas: int) -> None:
     servers = [start_server(), start_server()]
     addresses = [server.address for server in servers]
     with open_model(DEMO, experts=addresses, transport=transport, replicas=replicas, threads=1) as offloaded:
-        # Placement goes by measured speed, and with it the rounding of sums: the reference is of this placement.
         expected = tokens_of(offloaded)
         after_layer_calls(offloaded, 21, servers[1].process.kill)
         assert tokens_of(offloaded) == expected
@@ -181,17 +179,18 @@ def stop_for(send_signal: Callable[[int], None], seconds: float) -> None:
     threading.Timer(seconds, send_signal, [signal.SIGCONT]).start()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_verification_accepts_right_servers_and_names_a_wrong_one(start_server: StartServer, replicas: int) -> None:
-    right: list[RunningServer] = [start_server(), start_server()]
-    options: dict[str, Any] = {"replicas": replicas, "verify_percent": 100, "threads": 1}
-    with open_model(DEMO, experts=[server.address for server in right], **options) as offloaded:
-        assert len(tokens_of(offloaded)) > N_TOKENS
-        assert recovery(offloaded)["verified"] > N_TOKENS
+def test_verification_accepts_right_servers_and_names_a_wrong_one(
+    three_servers: list[str], start_server: StartServer
+) -> None:
     wrong = start_server(patch=WRONG)
-    disagree = pytest.raises(DisagreementError, match=f"{wrong.address}.*disagree: layer")
-    with open_model(DEMO, experts=[right[0].address, wrong.address], **options) as offloaded, disagree:
-        tokens_of(offloaded)
+    for replicas in (1, 2):
+        options: dict[str, Any] = {"replicas": replicas, "verify_percent": 100, "threads": 1}
+        with open_model(DEMO, experts=three_servers[:2], **options) as offloaded:
+            assert len(tokens_of(offloaded)) > N_TOKENS
+            assert recovery(offloaded)["verified"] > N_TOKENS
+        disagree = pytest.raises(DisagreementError, match=f"{wrong.address}.*disagree: layer")
+        with open_model(DEMO, experts=[three_servers[0], wrong.address], **options) as offloaded, disagree:
+            tokens_of(offloaded)
 
 
 def test_the_cache_computes_any_experts_in_little_memory_with_the_bits_of_all_at_once() -> None:
@@ -253,8 +252,8 @@ def test_a_server_that_comes_back_with_another_kernel_or_model_is_refused_by_nam
         assert recovery(offloaded)["returned"] == 0
 
 
-def test_a_replica_must_compute_with_the_same_kernel(start_server: StartServer) -> None:
-    addresses = [start_server().address, start_server("--kernel", "grouped").address]
+def test_a_replica_must_compute_with_the_same_kernel(three_servers: list[str], grouped_server: str) -> None:
+    addresses = [three_servers[0], grouped_server]
     with pytest.raises(ServerError, match=r"kernel is .* here"):
         open_model(DEMO, experts=addresses, replicas=2, threads=1)
 

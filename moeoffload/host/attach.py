@@ -73,13 +73,12 @@ def connect(
     return Candidate(address, credentials, client, info)
 
 
-def take_lease(candidate: Candidate, plan: AttachPlan) -> Lease:
-    """Opens a lease on a server.
+def take_lease(candidate: Candidate, timeout_s: float) -> Lease:
+    """Opens a lease on a server; waits up to ``timeout_s`` seconds where it has no room.
 
     Raises:
         ServerError: it refuses, or does not answer in time.
     """
-    timeout_s = plan.settings.connect_timeout_s
     return retry_while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
 
 
@@ -111,7 +110,7 @@ def attach(
     candidate = connect(server.address, plan.checkpoint, timeout_s, server.credentials)
     try:
         opened(candidate.client)
-        lease = retry_while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
+        lease = take_lease(candidate, timeout_s)
         try:
             return _attach(candidate, lease, table, plan, kernel)
         except BaseException:

@@ -14,7 +14,7 @@ from moeoffload.host.counters import CallCounters
 from moeoffload.host.expert_cache import ExpertCache
 from moeoffload.host.flight import Flight
 from moeoffload.payload import describe_bad_row, encode_rows, first_bad_row
-from moeoffload.placement import ExpertTable
+from moeoffload.placement import ExpertTable, slot_table
 from moeoffload.wire import FrameLayout
 
 NAME: Final = "this host"
@@ -45,7 +45,7 @@ class FallbackLink:
         self.n_calls = 0
         self._cache = cache
         self._dtype = dtype
-        self._held = [_mask(held, n + 1) for held, n in zip(table.layers, n_experts, strict=True)]
+        self._held = [slot_table(held, n + 1) >= 0 for held, n in zip(table.layers, n_experts, strict=True)]
 
     def take(self, *, wait: bool) -> Flight | None:
         """See `ShardLink`."""
@@ -104,9 +104,3 @@ class FallbackLink:
 
     def close(self) -> None:
         """See `ShardLink`."""
-
-
-def _mask(held: tuple[int, ...], n_experts: int) -> torch.Tensor:
-    mask = torch.zeros(n_experts, dtype=torch.bool)
-    mask[list(held)] = True
-    return mask

@@ -7,9 +7,9 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 
@@ -39,7 +39,6 @@ AGAIN_S: Final = 2.0
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a server's address, its loaded bytes and its total bytes; from several threads, one at a time."""
-_Result = TypeVar("_Result")
 
 
 class Fleet:
@@ -66,6 +65,7 @@ class Fleet:
         self._stopping = threading.Event()
         self._open_lock = threading.Lock()
         self._opening: set[ControlClient] = set()
+        self._attaching: list[Future[Shard]] = []
         self.events = ServerEvents()
         try:
             self._candidates = self._find(servers)
@@ -110,7 +110,7 @@ class Fleet:
         revision: str | None,
         on_progress: OnProgress | None,
         usage: Sequence[Sequence[int]] | None = None,
-    ) -> Future[list[Shard]]:
+    ) -> None:
         """Places ``experts`` (those of each MoE layer that are not on the host) and starts to load them everywhere.
 
         ``usage`` is how often each expert was chosen, see `place_experts`.
@@ -150,14 +150,24 @@ class Fleet:
         holders = place_replicas(tables, sizes, offers, copies)
         cache = self._cache()
         # Servers that placement gave nothing are left alone.
-        futures = [
+        self._attaching = [
             self._pool.submit(self._open_shard, table, [self._candidates[i] for i in servers], plan, cache)
             for table, servers in zip(tables, holders, strict=True)
             if table.n_experts
         ]
         if cache is not None:
             self._pool.submit(cache.warm_up)
-        return _gather(futures)
+
+    def shards(self) -> list[Shard]:
+        """Waits until all servers hold what `attach` gave them.
+
+        Raises:
+            ServerError: one of them failed.
+        """
+        done, _ = wait(self._attaching, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()  # the failure must not wait for servers that still load
+        return [future.result() for future in self._attaching]
 
     def _cache(self) -> ExpertCache | None:
         """Where the experts of lost servers go; None if the settings forbid it."""
@@ -171,7 +181,7 @@ class Fleet:
         with contextlib.ExitStack() as leases:
             servers = []
             for candidate in self._candidates:
-                lease = take_lease(candidate, plan)
+                lease = take_lease(candidate, plan.settings.connect_timeout_s)
                 leases.callback(lease.close)
                 servers.append(functools.partial(calibrate, lease, plan))
             timings, equal = measure(servers, [candidate.address for candidate in self._candidates])
@@ -243,27 +253,3 @@ class Fleet:
         """Ends leases and connections, stops spawned servers. Idempotent."""
         self._stop()
         self._stack.close()
-
-
-def _gather(futures: list[Future[_Result]]) -> Future[list[_Result]]:
-    """One future for all results, in order; it fails as soon as one of them fails."""
-    gathered: Future[list[_Result]] = Future()
-    lock = threading.Lock()
-    n_open = len(futures)
-
-    def finished(future: Future[_Result]) -> None:
-        nonlocal n_open
-        with lock:
-            n_open -= 1
-            if gathered.done():
-                return
-            if (error := future.exception()) is not None:
-                gathered.set_exception(error)
-            elif n_open == 0:
-                gathered.set_result([each.result() for each in futures])
-
-    if not futures:
-        gathered.set_result([])
-    for future in futures:
-        future.add_done_callback(finished)
-    return gathered

@@ -9,7 +9,6 @@ import torch
 
 from moeoffload.config import Mode, Pipeline
 from moeoffload.host.auto_slice import SliceLearner
-from moeoffload.host.pipeline import PipelinePlan
 from moeoffload.kernels.attention import takes_many
 from moeoffload.kernels.matrix_tile import may_use_matrix_unit
 
@@ -54,8 +53,8 @@ class Granularity:
             return min(self.hot_slice, capacity)
         return capacity if self.mode is Mode.BATCHED else learner.slice_rows(n_rows)
 
-    def pipeline_plan(self, n_rows: int, capacity: int) -> PipelinePlan | None:
-        """How a prompt of ``n_rows`` tokens is cut for the pipeline, given the least capacity of all servers.
+    def pipeline_rows(self, n_rows: int, capacity: int) -> int | None:
+        """Rows of a chunk of a prompt of ``n_rows`` tokens, given the least capacity of all servers; None: do not cut.
 
         In the fixed modes chunks are as large as a dispatch may be, so that the number of calls stays that of the
         format; in auto mode there are at least two chunks to overlap, of about even length. The length never depends on
@@ -64,7 +63,7 @@ class Granularity:
         if self.pipeline is Pipeline.OFF:
             return None
         if self.mode is not Mode.AUTO:
-            return PipelinePlan(capacity)
+            return capacity
         n_chunks = GPU_HOST_CHUNKS if self.chunk_rows is None else max(2, round(n_rows / self.chunk_rows))
         even = -(-n_rows // n_chunks)
-        return PipelinePlan(min(capacity, max(LEAST_CHUNK_ROWS, -(-even // 64) * 64)))
+        return min(capacity, max(LEAST_CHUNK_ROWS, -(-even // 64) * 64))

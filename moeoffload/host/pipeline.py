@@ -11,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
 
@@ -26,8 +24,6 @@ from transformers import DynamicCache
 from moeoffload.errors import DeadlineError
 from moeoffload.host.recorder import Recorder
 
-logger = logging.getLogger(__name__)
-
 # Layers whose cache holds all that a later chunk needs of an earlier one, whatever the chunk's length.
 _CHUNKABLE: Final = {"full_attention", "sliding_attention"}
 _PLAIN_ARGUMENTS: Final = {
@@ -35,14 +31,6 @@ _PLAIN_ARGUMENTS: Final = {
     "return_dict",
 }  # fmt: skip
 POLL_S: Final = 0.5
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """Rows of one chunk, and how many chunks a prompt must have to be worth it."""
-
-    chunk_rows: int
-    least_chunks: int = 2
 
 
 class _Chunk(threading.local):
@@ -54,7 +42,7 @@ class _Chunk(threading.local):
 class PrefillPipeline:
     """Runs long prompts of ``model`` in overlapping chunks; other calls go through unchanged.
 
-    ``plan_for(n_rows)`` gives the plan for a prompt of that many tokens, or None to leave it alone.
+    ``chunk_rows_for(n_rows)`` gives the rows of a chunk for a prompt of that many tokens, or None to leave it alone.
     """
 
     def __init__(
@@ -62,12 +50,12 @@ class PrefillPipeline:
         model: Any,
         expert_modules: list[str],
         recorder: Recorder,
-        plan_for: Callable[[int], PipelinePlan | None],
+        chunk_rows_for: Callable[[int], int | None],
         timeout_s: float,
     ) -> None:
         self._model = model
         self._recorder = recorder
-        self.plan_for = plan_for
+        self.chunk_rows_for = chunk_rows_for
         self._timeout_s = timeout_s
         self._forward = model.forward
         self._signature = inspect.signature(model.forward)
@@ -102,8 +90,7 @@ class PrefillPipeline:
 
     def experts_asked(self, layer: int) -> None:
         """To be called when the experts of MoE layer ``layer`` are asked for: the layer's attention is done."""
-        number = self._chunk.number
-        if number is not None:
+        if (number := self._chunk.number) is not None:
             self._pass(number, self._layer_of[layer] + 1)
 
     # -- one forward pass
@@ -142,20 +129,13 @@ class PrefillPipeline:
             cache is not None and type(cache) is not DynamicCache
         ):
             return None
-        plan = self.plan_for(ids.shape[0] * ids.shape[1])
-        if plan is None:
+        rows = self.chunk_rows_for(ids.numel())
+        if rows is None:
             return None
-        step = max(1, plan.chunk_rows // ids.shape[0])
-        starts = list(range(0, ids.shape[1], step))
-        chunks = [(start, min(start + step, ids.shape[1])) for start in starts]
-        keep = arguments.get("logits_to_keep")
-        if (
-            len(chunks) < plan.least_chunks
-            or not isinstance(keep, int)
-            or not 1 <= keep <= chunks[-1][1] - chunks[-1][0]
-        ):
-            return None
-        return chunks
+        step = max(1, rows // ids.shape[0])
+        chunks = [(start, min(start + step, ids.shape[1])) for start in range(0, ids.shape[1], step)]
+        keep, last = arguments.get("logits_to_keep"), chunks[-1][1] - chunks[-1][0]
+        return chunks if len(chunks) > 1 and isinstance(keep, int) and 1 <= keep <= last else None
 
     def _run(self, arguments: dict[str, Any], chunks: list[tuple[int, int]]) -> Any:
         cache = arguments.get("past_key_values")
@@ -169,19 +149,19 @@ class PrefillPipeline:
         inference = torch.is_inference_mode_enabled()
 
         def run(first: int) -> None:
-            # Grad and inference mode belong to a thread.
-            with torch.inference_mode(inference), torch.no_grad():
-                for number in range(first, len(parts), 2):
-                    self._chunk.number = number
-                    try:
+            try:
+                # Grad and inference mode belong to a thread.
+                with torch.inference_mode(inference), torch.no_grad():
+                    for number in range(first, len(parts), 2):
+                        self._chunk.number = number
                         for layer in self._first_layers or ():
                             self._wait(number, layer)
                         results[number] = self._forward(**parts[number])
-                    except BaseException:
-                        self._fail()
-                        raise
-                    finally:
-                        self._chunk.number = None
+            except BaseException:
+                self._fail()
+                raise
+            finally:
+                self._chunk.number = None
 
         def run_beside(first: int) -> None:
             counters = self._recorder.counters
@@ -197,7 +177,6 @@ class PrefillPipeline:
         try:
             run(0)
         except BaseException:
-            self._fail()
             # The first failure is the one to tell; the other thread's is its consequence.
             if (other := beside.exception()) is not None and not isinstance(other, _OtherFailedError):
                 raise other from None
@@ -210,13 +189,11 @@ class PrefillPipeline:
     # -- order
 
     def _enter(self, layer: int, module: nn.Module, args: Any) -> None:
-        number = self._chunk.number
-        if number is not None:
+        if (number := self._chunk.number) is not None:
             self._wait(number, layer)
 
     def _leave(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
-        number = self._chunk.number
-        if number is not None:
+        if (number := self._chunk.number) is not None:
             self._pass(number, layer + 1)
 
     def _pass(self, number: int, layers: int) -> None:

@@ -28,69 +28,41 @@ _HOST_PARTS: Final = {"dense": "dense_s", "pack": "pack_s", "local experts": "lo
                       "combine": "combine_s", "turn": "turn_s", "other": "other_s"}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """The model of a run. ``expert_bytes`` counts all routed experts, ``dense_bytes`` everything else."""
-
-    path: str
-    model_type: str
-    dtype: str
-    moe_layers: int
-    routed_experts: int
-    top_k: int
-    hidden_size: int
-    dense_bytes: int
-    expert_bytes: int
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> ModelFacts:
-        """Collects the facts of ``checkpoint``."""
-        layers = checkpoint.layers
-        return cls(
-            path=str(checkpoint.path),
-            model_type=checkpoint.model_type,
-            dtype=str(checkpoint.dtype).removeprefix("torch."),
-            moe_layers=len(layers),
-            routed_experts=sum(layer.n_experts for layer in layers),
-            top_k=checkpoint.top_k,
-            hidden_size=checkpoint.hidden_size,
-            dense_bytes=checkpoint.dense_bytes,
-            expert_bytes=sum(layer.n_experts * layer.expert_bytes for layer in layers),
-        )
+def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Collects what the report says of the model; ``dense_bytes`` is everything but routed experts."""
+    layers = checkpoint.layers
+    return {
+        "path": str(checkpoint.path),
+        "model_type": checkpoint.model_type,
+        "dtype": str(checkpoint.dtype).removeprefix("torch."),
+        "moe_layers": len(layers),
+        "routed_experts": sum(layer.n_experts for layer in layers),
+        "top_k": checkpoint.top_k,
+        "hidden_size": checkpoint.hidden_size,
+        "dense_bytes": checkpoint.dense_bytes,
+        "expert_bytes": sum(layer.n_experts * layer.expert_bytes for layer in layers),
+    }
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """How a run was set up."""
-
-    mode: str
-    payload_dtype: str
-    batch_capacity: int
-    hot_slice: int
-    slots: int
-    host_device: str
-    host_device_name: str
-
-    @classmethod
-    def of(cls, settings: HostSettings, payload: PayloadDtype, device: torch.device) -> RunFacts:
-        """Collects what ``settings`` say, with the payload dtype and the device that were chosen."""
-        return cls(
-            mode=settings.mode.value,
-            payload_dtype=payload.label,
-            batch_capacity=settings.batch_capacity,
-            hot_slice=settings.hot_slice,
-            slots=settings.slots,
-            host_device=str(device),
-            host_device_name=device_name(device),
-        )
+def run_facts(settings: HostSettings, payload: PayloadDtype, device: torch.device) -> dict[str, Any]:
+    """Collects what the report says of the settings, with the payload dtype and the device that were chosen."""
+    return {
+        "mode": settings.mode.value,
+        "payload_dtype": payload.label,
+        "batch_capacity": settings.batch_capacity,
+        "hot_slice": settings.hot_slice,
+        "slots": settings.slots,
+        "host_device": str(device),
+        "host_device_name": device_name(device),
+    }
 
 
 @dataclass(frozen=True)
 class Report:
     """One run. Times are seconds, sizes bytes; phases are prefill and decode."""
 
-    model: ModelFacts
-    run: RunFacts
+    model: dict[str, Any]
+    run: dict[str, Any]
     phases: dict[str, dict[str, Any]]
     servers: list[dict[str, Any]]
     recovery: dict[str, Any]
@@ -100,7 +72,12 @@ class Report:
 
     @classmethod
     def collect(
-        cls, model: ModelFacts, run: RunFacts, recorder: Recorder, links: Sequence[ExpertLink], recovery: dict[str, Any]
+        cls,
+        model: dict[str, Any],
+        run: dict[str, Any],
+        recorder: Recorder,
+        links: Sequence[ExpertLink],
+        recovery: dict[str, Any],
     ) -> Report:
         """Takes the figures of ``recorder`` and ``links`` as they stand; ``recovery`` has the server events."""
         totals = recorder.phases
@@ -108,7 +85,7 @@ class Report:
             asdict(link.info)
             | {"batch_capacity": link.layout.capacity}
             | {"phases": {name: asdict(phase.servers[i]) for name, phase in totals.items()}}
-            | ({"auto": link.learner.describe()} if run.mode == "auto" else {})
+            | ({"auto": link.learner.describe()} if run["mode"] == "auto" else {})
             for i, link in enumerate(links)
         ]
         phases = {name: _phase(phase) for name, phase in totals.items()}
@@ -136,8 +113,8 @@ class Report:
         data: dict[str, Any] = {
             "report_version": REPORT_VERSION,
             "moeoffload_version": __version__,
-            "model": asdict(self.model),
-            "run": asdict(self.run),
+            "model": self.model,
+            "run": self.run,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "phases": self.phases,
@@ -177,7 +154,9 @@ class Report:
                 "server: queue s": f"{server['queue_s']:.3f}",
                 "server: compute s": f"{server['compute_s']:.3f}",
             }
-        return _table(f"{self.model.model_type} · mode {self.run.mode} · payload {self.run.payload_dtype}", cells)
+        return _table(
+            f"{self.model['model_type']} · mode {self.run['mode']} · payload {self.run['payload_dtype']}", cells
+        )
 
     def _server_table(self) -> Table:
         cells = {}

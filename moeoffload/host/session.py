@@ -23,7 +23,7 @@ from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.model import bind_experts, load_dense_model, load_draft_model, load_tokenizer
 from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
-from moeoffload.host.report import ModelFacts, Report, RunFacts
+from moeoffload.host.report import Report, model_facts, run_facts
 from moeoffload.host.routing import read_routing_stats
 from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import event_figures
@@ -103,13 +103,13 @@ class OffloadedModel:
             specs = servers if any(remote) else ()
             fleet = Fleet(self.checkpoint, settings, self._device, self._payload, specs)
             stack.callback(fleet.close)
-            attached = fleet.attach(remote, Path(reference), revision, on_progress, usage)
+            fleet.attach(remote, Path(reference), revision, on_progress, usage)
             # The dense layers load while the servers load theirs.
             self.model = load_dense_model(self.checkpoint, self._device)
             folder = settings.draft_model
             self.draft = load_draft_model(folder, self.model) if folder is not None else None
             self._local = LocalExperts(self.checkpoint, local, self._device) if local.n_experts else None
-            self.shards = attached.result()
+            self.shards = fleet.shards()
             self._finish(stack, fleet.events)
             self._stack = stack.pop_all()
 
@@ -162,7 +162,7 @@ class OffloadedModel:
             self.model,
             [layer.module_name for layer in checkpoint.layers],
             self.recorder,
-            lambda n_rows: granularity.pipeline_plan(n_rows, least),
+            lambda n_rows: granularity.pipeline_rows(n_rows, least),
             # The chunk before may have to wait for a dispatch, and then to read the experts of a lost server.
             settings.dispatch_timeout_s + settings.load_timeout_s,
         )
@@ -172,9 +172,8 @@ class OffloadedModel:
 
     def report(self) -> Report:
         """Collects what has been done since the model was opened (or since ``recorder.reset()``)."""
-        model = ModelFacts.of(self.checkpoint)
-        run = RunFacts.of(self.settings, self._payload, self._device)
-        return Report.collect(model, run, self.recorder, self.links, self.recovery())
+        run = run_facts(self.settings, self._payload, self._device)
+        return Report.collect(model_facts(self.checkpoint), run, self.recorder, self.links, self.recovery())
 
     def recovery(self) -> dict[str, Any]:
         """Collects the server events so far, as the report has them."""

@@ -14,10 +14,10 @@ from fault_kit.server import ServerProcess
 
 from moeoffload.host.session import open_model
 
-N_SERVERS = 3
-N_TOKENS = 200
+N_SERVERS = 2
+N_TOKENS = 120
 TOKEN_S = 0.03
-"""So that the generation lasts longer than three restarts."""
+"""So that the generation lasts longer than the restarts."""
 
 
 @pytest.fixture

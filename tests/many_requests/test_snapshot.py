@@ -47,8 +47,8 @@ def test_servers_have_the_figures_of_the_report_and_layers_those_of_the_time_whe
         snapshot, report = look(offloaded), offloaded.report()
     assert not any(layer["calls"] for layer in unseen["layers"])
     assert snapshot["model"] == {
-        "name": "checkpoint", "type": report.model.model_type, "dtype": report.model.dtype,
-        "layers": report.model.moe_layers,
+        "name": "checkpoint", "type": report.model["model_type"], "dtype": report.model["dtype"],
+        "layers": report.model["moe_layers"],
     }  # fmt: skip
     for server, reported in zip(snapshot["servers"], report.servers, strict=True):
         assert server["state"] == "up"

@@ -7,6 +7,7 @@ from typing import Final
 
 from fault_kit.proxy import Proxy
 from fault_kit.server import ServerProcess
+from moeoffload.control.user_token import UserToken, user_tokens
 
 SERVER_HOST: Final = "127.0.0.1"
 PROXY_HOST: Final = "127.0.0.2"
@@ -18,8 +19,15 @@ class Station:
     def __init__(self, folder: Path, *options: str) -> None:
         self.server = ServerProcess(folder, *options, host=SERVER_HOST)
         self.proxy = Proxy(PROXY_HOST, SERVER_HOST)
-        self.proxy.forward(self.server.ports())
         self.address = f"{PROXY_HOST}:{self.server.port}"
+        self._tokens: list[UserToken] = []
+        self._forward()
+
+    def _forward(self) -> None:
+        """Lets hosts reach the server that runs now, and find its token at the proxy's address."""
+        port = self.server.port
+        self._tokens += [UserToken.write(PROXY_HOST, port, token) for token in user_tokens(SERVER_HOST, port)]
+        self.proxy.forward(self.server.ports())
 
     def kill(self) -> None:
         """kill -9; nothing listens at the address any more."""
@@ -34,8 +42,10 @@ class Station:
     def start(self, *more: str) -> None:
         """A new process at the same address."""
         self.server.start(*more)
-        self.proxy.forward(self.server.ports())
+        self._forward()
 
     def close(self) -> None:
         self.server.close()
         self.proxy.close()
+        for token in self._tokens:
+            token.remove()

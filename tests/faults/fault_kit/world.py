@@ -176,9 +176,6 @@ class World:
         section: dict[str, Any] = self.host.report().to_json()["recovery"]
         return section
 
-    def warnings_since(self, n: int) -> list[str]:
-        return self._warnings.lines[n:]
-
     def kill_second_host(self) -> None:
         """See `Scene`."""
         assert self._second is not None
