@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,7 +41,42 @@ def generate_speculatively(
         streamer.end()
         return first
     streamer.next_tokens_are_prompt = True  # what comes first now is known already
-    mask = torch.ones_like(first)
-    return model.generate(
-        input_ids=first, attention_mask=mask, **options | {"max_new_tokens": n_left}, **speculative, streamer=streamer
-    )
+    with _goes_on(model):
+        tokens: torch.Tensor = model.generate(
+            input_ids=first,
+            attention_mask=torch.ones_like(first),
+            **options | {"max_new_tokens": n_left},
+            **speculative,
+            streamer=streamer,
+        )
+    return tokens
+
+
+@contextlib.contextmanager
+def _goes_on(model: Any) -> Iterator[None]:
+    """While open, assisted generation begins behind what the cache holds; by itself it computes everything again."""
+    original = model.prepare_inputs_for_generation
+
+    def prepare(
+        input_ids: torch.Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        if is_first_iteration and past_key_values is not None:
+            next_sequence_length = input_ids.shape[1] - past_key_values.get_seq_length()
+        inputs: dict[str, Any] = original(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        return inputs
+
+    model.prepare_inputs_for_generation = prepare
+    try:
+        yield
+    finally:
+        del model.prepare_inputs_for_generation
