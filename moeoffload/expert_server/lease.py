@@ -30,7 +30,7 @@ from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
-from moeoffload.transport.base import ChannelSizes, ServerChannel, ServerSlot, Work
+from moeoffload.transport.base import ChannelSizes, ServerChannel
 from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)
@@ -292,13 +292,17 @@ class HostLease:
         return ", ".join(sorted({kernels.kernel_for(n_rows) for kernels in layers for n_rows in (1, capacity)}))
 
     def _open(self, name: str, sizes: ChannelSizes, key: str) -> pb.ChannelOffer:
-        channel = self._factories[name](sizes, self._deliver, key)
+        assert self._active is not None, "channels are opened after the lease became active"
+        channel = self._factories[name](sizes, self._engine.submit, key)
+        for slot in channel.slots:  # before any host knows of the channel
+            slot.owner = SlotContext(self._active, slot)
         with self._lock:
             closed = self._closed
             if not closed:
                 self._channels[name] = channel
         if closed:
             channel.close()
+            _drop_slots(channel)
             raise ServerError("the lease ended while its channels were opened")
         offer = channel.offer
         return pb.ChannelOffer(
@@ -308,15 +312,6 @@ class HostLease:
             reply_bytes=sizes.reply_bytes,
             parameters=offer.parameters,
         )
-
-    def _deliver(self, channel: ServerChannel, slot: ServerSlot) -> Work | None:
-        if slot.owner is None:
-            active = self._active
-            assert active is not None, "channels are opened after the lease became active"
-            slot.owner = SlotContext(active, slot)
-            if active.closed:  # meanwhile; `close` has seen no views here
-                slot.owner.drop()
-        return self._engine.submit(channel, slot)
 
     def accept(self, request: pb.Accept) -> pb.Ready:
         """Keeps the channel the host has opened and closes the others.

@@ -43,6 +43,7 @@ _RECONNECT_MAX_MS: Final = 1_000
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
 _PAGE: Final = 4096
+_SPARE_DESCRIPTORS: Final = 4
 
 
 class FrameSocket:
@@ -63,6 +64,12 @@ class FrameSocket:
         except zmq.ZMQError as error:
             context.term()
             raise OSError(error.errno, str(error)) from None
+        try:
+            _check_descriptors()
+        except OSError:
+            self.socket.close()
+            context.term()
+            raise
         # Not IMMEDIATE: it would drop messages that have arrived but were not read when the connection broke.
         for option, value in (
             (zmq.LINGER, 0),
@@ -182,6 +189,17 @@ class FrameSocket:
         if self._close.alive:
             self.socket.setsockopt(zmq.LINGER, linger_ms)
             self._close()
+
+
+def _check_descriptors() -> None:
+    """Raises OSError if there are not enough for a socket to be bound: ZeroMQ would end the process then."""
+    spare: list[int] = []
+    try:
+        for _ in range(_SPARE_DESCRIPTORS):
+            spare.append(os.eventfd(0, os.EFD_CLOEXEC))
+    finally:
+        for fd in spare:
+            os.close(fd)
 
 
 def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], wake_fd: int) -> None:

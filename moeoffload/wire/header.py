@@ -21,12 +21,9 @@ import struct
 import zlib
 from dataclasses import dataclass
 from enum import Enum, IntEnum, IntFlag
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from moeoffload.errors import CapacityError, ProtocolError
-
-if TYPE_CHECKING:
-    from moeoffload.wire.layout import FrameLayout
 
 MAGIC: Final = b"MOEX"
 WIRE_VERSION: Final = 1
@@ -77,6 +74,14 @@ RULES: Final = {
     },
 }
 """By reader and kind. Pings and cancellations are the transports', see `control_kind`."""
+
+
+class Agreed(Protocol):
+    """What `RULES` name of a `FrameLayout`."""
+
+    @property
+    def capacity(self) -> int:
+        """The most rows of a frame."""
 
 
 class Flag(IntFlag):
@@ -157,7 +162,7 @@ class FrameHeader:
 class FrameReader:
     """Reads the frames of one lease for one side, and checks them before anything is allocated for them."""
 
-    def __init__(self, role: Role, layout: FrameLayout, epoch: int) -> None:
+    def __init__(self, role: Role, layout: Agreed, epoch: int) -> None:
         """``layout`` and ``epoch`` are what was agreed at attach."""
         self._capacity = layout.capacity
         self._rules = {
