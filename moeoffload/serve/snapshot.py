@@ -107,7 +107,7 @@ def _server(shard: Shard, counters: CallCounters, batches: Mapping[str, dict[str
 
 
 def _state(shard: Shard) -> tuple[str, str]:
-    """``up``, ``replaced`` (a replica or this host computes its experts) or ``lost`` (its experts are not computed); and the name of what computes."""
+    """``up``, ``replaced`` (a replica or this host computes its experts) or ``lost``; and the name of what computes."""
     current, first = shard.current, shard.holders[0].link
     if current is first:
         return "up", current.name
