@@ -41,7 +41,7 @@ class _Buffer:
         )
 
     def takes(self, current: torch.Tensor, states: torch.Tensor) -> bool:
-        """Whether ``states`` can be added here to ``current``, which must be what is filled and nobody's graph."""
+        """Whether ``states`` can be added here to ``current``, which must be what is filled and no part of a graph."""
         return (
             self.holds(current)
             and current.shape[2] == self.filled

@@ -1,4 +1,4 @@
-"""Whose turn it is to compute on the host, when two groups of requests share it."""
+"""The right to compute on the host, when two groups of requests share it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Turns:
         return perf_counter() - started
 
     def give(self) -> None:
-        """Lets the other group go on; does nothing for who does not have the right, since `take` failed."""
+        """Lets the other group go on; does nothing on a thread whose `take` failed."""
         if self._holder == threading.get_ident():
             self._holder = 0
             self._lock.release()

@@ -20,7 +20,7 @@ from moeoffload.serve.sse import ClientGone, ClientLeft, EventStream, unless_cli
 from moeoffload.text import one_line
 
 COMPLETION_TOKENS: Final = 16
-"""How long a completion is when nobody says it, as in OpenAI's API; a chat goes on to the end of the context."""
+"""Tokens of a completion without a maximum, as in OpenAI's API; a chat goes on to the end of the context."""
 
 
 class Answering:

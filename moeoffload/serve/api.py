@@ -1,4 +1,4 @@
-"""The HTTP server's app: OpenAI's routes, and those for who runs the server."""
+"""The HTTP server's app: OpenAI's routes, and those for operators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SPARE_PLACES: Final = 32
 """Requests that may be read while all places of the engine are taken: they are told so instead of being cut off."""
 
 Snapshot = Callable[[bool], dict[str, Any]]
-"""All figures as plain data. The argument: whether somebody watches, who wants the times of each layer, too."""
+"""All figures as plain data. The argument: whether to add the times of each layer and the figures of now."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
 def _add_health(app: FastAPI, engine: RequestEngine, guard: Guard) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        if engine.failure is not None:  # for good: whoever watches this starts the server again
+        if engine.failure is not None:  # for good: a supervisor should start the server again
             return JSONResponse({"status": "the engine has failed"}, 503)
         return JSONResponse({"status": "ok"})
 

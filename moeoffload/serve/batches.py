@@ -1,4 +1,4 @@
-"""What expert servers say of their kernel calls, asked for beside whoever wants to know."""
+"""Asks expert servers, on a thread of its own, what their kernel calls were."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAUSE_S: Final = 0.5
 
 
 class BatchWatcher:
-    """The newest figures by server; nobody is asked while nobody wants to know.
+    """Keeps the newest figures by server; servers are asked only while `latest` is called.
 
     Use it in a ``with`` block, or close it.
     """

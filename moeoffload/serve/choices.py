@@ -144,7 +144,7 @@ class Choices:
 
     def _listener(self, index: int) -> Callable[[Progress], None]:
         def on_progress(progress: Progress) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended, nobody listens
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
                 self._loop.call_soon_threadsafe(self._news.put_nowait, (index, progress))
 
         return on_progress

@@ -30,7 +30,8 @@ class IdleConnections:
         class Connection(H11Protocol):
             def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
                 super().connection_made(transport)
-                peer = tuple(transport.get_extra_info("peername")[:2])
+                # A client that has left at once has no address any more.
+                peer = tuple((transport.get_extra_info("peername") or ("gone", id(transport)))[:2])
                 begun[peer] = running[peer] = 0
                 self._peer, self._wire = peer, transport
                 self._timer = asyncio.get_running_loop().call_later(HEAD_TIMEOUT_S, self._look, 0)

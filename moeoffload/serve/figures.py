@@ -1,4 +1,4 @@
-"""What happens now, from counts that only grow: differences of snapshots, for those who watch (docs/monitoring.md)."""
+"""What happens now, from counts that only grow: differences of snapshots (docs/monitoring.md)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PARTS: Final = ("dense", "pack", "wire", "queue", "compute", "local", "combine",
 """Of a step, in the order in which they are shown."""
 LAYER_PARTS: Final = PARTS[:-1]
 PAUSE_S: Final = 10.0
-"""After a pause of so many seconds those who watch begin anew."""
+"""The history begins anew when no snapshot was asked for in so many seconds."""
 _EPSILON_S: Final = 1e-6
 _LEAST_STEP_S: Final = 0.25
 
 
 class History:
-    """The snapshots of the last `LATENCY_S` in which somebody asked for them."""
+    """The snapshots that were asked for in the last `LATENCY_S`."""
 
     def __init__(self) -> None:
         self._snapshots: deque[dict[str, Any]] = deque()
@@ -31,7 +31,7 @@ class History:
         kept = self._snapshots
         if kept and not 0 <= snapshot["uptime_s"] - kept[-1]["uptime_s"] <= PAUSE_S:
             kept.clear()
-        # Several may ask at a time: one snapshot for each `_LEAST_STEP_S` is enough to go back to.
+        # Several clients may ask: one snapshot for each `_LEAST_STEP_S` is enough to go back to.
         if len(kept) > 1 and snapshot["uptime_s"] - kept[-2]["uptime_s"] < _LEAST_STEP_S:
             kept.pop()
         kept.append(snapshot)

@@ -32,6 +32,7 @@ class ModelRunner:
             ServerError: an expert server failed.
         """
         self._model = model
+        self._device = model.device
         self._page_tokens = page_tokens
         self._own_attention = "sdpa"
         try:
@@ -95,12 +96,12 @@ class ModelRunner:
     def _segment(self, start: int, n_rows: int, n_keys: int, pages: list[int]) -> Segment:
         if pages[-1] - pages[0] == len(pages) - 1 and pages == list(range(pages[0], pages[-1] + 1)):
             return Segment(start, n_rows, n_keys, pages[0], _NO_PAGES)
-        return Segment(start, n_rows, n_keys, -1, torch.tensor(pages, device=self._model.device))
+        return Segment(start, n_rows, n_keys, -1, torch.tensor(pages, device=self._device))
 
     def _inputs(
         self, tokens: list[int], positions: list[int], segments: list[Segment], slots: list[int], keep: list[int]
     ) -> Inputs:
-        device = self._model.device
+        device = self._device
         return {
             "input_ids": torch.tensor([tokens], device=device),
             "position_ids": torch.tensor([positions], device=device),

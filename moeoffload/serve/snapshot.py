@@ -52,7 +52,7 @@ def serving_snapshot(
 
 
 class Snapshots:
-    """The figures of one serving host, for several who ask. For one thread."""
+    """Takes snapshots of one serving host, for several clients. For one thread."""
 
     def __init__(self, offloaded: OffloadedModel, stats: ServingStats, batches: BatchWatcher) -> None:
         self._offloaded = offloaded
@@ -107,7 +107,7 @@ def _server(shard: Shard, counters: CallCounters, batches: Mapping[str, dict[str
 
 
 def _state(shard: Shard) -> tuple[str, str]:
-    """``up``, ``replaced`` (a replica or this host computes its experts) or ``lost`` (nobody does); and who does."""
+    """``up``, ``replaced`` (a replica or this host computes its experts) or ``lost``; and the name of what computes."""
     current, first = shard.current, shard.holders[0].link
     if current is first:
         return "up", current.name

@@ -31,7 +31,7 @@ class ClientLeft(Exception):
 
 
 class ClientGone(Response):
-    """The answer that nobody reads."""
+    """The answer to a client that has left."""
 
     def __init__(self) -> None:
         super().__init__(status_code=_CLIENT_CLOSED)
