@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -221,8 +220,7 @@ class Answers:
             elif in_one_go or self._shares.n_shares == 1:
                 experts(call.rows, call.slots, call.weights, call.out)
             else:
-                step_s = functools.partial(self._shares.step_s, share)
-                for _ in experts.in_steps(call.rows, call.slots, call.weights, call.out, step_s):
+                for _ in experts.in_slices(call.rows, call.slots, call.weights, call.out):
                     given_s += pause()
         except IndexError:
             raise _bad_slots(experts) from None

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
-from moeoffload.kernels.pack import MAX_ROWS, SumEncoder, unpack_program
+from moeoffload.kernels.pack import MAX_ROWS, SumEncoder
 from moeoffload.payload import first_bad_row
 from moeoffload.wire import DispatchViews, FrameLayout
 
@@ -66,8 +66,6 @@ class HostArena:
         self._weights = {
             dtype: torch.empty(max_rows, layout.top_k, dtype=dtype) for dtype in {torch.float32, compute_dtype}
         }
-        for dtype in self._weights:
-            unpack_program(dtype)  # now, and not in the first request
         self._kept: dict[tuple[int, int, torch.dtype], KernelInput] = {}
         self.encoder = SumEncoder(layout.dtype_back.torch_dtype)
         self.n_created = 1

@@ -110,7 +110,7 @@ def time_layer(
             if pause is None:
                 kernels(rows, slots, weights, out, workspace)
             else:
-                for _ in kernels.in_steps(rows, slots, weights, out, lambda: PAUSE_S, workspace):
+                for _ in kernels.in_slices(rows, slots, weights, out, workspace):
                     started += pause()
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()

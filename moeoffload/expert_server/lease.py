@@ -18,7 +18,6 @@ from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, MoeOffloadError, ServerError
 from moeoffload.expert_server.agreement import check_model, check_table, compare, read_dtype, read_payload
 from moeoffload.expert_server.calibrate import time_layer
-from moeoffload.expert_server.compiled_steps import compile_ahead
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
@@ -180,9 +179,6 @@ class HostLease:
                 raise self._no_room(str(error)) from None
             loaded += len(experts) * layer.expert_bytes
             yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
-        if any(kernels.shape is not None for kernels in list(self._modules.values())):  # `close` may come and clear it
-            # Loading may take long; what comes after it has seconds, in which a first start could not compile.
-            compile_ahead(checkpoint.dtype)
         logger.info("%s: loaded in %.1f s", self.host, monotonic() - begun)
         self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)

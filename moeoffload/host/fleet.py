@@ -154,8 +154,6 @@ class Fleet:
             for table, servers in zip(tables, holders, strict=True)
             if table.n_experts
         ]
-        if cache is not None:
-            self._pool.submit(cache.warm_up)
         return _gather(futures)
 
     def _cache(self) -> ExpertCache | None:

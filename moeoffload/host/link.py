@@ -106,7 +106,7 @@ class ExpertLink:
                 views=SlotViews(layout, slot.request, slot.reply),
                 packer=packer,
                 header=header,
-                exchange=Exchange(channel, slot, packer, layout, epoch) if device.type == "cpu" else None,
+                exchange=None,
             )
         if device.type == "cuda":
             pages = PageLocked((buffer for slot in channel.slots for buffer in (slot.request, slot.reply)), device)

@@ -18,6 +18,19 @@ from numba.extending import intrinsic
 
 from moeoffload.kernels import exchange_words as xw
 from moeoffload.kernels import lane_words as lw
+from moeoffload.kernels.exchange_words import (
+    PACK_BAD_ROW,
+    PACK_HIDDEN,
+    PACK_HOLDS_ALL,
+    PACK_IDS,
+    PACK_N_EXPERTS,
+    PACK_N_HIT,
+    PACK_N_ROWS,
+    PACK_TABLE,
+    PACK_WEIGHTS,
+    PACK_WEIGHTS_ARE_F32,
+    PACK_WORDS,
+)
 from moeoffload.kernels.frame_program import (
     BELL,
     BODY_BYTES,
@@ -39,19 +52,6 @@ from moeoffload.kernels.frame_program import (
     ring_bell,
 )
 from moeoffload.kernels.lane_program import let_go, look_for_frame, send_frame
-from moeoffload.kernels.pack import (
-    PACK_BAD_ROW,
-    PACK_HIDDEN,
-    PACK_HOLDS_ALL,
-    PACK_IDS,
-    PACK_N_EXPERTS,
-    PACK_N_HIT,
-    PACK_N_ROWS,
-    PACK_TABLE,
-    PACK_WEIGHTS,
-    PACK_WEIGHTS_ARE_F32,
-    PACK_WORDS,
-)
 from moeoffload.kernels.phases import view
 from moeoffload.kernels.program import compile_entry, source_stamp
 from moeoffload.kernels.watch import Seen, look_for

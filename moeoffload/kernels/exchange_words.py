@@ -54,3 +54,16 @@ LANE: Final = 28
 HEADER: Final = 32
 """A private copy of the header: what is shared can change at any time."""
 BLOCK_WORDS: Final = 40
+
+# Words of a packer's call block.
+PACK_HIDDEN: Final = 0
+PACK_IDS: Final = 1
+PACK_WEIGHTS: Final = 2
+PACK_TABLE: Final = 3
+PACK_N_ROWS: Final = 6
+PACK_N_EXPERTS: Final = 9
+PACK_HOLDS_ALL: Final = 10
+PACK_WEIGHTS_ARE_F32: Final = 11
+PACK_N_HIT: Final = 12
+PACK_BAD_ROW: Final = 13
+PACK_WORDS: Final = 14
