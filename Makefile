@@ -22,9 +22,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Compiled once beforehand, by all cores, kernels are not compiled by several tests at the same time.
 tests: $(STAMP) browser
-	$(BIN)/python -m moeoffload.kernels.ahead
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 # The dashboard is tested in a real browser; where none can be installed, its tests are skipped and say so.

@@ -57,9 +57,9 @@ class Server:
         self.calls.append(rows.shape[0])
         self.layer(rows, *others)
 
-    def in_steps(self, rows: torch.Tensor, *others: Any) -> Iterator[None]:
+    def in_slices(self, rows: torch.Tensor, *others: Any) -> Iterator[None]:
         self.calls.append(rows.shape[0])
-        yield from self.layer.in_steps(rows, *others)
+        yield from self.layer.in_slices(rows, *others)
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:

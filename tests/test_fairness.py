@@ -41,8 +41,8 @@ class Kernel:
         out.copy_(rows)
         self.log.append(f"{self.name}{rows.shape[0]}")
 
-    def in_steps(
-        self, rows: torch.Tensor, slots: Any, weights: Any, out: torch.Tensor, step_s: Any, workspace: Any = None
+    def in_slices(
+        self, rows: torch.Tensor, slots: Any, weights: Any, out: torch.Tensor, workspace: Any = None
     ) -> Iterator[None]:
         for step in range(N_STEPS):
             self.between(step)

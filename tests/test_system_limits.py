@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -90,27 +89,3 @@ def test_a_report_on_a_full_disk_is_one_line_after_the_answer(start_server: Star
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
     assert "42" in done.stdout
-
-
-def test_kernels_are_compiled_though_they_cannot_be_kept_on_disk(tmp_path: Path) -> None:
-    code = """
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
-from numba import types
-from moeoffload.kernels.program import compile_entry
-def twice(x):
-    return 2 * x
-compiled = compile_entry(twice, types.int64)
-print(compiled.ctypes(21))
-"""
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    command = [sys.executable, str(script)]
-    environment = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    # Python writes its own caches half, too, and does not notice.
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, env=environment, check=False
-    )
-    assert done.stdout.strip() == "42", done.stderr
-    assert "not kept on disk" in done.stderr

@@ -12,7 +12,7 @@ import torch
 from moeoffload.errors import MoeOffloadError, ServerError
 from moeoffload.expert_server.arena import HostArena, KernelInput
 from moeoffload.expert_server.batcher import Batch
-from moeoffload.expert_server.calibrate import SLICE_S, Pace, slices
+from moeoffload.expert_server.calibrate import SLICE_S, Pace
 from moeoffload.expert_server.counters import EngineCounters, member_class
 from moeoffload.expert_server.fair_share import SMALL_ROWS, FairShares
 from moeoffload.expert_server.requests import (
@@ -194,7 +194,7 @@ class Answers:
             except IndexError:
                 raise _bad_slots(experts) from None
         else:
-            parts = slices(experts, call.rows, call.slots, call.weights, call.out)
+            parts = experts.in_slices(call.rows, call.slots, call.weights, call.out)
             while True:
                 try:  # around the slice alone: what is computed in a pause tells its own host what is wrong
                     next(parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -82,20 +82,6 @@ class Pace:
         return max(0.0, factor * best * n_routes - took_s)
 
 
-def slices(
-    experts: LayerKernels,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    weights: torch.Tensor,
-    out: torch.Tensor,
-    workspace: KernelWorkspace | None = None,
-) -> Iterator[None]:
-    """A kernel call in slices, with the same bits; see `LayerKernels.__call__`."""
-    if hasattr(experts, "in_slices"):
-        return iter(experts.in_slices(rows, slots, weights, out, workspace))
-    return experts.in_steps(rows, slots, weights, out, lambda: SLICE_S, workspace)
-
-
 def time_layer(
     kernels: LayerKernels,
     top_k: int,
@@ -133,7 +119,7 @@ def time_layer(
             if pause is None:
                 kernels(rows, slots, weights, out, workspace)
             else:
-                for _ in slices(kernels, rows, slots, weights, out, workspace):
+                for _ in kernels.in_slices(rows, slots, weights, out, workspace):
                     started += pause()
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()

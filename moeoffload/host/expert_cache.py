@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.kernels import COMPUTE_DTYPES, KernelWorkspace, LayerKernels, prepare_layer, warm_up
+from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
 
 READ_BYTES: Final = 256 << 20
 """Experts are read in groups of at most so many bytes, beside the cache itself."""
@@ -34,11 +34,6 @@ class ExpertCache:
         self._lock = threading.Lock()
         self._shapes = [_shape_of(checkpoint, layer.index) for layer in checkpoint.layers]
         self._pools: dict[_Shape, _Pool] = {}
-
-    def warm_up(self) -> None:
-        """Compiles what computes the experts, or loads it, so that no dispatch waits for that."""
-        if self._device.type == "cpu" and self._checkpoint.dtype in COMPUTE_DTYPES:
-            warm_up((self._checkpoint.dtype,))
 
     @property
     def n_read(self) -> int:

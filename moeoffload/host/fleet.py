@@ -155,8 +155,6 @@ class Fleet:
             for table, servers in zip(tables, holders, strict=True)
             if table.n_experts
         ]
-        if cache is not None:
-            self._pool.submit(cache.warm_up)
 
     def shards(self) -> list[Shard]:
         """Waits until all servers hold what `attach` gave them.

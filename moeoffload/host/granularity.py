@@ -10,7 +10,7 @@ import torch
 from moeoffload.config import Mode, Pipeline
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.kernels.attention import takes_many
-from moeoffload.kernels.matrix_tile import may_use_matrix_unit
+from moeoffload.kernels.calls import may_use_matrix_unit
 
 # Smaller chunks overlap better; but below these sizes the experts' weights are read for too few rows. Measured on CPUs,
 # for 512 to 4,248 tokens.

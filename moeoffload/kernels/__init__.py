@@ -2,13 +2,13 @@
 
 from moeoffload.kernels.attention import cpu_attention
 from moeoffload.kernels.base import ExpertKernel
+from moeoffload.kernels.calls import COMPUTE_DTYPES
 from moeoffload.kernels.dense import few_row_linear
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.huge_pages import prefer_huge_pages
-from moeoffload.kernels.layer import KernelChoice, LayerKernels, prepare_layer, warm_up
+from moeoffload.kernels.layer import KernelChoice, LayerKernels, prepare_layer
 from moeoffload.kernels.local import local_experts, register_local_experts
-from moeoffload.kernels.program import COMPUTE_DTYPES
 from moeoffload.kernels.workspace import KernelWorkspace
 
 __all__ = [
@@ -25,5 +25,4 @@ __all__ = [
     "prefer_huge_pages",
     "prepare_layer",
     "register_local_experts",
-    "warm_up",
 ]

@@ -14,27 +14,22 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from moeoffload.kernels import words
+from moeoffload.kernels import calls
+from moeoffload.kernels.calls import COMPUTE_DTYPES, DTYPE_CODES, LinearCall
 from moeoffload.kernels.huge_pages import move_to_huge_pages
-from moeoffload.kernels.matrix_phases import multiplies_by_matrix
-from moeoffload.kernels.phases import plan_words
-from moeoffload.kernels.program import COMPUTE_DTYPES, ITEM_GROUPS, c_function, linear_program, row_dtype, threads_for
-from moeoffload.kernels.tile import WEIGHT_ROWS
+from moeoffload.kernels.threads import parallel_address, threads_for
 
 MAX_ROWS: Final = 16
 """Calls of more rows go to torch."""
 
 
 class _Thread(threading.local):
-    """A thread's call block, plan, and rows that were converted or packed."""
+    """A thread's call, and its memory for operands."""
 
     def __init__(self) -> None:
-        self.call = (ctypes.c_int64 * words.CALL_WORDS)()
+        self.call = LinearCall()
         self.address = ctypes.addressof(self.call)
-        self.plan = torch.empty(plan_words.py_func(1, MAX_ROWS), dtype=torch.int32)
-        self.operands = torch.empty(0, dtype=torch.float32)
-        self.packed = torch.empty(0, dtype=torch.bfloat16)
-        self.call[words.PLAN] = self.plan.data_ptr()
+        self.operands = torch.empty(0, dtype=torch.uint8)
 
 
 _thread = _Thread()
@@ -45,15 +40,17 @@ def few_row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
     Args:
         x: (..., in) of the weight's dtype, at most MAX_ROWS rows.
-        weight: (out, in) bfloat16, float16 or float32, contiguous, at least four rows.
+        weight: (out, in) bfloat16, float16 or float32, contiguous.
         bias: (out) of the weight's dtype.
 
     Returns:
         (..., out) of the weight's dtype.
     """
-    n_out, n_in = weight.shape
-    if x.numel() > MAX_ROWS * n_in or n_out < WEIGHT_ROWS or x.shape[-1] != n_in or x.dtype != weight.dtype:
+    n_in = weight.shape[1]
+    if x.numel() > MAX_ROWS * n_in or x.shape[-1] != n_in or x.dtype != weight.dtype:
         raise ValueError(f"x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}")
+    if calls.library() is None:
+        return nn.functional.linear(x, weight, bias)
     return _product(x, weight, bias)
 
 
@@ -66,37 +63,18 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     if not n_rows:
         return out
     thread = _thread
-    call = thread.call
-    call[words.WEIGHT] = weight.data_ptr()
-    call[words.BIAS] = bias.data_ptr() if bias is not None else 0
-    call[words.N_IN] = n_in
-    call[words.N_OUT] = n_out
-    call[words.N_ROWS] = n_rows
-    call[words.ROWS] = call[words.OPERANDS] = x.data_ptr()
-    call[words.OUT] = out.data_ptr()
-    if row_dtype(dtype) != dtype:
-        if thread.operands.numel() < n_rows * n_in:
-            thread.operands = torch.empty(MAX_ROWS * n_in, dtype=torch.float32)
-        call[words.OPERANDS] = thread.operands.data_ptr()
-    elif dtype == torch.bfloat16 and multiplies_by_matrix(n_in, n_out):
-        if thread.packed.numel() < n_rows * n_in:
-            thread.packed = torch.empty(MAX_ROWS * n_in, dtype=torch.bfloat16)
-        call[words.PACKED] = thread.packed.data_ptr()
-    else:
-        call[words.PACKED] = 0
-    program = linear_program(dtype)
-    n_threads = threads_for(n_out * n_in * dtype.itemsize)
-    call[words.PHASES] = words.PLAN_PHASE | words.UP_PHASE
-    if n_threads == 1:
-        call[words.ITEM_GROUPS] = n_out
-        program.run(thread.address)
-    else:
-        call[words.ITEM_GROUPS] = ITEM_GROUPS
-        call[words.YIELD] = c_function("sched_yield")
-        call[words.PHASES] = words.PLAN_PHASE
-        program.run(thread.address)
-        call[words.PHASES] = words.UP_PHASE
-        program.run_threaded(thread.address, n_threads)
+    call, library = thread.call, calls.library()
+    call.dtype, call.features = code, features = DTYPE_CODES[dtype], calls.cpu_features()
+    n_bytes = n_rows * library.moe_operand_bytes(code, features, n_in)
+    if thread.operands.numel() < n_bytes:
+        thread.operands = torch.empty(n_bytes // n_rows * MAX_ROWS, dtype=torch.uint8)
+        call.operands = thread.operands.data_ptr()
+    call.weight, call.bias = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+    call.rows, call.out = x.data_ptr(), out.data_ptr()
+    call.n_in, call.n_out, call.n_rows = n_in, n_out, n_rows
+    call.n_threads = threads_for(n_out * n_in * dtype.itemsize)
+    call.parallel = parallel_address() if call.n_threads > 1 else 0
+    library.moe_linear(thread.address)
     return out
 
 
@@ -112,9 +90,9 @@ def product_if_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         or not weight.is_cpu
         or not x.is_cpu
         or not weight.is_contiguous()
-        or weight.shape[0] < WEIGHT_ROWS
         or (bias is not None and (bias.dtype != dtype or not bias.is_contiguous()))
         or torch.compiler.is_compiling()
+        or calls.library() is None
     ):
         return None
     return _product(x, weight, bias)
@@ -138,7 +116,6 @@ def _fits(module: nn.Linear) -> bool:
         and weight.device.type == "cpu"
         and weight.dtype in COMPUTE_DTYPES
         and weight.is_contiguous()
-        and weight.shape[0] >= WEIGHT_ROWS
     )
 
 
@@ -152,13 +129,13 @@ def accelerate_linears(model: nn.Module) -> Callable[[], None]:
     Returns:
         a function that changes them back; weights stay where they are.
     """
+    if calls.library() is None:
+        return lambda: None
     chosen = [
         module
         for module in model.modules()
         if type(module) is nn.Linear and _fits(module) and module.weight.dtype != torch.float32
     ]
-    for dtype in {module.weight.dtype for module in chosen}:
-        linear_program(dtype)
     for module in chosen:
         module.__class__ = FewRowLinear
     move_to_huge_pages(each for module in chosen for each in module.parameters(recurse=False))

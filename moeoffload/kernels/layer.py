@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -10,10 +10,7 @@ from torch import nn
 
 from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.layout import lay_out, n_experts_of, why_not
-from moeoffload.kernels.program import (
-    experts_program,
-)
-from moeoffload.kernels.tiled import CompiledLayer, TiledExperts
+from moeoffload.kernels.tiled import TiledExperts
 from moeoffload.kernels.triton_experts import MAX_ROWS, few_rows_kernel
 from moeoffload.kernels.workspace import KernelWorkspace, LayerShape, PreparedCall
 
@@ -111,7 +108,7 @@ class LayerKernels:
     ) -> PreparedCall | None:
         """What `run` needs for any number of calls with tensors that stay where they are, in the layer's workspace.
 
-        It serves all layers of the same ``shape``. None for kernels that have more to do than one compiled pass.
+        It serves all layers of the same ``shape``. None for kernels that need more than one call of the C library.
 
         Args:
             rows, slots, weights, out: see `__call__`; contiguous.
@@ -132,28 +129,22 @@ class LayerKernels:
         """
         self._tiled.run_prepared(prepared)
 
-    @property
-    def compiled(self) -> CompiledLayer:
-        """The layer for compiled code, which does what `run` does; only with a ``shape``."""
-        return self._tiled.compiled
-
-    def in_steps(
+    def in_slices(
         self,
         rows: torch.Tensor,
         slots: torch.Tensor,
         weights: torch.Tensor,
         out: torch.Tensor,
-        step_s: Callable[[], float],
         workspace: KernelWorkspace | None = None,
     ) -> Iterator[None]:
-        """As a call, with the same bits, but in steps: ``out`` is written when the iterator is at its end.
+        """As a call, with the same bits, but in slices of some milliseconds.
 
-        Between two steps calls of this and of other layers may run, in another workspace. Kernels that cannot be
-        interrupted (the grouped one, those of a GPU) make one step.
+        A slice computes the routes of some experts, so that weights are read once; ``out`` is written in the last ones.
+        Between two slices calls of this and of other layers may run, in another workspace. Kernels that cannot be
+        cut (the grouped one, those of a GPU) make one slice.
 
         Args:
             rows, slots, weights, out: see `__call__`; not to be touched before the end.
-            step_s: about how many seconds the next step may take; a step is at least one item of a phase.
             workspace: see `__call__`.
 
         Raises:
@@ -163,8 +154,9 @@ class LayerKernels:
         few = self._few_rows is not None and slots.shape[0] <= MAX_ROWS
         if self.falls_back or few or not slots.numel():
             self(rows, slots, weights, out)
+            yield
         else:
-            yield from self._tiled.in_steps(rows, slots, weights, out, workspace or self._workspace, step_s)
+            yield from self._tiled.in_slices(rows, slots, weights, out, workspace or self._workspace)
 
     def _check_slots(self, slots: torch.Tensor) -> None:
         if slots.device.type != "cpu":
@@ -201,7 +193,7 @@ def prepare_layer(
     workspace: KernelWorkspace | None = None,
     kernel: KernelChoice = "auto",
 ) -> LayerKernels:
-    """Does once what a layer's calls share: reads the module's layout, compiles or loads the program.
+    """Does once what a layer's calls share: reads the module's layout and where its weights are.
 
     Args:
         experts: the model's own experts class, on its device, with final weights: addresses are kept, so parameters
@@ -212,9 +204,3 @@ def prepare_layer(
             transformers' ``grouped_mm`` bit by bit.
     """
     return LayerKernels(experts, workspace or KernelWorkspace(), kernel)
-
-
-def warm_up(dtypes: Iterable[torch.dtype] = (torch.bfloat16,)) -> None:
-    """Compiles the programs for these compute dtypes, or loads them from the on-disk cache. Any thread may call it."""
-    for dtype in dtypes:
-        experts_program(dtype)

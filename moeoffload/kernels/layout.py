@@ -10,9 +10,9 @@ from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
+from moeoffload.kernels import calls
+from moeoffload.kernels.calls import COMPUTE_DTYPES
 from moeoffload.kernels.huge_pages import prefer_huge_pages
-from moeoffload.kernels.program import COMPUTE_DTYPES
-from moeoffload.kernels.tile import WEIGHT_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class ExpertsLayout:
     down: torch.Tensor
     down_bias: torch.Tensor | None
     fuses_activation: bool
-    """Whether the activation is silu(gate) * up on [gate | up], which the program computes itself."""
+    """Whether the activation is silu(gate) * up on [gate | up], which the kernels compute themselves."""
 
 
 def n_experts_of(experts: nn.Module) -> int:
@@ -33,7 +33,7 @@ def n_experts_of(experts: nn.Module) -> int:
 
 
 def why_not(experts: nn.Module) -> str | None:
-    """Why the module's products cannot be computed by the compiled program; None if they can."""
+    """Why the module's products cannot be computed by the C kernels; None if they can."""
     module: Any = experts
     up, down = _up(module), module.down_proj
     if up.device.type != "cpu":
@@ -42,9 +42,7 @@ def why_not(experts: nn.Module) -> str | None:
         return f"dtype {up.dtype}"
     if up.dim() != 3 or down.dim() != 3:
         return f"weights of {up.dim()} dimensions"
-    if min(_rows_first(up, module).shape[1:] + _rows_first(down, module).shape[1:]) < WEIGHT_ROWS:
-        return f"a matrix with fewer than {WEIGHT_ROWS} rows or columns"
-    return None
+    return None if calls.library() is not None else "CPU kernels are not built"
 
 
 def lay_out(experts: nn.Module) -> ExpertsLayout:

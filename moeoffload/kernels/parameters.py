@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 from moeoffload.kernels.dense import product_if_few
-from moeoffload.kernels.program import linear_program
-from moeoffload.kernels.tile import WEIGHT_ROWS
 
 _BIAS_TYPES: Final = (type(None), torch.Tensor, nn.Parameter)
 
@@ -59,12 +57,9 @@ def accelerate_parameters(model: nn.Module) -> Callable[[], None]:
         if type(parameter) is nn.Parameter
         and id(parameter) not in others
         and parameter.ndim == 2
-        and parameter.shape[0] >= WEIGHT_ROWS
         and parameter.dtype in (torch.bfloat16, torch.float16)
         and parameter.device.type == "cpu"
     ]
-    for dtype in {parameter.dtype for parameter in chosen}:
-        linear_program(dtype)
     for parameter in chosen:
         parameter.__class__ = FewRowParameter
 

@@ -9,8 +9,7 @@ from typing import Final
 
 import torch
 
-from moeoffload.kernels import words
-from moeoffload.kernels.phases import plan_words
+from moeoffload.kernels.calls import ExpertsCall
 
 SMALL_ROWS: Final = 16
 """Calls of at most this many rows are decode- or verify-shaped."""
@@ -18,15 +17,15 @@ SMALL_ROWS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer needs of a workspace. Item sizes in bytes; ``row_item_bytes`` is that of operands of products."""
+    """What a layer needs of a workspace. ``operand_bytes`` and ``activated_bytes`` are of one row."""
 
     n_experts: int
     hidden: int
     inter: int
     up_columns: int
     item_bytes: int
-    row_item_bytes: int
-    converts_rows: bool
+    operand_bytes: int
+    activated_bytes: int
     uses_matrix_unit: bool
 
 
@@ -36,53 +35,56 @@ layer_shape = functools.cache(LayerShape)
 
 @dataclass(slots=True, eq=False)
 class Arena:
-    """Buffers of one shape class, and the call block that names them."""
+    """Buffers of one shape class, by their names in `ExpertsCall`, and the call that points to them."""
 
-    call: ctypes.Array[ctypes.c_int64] = field(default_factory=(ctypes.c_int64 * words.CALL_WORDS))
-    buffers: dict[int, torch.Tensor] = field(default_factory=dict)
+    call: ExpertsCall = field(default_factory=ExpertsCall)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     # Most rows and most routes that the buffers are large enough for, by shape.
     fits: dict[LayerShape, tuple[int, int]] = field(default_factory=dict)
     n_created: int = 0
     address: int = field(init=False)
-    """Of the call block."""
-
-    def reserve(self, shape: LayerShape, n_rows: int, n_routes: int) -> None:
-        """Makes the buffers large enough for a call of ``n_routes`` routes of ``n_rows`` rows."""
-        n_bytes = {
-            words.PLAN: plan_words.py_func(shape.n_experts, n_routes) * 4,
-            words.UP: n_routes * max(shape.up_columns, shape.hidden) * shape.item_bytes,
-            words.ACTIVATED: n_routes * shape.inter * shape.row_item_bytes,
-            words.PACKED: n_routes * max(shape.hidden, shape.inter) * shape.row_item_bytes * shape.uses_matrix_unit,
-            words.OPERANDS: n_rows * shape.hidden * shape.row_item_bytes if shape.converts_rows else 0,
-        }
-        for word, size in n_bytes.items():
-            old = self.buffers.get(word)
-            if old is None or old.numel() < size:
-                self.buffers[word] = torch.empty(size, dtype=torch.uint8)
-                self.n_created += 1
-        most_rows, most_routes = self.fits.get(shape, (0, 0))
-        self.fits[shape] = max(n_rows, most_rows), max(n_routes, most_routes)
+    """Of the call."""
 
     def __post_init__(self) -> None:
         self.address = ctypes.addressof(self.call)
 
-    def copy(self) -> Arena:
-        """The same buffers with a call block of their own, as it is now."""
-        return Arena(type(self.call).from_buffer_copy(self.call), dict(self.buffers))
+    def reserve(self, shape: LayerShape, n_rows: int, n_routes: int) -> None:
+        """Makes the buffers large enough for a call of ``n_routes`` routes of ``n_rows`` rows."""
+        n_bytes = {
+            "hit": shape.n_experts * 4,
+            "first": (shape.n_experts + 1) * 4,
+            "row_of": n_routes * 4,
+            "position_of": n_routes * 4,
+            "values": n_routes * max(shape.up_columns, shape.hidden) * shape.item_bytes,
+            "activated": n_routes * shape.activated_bytes,
+            "operands": n_rows * shape.operand_bytes,
+            "packed": n_routes * max(shape.hidden, shape.inter) * shape.item_bytes * shape.uses_matrix_unit,
+        }
+        for name, size in n_bytes.items():
+            old = self.buffers.get(name)
+            if old is None or old.numel() < size:
+                self.buffers[name] = torch.empty(size, dtype=torch.uint8)
+                setattr(self.call, name, self.buffers[name].data_ptr())
+                self.n_created += 1
+        most_rows, most_routes = self.fits.get(shape, (0, 0))
+        self.fits[shape] = max(n_rows, most_rows), max(n_routes, most_routes)
 
-    def matrix(self, word: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """The beginning of a buffer as a matrix."""
+    def copy(self) -> Arena:
+        """The same buffers with a call of their own, as it is now."""
+        return Arena(ExpertsCall.from_buffer_copy(self.call), dict(self.buffers))
+
+    def values(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """The beginning of what the projections give, as a matrix."""
         n_bytes = shape[0] * shape[1] * dtype.itemsize
-        return self.buffers[word][:n_bytes].view(dtype).view(shape)
+        return self.buffers["values"][:n_bytes].view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedCall:
-    """A call whose block is filled in but for the layer, which may be any of ``shape``. The tensors are kept alive."""
+    """A call that is filled in but for the layer, which may be any of ``shape``. The tensors are kept alive."""
 
     shape: LayerShape
     arena: Arena
-    n_threads: int
     tensors: tuple[torch.Tensor, ...]
 
 

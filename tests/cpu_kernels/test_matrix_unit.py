@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moeoffload.kernels import KernelWorkspace, prepare_layer
-from moeoffload.kernels.matrix_tile import may_use_matrix_unit
+from moeoffload.kernels.calls import may_use_matrix_unit
 
 from .experts import call, exact, gated_experts, random_rows, routes
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from moeoffload.kernels import GroupedKernel, prepare_layer
-from moeoffload.kernels.phases import exp
 
 from .experts import DTYPES, call, exact, gated_experts, random_rows, routes, transformers_result
 
@@ -69,7 +68,8 @@ def test_activation_has_torchs_bits(dtype: torch.dtype) -> None:
         fits = (values.abs() < torch.finfo(dtype).max ** 0.5) & (values.abs() >= torch.finfo(dtype).tiny)
         values = values.masked_fill(~fits, 0.0)
     else:
-        values = torch.randn(2**15, generator=torch.Generator().manual_seed(0)) * 20
+        random = torch.randn(2**15 - 256, generator=torch.Generator().manual_seed(0)) * 20
+        values = torch.cat((random, torch.linspace(-200, 200, 256)))
     rows = values.view(-1, 128)
     ours = call(
         prepare_layer(experts, kernel="tiled"), rows, torch.zeros(len(rows), 1).long(), torch.ones(len(rows), 1)
@@ -77,12 +77,3 @@ def test_activation_has_torchs_bits(dtype: torch.dtype) -> None:
     theirs = (torch.nn.functional.silu(rows) * rows).float()
     tiny = theirs.abs() < torch.finfo(dtype).tiny
     assert torch.equal(ours.masked_fill(tiny, 0.0), theirs.masked_fill(tiny, 0.0))
-
-
-def test_exp_is_within_one_unit_of_the_last_place() -> None:
-    values = torch.linspace(-87, 88, 20001)
-    ours = torch.tensor([float(exp(value)) for value in values.numpy()])
-    truth = values.double().exp()
-    assert ((ours - truth).abs() / truth).max() < 2**-23
-    assert float(exp(torch.tensor(-200.0).numpy()[()])) == 0.0
-    assert float(exp(torch.tensor(200.0).numpy()[()])) == float("inf")

@@ -1,20 +1,15 @@
-"""After the first call nothing is made any more: no buffer, no compiled code."""
+"""After the first call nothing is made any more: no buffer, no object."""
 
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import tracemalloc
-from pathlib import Path
 
-import numba
 import pytest
 import torch
 
-from moeoffload.kernels import KernelWorkspace, prepare_layer, warm_up, words
-from moeoffload.kernels import program as programs
+from moeoffload.kernels import KernelWorkspace, prepare_layer
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes
 
@@ -59,48 +54,6 @@ def test_decode_and_prefill_do_not_resize_each_others_buffers() -> None:
     assert made[1:] == [made[1]] * 6
 
 
-def test_nothing_is_compiled_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    warm_up(DTYPES)
-
-    def compiles(*_: object, **__: object) -> None:
-        raise AssertionError("compiled")
-
-    monkeypatch.setattr(programs, "compile_entry", compiles)
-    for dtype in DTYPES:
-        slots, weights = routes(3, 2, 4)
-        for route_weights in (weights, weights.to(dtype)):
-            call(prepare_layer(gated_experts(4, 64, 32, dtype)), random_rows(3, 64, dtype), slots, route_weights)
-
-
-def test_a_cache_that_cannot_be_written_only_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_function = numba.cfunc
-    kept = []
-
-    def cfunc(*arguments: object, **options: object) -> object:
-        kept.append(options.get("cache", False))
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return compile_function(*arguments, **options)
-
-    monkeypatch.setattr(numba, "cfunc", cfunc)
-    assert programs.Program(programs._make_linear_entry, torch.float32).address
-    assert kept == [True, False]
-
-
-def test_a_second_process_loads_the_code_from_disk() -> None:
-    warm_up([torch.float32])
-    code = """
-import torch
-from numba.core import event
-from moeoffload.kernels import warm_up
-with event.install_recorder("numba:compile") as recorder:
-    warm_up([torch.float32])
-print(len(recorder.buffer))
-"""
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
-    assert found.stdout.strip() == "0"
-
-
 def test_threads_with_workspaces_of_their_own_do_not_disturb_each_other() -> None:
     layer = prepare_layer(gated_experts(8, 256, 128, torch.bfloat16))
     rows = random_rows(12, 256, torch.bfloat16)
@@ -123,46 +76,34 @@ def test_threads_with_workspaces_of_their_own_do_not_disturb_each_other() -> Non
     assert not wrong
 
 
-_PORTABLE = """
-import torch
-from moeoffload.kernels import prepare_layer
-from moeoffload.kernels.program import row_dtype
-from moeoffload.kernels.tile import TILE_ROWS
-from cpu_kernels.experts import call, exact, gated_experts, random_rows, routes
-assert row_dtype(torch.bfloat16) == torch.float32 and TILE_ROWS == 2
-for hidden, inter in ((64, 32), (130, 77)):
-    experts = gated_experts(6, hidden, inter, torch.bfloat16)
-    layer = prepare_layer(experts, kernel="tiled")
-    for n_rows in (1, 2, 5, 21):
-        rows = random_rows(n_rows, hidden, torch.bfloat16)
-        slots, weights = routes(n_rows, 3, 6, absent=0.2)
-        out, truth = call(layer, rows, slots, weights), exact(experts, rows, slots, weights)
-        assert (out - truth).abs().max() <= 2**-5 * truth.abs().max().clamp(min=1.0)
-from cpu_kernels.test_attention import check, operands
-from cpu_kernels.test_norm import FAMILIES, test_a_familys_norm_is_recognised_and_gives_its_results as check_norm
-for n_queries in (1, 5):
-    check(operands((6, 2, 80, 40), n_queries, 300, torch.bfloat16), torch.rand(n_queries, 300) < 0.5)
-check_norm(next(iter(FAMILIES)), torch.bfloat16)
-print("fine")
-"""
+def test_a_prepared_call_makes_nothing_and_serves_layers_of_one_shape() -> None:
+    workspace = KernelWorkspace()
+    layers = [prepare_layer(gated_experts(8, 64, 32, torch.bfloat16, seed=seed), workspace) for seed in range(3)]
+    inputs = (random_rows(3, 64, torch.bfloat16), *routes(3, 4, 8, absent=0.1))
+    out = torch.empty(3, 64)
+    expected = [call(layer, *inputs) for layer in layers]
+    prepared = layers[0].prepare(*inputs, out)
+    assert prepared is not None
+    for layer, result in zip(layers, expected, strict=True):
+        layer.run(prepared)
+        assert torch.equal(out, result)
 
+    def run(times: int) -> None:
+        for number in range(times):
+            layers[number % 3].run(prepared)
 
-def test_a_cpu_without_512_bit_vectors_and_bfloat16_products(tmp_path: Path) -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", _PORTABLE],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={
-            "PATH": "/usr/bin:/bin",
-            "PYTHONPATH": ":".join(sys.path),
-            "NUMBA_CPU_NAME": "haswell",
-            "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+sse4.2",
-            "NUMBA_CACHE_DIR": str(tmp_path),
-        },
-    )
-    assert found.stdout.strip() == "fine", found.stderr
+    run(30)
+    gc.collect()
+    tracemalloc.start()
+    run(15)
+    before = tracemalloc.get_traced_memory()[0]
+    run(1000)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 512
+    inputs[1][1, 2] = 8
+    with pytest.raises(IndexError, match="route 6"):
+        layers[1].run(prepared)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -175,5 +116,4 @@ def test_a_workspace_has_room_for_more_rows_of_fewer_routes(dtype: torch.dtype) 
         assert torch.equal(result, call(prepare_layer(gated_experts(8, 72, 32, dtype), kernel="tiled"), *inputs))
         assert layer.shape is not None
         arena = workspace.arena(layer.shape, n_rows, top_k)
-        needed = n_rows * 72 * 4 if layer.shape.converts_rows else 0
-        assert arena.buffers[words.OPERANDS].numel() >= needed
+        assert arena.buffers["operands"].numel() >= n_rows * 72 * dtype.itemsize

@@ -1,0 +1,140 @@
+"""The C library's functions and the structures that they take; those of ``cpu/*.c`` under the same names.
+
+Pointers are addresses of contiguous memory, 0 for none. "Positions" are routes sorted by expert.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from enum import IntFlag
+from typing import Any, Final
+
+import torch
+
+from moeoffload.native import native_library
+
+logger = logging.getLogger(__name__)
+
+DTYPE_CODES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+COMPUTE_DTYPES: Final = frozenset(DTYPE_CODES)
+
+_Word = ctypes.c_int64
+_Pointer = ctypes.c_void_p
+
+
+class Feature(IntFlag):
+    """What a CPU can do."""
+
+    AVX2 = 1
+    AVX512 = 2
+    BF16_DOT = 4
+    VNNI = 8
+    MATRIX_UNIT = 16
+
+
+class Step(IntFlag):
+    """Steps of an `ExpertsCall`. TAKE stands in for ACTIVATE where torch has computed the activations."""
+
+    PLAN = 1
+    UP = 2
+    ACTIVATE = 4
+    TAKE = 8
+    DOWN = 16
+    SUM = 32
+    ALL = PLAN | UP | ACTIVATE | DOWN | SUM
+
+
+class Layer(ctypes.Structure):
+    """A layer's sizes and weights."""
+
+    _fields_ = (
+        *((name, _Word) for name in ("n_experts", "hidden", "inter", "up_columns", "dtype", "features")),
+        *((name, _Pointer) for name in ("up", "up_bias", "down", "down_bias")),
+    )
+
+
+_N_COUNTER_WORDS: Final = 6 * 8
+
+
+class ExpertsCall(ctypes.Structure):
+    """One call of a layer: inputs, what to compute of it, buffers, and what the plan has found."""
+
+    _fields_ = (
+        *((name, _Pointer) for name in ("layer", "rows", "slots", "weights", "out")),
+        *((name, _Word) for name in ("n_rows", "top_k", "weights_are_f32", "steps")),
+        *((name, _Word) for name in ("begin", "end", "begin_row", "end_row", "n_threads")),
+        ("parallel", _Pointer),
+        *((name, _Pointer) for name in ("hit", "first", "row_of", "position_of")),
+        *((name, _Pointer) for name in ("values", "activated", "operands", "packed")),
+        *((name, _Word) for name in ("n_hit", "n_present")),
+        ("counters", _Word * _N_COUNTER_WORDS),
+    )
+
+
+class LinearCall(ctypes.Structure):
+    """One call of a linear layer."""
+
+    _fields_ = (
+        *((name, _Word) for name in ("dtype", "features")),
+        *((name, _Pointer) for name in ("weight", "bias", "rows", "out")),
+        *((name, _Word) for name in ("n_in", "n_out", "n_rows", "n_threads")),
+        *((name, _Pointer) for name in ("parallel", "operands")),
+        ("claimed", _Word),
+    )
+
+
+class PackCall(ctypes.Structure):
+    """Rows of a layer's call that are written into a frame."""
+
+    _fields_ = (
+        *((name, _Word) for name in ("features", "source", "payload", "hidden", "top_k", "n_rows", "n_experts")),
+        *((name, _Word) for name in ("holds_all", "weights_are_f32")),
+        *((name, _Pointer) for name in ("rows", "ids", "weights", "table", "body", "index")),
+        ("bad_row", _Word),
+    )
+
+
+_SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
+    # name: (result, *arguments)
+    "moe_cpu_features": (ctypes.c_int32,),
+    "moe_uses_matrix_unit": (_Word, _Pointer),
+    "moe_operand_bytes": (_Word, _Word, _Word, _Word),
+    "moe_experts": (_Word, _Pointer),
+    "moe_linear": (None, _Pointer),
+    "moe_pack_rows": (_Word, _Pointer),
+    "moe_encode_sums": (_Word, _Word, _Word, _Pointer, _Pointer, _Word, _Word),
+    "moe_unpack_routes": (None, _Word, _Word, _Pointer, _Pointer, _Pointer, _Pointer, _Word),
+}
+
+
+@functools.cache
+def library() -> Any:
+    """The loaded library with its functions declared; None, and one warning, where it was not built.
+
+    Its calls release the interpreter lock.
+    """
+    found = native_library()
+    if found is None:
+        logger.warning(
+            "the CPU kernels were not built when moeoffload was installed: everything is computed by torch, more "
+            "slowly; install a C compiler (gcc or clang) and moeoffload again"
+        )
+        return None
+    for name, (result, *arguments) in _SIGNATURES.items():
+        function = getattr(found, name)
+        function.restype, function.argtypes = result, arguments
+    return found
+
+
+@functools.cache
+def cpu_features() -> Feature:
+    """What this CPU can do and the system lets this process use; nothing without the library."""
+    found = library()
+    return Feature(0) if found is None else Feature(found.moe_cpu_features())
+
+
+def may_use_matrix_unit() -> bool:
+    """Whether bfloat16 products are computed by the CPU's matrix unit, where their sizes fit."""
+    return Feature.MATRIX_UNIT in cpu_features()

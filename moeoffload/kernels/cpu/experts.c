@@ -1,0 +1,261 @@
+// The experts of a layer for the rows of a call: plan, up projections, activation, down projections, weighted sum.
+//
+// The plan sorts routes by expert; a position is a route in that order. Each step's work is cut into items that threads
+// claim one after the other, and a step begins when all items of the one before are finished: a thread that gets no core
+// holds the others up for one item at most. Results do not depend on which thread computed what.
+
+#include "experts.h"
+
+#include <sched.h>
+
+// Steps of a call.
+// TAKE is in place of ACTIVATE: `values` are activations (n_present, inter).
+enum { PLAN = 1, UP = 2, ACTIVATE = 4, TAKE = 8, DOWN = 16, SUM = 32 };
+
+// Counters of items, one line of the cache for each.
+enum { PACK_UP, COMPUTE_UP, ACTIVATED, PACK_DOWN, COMPUTE_DOWN, SUMMED, N_COUNTERS };
+
+typedef struct {
+    _Atomic int64_t claimed, finished;
+    int64_t unused[6];
+} Counter;
+
+typedef struct {
+    int64_t n_experts, hidden, inter, up_columns, dtype, features;
+    const char *up;         // (n_experts, up_columns, hidden)
+    const char *up_bias;    // (n_experts, up_columns), or NULL
+    const char *down;       // (n_experts, hidden, inter)
+    const char *down_bias;  // (n_experts, hidden), or NULL
+} Layer;
+
+typedef struct {
+    const Layer *layer;
+    const char *rows;      // (n_rows, hidden)
+    const int64_t *slots;  // (n_rows, top_k); -1: not here
+    const char *weights;   // (n_rows, top_k) float32 or of the dtype
+    float *out;            // (n_rows, hidden)
+    int64_t n_rows, top_k, weights_are_f32;
+    int64_t steps;
+    int64_t begin, end;          // positions to compute; the plan sets them to all
+    int64_t begin_row, end_row;  // rows to sum; likewise
+    int64_t n_threads;
+    Parallel parallel;  // NULL: this thread alone
+    // Buffers, see kernels/workspace.py; rows of operands are operand_stride() apart.
+    int32_t *hit;          // (n_experts) experts that are hit
+    int32_t *first;        // (n_experts + 1) their first positions
+    int32_t *row_of;       // (n_routes) of a position
+    int32_t *position_of;  // (n_routes) of a route, -1: none
+    char *values;          // (n_routes, up_columns), then (n_routes, hidden)
+    char *activated;       // (n_routes) operands of inter elements
+    char *operands;        // (n_rows) operands of hidden elements
+    char *packed;          // (n_routes, max(hidden, inter)) for the matrix unit
+    // Results of the plan.
+    int64_t n_hit, n_present;
+    Counter counters[N_COUNTERS];
+} Call;
+
+enum { SUM_COLUMNS = 512, SPINS = 200 };
+
+static bool uses_matrix_unit(const Layer *layer) {
+    return matrix_unit_fits(layer->dtype, layer->features, layer->hidden, layer->up_columns) &&
+           matrix_unit_fits(layer->dtype, layer->features, layer->inter, layer->hidden);
+}
+
+// What a workspace has to know of a layer.
+int64_t moe_uses_matrix_unit(const Layer *layer) { return uses_matrix_unit(layer); }
+
+static int64_t claim(Counter *counter) { return atomic_fetch_add_explicit(&counter->claimed, 1, memory_order_relaxed); }
+static void finish(Counter *counter) { atomic_fetch_add_explicit(&counter->finished, 1, memory_order_release); }
+static void wait_for(Counter *counter, int64_t n_items) {
+    for (int spins = 0; atomic_load_explicit(&counter->finished, memory_order_acquire) < n_items; spins++)
+        if (spins > SPINS) sched_yield();  // one that waits for a core may hold the item
+}
+
+// Sorts routes by expert. Returns -1, or the first route whose slot does not exist.
+static int64_t make_plan(Call *c) {
+    const int64_t n_experts = c->layer->n_experts, n_routes = c->n_rows * c->top_k;
+    int32_t *counts = c->first + 1;  // of each expert, before they become those that are hit
+    memset(counts, 0, n_experts * sizeof *counts);
+    for (int64_t route = 0; route < n_routes; route++) {
+        const int64_t slot = c->slots[route];
+        if (slot < -1 || slot >= n_experts) return route;
+        if (slot >= 0) counts[slot]++;
+    }
+    int32_t position = 0;
+    int64_t n_hit = 0;
+    int32_t *next = c->hit;  // where an expert's next route goes
+    for (int64_t expert = 0; expert < n_experts; expert++) {
+        const int32_t count = counts[expert];
+        next[expert] = position;
+        position += count;
+        n_hit += count > 0;
+    }
+    for (int64_t route = 0; route < n_routes; route++) {
+        const int64_t slot = c->slots[route];
+        c->position_of[route] = slot < 0 ? -1 : next[slot];
+        if (slot >= 0) c->row_of[next[slot]++] = (int32_t)(route / c->top_k);
+    }
+    // `next` now holds where each expert ends.
+    int32_t start = 0;
+    for (int64_t expert = 0, group = 0; expert < n_experts; expert++) {
+        const int32_t end = next[expert];
+        if (end > start) {
+            c->hit[group] = (int32_t)expert;
+            c->first[group++] = start;
+        }
+        start = end;
+    }
+    c->first[n_hit] = position;
+    c->n_hit = n_hit;
+    c->n_present = position;
+    return -1;
+}
+
+// The groups (experts that are hit) that positions begin..end belong to.
+static void groups_of(const Call *c, int64_t *from, int64_t *to) {
+    *from = 0;
+    while (*from < c->n_hit && c->first[*from + 1] <= c->begin) ++*from;
+    *to = *from;
+    while (*to < c->n_hit && c->first[*to] < c->end) ++*to;
+}
+
+// The product of one group, both projections' alike but for `is_up`.
+static Product product_of(const Call *c, int64_t group, bool is_up) {
+    const Layer *l = c->layer;
+    const Kernels *kernels = kernels_for(l->dtype, l->features);
+    const int64_t n_out = is_up ? l->up_columns : l->hidden, inner = is_up ? l->hidden : l->inter;
+    const int64_t expert = c->hit[group], matrix_bytes = n_out * inner * kernels->item_bytes;
+    const char *weights = is_up ? l->up : l->down, *bias = is_up ? l->up_bias : l->down_bias;
+    return (Product){
+        .weights = weights + expert * matrix_bytes,
+        .bias = bias ? bias + expert * n_out * kernels->item_bytes : NULL,
+        .operands = !is_up ? c->activated : uses_matrix_unit(l) ? c->rows : c->operands,
+        .index = is_up ? c->row_of : NULL,
+        .packed = c->packed,
+        .out = c->values,
+        .following = group + 1 < c->n_hit ? weights + c->hit[group + 1] * matrix_bytes : NULL,
+        .n_out = n_out,
+        .inner = inner,
+        .stride = operand_bytes(kernels, inner, uses_matrix_unit(l)),
+        .first = at_least(c->first[group], c->begin),
+        .last = at_most(c->first[group + 1], c->end),
+        .to = n_out,
+        .bias_mode = bias ? ROUNDED_BIAS : NO_BIAS,
+    };
+}
+
+// Returns the number of items, all of which are claimed.
+static int64_t project(Call *c, bool is_up) {
+    const Layer *l = c->layer;
+    const Kernels *kernels = kernels_for(l->dtype, l->features);
+    const int64_t n_out = is_up ? l->up_columns : l->hidden;
+    Counter *packing = &c->counters[is_up ? PACK_UP : PACK_DOWN], *counter = &c->counters[is_up ? COMPUTE_UP : COMPUTE_DOWN];
+    int64_t from, to;
+    groups_of(c, &from, &to);
+    const bool by_matrix_unit = uses_matrix_unit(l);
+    if (by_matrix_unit) {
+        for (int64_t item; (item = claim(packing)) < to - from;) {
+            const Product product = product_of(c, from + item, is_up);
+            pack_operands(&product, c->packed);
+            finish(packing);
+        }
+        wait_for(packing, to - from);
+    }
+    const int64_t item_rows = c->n_threads > 1 ? ITEM_ROWS : n_out, per_group = ceil_div(n_out, item_rows);
+    const int64_t n_items = (to - from) * per_group;
+    for (int64_t item; (item = claim(counter)) < n_items;) {
+        Product product = product_of(c, from + item / per_group, is_up);
+        product.from = item % per_group * item_rows;
+        product.to = at_most(product.from + item_rows, n_out);
+        if (c->n_threads > 1) product.following = NULL;
+        if (by_matrix_unit)
+            project_by_matrix_unit(&product);
+        else
+            kernels->project(&product);
+        finish(counter);
+    }
+    return n_items;
+}
+
+// Makes operands of what the up projections gave, or of activations.
+static int64_t activate(Call *c) {
+    const Layer *l = c->layer;
+    const Kernels *kernels = kernels_for(l->dtype, l->features);
+    const bool by_matrix_unit = uses_matrix_unit(l), takes = c->steps & TAKE;
+    const int64_t stride = operand_bytes(kernels, l->inter, by_matrix_unit);
+    Counter *counter = &c->counters[ACTIVATED];
+    const int64_t n_items = c->end - c->begin, row_bytes = l->inter * kernels->item_bytes;
+    for (int64_t item; (item = claim(counter)) < n_items;) {
+        const int64_t position = c->begin + item;
+        char *values = c->values + position * (takes ? 1 : 2) * row_bytes;
+        if (!takes) kernels->silu_times_up(values, values + row_bytes, values, l->inter);
+        prepare_operand(kernels, values, c->activated + position * stride, l->inter, by_matrix_unit);
+        finish(counter);
+    }
+    return n_items;
+}
+
+// out[row] = sum of values[position] * weight over the row's routes in their order.
+static void sum(Call *c) {
+    const Layer *l = c->layer;
+    const Kernels *kernels = kernels_for(l->dtype, l->features);
+    const int64_t per_row = ceil_div(l->hidden, SUM_COLUMNS), n_items = (c->end_row - c->begin_row) * per_row;
+    for (int64_t item; (item = claim(&c->counters[SUMMED])) < n_items;) {
+        const int64_t row = c->begin_row + item / per_row, start = item % per_row * SUM_COLUMNS;
+        const int64_t n = at_most(SUM_COLUMNS, l->hidden - start);
+        float *total = c->out + row * l->hidden + start;
+        memset(total, 0, n * sizeof *total);
+        for (int64_t route = row * c->top_k; route < (row + 1) * c->top_k; route++) {
+            const int64_t position = c->position_of[route];
+            if (position < 0) continue;
+            float weight;
+            if (c->weights_are_f32)
+                weight = ((const float *)c->weights)[route];
+            else
+                kernels->widen(c->weights + route * kernels->item_bytes, &weight, 1);
+            const char *values = c->values + (position * l->hidden + start) * kernels->item_bytes;
+            kernels->add_weighted(total, values, weight, !c->weights_are_f32, n);
+        }
+    }
+}
+
+static void run(void *argument) {
+    Call *c = argument;
+    int64_t n_items = 0;
+    if (c->steps & UP) n_items = project(c, true);
+    if (c->steps & (ACTIVATE | TAKE)) {
+        if (c->steps & UP) wait_for(&c->counters[COMPUTE_UP], n_items);
+        n_items = activate(c);
+    }
+    if (c->steps & DOWN) {
+        if (c->steps & (ACTIVATE | TAKE)) wait_for(&c->counters[ACTIVATED], n_items);
+        n_items = project(c, false);
+    }
+    if (c->steps & SUM) {
+        if (c->steps & DOWN) wait_for(&c->counters[COMPUTE_DOWN], n_items);
+        sum(c);
+    }
+}
+
+// Runs the steps of a call. Returns -1, or the first route whose slot does not exist: then nothing is computed.
+int64_t moe_experts(Call *c) {
+    const Layer *l = c->layer;
+    if (c->steps & PLAN) {
+        const int64_t bad_route = make_plan(c);
+        if (bad_route >= 0) return bad_route;
+        c->begin = c->begin_row = 0;
+        c->end = c->n_present;
+        c->end_row = c->n_rows;
+        const Kernels *kernels = kernels_for(l->dtype, l->features);
+        const int64_t stride = operand_bytes(kernels, l->hidden, false), row_bytes = l->hidden * kernels->item_bytes;
+        if (!uses_matrix_unit(l))
+            for (int64_t row = 0; row < c->n_rows; row++)
+                kernels->prepare(c->rows + row * row_bytes, c->operands + row * stride, l->hidden);
+    }
+    memset(c->counters, 0, sizeof c->counters);
+    if (c->n_threads > 1 && c->parallel)
+        c->parallel(run, c, (unsigned)c->n_threads, 0);
+    else
+        run(c);
+    return -1;
+}

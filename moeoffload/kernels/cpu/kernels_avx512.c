@@ -1,0 +1,51 @@
+// The kernels in AVX-512; for bfloat16 also by the CPU's own products of pairs (AVX512-BF16).
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "experts.h"
+
+#define LANES 16
+#define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl")))
+#define TILE_ROWS 6
+#define EACH_TILE(each) each(1) each(2) each(3) each(4) each(5) each(6)
+#define BLOCK_ROWS 32
+#define AHEAD_BYTES 2048
+#include "formats.h"
+
+const Kernels *const avx512_kernels[N_DTYPES] = {&kernels_bf16, &kernels_f16, &kernels_f32};
+
+#undef TARGET
+#define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512bf16")))
+
+typedef struct {
+    __m512i a, b;
+} raw_pair;
+
+INLINE raw_pair load_raw(const uint16_t *at) {
+    return (raw_pair){_mm512_loadu_si512(at), _mm512_loadu_si512(at + 32)};
+}
+
+// They take subnormal factors for zero.
+INLINE void multiply_raw(vec *sums, raw_pair weights, raw_pair operands) {
+    sums[0] = (vec)_mm512_dpbf16_ps((__m512)sums[0], (__m512bh)weights.a, (__m512bh)operands.a);
+    sums[1] = (vec)_mm512_dpbf16_ps((__m512)sums[1], (__m512bh)weights.b, (__m512bh)operands.b);
+}
+
+#define FORMAT bf16_dot
+#define ELEMENT uint16_t
+#define OPERAND uint16_t
+#define BLOCK 64
+#define WEIGHTS raw_pair
+#define LOAD load_raw
+#define OPERANDS raw_pair
+#define GET load_raw
+#define MULTIPLY multiply_raw
+#define PREPARE(to, from) memcpy(to, from, BLOCK * sizeof(uint16_t))
+#define WIDEN widen_bf16
+#define NARROW narrow_bf16
+#define IS_FINITE(bits) (((bits)&0x7fff) < 0x7f80)
+#include "format_body.h"
+
+const Kernels *const bf16_dot_kernels = &kernels_bf16_dot;
+#endif

@@ -1,0 +1,17 @@
+// The kernels for any CPU, in vectors of four floats.
+
+#include "experts.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define LANES 4
+#define TARGET
+#define TILE_ROWS 3
+#define EACH_TILE(each) each(1) each(2) each(3)
+#define BLOCK_ROWS 32
+#define AHEAD_BYTES 2048
+#include "formats.h"
+
+const Kernels *const portable_kernels[N_DTYPES] = {&kernels_bf16, &kernels_f16, &kernels_f32};

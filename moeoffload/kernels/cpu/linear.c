@@ -1,0 +1,65 @@
+// A linear layer at few rows: the experts' products with one matrix. The bias is added in float32.
+
+#include "experts.h"
+
+typedef struct {
+    int64_t dtype, features;
+    const char *weight;  // (n_out, n_in)
+    const char *bias;    // (n_out), or NULL
+    const char *rows;    // (n_rows, n_in)
+    char *out;           // (n_rows, n_out)
+    int64_t n_in, n_out, n_rows, n_threads;
+    Parallel parallel;
+    char *operands;  // of moe_operand_bytes(.., n_in) for each row
+    _Atomic int64_t claimed;
+} LinearCall;
+
+// Of an operand of n elements, whatever unit computes.
+int64_t moe_operand_bytes(int64_t dtype, int64_t features, int64_t n) {
+    return operand_bytes(kernels_for(dtype, features), n, false);
+}
+
+static void run(void *argument) {
+    LinearCall *c = argument;
+    const Kernels *kernels = kernels_for(c->dtype, c->features);
+    const bool by_matrix_unit = matrix_unit_fits(c->dtype, c->features, c->n_in, c->n_out);
+    Product product = {
+        .weights = c->weight,
+        .bias = c->bias,
+        .operands = by_matrix_unit ? c->rows : c->operands,
+        .packed = c->operands,
+        .out = c->out,
+        .n_out = c->n_out,
+        .inner = c->n_in,
+        .stride = operand_bytes(kernels, c->n_in, by_matrix_unit),
+        .last = c->n_rows,
+        .bias_mode = c->bias ? EXACT_BIAS : NO_BIAS,
+    };
+    const int64_t item_rows = c->n_threads > 1 ? ITEM_ROWS : c->n_out;
+    for (;;) {
+        product.from = atomic_fetch_add_explicit(&c->claimed, item_rows, memory_order_relaxed);
+        if (product.from >= c->n_out) return;
+        product.to = at_most(product.from + item_rows, c->n_out);
+        if (by_matrix_unit)
+            project_by_matrix_unit(&product);
+        else
+            kernels->project(&product);
+    }
+}
+
+void moe_linear(LinearCall *c) {
+    const Kernels *kernels = kernels_for(c->dtype, c->features);
+    const int64_t stride = operand_bytes(kernels, c->n_in, false);
+    if (matrix_unit_fits(c->dtype, c->features, c->n_in, c->n_out)) {
+        const Product rows = {.operands = c->rows, .inner = c->n_in, .stride = c->n_in * kernels->item_bytes, .last = c->n_rows};
+        pack_operands(&rows, c->operands);
+    } else {
+        for (int64_t row = 0; row < c->n_rows; row++)
+            kernels->prepare(c->rows + row * c->n_in * kernels->item_bytes, c->operands + row * stride, c->n_in);
+    }
+    c->claimed = 0;
+    if (c->n_threads > 1 && c->parallel)
+        c->parallel(run, c, (unsigned)c->n_threads, 0);
+    else
+        run(c);
+}

@@ -1,0 +1,113 @@
+"""A call that is computed in slices has the bits of one that is not, whatever is computed between its slices."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+from moeoffload.kernels import KernelWorkspace, LayerKernels, calls, prepare_layer, tiled
+
+from .experts import DTYPES, call, gated_experts, random_rows, routes
+
+
+@pytest.fixture
+def tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of one expert, and of at most seven of its routes."""
+    monkeypatch.setattr(tiled, "SLICE_BYTES", 1)
+    monkeypatch.setattr(tiled, "SLICE_ROUTES", 7)
+
+
+def sliced(layer: LayerKernels, inputs: tuple[torch.Tensor, ...], between: Any = lambda: None) -> torch.Tensor:
+    """The result of a call in slices, with ``between()`` after each."""
+    rows, slots, weights = inputs
+    out = torch.full(rows.shape, torch.nan, dtype=torch.float32)
+    n_slices = 0
+    for _ in layer.in_slices(rows, slots, weights, out):
+        n_slices += 1
+        between()
+    assert n_slices > 4, "it was one slice"
+    return out
+
+
+@pytest.mark.usefixtures("tiny_slices")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n_rows", [1, 5, 150])
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_slices_have_the_bits_of_one_call(dtype: torch.dtype, n_rows: int, n_threads: int) -> None:
+    layer = prepare_layer(gated_experts(16, 320, 160, dtype), kernel="tiled")
+    inputs = (random_rows(n_rows, 320, dtype), *routes(n_rows, 8, 16, absent=0.2))
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        whole = call(layer, *inputs)
+        assert torch.equal(sliced(layer, inputs), whole)
+        assert torch.equal(call(layer, *inputs), whole), "a whole call after one in slices"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_slice_is_bounded_and_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = prepare_layer(gated_experts(16, 320, 160, torch.bfloat16), kernel="tiled")
+    matrix_bytes = (3 * 320 * 160 * 2) // 2  # of both projections, half each
+    monkeypatch.setattr(tiled, "SLICE_BYTES", 3 * matrix_bytes)
+    spans = []
+    compute = tiled.TiledExperts._compute
+
+    def recording(self: Any, arena: Any, steps: calls.Step) -> None:
+        compute(self, arena, steps)
+        if calls.Step.DOWN in steps:
+            first = (ctypes.c_int32 * (arena.call.n_hit + 1)).from_address(arena.call.first)
+            hit = range(arena.call.n_hit)
+            spans.append([group for group in hit if arena.call.begin <= first[group] < arena.call.end])
+
+    monkeypatch.setattr(tiled.TiledExperts, "_compute", recording)
+    inputs = (random_rows(20, 320, torch.bfloat16), *routes(20, 8, 16))
+    assert sum(1 for _ in layer.in_slices(*inputs, torch.empty(20, 320))) == 2 * len(spans) + 1
+    assert [group for span in spans for group in span] == list(range(16)), "each expert in one slice"
+    assert max(map(len, spans)) == 3
+
+
+@pytest.mark.usefixtures("tiny_slices")
+def test_another_call_in_between_disturbs_neither() -> None:
+    layer = prepare_layer(gated_experts(16, 320, 160, torch.bfloat16), kernel="tiled")
+    other, urgent = prepare_layer(gated_experts(8, 320, 160, torch.bfloat16, seed=1), kernel="tiled"), KernelWorkspace()
+    large = (random_rows(64, 320, torch.bfloat16), *routes(64, 8, 16))
+    small = (random_rows(2, 320, torch.bfloat16, seed=2), *routes(2, 4, 8))
+    expected, expected_small = call(layer, *large), call(other, *small)
+    results = []
+
+    def between() -> None:
+        out = torch.full(small[0].shape, torch.nan, dtype=torch.float32)
+        other(*small, out, urgent)
+        results.append(out)
+
+    assert torch.equal(sliced(layer, large, between), expected)
+    assert all(torch.equal(result, expected_small) for result in results)
+
+
+@pytest.mark.usefixtures("tiny_slices")
+def test_experts_with_bias_and_an_activation_of_their_own() -> None:
+    config = CONFIG_MAPPING["gpt_oss"](
+        hidden_size=128, intermediate_size=96, num_local_experts=8, num_experts_per_tok=2
+    )
+    config._experts_implementation = "eager"
+    experts = GptOssExperts(config).to(torch.float32).eval()
+    for parameter in experts.parameters():
+        parameter.requires_grad_(False)
+        parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) / 10)
+    layer = prepare_layer(experts, kernel="tiled")
+    inputs = (random_rows(40, 128, torch.float32), *routes(40, 2, 8, absent=0.2))
+    assert torch.equal(sliced(layer, inputs), call(layer, *inputs))
+
+
+def test_a_slot_that_does_not_exist_is_refused_before_the_first_slice() -> None:
+    layer = prepare_layer(gated_experts(4, 64, 32, torch.float32), kernel="tiled")
+    rows, slots, weights = random_rows(3, 64, torch.float32), *routes(3, 2, 4)
+    slots[1, 1] = 4
+    with pytest.raises(IndexError, match="slot"):
+        next(layer.in_slices(rows, slots, weights, torch.zeros(3, 64)))

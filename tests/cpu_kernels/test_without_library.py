@@ -1,0 +1,103 @@
+"""Without the C library, or without an OpenMP runtime, everything is computed, and one line says why it is slower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from moeoffload.kernels import GroupedKernel, accelerate_dense, calls, few_row_linear, prepare_layer, threads
+from moeoffload.kernels.pack import RowPacker, SumEncoder, unpack_routes
+
+from .experts import call, gated_experts, random_rows, routes
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if the package had been installed without a compiler."""
+    monkeypatch.setattr(calls, "native_library", lambda: None)
+    calls.library.cache_clear()
+    calls.cpu_features.cache_clear()
+    yield
+    calls.library.cache_clear()
+    calls.cpu_features.cache_clear()
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_experts_fall_back_to_the_grouped_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    experts = gated_experts(4, 64, 32, torch.bfloat16)
+    layers = [prepare_layer(experts) for _ in range(2)]
+    inputs = (random_rows(5, 64, torch.bfloat16), *routes(5, 2, 4, absent=0.2))
+    assert layers[0].falls_back == "CPU kernels are not built"
+    assert layers[0].kernel_for(1) == "grouped"
+    assert layers[0].shape is None
+    assert torch.equal(call(layers[0], *inputs), GroupedKernel()(experts, *inputs))
+    out = torch.empty(5, 64)
+    assert sum(1 for _ in layers[1].in_slices(*inputs, out)) == 1
+    assert torch.equal(out, call(layers[0], *inputs))
+    with pytest.raises(ValueError, match="not built"):
+        prepare_layer(experts, kernel="tiled")
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "install a C compiler" in said
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_linear_layers_and_frames_are_left_to_torch() -> None:
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)).bfloat16().requires_grad_(False)
+    x = random_rows(2, 64, torch.bfloat16)
+    expected = model(x)
+    accelerate_dense(model)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(few_row_linear(x, model[0].weight, model[0].bias), model[0](x))
+    packer = RowPacker(0, torch.bfloat16, torch.bfloat16, hidden=64, top_k=2)
+    assert not packer.takes(x, torch.zeros(2, 2).long(), torch.ones(2, 2))
+    sums, reply = torch.randn(3, 64), torch.empty(3, 64).half()
+    sums[1, 5] = 1e6
+    assert SumEncoder(torch.float16).encode(sums, reply) == 1
+    slots, weights = torch.tensor([[3, -1]], dtype=torch.int16), torch.tensor([[0.5, 0.25]])
+    wide, rounded = torch.empty(1, 2).long(), torch.empty(1, 2).bfloat16()
+    unpack_routes(slots, weights, wide, rounded)
+    assert (wide.tolist(), rounded.tolist()) == ([[3, -1]], [[0.5, 0.25]])
+
+
+@pytest.mark.skipif(calls.library() is None, reason="the C library was not built")
+@pytest.mark.parametrize("maps", ["", "7f00-7f01 r-xp 0 08:01 1 /nowhere/libgomp.so.1\n"], ids=["none", "unreadable"])
+def test_one_thread_is_announced(
+    maps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "maps").write_text(maps)
+    monkeypatch.setattr(threads, "_MAPS", tmp_path / "maps")
+    threads.parallel_address.cache_clear()
+    before = torch.get_num_threads()
+    layer = prepare_layer(gated_experts(8, 512, 384, torch.bfloat16), kernel="tiled")
+    inputs = (random_rows(5, 512, torch.bfloat16), *routes(5, 4, 8))
+    try:
+        torch.set_num_threads(1)
+        alone = call(layer, *inputs)
+        assert not caplog.records, "nobody asked for more threads"
+        torch.set_num_threads(2)
+        assert torch.equal(call(layer, *inputs), alone)
+        assert torch.equal(call(layer, *inputs), alone)
+    finally:
+        torch.set_num_threads(before)
+        threads.parallel_address.cache_clear()
+    (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "run on one thread" in said.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("maps", "path"),
+    [
+        (
+            "7f00-7f01 r-xp 0 08:01 1    /my libs/libgomp-a34b.so.1\n",
+            "/my libs/libgomp-a34b.so.1",
+        ),
+        ("7f00-7f01 r-xp 0 08:01 1    /usr/lib/libiomp5.so\n7f02-7f03 rw-p 0 0 0 [heap]\n", "/usr/lib/libiomp5.so"),
+        ("7f00-7f01 r-xp 0 08:01 1    /usr/lib/libompt.so\n", None),
+    ],
+)
+def test_the_openmp_runtime_is_found_wherever_it_is(maps: str, path: str | None) -> None:
+    assert threads.openmp_runtime(maps) == path
