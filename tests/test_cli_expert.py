@@ -76,29 +76,29 @@ def names_of(pid: int) -> set[str]:
     return {name for name in shm_names() if f"moeoffload-{pid}-" in name}
 
 
-def test_signals_and_the_end_of_stdin_stop_a_server_with_a_host_attached_and_leave_nothing(tmp_path: Path) -> None:
-    ends: dict[str, Callable[[subprocess.Popen[str]], object]] = {
-        "term": lambda process: process.send_signal(signal.SIGTERM),
-        "int": lambda process: process.send_signal(signal.SIGINT),
-        "stdin": lambda process: process.stdin and process.stdin.close(),
-    }
-    with contextlib.ExitStack() as stack:
-        started = {}
-        for name in ends:
-            (tmp_path / name).mkdir()
-            options = ["--exit-with-stdin"] if name == "stdin" else []
-            started[name] = stack.enter_context(started_by_user(tmp_path / name, *options))
-        for name, (process, log) in started.items():
-            assert process.stdout is not None
-            with open_model(DEMO, experts=[address_of(process.stdout.readline())], threads=1, device="cpu"):
-                ends[name](process)
-                assert process.wait(READY_TIMEOUT_S) == 0
-            assert process.stdout.read() == "", "stdout holds the ready line alone"
-            text = log.read_text()
-            assert "lease opened" in text, "logs go to stderr"
-            assert text.rstrip().endswith("stopped")
-            assert "Traceback" not in text
-            assert not names_of(process.pid)
+@pytest.mark.parametrize(
+    ("end", "options"),
+    [
+        (lambda process: process.send_signal(signal.SIGTERM), []),
+        (lambda process: process.send_signal(signal.SIGINT), []),
+        (lambda process: process.stdin.close(), ["--exit-with-stdin"]),
+    ],
+    ids=["SIGTERM", "SIGINT", "the end of stdin"],
+)
+def test_what_stops_a_server_with_a_host_attached_leaves_nothing(
+    tmp_path: Path, end: Callable[[subprocess.Popen[str]], object], options: list[str]
+) -> None:
+    with started_by_user(tmp_path, *options) as (process, log):
+        assert process.stdout is not None
+        with open_model(DEMO, experts=[address_of(process.stdout.readline())], threads=1):
+            end(process)
+            assert process.wait(READY_TIMEOUT_S) == 0
+        assert process.stdout.read() == "", "stdout holds the ready line alone"
+        text = log.read_text()
+        assert "lease opened" in text, "logs go to stderr"
+        assert text.rstrip().endswith("stopped")
+        assert "Traceback" not in text
+        assert not names_of(process.pid)
 
 
 def test_a_signal_while_it_imports_stops_it(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_prompts_come_from_options_a_file_and_stdin_in_that_order(
     other = "reverse planet ="
     file = tmp_path / "prompt.txt"
     file.write_text(other)
-    options = ["--prompt", PROMPT, "--prompt", "-", "--prompt-file", file, *run_options(server.address)]
+    options = ["--prompt", PROMPT, "--prompt", "-", "--prompt-file", str(file), *run_options(server.address)]
     result = commands.run("moeoffload", "run", DEMO, *options, stdin=other)
     assert result.code == 0, result.err
     assert result.out == f"{answers[PROMPT]}\n{answers[other]}\n{answers[other]}\n"
@@ -201,10 +201,11 @@ def test_a_server_that_is_not_required_and_not_there_is_replaced_by_a_spawned_on
 
 
 def test_a_signal_while_the_host_imports_ends_it_without_a_word(commands: Commands) -> None:
-    arguments = ("run", DEMO, "--prompt", PROMPT, *run_options())
+    arguments = ["run", str(DEMO), "--prompt", PROMPT, *run_options()]
     running = {number: commands.start("moeoffload", *arguments, warm=False) for number in SIGNALS}
     for number, command in running.items():
-        wait_until(lambda pid=command.pid: "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text(), "torch's import")
+        maps = Path(f"/proc/{command.pid}/maps")
+        wait_until(lambda maps=maps: "libtorch_cpu" in maps.read_text(), "torch's import")  # type: ignore[misc]
         command.send(number)
     for number, command in running.items():
         result = command.wait()
@@ -213,7 +214,7 @@ def test_a_signal_while_the_host_imports_ends_it_without_a_word(commands: Comman
 
 
 def test_a_signal_while_its_server_starts_ends_both(commands: Commands) -> None:
-    arguments = ("run", DEMO, "--prompt", PROMPT, *run_options())
+    arguments = ["run", str(DEMO), "--prompt", PROMPT, *run_options()]
     running = {number: commands.start("moeoffload", *arguments) for number in SIGNALS}
     for number, command in running.items():
         wait_until(command.servers, "a spawned server")
