@@ -70,7 +70,8 @@ class ControlServer:
 
     def set_serving(self, serving: bool) -> None:
         """Tells the health service, for the whole server and for the expert service. From any thread; does not wait."""
-        asyncio.run_coroutine_threadsafe(self._set_serving(serving), self._loop)
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._set_serving(serving), self._loop)
 
     def stop(self, grace_s: float) -> None:
         """Stops listening; calls still running after ``grace_s`` seconds are cancelled. Idempotent."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import grpc
@@ -134,7 +134,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
             finally:
                 given_up.set()
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _only_call(self, lease_id: str, what: str) -> AsyncIterator[BackendLease]:
         """The lease, while a call works for it that has its stream as its end."""
         lease = self._backend.find_lease(lease_id)
@@ -163,7 +163,8 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         reason = "the host is gone"
 
         def say(reply: pb.AttachReply) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, reply)
+            with contextlib.suppress(RuntimeError):  # the control plane has stopped, and the host knows it
+                loop.call_soon_threadsafe(events.put_nowait, reply)
 
         try:
             while not isinstance(event := await self._next_event(events, lease, ready=ready), str):

@@ -267,27 +267,37 @@ def test_one_lease_more_than_the_limits_is_told_to_come_back(server: RunningServ
         wait_until(lambda: host.stats().leases == 0, "the end of all leases", CLEAN_TIMEOUT_S)
 
 
-@pytest.mark.parametrize("step", [pb.AttachRequest(), pb.AttachRequest(activate=pb.Activate(n_slots=1))])
-def test_a_stream_that_does_not_begin_with_hello_is_refused(server: RunningServer, step: pb.AttachRequest) -> None:
-    with raw_host(server.address) as host, refused(server, "expected hello"):
-        list(host.stub.Attach(iter([step]), timeout=STEP_TIMEOUT_S))
-
-
-def test_a_second_hello_is_refused(server: RunningServer) -> None:
-    with raw_host(server.address) as host, refused(server, "hello"):
-        host.hello()
-        host.hello()
-
-
-def test_another_protocol_version_is_refused_with_both_versions(server: RunningServer) -> None:
-    with raw_host(server.address) as host, refused(server, "version is 7 ", f"speaks {PROTOCOL_VERSION}"):
-        host.send(hello=pb.Hello(protocol_version=7))
-
-
-def test_activate_before_loading_is_refused(server: RunningServer, checkpoint: Checkpoint, table: ExpertTable) -> None:
-    with raw_host(server.address) as host, refused(server, "before the experts were loaded"):
-        host.hello()
-        host.send(activate=activate_request(checkpoint, table))
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ("empty", ["expected hello"]),
+        ("activate", ["expected hello"]),
+        ("hello hello", ["attach step hello is not expected"]),
+        ("other-version", ["version is 7 ", f"speaks {PROTOCOL_VERSION}"]),
+        ("hello activate", ["before the experts were loaded"]),
+        ("hello accept", ["'shared' was not offered"]),
+        ("hello load activate activate", ["active already"]),
+        ("hello load activate accept", ["does not see this server's memory"]),
+    ],
+)
+def test_steps_that_come_too_early_twice_or_without_proof_are_refused(
+    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable, steps: str, words: list[str]
+) -> None:
+    lease_id = ""
+    with raw_host(server.address) as host, refused(server, *words):
+        for step in steps.split():
+            if step == "hello":
+                lease_id = host.hello()
+            elif step == "load":
+                host.load(load_request(lease_id, checkpoint, table))
+            elif step == "activate":
+                host.send(activate=activate_request(checkpoint, table))
+            elif step == "accept":
+                host.send(accept=pb.Accept(transport="shared", nonce=b"guess"))
+            elif step == "other-version":
+                host.send(hello=pb.Hello(protocol_version=7))
+            else:
+                host.send()
 
 
 def test_activate_after_a_load_that_failed_is_refused(
@@ -301,30 +311,6 @@ def test_activate_after_a_load_that_failed_is_refused(
         assert isinstance(caught.value, grpc.Call)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         host.send(activate=activate_request(checkpoint, table))
-
-
-def test_accept_before_activate_is_refused(server: RunningServer) -> None:
-    with raw_host(server.address) as host, refused(server, "'shared' was not offered"):
-        host.hello()
-        host.send(accept=pb.Accept(transport="shared"))
-
-
-def test_a_second_activate_is_refused_and_frees_what_the_first_took(
-    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable
-) -> None:
-    with raw_host(server.address) as host, refused(server, "active already"):
-        host.load(load_request(host.hello(), checkpoint, table))
-        host.send(activate=activate_request(checkpoint, table))
-        host.send(activate=activate_request(checkpoint, table))
-
-
-def test_accept_without_the_nonce_of_the_segment_is_refused(
-    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable
-) -> None:
-    with raw_host(server.address) as host, refused(server, "does not see this server's memory"):
-        host.load(load_request(host.hello(), checkpoint, table))
-        host.send(activate=activate_request(checkpoint, table, transport="shared"))
-        host.send(accept=pb.Accept(transport="shared", nonce=b"guess"))
 
 
 @pytest.mark.parametrize("lease_id", ["", "0" * 32, "\N{SNOWMAN}"])
