@@ -322,11 +322,12 @@ def pad_choices(
 
 def _add(sums: torch.Tensor, part: torch.Tensor, flight: Flight, *, overwrite: bool) -> None:
     """Adds one server's sums for one chunk to ``sums`` (n, hidden); ``overwrite`` if nobody else has any."""
-    if overwrite:
-        sums[flight.start : flight.start + flight.n_rows].copy_(part)
+    if flight.index is not None and not overwrite:
+        sums.index_add_(0, flight.index + flight.start, part.to(sums.device).float())
         return
-    part = part.to(sums.device)
-    if flight.index is None:
-        sums[flight.start : flight.start + flight.n_rows] += part
+    # A decode step has one chunk: it does without a view.
+    target = sums if flight.n_rows == sums.shape[0] else sums[flight.start : flight.start + flight.n_rows]
+    if overwrite:
+        target.copy_(part)
     else:
-        sums.index_add_(0, flight.index + flight.start, part.float())
+        target.add_(part.to(sums.device))
