@@ -18,28 +18,21 @@ from typing import Any
 
 from numba.core.caching import FunctionCache
 
-from moeoffload.kernels.attention_blocks_program import attention_blocks_program
-from moeoffload.kernels.attention_program import attention_program
 from moeoffload.kernels.exchange_program import exchange_programs
 from moeoffload.kernels.lane_program import lane_programs
-from moeoffload.kernels.matrix_tile import may_use_matrix_unit
-from moeoffload.kernels.norm_program import norm_program
 from moeoffload.kernels.pack import convert_program, encode_program, pack_program, unpack_program
 from moeoffload.kernels.program import COMPUTE_DTYPES, experts_program, linear_program
 from moeoffload.kernels.turnaround_program import answer_program, lane_turnaround_program, turnaround_program
-from moeoffload.kernels.vector_ir import has_bf16_dot
 from moeoffload.kernels.watch import watch
 
 
 def programs() -> Iterator[Callable[[], Any]]:
     """What compiles each program, or loads it; those that take longest first."""
     dtypes = sorted(COMPUTE_DTYPES, key=str)
-    for make in (experts_program, linear_program, attention_program):
+    for make in (experts_program, linear_program):
         yield from (partial(make, dtype) for dtype in dtypes)
-    if has_bf16_dot() and not may_use_matrix_unit():
-        yield attention_blocks_program
     yield from (answer_program, turnaround_program, lane_turnaround_program, exchange_programs, lane_programs, watch)
-    yield from (partial(make, dtype) for make in (norm_program, unpack_program, encode_program) for dtype in dtypes)
+    yield from (partial(make, dtype) for make in (unpack_program, encode_program) for dtype in dtypes)
     yield from (partial(pack_program, *pair) for pair in product(dtypes, repeat=2))
     yield from (partial(convert_program, *pair) for pair in permutations(dtypes, 2))
 

@@ -341,12 +341,6 @@ def _say_if_slow() -> Iterator[None]:
 
 
 _SOURCES: Final = (
-    "attention_blocks.py",
-    "attention_blocks_program.py",
-    "attention_program.py",
-    "attention_rows.py",
-    "attention_steps.py",
-    "attention_words.py",
     "exchange_program.py",
     "exchange_words.py",
     "frame_program.py",
@@ -354,15 +348,12 @@ _SOURCES: Final = (
     "lane_words.py",
     "matrix_phases.py",
     "matrix_tile.py",
-    "norm_program.py",
     "pack.py",
-    "packed_tile.py",
     "phases.py",
     "program.py",
     "tile.py",
     "turnaround_program.py",
     "turnaround_words.py",
-    "value_tile.py",
     "vector_ir.py",
     "watch.py",
     "words.py",
