@@ -21,7 +21,7 @@ TARGETS = ("requests", "replies", "control", "files", "settings")
 
 
 def not_instrumented() -> list[str]:
-    """Modules that are compiled by numba, or generated, or tell nothing."""
+    """Modules that call C, are generated, or tell nothing."""
     found = ["moeoffload.kernels"]
     for folder in ("kernels", "control/v1", "cli"):
         for path in (ROOT / "moeoffload" / folder).glob("*.py"):

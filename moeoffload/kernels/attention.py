@@ -7,36 +7,23 @@ probabilities are rounded, too, before their product with the values, as torch's
 
 from __future__ import annotations
 
-import ctypes
-import threading
-from typing import Any, Final
+import struct
+from typing import Final
 
 import torch
 
-from moeoffload.kernels import attention_blocks, attention_steps
-from moeoffload.kernels import attention_words as words
-from moeoffload.kernels.attention_blocks_program import attention_blocks_program
-from moeoffload.kernels.attention_program import attention_program
-from moeoffload.kernels.program import COMPUTE_DTYPES, Program, threads_for
-from moeoffload.kernels.vector_ir import has_bf16_dot, has_matrix_unit
+from moeoffload.kernels.threads import parallel_address, threads_for
+from moeoffload.native import Features, c_function, cpu_features
 
 FEW_QUERIES: Final = 16
 """Calls of more queries are computed by blocks of them, or by torch."""
-_PART_ROWS: Final = 2048
-"""About so many queries of all heads that share keys are computed together: packing those keys then takes little."""
 
-
-class _Thread(threading.local):
-    """A thread's call block and scratch."""
-
-    def __init__(self) -> None:
-        self.call: Any = (ctypes.c_int64 * words.CALL_WORDS)()
-        self.address = ctypes.addressof(self.call)
-        self.scale = ctypes.c_double.from_address(self.address + 8 * words.SCALE)
-        self.scratch = torch.empty(0, dtype=torch.uint8)
-
-
-_thread = _Thread()
+DTYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""The C kernels' numbers of them."""
+_BOOLEAN_MASK: Final = 3
+_NO_MASK: Final = 4
+# struct attention of cpu/attention.c
+_CALL: Final = struct.Struct("=31qd")
 
 
 def cpu_attention(
@@ -64,8 +51,10 @@ def cpu_attention(
         (batch, queries, heads, value dim) contiguous, of the query's dtype; zero for a query that sees no key.
 
     Raises:
-        ValueError: shapes, strides or dtypes are others, or there are more than FEW_QUERIES queries and no program for
-            so many: see `fits`.
+        ValueError: shapes, strides or dtypes are others, or there are more than FEW_QUERIES queries where only few are
+            taken: see `fits`.
+        RuntimeError: the C library was not built.
+        MemoryError: there is none for intermediate results.
     """
     if not fits(query, key, value, mask):
         shapes = [(tuple(each.shape), each.dtype) for each in (query, key, value)]
@@ -74,58 +63,27 @@ def cpu_attention(
     key_heads, n_keys, value_dim = value.shape[1:]
     dtype = query.dtype
     out = torch.empty((batch, n_queries, heads, value_dim), dtype=dtype)
-    call = _thread.call
-    call[words.QUERIES] = query.data_ptr()
-    call[words.QUERY_STRIDES : words.QUERY_STRIDES + 3] = query.stride()[:3]
-    call[words.KEYS] = key.data_ptr()
-    call[words.KEY_STRIDES : words.KEY_STRIDES + 3] = key.stride()[:3]
-    call[words.VALUES] = value.data_ptr()
-    call[words.VALUE_STRIDES : words.VALUE_STRIDES + 3] = value.stride()[:3]
     if mask is None:
-        call[words.MASK_KIND] = words.NO_MASK
+        mask_words: tuple[int, ...] = (0, 0, 0, 0, _NO_MASK)
     else:
         mask = mask.expand(batch, heads, n_queries, n_keys)
-        call[words.MASK] = mask.data_ptr()
-        call[words.MASK_STRIDES : words.MASK_STRIDES + 4] = mask.stride()
-        if mask.dtype == torch.bool:
-            call[words.MASK_KIND] = words.BOOLEAN_MASK
-        else:
-            call[words.MASK_KIND] = words.ADDED_MASK if mask.dtype == dtype else words.ADDED_FLOAT_MASK
-    call[words.OUT] = out.data_ptr()
-    call[words.BATCH] = batch
-    call[words.KEY_HEADS] = key_heads
-    call[words.GROUP] = group = heads // key_heads
-    call[words.N_QUERIES] = n_queries
-    call[words.N_KEYS] = n_keys
-    call[words.DIM] = dim
-    call[words.VALUE_DIM] = value_dim
-    call[words.IS_CAUSAL] = is_causal
-    _thread.scale.value = dim**-0.5 if scale is None else scale
-    n_heads = batch * key_heads
-    if n_queries <= FEW_QUERIES:
-        n_threads = min(n_heads, threads_for(n_heads * n_keys * (dim + value_dim) * dtype.itemsize))
-        scratch_bytes = attention_steps.scratch_bytes(group * n_queries, dim, value_dim)
-        _run(attention_program(dtype), n_threads, scratch_bytes)
-    else:
-        part = min(n_queries, max(_PART_ROWS // group, attention_blocks.BLOCK_ROWS))
-        call[words.PART_QUERIES] = part
-        n_threads = min(n_heads * -(-n_queries // part), torch.get_num_threads())
-        _run(attention_blocks_program(), n_threads, attention_blocks.scratch_bytes(group * part, dim, value_dim))
+        if mask.stride(3) != 1:
+            mask = mask.contiguous()
+        kind = _BOOLEAN_MASK if mask.dtype == torch.bool else DTYPES[mask.dtype]
+        mask_words = (mask.data_ptr(), *mask.stride()[:3], kind)
+    is_many = n_queries > FEW_QUERIES
+    n_items, n_bytes = batch * key_heads, batch * key_heads * n_keys * (dim + value_dim) * dtype.itemsize
+    n_threads = torch.get_num_threads() if is_many else min(n_items, threads_for(n_bytes))
+    call = _CALL.pack(
+        *(cpu_features(), parallel_address(), n_threads),
+        *(DTYPES[dtype], batch, key_heads, heads // key_heads, n_queries, n_keys, dim, value_dim),
+        *(query.data_ptr(), *query.stride()[:3], key.data_ptr(), *key.stride()[:3]),
+        *(value.data_ptr(), *value.stride()[:3], *mask_words, out.data_ptr(), is_causal, is_many),
+        dim**-0.5 if scale is None else scale,
+    )
+    if c_function("moe_attention")(call):
+        raise MemoryError(f"no memory for attention of {n_queries} queries")
     return out
-
-
-def _run(program: Program, n_threads: int, scratch_bytes: int) -> None:
-    """Runs the call block of this thread, in ``n_threads`` threads with so much scratch each."""
-    call = _thread.call
-    if _thread.scratch.numel() < n_threads * scratch_bytes:
-        _thread.scratch = torch.empty(n_threads * scratch_bytes, dtype=torch.uint8)
-    call[words.SCRATCH] = _thread.scratch.data_ptr()
-    call[words.SCRATCH_BYTES] = scratch_bytes
-    call[words.COUNTERS] = call[words.COUNTERS + words.COUNTER_WORDS] = 0
-    if n_threads <= 1:
-        program.run(_thread.address)
-    else:
-        program.run_threaded(_thread.address, n_threads)
 
 
 def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -136,14 +94,14 @@ def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torc
     key_batch, key_heads, n_keys, key_dim = key.shape
     dtype = query.dtype
     return (
-        (n_queries <= FEW_QUERIES or _many_fit(query, key, value))
+        (n_queries <= FEW_QUERIES or (takes_many(dtype) and dim % 2 == 0))
         and key_batch == batch
         and key_dim == dim
         and value.shape[:3] == key.shape[:3]
         and n_keys > 0
         and heads >= key_heads > 0
         and heads % key_heads == 0
-        and dtype in COMPUTE_DTYPES
+        and dtype in DTYPES
         and key.dtype == dtype
         and value.dtype == dtype
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
@@ -154,17 +112,8 @@ def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torc
 
 def takes_many(dtype: torch.dtype) -> bool:
     """Whether `cpu_attention` takes more than FEW_QUERIES queries of a dtype here. Where it does not, torch is fast."""
-    return dtype == torch.bfloat16 and has_bf16_dot() and not has_matrix_unit()
-
-
-def _many_fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether pairs of neighbours, which are multiplied together, can be read as words."""
-    return (
-        takes_many(query.dtype)
-        and query.shape[3] % 2 == 0
-        and key.data_ptr() % 4 == 0
-        and all(stride % 2 == 0 for stride in key.stride()[:3])
-    )
+    features = cpu_features()
+    return dtype == torch.bfloat16 and Features.BF16_DOT in features and Features.MATRIX_UNIT not in features
 
 
 def _mask_fits(mask: torch.Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype) -> bool:

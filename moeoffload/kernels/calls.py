@@ -7,31 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from enum import IntFlag
 from typing import Any, Final
 
 import torch
 
-from moeoffload.native import native_library
-
-logger = logging.getLogger(__name__)
+from moeoffload.native import Features, cpu_features, native_library, warn_missing
 
 DTYPE_CODES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 COMPUTE_DTYPES: Final = frozenset(DTYPE_CODES)
 
 _Word = ctypes.c_int64
 _Pointer = ctypes.c_void_p
-
-
-class Feature(IntFlag):
-    """What a CPU can do."""
-
-    AVX2 = 1
-    AVX512 = 2
-    BF16_DOT = 4
-    VNNI = 8
-    MATRIX_UNIT = 16
 
 
 class Step(IntFlag):
@@ -98,7 +85,6 @@ class PackCall(ctypes.Structure):
 
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     # name: (result, *arguments)
-    "moe_cpu_features": (ctypes.c_int32,),
     "moe_uses_matrix_unit": (_Word, _Pointer),
     "moe_operand_bytes": (_Word, _Word, _Word, _Word),
     "moe_experts": (_Word, _Pointer),
@@ -117,10 +103,7 @@ def library() -> Any:
     """
     found = native_library()
     if found is None:
-        logger.warning(
-            "the CPU kernels were not built when moeoffload was installed: everything is computed by torch, more "
-            "slowly; install a C compiler (gcc or clang) and moeoffload again"
-        )
+        warn_missing()
         return None
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(found, name)
@@ -128,13 +111,6 @@ def library() -> Any:
     return found
 
 
-@functools.cache
-def cpu_features() -> Feature:
-    """What this CPU can do and the system lets this process use; nothing without the library."""
-    found = library()
-    return Feature(0) if found is None else Feature(found.moe_cpu_features())
-
-
 def may_use_matrix_unit() -> bool:
     """Whether bfloat16 products are computed by the CPU's matrix unit, where their sizes fit."""
-    return Feature.MATRIX_UNIT in cpu_features()
+    return Features.MATRIX_UNIT in cpu_features()

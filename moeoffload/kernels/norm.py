@@ -5,38 +5,41 @@ A result differs from the module's own in the order in which the squares are sum
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import threading
+import struct
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from moeoffload.kernels import norm_program as words
-from moeoffload.kernels.norm_program import NormKind, norm_program
+from moeoffload.kernels.attention import DTYPES
+from moeoffload.kernels.threads import parallel_address
+from moeoffload.native import c_function, cpu_features, native_library, warn_missing
+
+
+class NormKind(IntEnum):
+    """What a norm does with x / rms(x), called y, and its weight w. Roundings are to the model's dtype."""
+
+    ROUNDED = 0
+    """round(w * round(y))"""
+    WEIGHTED = 1
+    """round(w * y)"""
+    SHIFTED = 2
+    """round((1 + w) * y)"""
+
 
 _ITEM_ELEMENTS: Final = 1 << 16
 """That a thread claims at a time; less is not worth a second thread."""
+# struct norm of cpu/norm.c
+_CALL: Final = struct.Struct("=11qd")
 
 _DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
 _SAME_SIZE: Final = torch.int16
 _PROBE_ROWS: Final = 32
 # A first rounding that goes the other way can be two units after the product with the weight.
 _ULPS: Final = 2
-
-
-class _Thread(threading.local):
-    """A thread's call block."""
-
-    def __init__(self) -> None:
-        self.call = (ctypes.c_int64 * words.CALL_WORDS)()
-        self.address = ctypes.addressof(self.call)
-        self.epsilon = ctypes.c_double.from_address(self.address + 8 * words.EPSILON)
-
-
-_thread = _Thread()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: NormKind) -> torch.Tensor:
@@ -59,23 +62,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: NormKi
         raise ValueError(f"x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}")
     x = x.contiguous()
     out = torch.empty_like(x)
-    thread = _thread
-    call = thread.call
-    call[words.ROWS] = x.data_ptr()
-    call[words.WEIGHT] = weight.data_ptr()
-    call[words.OUT] = out.data_ptr()
-    n_rows = x.numel() // dim
-    call[words.N_ROWS] = n_rows
-    call[words.DIM] = dim
-    call[words.KIND] = kind
-    thread.epsilon.value = epsilon
-    call[words.ITEM_ROWS] = item_rows = max(1, _ITEM_ELEMENTS // dim)
-    call[words.COUNTER] = 0
-    program = norm_program(x.dtype)
-    if n_rows <= item_rows:
-        program.run(thread.address)
-    else:
-        program.run_threaded(thread.address, min(torch.get_num_threads(), -(-n_rows // item_rows)))
+    n_rows, item_rows = x.numel() // dim, _ITEM_ELEMENTS // dim or 1
+    n_threads = 1 if n_rows <= item_rows else min(torch.get_num_threads(), -(-n_rows // item_rows))
+    c_function("moe_norm")(
+        _CALL.pack(
+            *(cpu_features(), parallel_address(), n_threads, item_rows, DTYPES[x.dtype], kind, n_rows, dim),
+            *(x.data_ptr(), weight.data_ptr(), out.data_ptr(), epsilon),
+        )
+    )
     return out
 
 
@@ -114,6 +108,9 @@ def accelerate_norms(model: nn.Module) -> Callable[[], None]:
     Returns:
         a function that changes them back.
     """
+    if native_library() is None:
+        warn_missing()
+        return lambda: None
     chosen: list[tuple[nn.Module, type[nn.Module]]] = []
     kinds: dict[Any, NormKind | None] = {}
     for module in model.modules():

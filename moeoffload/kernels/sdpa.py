@@ -17,10 +17,8 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from moeoffload.kernels.attention import cpu_attention, fits, takes_many
-from moeoffload.kernels.attention_blocks_program import attention_blocks_program
-from moeoffload.kernels.attention_program import attention_program
-from moeoffload.kernels.program import COMPUTE_DTYPES
+from moeoffload.kernels.attention import cpu_attention, fits
+from moeoffload.native import native_library, warn_missing
 
 _NAME: Final = "sdpa"
 _KNOWN: Final = {
@@ -85,10 +83,9 @@ def accelerate_attention(model: nn.Module) -> Callable[[], None]:
     configs = [getattr(module, "config", None) for module in model.modules()]
     if not any(getattr(config, "_attn_implementation", None) == _NAME for config in configs):
         return lambda: None
-    for dtype in {parameter.dtype for parameter in model.parameters()} & COMPUTE_DTYPES:
-        attention_program(dtype)
-        if takes_many(dtype):
-            attention_blocks_program()
+    if native_library() is None:
+        warn_missing()
+        return lambda: None
     mine = [module for module in model.modules() if module not in _modules]
     with _lock:
         _modules.update(mine)

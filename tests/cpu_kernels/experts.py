@@ -9,15 +9,15 @@ from transformers import CONFIG_MAPPING
 from transformers.integrations import moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from moeoffload.kernels.calls import Feature, cpu_features
+from moeoffload.native import Features, cpu_features
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def instruction_sets() -> list[Feature]:
+def instruction_sets() -> list[Features]:
     """What CPUs from the plainest to this one can do."""
-    steps = (Feature.AVX2, Feature.AVX512, Feature.BF16_DOT, Feature.MATRIX_UNIT)
-    sets, found = [Feature(0)], Feature(0)
+    steps = (Features.AVX2, Features.AVX512, Features.BF16_DOT, Features.MATRIX_UNIT)
+    sets, found = [Features(0)], Features(0)
     for step in steps:
         if step in cpu_features():
             found |= step

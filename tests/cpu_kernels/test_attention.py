@@ -8,14 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from moeoffload.kernels import cpu_attention
+from moeoffload.kernels import attention, cpu_attention
 from moeoffload.kernels.attention import FEW_QUERIES
+from moeoffload.native import Features, cpu_features
 
 from .experts import DTYPES
 
 EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 # (heads, key heads, dim, value dim)
 LAYOUTS = [(32, 4, 128, 128), (4, 4, 16, 16), (6, 2, 80, 80), (8, 1, 192, 128), (16, 1, 7, 5), (2, 2, 24, 40)]
+
+
+# Of CPUs with less than this one.
+LESS = [Features(0), Features.AVX2, Features.AVX2 | Features.AVX512]
 
 
 def truth(
@@ -66,6 +71,16 @@ def test_result_is_exact_but_for_one_rounding(dtype: torch.dtype, layout: tuple[
     for n_queries, n_keys in product((1, 2, FEW_QUERIES), (1, 2, 3, 5, 16, 90, 257, 600)):
         check(operands(layout, n_queries, n_keys, dtype))
     check(operands(layout, 3, 40, dtype, batch=2), scale=0.3)
+
+
+@pytest.mark.parametrize("features", LESS, ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cpus_with_fewer_instructions(dtype: torch.dtype, features: Features, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "cpu_features", lambda some=features & cpu_features(): some)
+    for layout, n_queries in product(LAYOUTS, (1, 5)):
+        some = operands(layout, n_queries, 300, dtype)
+        check(some, torch.rand(n_queries, 300) < 0.5)
+        check(some, torch.randn(n_queries, 300))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

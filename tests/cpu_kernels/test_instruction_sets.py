@@ -7,6 +7,7 @@ import torch
 
 from moeoffload.kernels import KernelWorkspace, calls, few_row_linear, prepare_layer
 from moeoffload.kernels.pack import SumEncoder
+from moeoffload.native import Features
 
 from .experts import DTYPES, call, exact, gated_experts, instruction_sets, random_rows, routes
 
@@ -14,7 +15,7 @@ EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 
 
 @pytest.fixture(params=instruction_sets(), ids=str)
-def features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> calls.Feature:
+def features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Features:
     monkeypatch.setattr(calls, "cpu_features", lambda: request.param)
     return request.param
 

@@ -9,19 +9,26 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from moeoffload.kernels import cpu_attention
+from moeoffload.kernels import attention, cpu_attention
 from moeoffload.kernels.attention import FEW_QUERIES, takes_many
-from moeoffload.kernels.attention_blocks import BLOCK_ROWS
-from moeoffload.kernels.attention_steps import KEY_BLOCK
+from moeoffload.native import Features, cpu_features
 
 from .test_attention import operands, truth
 
-pytestmark = pytest.mark.skipif(
-    not takes_many(torch.bfloat16), reason="this CPU does not multiply bfloat16, or has a matrix unit: torch computes"
-)
+pytestmark = pytest.mark.skipif(Features.BF16_DOT not in cpu_features(), reason="this CPU does not multiply bfloat16")
+# Of cpu/attention.h.
+BLOCK_ROWS, KEY_BLOCK = 48, 256
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # (heads, key heads, dim, value dim)
 LAYOUTS = [(8, 2, 128, 128), (4, 4, 16, 16), (6, 2, 80, 72), (8, 1, 192, 128), (16, 1, 6, 5), (2, 2, 24, 40)]
+
+
+@pytest.fixture(autouse=True)
+def _a_cpu_without_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one, torch computes many queries."""
+    without = cpu_features() & ~Features.MATRIX_UNIT
+    monkeypatch.setattr(attention, "cpu_features", lambda: without)
+    assert takes_many(torch.bfloat16)
 
 
 def check(some: Operands, *mask: Any, **options: Any) -> torch.Tensor:
@@ -137,3 +144,14 @@ def test_non_finite_values_are_not_hidden(where: int, bad: float) -> None:
 def test_large_products_do_not_overflow() -> None:
     query, key, value = operands((2, 1, 64, 64), 20, 400, torch.bfloat16)
     check((query * 30, key * 30, value))
+
+
+def test_torch_computes_many_queries_where_the_cpu_has_a_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "cpu_features", lambda: Features.BF16_DOT | Features.MATRIX_UNIT)
+    assert not takes_many(torch.bfloat16)
+    assert not attention.fits(*operands((4, 2, 16, 16), FEW_QUERIES + 1, 30, torch.bfloat16), None)
+    monkeypatch.setattr(attention, "cpu_features", lambda: Features.AVX512)
+    assert not takes_many(torch.bfloat16)
+    monkeypatch.setattr(attention, "cpu_features", lambda: Features.BF16_DOT)
+    assert takes_many(torch.bfloat16)
+    assert not takes_many(torch.float32)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from moeoffload.kernels.norm import FusedNorm, accelerate_norms, rms_norm
-from moeoffload.kernels.norm_program import NormKind
+from moeoffload.kernels import norm
+from moeoffload.kernels.norm import FusedNorm, NormKind, accelerate_norms, rms_norm
+from moeoffload.native import Features, cpu_features
+
+from .test_attention import LESS
 
 FAMILIES = {
     "qwen3_moe.Qwen3MoeRMSNorm": NormKind.ROUNDED,
@@ -58,6 +62,13 @@ def test_a_familys_norm_is_recognised_and_gives_its_results(name: str, dtype: to
             assert apart.numel() == 0 or (apart != 0).float().mean() < 0.02
         restore()
         assert type(module).__name__ == name.split(".")[1]
+
+
+@pytest.mark.parametrize("features", LESS, ids=repr)
+def test_cpus_with_fewer_instructions(features: Features, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "cpu_features", lambda some=features & cpu_features(): some)
+    for name, dtype in product(list(FAMILIES)[-3:], (torch.bfloat16, torch.float16)):
+        test_a_familys_norm_is_recognised_and_gives_its_results(name, dtype)
 
 
 @pytest.mark.parametrize("kind", list(NormKind))

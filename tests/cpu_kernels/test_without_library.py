@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from moeoffload.kernels import GroupedKernel, accelerate_dense, calls, few_row_linear, prepare_layer, threads
+from moeoffload import native
+from moeoffload.kernels import (
+    GroupedKernel,
+    accelerate_dense,
+    calls,
+    few_row_linear,
+    norm,
+    prepare_layer,
+    sdpa,
+    threads,
+)
 from moeoffload.kernels.pack import RowPacker, SumEncoder, unpack_routes
 
 from .experts import call, gated_experts, random_rows, routes
@@ -18,12 +28,14 @@ from .experts import call, gated_experts, random_rows, routes
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if the package had been installed without a compiler."""
-    monkeypatch.setattr(calls, "native_library", lambda: None)
-    calls.library.cache_clear()
-    calls.cpu_features.cache_clear()
+    for module in (native, calls, norm, sdpa):
+        monkeypatch.setattr(module, "native_library", lambda: None)
+    kept = (calls.library, native.cpu_features, native.warn_missing)
+    for function in kept:
+        function.cache_clear()
     yield
-    calls.library.cache_clear()
-    calls.cpu_features.cache_clear()
+    for function in kept:
+        function.cache_clear()
 
 
 @pytest.mark.usefixtures("unbuilt")
@@ -46,12 +58,13 @@ def test_experts_fall_back_to_the_grouped_kernel(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.usefixtures("unbuilt")
 def test_linear_layers_and_frames_are_left_to_torch() -> None:
-    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)).bfloat16().requires_grad_(False)
+    first = nn.Linear(64, 32)
+    model = nn.Sequential(first, nn.Linear(32, 8)).bfloat16().requires_grad_(False)
     x = random_rows(2, 64, torch.bfloat16)
     expected = model(x)
     accelerate_dense(model)
     assert torch.equal(model(x), expected)
-    assert torch.equal(few_row_linear(x, model[0].weight, model[0].bias), model[0](x))
+    assert torch.equal(few_row_linear(x, first.weight, first.bias), first(x))
     packer = RowPacker(0, torch.bfloat16, torch.bfloat16, hidden=64, top_k=2)
     assert not packer.takes(x, torch.zeros(2, 2).long(), torch.ones(2, 2))
     sums, reply = torch.randn(3, 64), torch.empty(3, 64).half()

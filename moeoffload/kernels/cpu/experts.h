@@ -7,8 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-// Of moe_cpu_features.
-enum { HAS_AVX2 = 1, HAS_AVX512 = 2, HAS_BF16_DOT = 4, HAS_VNNI = 8, HAS_MATRIX_UNIT = 16 };
+#include "features.h"
 
 enum { BF16, F16, F32, N_DTYPES };
 

@@ -1,15 +1,13 @@
 // What this CPU can do, asked once when the library is loaded.
 
-#include <stdint.h>
+#include "features.h"
 
 #if defined(__x86_64__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-enum { HAS_AVX2 = 1, HAS_AVX512 = 2, HAS_BF16_DOT = 4, HAS_VNNI = 8, HAS_MATRIX_UNIT = 16 };
-
-// Flags of the enum above. Asks Linux for the matrix unit's registers (AMX), which a process has to do before it uses them.
+// Flags of features.h. Asks Linux for the matrix unit's registers (AMX), which a process has to do before it uses them.
 int32_t moe_cpu_features(void) {
     int32_t found = 0;
 #if defined(__x86_64__)

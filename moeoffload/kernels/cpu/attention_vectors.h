@@ -1,0 +1,131 @@
+// Vectors of floats for one instruction set: an includer defines LANES, floats of a vector, and TARGET, the attribute of
+// functions that use them. Elements are of a type, a constant wherever these functions are inlined.
+
+#pragma once
+
+#include "attention.h"
+
+#define INLINE static inline __attribute__((always_inline)) TARGET
+#define UNROLL _Pragma("GCC unroll 8")
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef float four __attribute__((vector_size(16)));
+
+INLINE vec all(float value) { return value - (vec){0}; }
+INLINE vec choose(bits mask, vec a, vec b) { return (vec)((mask & (bits)a) | (~mask & (bits)b)); }
+
+// Rounded to nearest even, the upper half is bfloat16; NaN stays NaN. The same bits as torch's conversion.
+INLINE bits round_bf16(vec values) {
+    const bits raw = (bits)values, is_nan = (bits)(values != values);
+    return (is_nan & 0x7FC00000) | (~is_nan & (raw + 0x7FFF + (raw >> 16 & 1)));
+}
+
+// a * b + c, rounded once where the CPU can, whatever the compiler is told about contraction.
+INLINE vec fma_of(vec a, vec b, vec c) {
+#if LANES == 16
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+// The compilers' own conversions of vectors take several steps.
+#if LANES == 16
+INLINE bits widen_u16(halves values) { return (bits)_mm512_cvtepu16_epi32((__m256i)values); }
+INLINE halves narrow_u16(bits values) { return (halves)_mm512_cvtepi32_epi16((__m512i)values); }
+INLINE vec widen_f16(halves values) { return (vec)_mm512_cvtph_ps((__m256i)values); }
+INLINE halves narrow_f16(vec values) { return (halves)_mm512_cvtps_ph((__m512)values, 0); }
+#elif LANES == 8
+INLINE bits widen_u16(halves values) { return (bits)_mm256_cvtepu16_epi32((__m128i)values); }
+INLINE halves narrow_u16(bits values) {
+    return (halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)values), _mm256_extracti128_si256((__m256i)values, 1));
+}
+INLINE vec widen_f16(halves values) { return (vec)_mm256_cvtph_ps((__m128i)values); }
+INLINE halves narrow_f16(vec values) { return (halves)_mm256_cvtps_ph((__m256)values, 0); }
+#else
+INLINE bits widen_u16(halves values) { return __builtin_convertvector(values, bits); }
+INLINE halves narrow_u16(bits values) { return __builtin_convertvector(values, halves); }
+// By products and sums, which round and are right for subnormal numbers, too.
+INLINE vec widen_f16(halves values) {
+    const bits raw = widen_u16(values), magnitude = raw & 0x7FFF;
+    const bits is_special = (bits)(magnitude >= 0x7C00) & 0x7F800000;
+    return (vec)((bits)((vec)(magnitude << 13) * 0x1p112f) | is_special | (raw & 0x8000) << 16);
+}
+INLINE halves narrow_f16(vec values) {
+    const bits raw = (bits)values, magnitude = raw & 0x7FFFFFFF;
+    const bits normal = (magnitude + 0xFFF + (magnitude >> 13 & 1) - 0x38000000) >> 13;
+    const bits small = (bits)((vec)magnitude + 0.5f) - 0x3F000000;  // the sum rounds at 2^-24
+    bits half = (bits)choose((bits)((vec)magnitude < 0x1p-14f), (vec)small, (vec)normal);
+    half = (bits)choose((bits)((vec)magnitude >= 65520.0f), (vec)((bits){0} + 0x7C00), (vec)half);
+    half = (bits)choose((bits)(values != values), (vec)((bits){0} + 0x7E00), (vec)half);
+    return narrow_u16(half | (raw >> 16 & 0x8000));
+}
+#endif
+
+INLINE vec load(const void *from, const int type) {
+    vec values;
+    halves narrow;
+    if (type == F32) return memcpy(&values, from, sizeof values), values;
+    memcpy(&narrow, from, sizeof narrow);
+    return type == BF16 ? (vec)(widen_u16(narrow) << 16) : widen_f16(narrow);
+}
+
+// Loads up to LANES elements, then zeros: what lies behind them may be NaN, or no memory at all.
+INLINE vec load_some(const void *from, int64_t count, const int type) {
+    if (count >= LANES) return load(from, type);
+    char filled[4 * LANES] = {0};
+    memcpy(filled, from, count * bytes_of(type));
+    return load(filled, type);
+}
+
+INLINE void store(void *to, vec values, const int type) {
+    if (type == F32) {
+        memcpy(to, &values, sizeof values);
+    } else {
+        const halves narrow = type == F16 ? narrow_f16(values) : narrow_u16(round_bf16(values) >> 16);
+        memcpy(to, &narrow, sizeof narrow);
+    }
+}
+
+INLINE void store_some(char *to, vec values, int64_t count, const int type) {
+    char filled[4 * LANES];
+    store(count >= LANES ? to : filled, values, type);
+    if (count < LANES) memcpy(to, filled, count * bytes_of(type));
+}
+
+// The sums of four vectors, each folded in the same tree.
+INLINE four fold(vec a, vec b, vec c, vec d) {
+#if LANES == 4
+    return (four){a[0] + a[2], b[0] + b[2], c[0] + c[2], d[0] + d[2]} +
+           (four){a[1] + a[3], b[1] + b[3], c[1] + c[3], d[1] + d[3]};
+#elif LANES == 8
+    const __m256d ab = (__m256d)((vec)_mm256_unpacklo_ps(a, b) + (vec)_mm256_unpackhi_ps(a, b));
+    const __m256d cd = (__m256d)((vec)_mm256_unpacklo_ps(c, d) + (vec)_mm256_unpackhi_ps(c, d));
+    const __m256 sums = (__m256)_mm256_unpacklo_pd(ab, cd) + (__m256)_mm256_unpackhi_pd(ab, cd);
+    return (four)_mm256_castps256_ps128(sums) + (four)_mm256_extractf128_ps(sums, 1);
+#else
+    const __m512d ab = (__m512d)((vec)_mm512_unpacklo_ps(a, b) + (vec)_mm512_unpackhi_ps(a, b));
+    const __m512d cd = (__m512d)((vec)_mm512_unpacklo_ps(c, d) + (vec)_mm512_unpackhi_ps(c, d));
+    const __m512d sums = (__m512d)((vec)_mm512_unpacklo_pd(ab, cd) + (vec)_mm512_unpackhi_pd(ab, cd));
+    const __m256 half = (__m256)_mm512_castpd512_pd256(sums) + (__m256)_mm512_extractf64x4_pd(sums, 1);
+    return (four)_mm256_castps256_ps128(half) + (four)_mm256_extractf128_ps(half, 1);
+#endif
+}
+
+// e to the x <= 0 within two units in the last place, 0 below the least normal number. NaN stays NaN.
+INLINE vec exp_of(vec x) {
+    const vec shifted = x * 1.44269504088896340736f + 12582912.0f, whole = shifted - 12582912.0f;
+    const vec s = fma_of(whole, all(-1.428606765330187e-06f), fma_of(whole, all(-0.693145751953125f), x));
+    vec u = fma_of(s, all(0.000198527617612853646278381f), all(0.00139304355252534151077271f));
+    u = fma_of(u, s, all(0.00833336077630519866943359f));
+    u = fma_of(u, s, all(0.0416664853692054748535156f));
+    u = fma_of(u, s, all(0.166666671633720397949219f));
+    u = fma_of(u, s, all(0.5f));
+    u = fma_of(s * s, u, s) + 1.0f;
+    u *= (vec)(((bits)shifted - 0x4B400000 + 127) << 23);
+    return (vec)((bits)u & ~(bits)(x < -87.0f));
+}
