@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +23,7 @@ from moeoffload.transport import (
     open_shared,
     sweep_stale_segments,
 )
-from moeoffload.transport.segment import Segment, segment_bytes
+from moeoffload.transport.segment import SHM_FOLDER, Segment, segment_bytes
 from moeoffload.transport.shared import SharedHostEnd
 from moeoffload.wire import HEADER_BYTES, ErrorCode, Kind
 
@@ -231,6 +233,44 @@ def test_a_reply_of_an_impossible_length_is_an_error() -> None:
         segment.reply_semaphores[slot.index].release()
         with pytest.raises(ProtocolError, match=f"{2**40} bytes"):
             ends.host.wait(slot, SOON_S)
+
+
+def open_semaphore(name: str) -> mmap.mmap:
+    descriptor = os.open(Path(SHM_FOLDER, name), os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def fill(semaphore: mmap.mmap) -> None:
+    """Sets a semaphore to the most that one can hold; its owner's next post fails."""
+    semaphore[:4] = (2**31 - 1).to_bytes(4, "little")
+
+
+def test_a_host_that_fills_its_semaphores_ends_no_thread_of_the_server() -> None:
+    on_demand = OnDemand()
+    server = SharedServerEnd(SIZES, on_demand)
+    other = SharedServerEnd(SIZES, echo)
+    try:
+        name = server.offer.parameters["segment"].removeprefix("/")
+        semaphores = [open_semaphore(f"sem.{name}-r{index}") for index in range(SIZES.n_slots)]
+        host = open_channel(server.offer, host="", timeout_s=SOON_S)
+        with contextlib.closing(open_channel(other.offer, host="", timeout_s=SOON_S)) as good:
+            for _ in range(2 * SIZES.n_slots):
+                slot = host.acquire(SOON_S)
+                request_id = send(host, slot, b"more")
+                fill(semaphores[slot.index])
+                on_demand.answer()
+                assert receive(host, slot, request_id) == b"more"
+                host.release(slot)
+            assert call(good, b"other") == b"other"
+        assert server.n_dropped >= 1, "a token that did not fit"
+        host.close()
+        eventually(lambda: not server._reader.is_alive())
+    finally:
+        server.close()
+        other.close()
 
 
 def test_views_outlive_close_and_the_last_one_unmaps() -> None:
