@@ -57,7 +57,7 @@ class Exchange:
         )
         block[xw.EPOCH], block[xw.TOP_K] = epoch, layout.top_k
         block[xw.ROW_BYTES], block[xw.ROW_BYTES_BACK] = layout.dispatch_row_bytes, layout.combine_row_bytes
-        block[xw.PACK], block[xw.PACK_CALL] = packer.compiled
+        block[xw.PACK], block[xw.PACK_CALL] = packer.compiled  # type: ignore[attr-defined]
         block[xw.CALL] = ctypes.addressof(self._nobody_calls)
         block[xw.CROWDED_NS] = int(CROWDED_S * _NS)
         block[xw.CLOCK : xw.POST + 1] = functions_of_a_look()

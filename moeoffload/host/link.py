@@ -213,7 +213,7 @@ class ExpertLink:
         flight.deadline_s = self._deadlines.of(n_rows)
         table, holds_all = self._slot_of[layer], self.holds_all[layer]
         n_bytes = exchange.send(layer, hidden, ids, weights, table, holds_all=holds_all, timeout_s=flight.deadline_s)
-        index = flight.packer.look()
+        index = flight.packer.look()  # type: ignore[attr-defined]
         return n_bytes, flight.packer.n_rows, index
 
     def _send(

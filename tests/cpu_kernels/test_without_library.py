@@ -46,12 +46,13 @@ def test_experts_fall_back_to_the_grouped_kernel(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.usefixtures("unbuilt")
 def test_linear_layers_and_frames_are_left_to_torch() -> None:
-    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)).bfloat16().requires_grad_(False)
+    first = nn.Linear(64, 32).bfloat16().requires_grad_(False)
+    model = nn.Sequential(first, nn.Linear(32, 8).bfloat16().requires_grad_(False))
     x = random_rows(2, 64, torch.bfloat16)
     expected = model(x)
     accelerate_dense(model)
     assert torch.equal(model(x), expected)
-    assert torch.equal(few_row_linear(x, model[0].weight, model[0].bias), model[0](x))
+    assert torch.equal(few_row_linear(x, first.weight, first.bias), first(x))
     packer = RowPacker(0, torch.bfloat16, torch.bfloat16, hidden=64, top_k=2)
     assert not packer.takes(x, torch.zeros(2, 2).long(), torch.ones(2, 2))
     sums, reply = torch.randn(3, 64), torch.empty(3, 64).half()
