@@ -73,8 +73,9 @@ h._system_has_huge_pages = lambda: False
 h._madvise = lambda: None
 """
 NO_MATRIX_UNIT: Final = """
-import moeoffload.kernels.cpu as c
-c.hide_matrix_unit()
+import moeoffload.native as n
+_features = n.cpu_features()
+n.cpu_features = lambda: _features & ~n.Features.MATRIX_UNIT
 """
 SLOW: Final = """
 import slow_server
