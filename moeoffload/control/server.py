@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Coroutine
@@ -25,6 +26,7 @@ from moeoffload.refusals import Refusals
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
 _START_S: Final = 30.0
 _STOP_S: Final = 2.0
+_FOREVER_S: Final = 1e9
 
 
 class ControlServer:
@@ -37,6 +39,10 @@ class ControlServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._user_token: UserToken | None = None
+        self._server: Any = None
+        self._stopping = False
+        self._replaced: list[Any] = []
+        """Servers that accept nothing any more; open streams go on as long as their server is referred to."""
 
     @classmethod
     def start(
@@ -86,13 +92,10 @@ class ControlServer:
         self._end()
 
     async def _open(self, host: str, port: int, credentials: ServerCredentials) -> None:
-        self._server = grpc.aio.server(interceptors=[self._gate], options=SERVER_OPTIONS)
         self._health = _Health()
-        pb_grpc.add_ExpertServiceServicer_to_server(self._servicer, self._server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        # It writes a traceback for every text in the head of a call that is not UTF-8, and goes on.
+        # It writes a traceback for every text in the head of a call that is not UTF-8.
         logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+        self._server = self._make()
         self.port = self._bind(host, port, credentials.tls)
         if credentials.same_user and credentials.token is not None:
             self._user_token = UserToken.write(host, self.port, credentials.token)
@@ -101,7 +104,48 @@ class ControlServer:
                 "it with --token-file or --client-ca"
             )
         await self._set_serving(True)
-        await self._server.start()
+        await self._start_accepting(host, credentials.tls)
+
+    def _make(self) -> Any:
+        server = grpc.aio.server(interceptors=[self._gate], options=SERVER_OPTIONS)
+        pb_grpc.add_ExpertServiceServicer_to_server(self._servicer, server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        return server
+
+    async def _start_accepting(self, host: str, tls: grpc.ServerCredentials | None) -> None:
+        """Starts the server; if the task that accepts its calls ends, another server takes the port.
+
+        grpc.aio ends that task at the first call whose path is not UTF-8, which anybody can send.
+        """
+        accepting: list[asyncio.Task[Any]] = []
+
+        def factory(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+            task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
+            accepting.append(task)
+            return task
+
+        self._loop.set_task_factory(factory)
+        try:
+            await self._server.start()
+        finally:
+            self._loop.set_task_factory(None)
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            if not task.cancelled() and task.exception() is not None and not self._stopping:
+                logging.getLogger(__name__).warning("gRPC accepts no more calls (%s): listening anew", task.exception())
+                self._replacing = self._loop.create_task(self._replace(host, tls))
+
+        for task in accepting:
+            task.add_done_callback(ended)
+
+    async def _replace(self, host: str, tls: grpc.ServerCredentials | None) -> None:
+        old, self._server = self._server, self._make()
+        self._replaced.append(old)
+        with contextlib.suppress(Exception):  # what ended the task is raised again, when nothing listens there any more
+            await old.stop(_FOREVER_S)
+        self._bind(host, self.port, tls)
+        await self._start_accepting(host, tls)
 
     def _bind(self, host: str, port: int, tls: grpc.ServerCredentials | None) -> int:
         """The port that the server got.
@@ -124,6 +168,7 @@ class ControlServer:
         await self._health.set(SERVICE_NAME, status)
 
     async def _close(self, grace_s: float) -> None:
+        self._stopping = True
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
         await self._servicer.close()
