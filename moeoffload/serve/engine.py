@@ -79,9 +79,7 @@ class ServingEngine:
         self._offloaded = offloaded
         self._settings = settings
         self._eos = _eos_tokens(offloaded.model)
-        # A group may have to wait for a dispatch of the other, and then for experts of a lost server to be read.
-        self._step_timeout_s = offloaded.settings.dispatch_timeout_s + offloaded.settings.load_timeout_s
-        self._batch = BatchRunner(offloaded, settings, self._step_timeout_s)
+        self._batch = BatchRunner(offloaded, settings)
         most = getattr(offloaded.checkpoint.config.get_text_config(), "max_position_embeddings", None)
         self.context_tokens = min(most or self._batch.capacity_tokens, self._batch.capacity_tokens)
         """See `RequestEngine`."""
@@ -289,7 +287,6 @@ class ServingEngine:
     def _count_step(self, step: Step) -> None:
         steps, tokens = self.stats.steps, self.stats.tokens
         steps.steps += 1
-        steps.in_two_groups += step.in_two_groups
         steps.seconds += step.seconds
         self.stats.step_rows.add(sum(len(share.tokens) for share in step.shares))
         tokens.guessed += sum(share.n_guesses for share in step.shares)
@@ -352,8 +349,11 @@ class ServingEngine:
 
         options = SamplingOptions(max_tokens=2, temperature=0, ignore_eos=True)
         self.submit([0] * min(4, self.context_tokens - 2), options, tell)
-        if not over.wait(self._step_timeout_s):
-            raise ServerError(f"the first step did not end within {self._step_timeout_s:g} s")
+        # A dispatch may fail at its deadline, and then experts of a lost server are read.
+        settings = self._offloaded.settings
+        timeout_s = settings.dispatch_timeout_s + settings.load_timeout_s
+        if not over.wait(timeout_s):
+            raise ServerError(f"the first step did not end within {timeout_s:g} s")
         if done[-1].error is not None:
             raise done[-1].error
         self.stats.reset()

@@ -89,7 +89,6 @@ def _of_requests(data: dict[str, Any]) -> Iterator[Metric]:
 def _of_steps(data: dict[str, Any]) -> Iterator[Metric]:
     steps = data["steps"]
     yield _counter("moeoffload_steps", "Steps of the engine", steps["steps"])
-    yield _counter("moeoffload_steps_in_two_groups", "Of these, in two groups at a time", steps["in_two_groups"])
     yield _counter("moeoffload_step_seconds", "Seconds of all steps", steps["seconds"])
     parts = CounterMetricFamily("moeoffload_step_part_seconds", "Where the seconds of steps went", labels=["part"])
     for part in _PARTS:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Protocol
 
-from moeoffload.config import PingPongChoice
-
 MAX_ALTERNATIVES: Final = 20
 """Log probabilities of at most so many tokens are given at each position, as in OpenAI's API."""
 
@@ -111,4 +109,3 @@ class EngineSettings(Protocol):
     kv_gib: float
     prefill_chunk: int
     prefix_reuse: bool
-    ping_pong: PingPongChoice

@@ -117,7 +117,7 @@ def _state(shard: Shard) -> tuple[str, str]:
 
 
 def _step_parts(total: PhaseCounters, step_seconds: float) -> dict[str, float]:
-    """Where the seconds of steps went; of two groups in flight the sums of both."""
+    """Where the seconds of steps went."""
     return {
         "dense_s": total.dense_s,
         "pack_s": total.pack_s,

@@ -6,7 +6,6 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeoffload.config.serve import PingPongChoice
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import FinishReason, Progress, SamplingOptions
 
@@ -22,7 +21,6 @@ class Limits:
     kv_gib: float = 0.02
     prefill_chunk: int = 512
     prefix_reuse: bool = True
-    ping_pong: PingPongChoice = PingPongChoice.AUTO
 
 
 @dataclass

@@ -13,7 +13,6 @@ from conftest import DEMO, demo_prompt
 from tasks import prompts
 
 from moeoffload import open_model
-from moeoffload.config.serve import PingPongChoice
 from moeoffload.errors import BusyError, PromptError
 from moeoffload.host.session import OffloadedModel
 from moeoffload.serve.engine import ServingEngine
@@ -50,19 +49,13 @@ def alone(offloaded: OffloadedModel, prompt: list[int], n_tokens: int) -> list[i
     return tokens
 
 
-@pytest.mark.parametrize("ping_pong", list(PingPongChoice))
-def test_32_requests_at_once_get_the_tokens_they_get_alone(
-    offloaded: OffloadedModel, ping_pong: PingPongChoice
-) -> None:
+def test_32_requests_at_once_get_the_tokens_they_get_alone(offloaded: OffloadedModel) -> None:
     wanted = held_out(offloaded, 32)
     expected = [alone(offloaded, prompt, 24) for prompt in wanted]
-    with ServingEngine(offloaded, Limits(ping_pong=ping_pong)) as engine:
+    with ServingEngine(offloaded, Limits()) as engine:
         answers = [ask(engine, prompt) for prompt in wanted]
         assert {answer.finish for answer in answers} == {FinishReason.STOP}
-        steps = engine.stats.steps
     assert [answer.tokens for answer in answers] == expected
-    if ping_pong is not PingPongChoice.AUTO:
-        assert (steps.in_two_groups > 0) == (ping_pong is PingPongChoice.ON)
 
 
 def test_long_prompts_are_cut_and_do_not_keep_others_waiting(offloaded: OffloadedModel) -> None:

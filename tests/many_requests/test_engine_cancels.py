@@ -11,7 +11,6 @@ import pytest
 from conftest import DEMO
 
 from moeoffload import open_model
-from moeoffload.config.serve import PingPongChoice
 from moeoffload.errors import ServerError
 from moeoffload.host.session import OffloadedModel
 from moeoffload.serve.engine import ServingEngine
@@ -31,7 +30,7 @@ def offloaded(three_servers: list[str]) -> Iterator[OffloadedModel]:
 
 def test_thousands_of_cancels_leave_nothing(offloaded: OffloadedModel) -> None:
     generator = random.Random(4)
-    limits = Limits(max_running=16, max_waiting=10**6, ping_pong=PingPongChoice.ON, prefill_chunk=64)
+    limits = Limits(max_running=16, max_waiting=10**6, prefill_chunk=64)
     with ServingEngine(offloaded, limits) as engine:
         created = offloaded.pool_creations
         finishes: list[FinishReason | None] = []

@@ -12,7 +12,6 @@ from command_lines import wait_until
 from conftest import DEMO, ROOT, StartServer, demo_prompt
 
 from moeoffload import OffloadedModel, open_model
-from moeoffload.config.serve import PingPongChoice
 from moeoffload.serve.batches import BatchWatcher
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.metrics import render_metrics
@@ -70,7 +69,7 @@ def test_servers_have_the_figures_of_the_report_and_layers_those_of_the_time_whe
 def test_the_parts_of_the_engines_steps_add_up_to_their_time(three_servers: list[str]) -> None:
     with open_model(DEMO, experts=three_servers[:2], device="cpu") as offloaded:
         prompt = demo_prompt(30, seed=2)[0].tolist()
-        with ServingEngine(offloaded, Limits(ping_pong=PingPongChoice.OFF)) as engine:
+        with ServingEngine(offloaded, Limits()) as engine:
             answers = [ask(engine, prompt, 40, ignore_eos=True) for _ in range(3)]
             assert {answer.finish for answer in answers} == {FinishReason.LENGTH}
             snapshot = json.loads(json.dumps(serving_snapshot(offloaded, engine.stats)))
