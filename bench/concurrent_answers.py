@@ -18,9 +18,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from servers import cores, expert_server, write_json
-from serving import Limits
 
 from moeoffload import OffloadedModel, open_model
+from moeoffload.config import ServeSettings
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import Progress, SamplingOptions
 
@@ -89,7 +89,7 @@ def main(
                     return 100 * sum(map(tasks.check, texts, spoken)) / len(texts)
 
                 expected = [alone(offloaded, each) for each in ids]
-                with ServingEngine(offloaded, Limits()) as engine:
+                with ServingEngine(offloaded, ServeSettings(prefix_reuse=False)) as engine:
                     got = together(engine, ids, in_flight)
                 same = 100 * sum(map(list.__eq__, got, expected)) / len(texts)
                 rows.append(Row(transport, len(texts), in_flight, accuracy(expected), accuracy(got), same))

@@ -33,23 +33,13 @@ from servers import Spread, cores, expert_server, machine, write_json
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from moeoffload import OffloadedModel, open_model
+from moeoffload.config import ServeSettings
 from moeoffload.host.generate import PreparedPrompt, generate
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import Progress, SamplingOptions
 
 PROMPT = 32
 TIMEOUT_S = 600.0
-
-
-@dataclass
-class Limits:
-    """Settings of the engines."""
-
-    prefix_reuse: bool = False
-    max_running: int = 32
-    max_waiting: int = 256
-    kv_gib: float = 1.0
-    prefill_chunk: int = 512
 
 
 @dataclass(frozen=True)
@@ -150,7 +140,7 @@ class Bench:
             seen: list[Answer] = []
             for _ in range(self.repeats):
                 local.append(self._generate_batch(prompts))
-                with ServingEngine(self.offloaded, Limits()) as engine:
+                with ServingEngine(self.offloaded, ServeSettings(prefix_reuse=False)) as engine:
                     self.offloaded.recorder.reset()
                     started = perf_counter()
                     answers = [ask(engine, prompt, self.n_tokens) for prompt in prompts]
@@ -181,7 +171,7 @@ class Bench:
         """Requests that arrive at random, at a share of the rate at which bursts of 8 were answered."""
         fastest = max(row.tokens_per_s.median for row in self.rows if row.requests == 8 and row.first_p50 is not None)
         rate = share * fastest / self.n_tokens
-        with ServingEngine(self.offloaded, Limits()) as engine:
+        with ServingEngine(self.offloaded, ServeSettings(prefix_reuse=False)) as engine:
             answers = []
             started = perf_counter()
             for _ in range(n_requests):
@@ -201,7 +191,7 @@ class Bench:
         for reuse in (False, True):
             for _ in range(self.repeats):
                 prompt = self.prompt(n_prompt)
-                with ServingEngine(self.offloaded, Limits(reuse)) as engine:
+                with ServingEngine(self.offloaded, ServeSettings(prefix_reuse=reuse)) as engine:
                     first = ask(engine, prompt, 16)
                     first.wait()
                     before = self._rows_sent()

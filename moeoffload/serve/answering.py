@@ -13,7 +13,7 @@ from moeoffload.serve.api_errors import ApiError, bad_request, unavailable
 from moeoffload.serve.chat import PromptReader
 from moeoffload.serve.choices import Choices, Piece
 from moeoffload.serve.detokenizer import TokenTexts
-from moeoffload.serve.forms import ChatForm, CompletionForm, Form, Usage
+from moeoffload.serve.forms import ChatForm, CompletionForm, Usage
 from moeoffload.serve.request import RequestEngine
 from moeoffload.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from moeoffload.serve.sse import ClientGone, ClientLeft, EventStream, unless_client_leaves
@@ -126,7 +126,7 @@ class Answering:
     async def _answer(
         self,
         request: GenerationRequest,
-        form: Form,
+        form: ChatForm | CompletionForm,
         prompts: Sequence[tuple[list[int], int]],
         alternatives: int | None,
         receive: Receive,

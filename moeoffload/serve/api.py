@@ -16,7 +16,7 @@ from moeoffload.serve.access import read_api_key
 from moeoffload.serve.answering import Answering
 from moeoffload.serve.api_errors import ApiError, of_exception, of_validation
 from moeoffload.serve.dashboard import dashboard_page
-from moeoffload.serve.guard import Guard, GuardRules
+from moeoffload.serve.guard import Guard
 from moeoffload.serve.metrics import render_metrics
 from moeoffload.serve.request import RequestEngine
 from moeoffload.serve.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
@@ -63,12 +63,12 @@ def create_app(
     _add_error_handlers(app)
     _add_openai_routes(app, answering)
     _add_operator_routes(app, snapshot)
-    rules = GuardRules(
+    guard = Guard(
+        app,
         api_key=api_key,
         loopback_only=api_key is None and is_loopback(settings.bind) and not settings.insecure,
         max_open=room + _SPARE_PLACES,
     )
-    guard = Guard(app, rules)
     _add_health(app, engine, guard)
     return Api(guard, answering)
 

@@ -8,13 +8,14 @@ from typing import Final
 
 import torch
 
+from moeoffload.config import ServeSettings
 from moeoffload.host.recorder import DECODE, PREFILL
 from moeoffload.host.session import OffloadedModel
 from moeoffload.kernels.attention import FEW_QUERIES
 from moeoffload.placement import GIB
 from moeoffload.serve.block_manager import BlockManager
 from moeoffload.serve.model_runner import ModelRunner
-from moeoffload.serve.request import EngineSettings, TokenChoice
+from moeoffload.serve.request import TokenChoice
 from moeoffload.serve.scheduler import Scheduler
 from moeoffload.serve.sequence import Share
 from moeoffload.serve.speculative import IDLE_REQUESTS, PromptLookup, accept
@@ -48,7 +49,7 @@ class BatchRunner:
         total_bytes: bytes of that memory.
     """
 
-    def __init__(self, offloaded: OffloadedModel, settings: EngineSettings) -> None:
+    def __init__(self, offloaded: OffloadedModel, settings: ServeSettings) -> None:
         """Takes the model over until `close`.
 
         Raises:

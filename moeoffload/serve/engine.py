@@ -12,22 +12,15 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Final
 
 import torch
 
+from moeoffload.config import ServeSettings
 from moeoffload.errors import BusyError, MoeOffloadError, PromptError, ServerError
 from moeoffload.host.session import OffloadedModel
 from moeoffload.serve.batch_runner import BatchRunner, Step
-from moeoffload.serve.request import (
-    EngineSettings,
-    FinishReason,
-    OnProgress,
-    Progress,
-    SamplingOptions,
-    TokenChoice,
-)
+from moeoffload.serve.request import FinishReason, OnProgress, Progress, SamplingOptions, TokenChoice
 from moeoffload.serve.sampling import Sampler
 from moeoffload.serve.sequence import Sequence, Share
 from moeoffload.serve.stats import ServingStats
@@ -68,7 +61,7 @@ class _Request:
 class ServingEngine:
     """Answers requests with an open model, which is its own until `close`. Use it in a ``with`` block, or close it."""
 
-    def __init__(self, offloaded: OffloadedModel, settings: EngineSettings) -> None:
+    def __init__(self, offloaded: OffloadedModel, settings: ServeSettings) -> None:
         """Starts the engine's thread, which runs the model once to warm up.
 
         Raises:
@@ -117,23 +110,8 @@ class ServingEngine:
         """See `RequestEngine`."""
         return self._thread.is_alive() and not (self._failure or self._draining or self._stopping)
 
-    @property
-    def n_open(self) -> int:
-        """Requests that were taken and have not ended."""
-        return len(self._requests)
-
-    def idle_cache_tokens(self) -> int:
-        """Tokens in the cache that belong to requests; when none is open, and a step has passed, that is 0."""
-        return self._batch.cache_tokens()[0]
-
     def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> _Request:
-        """See `RequestEngine`.
-
-        Raises:
-            PromptError: the prompt is empty or does not fit, or has a token that the model does not.
-            BusyError: the queue is full or the engine drains.
-            ServerError: the engine has failed.
-        """
+        """See `RequestEngine`; a token that the model does not have is a PromptError, too."""
         if not prompt:
             raise PromptError("the prompt is empty")
         # A token that the model does not have would fail the step, and with it all requests.
@@ -176,7 +154,7 @@ class ServingEngine:
         self._wake.set()
 
     def drain(self, timeout_s: float) -> bool:
-        """Takes no more requests and waits until those taken have ended; whether they have."""
+        """See `RequestEngine`."""
         with self._idle:
             self._draining = True
             return self._idle.wait_for(lambda: not self._requests, timeout_s)
@@ -191,9 +169,7 @@ class ServingEngine:
     def __enter__(self) -> ServingEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _retry_after_s(self) -> float:

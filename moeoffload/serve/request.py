@@ -100,12 +100,5 @@ class RequestEngine(Protocol):
             ServerError: the engine has failed.
         """
 
-
-class EngineSettings(Protocol):
-    """What the engine needs of the settings."""
-
-    max_running: int
-    max_waiting: int
-    kv_gib: float
-    prefill_chunk: int
-    prefix_reuse: bool
+    def drain(self, timeout_s: float) -> bool:
+        """Takes no new requests; waits until those taken are done. False if some were not within ``timeout_s``."""
