@@ -32,8 +32,8 @@ _STOP_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
-    """A request from `ServingEngine.submit` to its last `Progress`; also its ticket."""
+class Ticket:
+    """A request from `ServingEngine.submit` to its last `Progress`."""
 
     sequence: Sequence
     options: SamplingOptions
@@ -50,11 +50,11 @@ class _Request:
 
     @property
     def request_id(self) -> str:
-        """See `Ticket`."""
+        """Unique in this process."""
         return self.sequence.request_id
 
     def cancel(self) -> None:
-        """See `Ticket`."""
+        """Ends it; from any thread, at any time, more than once. Its room is free within one step."""
         self.engine.cancel(self)
 
 
@@ -75,14 +75,14 @@ class ServingEngine:
         self._batch = BatchRunner(offloaded, settings)
         most = getattr(offloaded.checkpoint.config.get_text_config(), "max_position_embeddings", None)
         self.context_tokens = min(most or self._batch.capacity_tokens, self._batch.capacity_tokens)
-        """See `RequestEngine`."""
+        """Tokens that prompt and answer of one request may have together."""
         self.stats.cache.total_tokens = self._batch.capacity_tokens
         self.stats.cache.total_bytes = self._batch.total_bytes
         self._n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size
         self._numbers = itertools.count()
-        self._requests: dict[str, _Request] = {}
-        self._new: deque[_Request] = deque()
-        self._cancelled: deque[_Request] = deque()
+        self._requests: dict[str, Ticket] = {}
+        self._new: deque[Ticket] = deque()
+        self._cancelled: deque[Ticket] = deque()
         self._changing = threading.Lock()
         """Guards the three above and the three below; never held across a wait or a step."""
         self._draining = False
@@ -102,16 +102,22 @@ class ServingEngine:
 
     @property
     def failure(self) -> BaseException | None:
-        """See `RequestEngine`."""
+        """What ended the engine for good; None as long as it goes on."""
         return self._failure
 
     @property
     def is_ready(self) -> bool:
-        """See `RequestEngine`."""
+        """Whether requests are taken: warmed up, not draining, not failed."""
         return self._thread.is_alive() and not (self._failure or self._draining or self._stopping)
 
-    def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> _Request:
-        """See `RequestEngine`; a token that the model does not have is a PromptError, too."""
+    def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> Ticket:
+        """Queues a request.
+
+        Raises:
+            PromptError: the prompt is empty or does not fit, or has a token that the model does not.
+            BusyError: the queue is full or the engine drains; says after how many seconds to come again.
+            ServerError: the engine has failed.
+        """
         if not prompt:
             raise PromptError("the prompt is empty")
         # A token that the model does not have would fail the step, and with it all requests.
@@ -128,7 +134,7 @@ class ServingEngine:
             )
         name = f"req-{next(self._numbers)}"
         sequence = Sequence(name, list(prompt), len(prompt), options.max_tokens, Sampler(options))
-        request = _Request(sequence, options, on_progress, self, perf_counter())
+        request = Ticket(sequence, options, on_progress, self, perf_counter())
         with self._changing:
             if self._failure is not None:
                 raise ServerError(f"the engine has failed: {self._failure}")
@@ -145,7 +151,7 @@ class ServingEngine:
         self._wake.set()
         return request
 
-    def cancel(self, request: _Request) -> None:
+    def cancel(self, request: Ticket) -> None:
         """Ends a request before the next step, if it has not ended."""
         with self._changing:
             if request.request_id not in self._requests:
@@ -154,7 +160,7 @@ class ServingEngine:
         self._wake.set()
 
     def drain(self, timeout_s: float) -> bool:
-        """See `RequestEngine`."""
+        """Takes no new requests; waits until those taken are done. False if some were not within ``timeout_s``."""
         with self._idle:
             self._draining = True
             return self._idle.wait_for(lambda: not self._requests, timeout_s)
@@ -240,7 +246,7 @@ class ServingEngine:
                     break
         return True
 
-    def _request_of(self, share: Share) -> _Request:
+    def _request_of(self, share: Share) -> Ticket:
         return self._requests[share.sequence.request_id]
 
     def _take_changes(self) -> None:
@@ -268,7 +274,7 @@ class ServingEngine:
         tokens.guessed += sum(share.n_guesses for share in step.shares)
         tokens.guessed_right += sum(max(0, len(choices) - 1) for choices in step.choices)
 
-    def _take_token(self, request: _Request, choice: TokenChoice, now: float) -> None:
+    def _take_token(self, request: Ticket, choice: TokenChoice, now: float) -> None:
         request.n_tokens += 1
         self.stats.tokens.completion += 1
         self._offloaded.recorder.told().completion += 1
@@ -288,7 +294,7 @@ class ServingEngine:
         else:
             self._end(request, progress)
 
-    def _end(self, request: _Request, progress: Progress) -> None:
+    def _end(self, request: Ticket, progress: Progress) -> None:
         request.is_over = True
         if request.is_scheduled:
             self._batch.remove(request.sequence)
@@ -336,7 +342,7 @@ class ServingEngine:
         self._offloaded.recorder.reset()
 
 
-def _tell(request: _Request, progress: Progress) -> None:
+def _tell(request: Ticket, progress: Progress) -> None:
     """Tells a client; an exception of its own is no matter of the others."""
     try:
         request.tell(progress)

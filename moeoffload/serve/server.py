@@ -17,7 +17,7 @@ from moeoffload.config import ServeSettings
 from moeoffload.serve.access import tls_context
 from moeoffload.serve.api import Api
 from moeoffload.serve.connection import IdleConnections
-from moeoffload.serve.request import RequestEngine
+from moeoffload.serve.engine import ServingEngine
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _LAST_BYTES_S: Final = 5
 class HttpServer(uvicorn.Server):
     """Serves until it is told to stop: at the first signal it lets requests finish, at the second it does not."""
 
-    def __init__(self, api: Api, engine: RequestEngine, settings: ServeSettings, on_ready: Callable[[], None]) -> None:
+    def __init__(self, api: Api, engine: ServingEngine, settings: ServeSettings, on_ready: Callable[[], None]) -> None:
         """``on_ready`` is called when requests are taken."""
         self._api = api
         self._engine = engine
