@@ -13,6 +13,7 @@ from command_lines import wait_until
 from conftest import DEMO, ROOT, StartServer, demo_prompt
 
 from moeoffload import OffloadedModel, open_model
+from moeoffload.errors import ServerError
 from moeoffload.serve.batches import BatchWatcher
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.metrics import render_metrics
@@ -91,6 +92,9 @@ def test_a_lost_server_is_seen_and_who_stands_in_for_it(start_server: StartServe
         up, away = look(offloaded)["servers"]
         with torch.no_grad():
             offloaded.model(torch.tensor([[7, 8, 9]]))
+        # A call on a connection that is closed already would end this process.
+        with pytest.raises(ServerError):
+            offloaded.links[1].stats(1.0)
     assert (up["state"], away["state"]) == ("up", "replaced")
     assert away["address"] == goes.address
     assert "host" in away["computed_by"]
