@@ -131,7 +131,7 @@ def memory(result: Result) -> Figure:
 
 def serving(result: Result) -> Figure:
     """Tokens per second and the time between two tokens against the number of requests."""
-    colours = {"one group": BLUE, "two groups": ORANGE, "auto": GREEN, "local, generate_batch": GREY}
+    colours = {"serve": BLUE, "local, generate_batch": GREY}
     figure, (speed, between) = _figure(1, 2, height=3.2)
     counts: list[int] = []
     for way, colour in colours.items():

@@ -18,9 +18,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from servers import cores, expert_server, write_json
-from serving import Limits, PingPongChoice
 
 from moeoffload import OffloadedModel, open_model
+from moeoffload.config import ServeSettings
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import Progress, SamplingOptions
 
@@ -34,7 +34,6 @@ class Row:
     """One way to ask many at once, against one at a time; accuracies in percent of all prompts."""
 
     transport: str
-    two_groups: str
     prompts: int
     in_flight: int
     accuracy_alone: float
@@ -90,28 +89,16 @@ def main(
                     return 100 * sum(map(tasks.check, texts, spoken)) / len(texts)
 
                 expected = [alone(offloaded, each) for each in ids]
-                for choice in (PingPongChoice.OFF, PingPongChoice.ON):
-                    with ServingEngine(offloaded, Limits(choice)) as engine:
-                        got = together(engine, ids, in_flight)
-                    same = sum(map(list.__eq__, got, expected))
-                    rows.append(
-                        Row(
-                            transport,
-                            choice.value,
-                            len(texts),
-                            in_flight,
-                            accuracy(expected),
-                            accuracy(got),
-                            100 * same / len(texts),
-                        )
-                    )
+                with ServingEngine(offloaded, ServeSettings(prefix_reuse=False)) as engine:
+                    got = together(engine, ids, in_flight)
+                same = 100 * sum(map(list.__eq__, got, expected)) / len(texts)
+                rows.append(Row(transport, len(texts), in_flight, accuracy(expected), accuracy(got), same))
     table = Table(title="many requests at once against one at a time")
-    for name in ("transport", "two groups", "prompts", "in flight", "right alone", "right together", "same tokens"):
+    for name in ("transport", "prompts", "in flight", "right alone", "right together", "same tokens"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             row.transport,
-            row.two_groups,
             f"{row.prompts:,}",
             str(row.in_flight),
             f"{row.accuracy_alone:.2f} %",

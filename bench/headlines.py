@@ -110,10 +110,9 @@ def _ablations(rows: Rows) -> str:
 
 
 def _serving(rows: Rows) -> str:
-    ones = [row for row in rows if row["way"] in ("auto", "one group") and row["requests"] in (1, 8)]
+    ones = [row for row in rows if row["way"] == "serve" and row["requests"] in (1, 8)]
     return "; ".join(
-        f"{row['requests']} at a time, {row['way']}: **{row['tokens_per_s']['median']:.0f} tok/s** "
-        f"(limit {row['limit']:.0f})"
+        f"{row['requests']} at a time: **{row['tokens_per_s']['median']:.0f} tok/s** (limit {row['limit']:.0f})"
         for row in ones
     )
 

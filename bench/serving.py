@@ -1,11 +1,10 @@
 """Many requests on one model: how much more comes out, and how long each one waits.
 
 ``python bench/serving.py --checkpoint DIR --json out.json``. The host is pinned to one core, the expert server to
-another. Bursts of 1 to 16 requests, with one and with two groups in flight, take turns with transformers'
-``generate_batch`` on the same model all in this process on the host's core; then requests that arrive at random times,
+another. Bursts of 1 to 16 requests take turns with transformers' ``generate_batch`` on the same model
+all in this process on the host's core; then requests that arrive at random times,
 a second turn with and without what the first left in the cache, and guesses on and off. The limit of a step is the
-bytes of weights that it needs, each expert once, over the bandwidth of one reading core; with two groups, of the part
-that takes longer, if each of them read its weights only once.
+bytes of weights that it needs, each expert once, over the bandwidth of one reading core.
 """
 
 from __future__ import annotations
@@ -34,25 +33,13 @@ from servers import Spread, cores, expert_server, machine, write_json
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from moeoffload import OffloadedModel, open_model
-from moeoffload.config.serve import PingPongChoice
+from moeoffload.config import ServeSettings
 from moeoffload.host.generate import PreparedPrompt, generate
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import Progress, SamplingOptions
 
 PROMPT = 32
 TIMEOUT_S = 600.0
-
-
-@dataclass
-class Limits:
-    """Settings of the engines."""
-
-    ping_pong: PingPongChoice
-    prefix_reuse: bool = False
-    max_running: int = 32
-    max_waiting: int = 256
-    kv_gib: float = 1.0
-    prefill_chunk: int = 512
 
 
 @dataclass(frozen=True)
@@ -135,58 +122,38 @@ class Bench:
     def prompt(self, n: int = PROMPT) -> list[int]:
         return [self.random.randrange(5, self.vocab) for _ in range(n)]
 
-    def limit(self, n_requests: int, *, two: bool) -> float:
+    def limit(self, n_requests: int) -> float:
         """Tokens per second if weights were read once in a step, experts as often as random routes hit them."""
         layers = self.offloaded.checkpoint.layers
         top_k = self.offloaded.checkpoint.top_k
         experts = sum(
             layer.expert_bytes * layer.n_experts * (1 - (1 - top_k / layer.n_experts) ** n_requests) for layer in layers
         )
-        parts = (self.demand.dense_bytes, experts)
-        return n_requests * self.bandwidth / (max(parts) if two else sum(parts))
+        return n_requests * self.bandwidth / (self.demand.dense_bytes + experts)
 
     def bursts(self, counts: Sequence[int]) -> None:
-        """Requests that come together, all ways in turns."""
+        """Requests that come together, both ways in turns."""
         for n in counts:
             prompts = [self.prompt() for _ in range(n)]
-            seconds: dict[str, list[float]] = {}
-            seen: dict[str, list[Answer]] = {}
-            calls: dict[str, tuple[int, int]] = {}
-            ways = {"local, generate_batch": None, "one group": PingPongChoice.OFF}
-            if n > 1:
-                ways |= {"two groups": PingPongChoice.ON, "auto": PingPongChoice.AUTO}
-            engines: dict[str, PingPongChoice | None] = ways
+            local: list[float] = []
+            served: list[float] = []
+            seen: list[Answer] = []
             for _ in range(self.repeats):
-                for way, choice in engines.items():
-                    if choice is None:
-                        seconds.setdefault(way, []).append(self._generate_batch(prompts))
-                        continue
-                    with ServingEngine(self.offloaded, Limits(choice)) as engine:
-                        if choice is PingPongChoice.AUTO:  # it has to find out first
-                            for answer in [ask(engine, prompt, 32) for prompt in prompts]:
-                                answer.wait()
-                        self.offloaded.recorder.reset()
-                        started = perf_counter()
-                        answers = [ask(engine, prompt, self.n_tokens) for prompt in prompts]
-                        for answer in answers:
-                            answer.wait()
-                        seconds.setdefault(way, []).append(perf_counter() - started)
-                        seen.setdefault(way, []).extend(answers)
-                        decode = self.offloaded.recorder.phases["decode"].servers[0]
-                        calls[way] = (decode.rows, decode.calls)
-            for way, times in seconds.items():
-                speed = Spread.of([n * self.n_tokens / each for each in times])
-                rows, n_calls = calls.get(way, (0, 0))
-                self.rows.append(
-                    Row(
-                        way,
-                        n,
-                        speed,
-                        self.limit(n, two=way == "two groups"),
-                        **(latencies(seen[way]) if way in seen else Latencies()),
-                        rows_per_call=rows / n_calls if n_calls else None,
-                    )
-                )
+                local.append(self._generate_batch(prompts))
+                with ServingEngine(self.offloaded, ServeSettings(prefix_reuse=False)) as engine:
+                    self.offloaded.recorder.reset()
+                    started = perf_counter()
+                    answers = [ask(engine, prompt, self.n_tokens) for prompt in prompts]
+                    for answer in answers:
+                        answer.wait()
+                    served.append(perf_counter() - started)
+                    seen += answers
+            decode = self.offloaded.recorder.phases["decode"].servers[0]
+            speeds = [Spread.of([n * self.n_tokens / each for each in times]) for times in (local, served)]
+            self.rows.append(Row("local, generate_batch", n, speeds[0], self.limit(n)))
+            self.rows.append(
+                Row("serve", n, speeds[1], self.limit(n), **latencies(seen), rows_per_call=decode.rows / decode.calls)
+            )
             self.console.print(f"  {n} at once done", style="dim")
 
     def _generate_batch(self, prompts: list[list[int]]) -> float:
@@ -204,7 +171,7 @@ class Bench:
         """Requests that arrive at random, at a share of the rate at which bursts of 8 were answered."""
         fastest = max(row.tokens_per_s.median for row in self.rows if row.requests == 8 and row.first_p50 is not None)
         rate = share * fastest / self.n_tokens
-        with ServingEngine(self.offloaded, Limits(PingPongChoice.AUTO)) as engine:
+        with ServingEngine(self.offloaded, ServeSettings(prefix_reuse=False)) as engine:
             answers = []
             started = perf_counter()
             for _ in range(n_requests):
@@ -224,7 +191,7 @@ class Bench:
         for reuse in (False, True):
             for _ in range(self.repeats):
                 prompt = self.prompt(n_prompt)
-                with ServingEngine(self.offloaded, Limits(PingPongChoice.OFF, reuse)) as engine:
+                with ServingEngine(self.offloaded, ServeSettings(prefix_reuse=reuse)) as engine:
                     first = ask(engine, prompt, 16)
                     first.wait()
                     before = self._rows_sent()
@@ -268,7 +235,7 @@ class Bench:
         for guesses, times in results.items():
             speed = Spread.of([len(tokens[guesses]) / each for each in times])
             name = f"prompt lookup, {guesses} guesses"
-            self.rows.append(Row(name, 1, speed, self.limit(1, two=False), details=details.get(guesses, {})))
+            self.rows.append(Row(name, 1, speed, self.limit(1), details=details.get(guesses, {})))
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -118,7 +118,6 @@ BAD = {
     "max_waiting": ["-1", "65537"],
     "kv_gib": ["0", "-1", "nan"],
     "prefill_chunk": ["0", "65537"],
-    "ping_pong": ["maybe"],
     "prefix_reuse": ["maybe", "2"],
     "drain_seconds": ["-1", "86401", "nan"],
 }

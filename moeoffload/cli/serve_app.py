@@ -64,7 +64,7 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
         with (
             open_with_progress(model, settings, revision) as offloaded,
             ServingEngine(offloaded, settings) as engine,
-            BatchWatcher(offloaded) as batches,
+            contextlib.closing(BatchWatcher(offloaded)) as batches,
         ):
             snapshots = Snapshots(offloaded, engine.stats, batches)
             api = create_app(engine, offloaded.tokenizer, name, settings, snapshots.take)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from moeoffload.cli.options import exit_on_error
+from moeoffload.control.credentials import read_token
 from moeoffload.errors import ServerError, SettingError
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ LEAST_INTERVAL_S: Final = 0.1
 MOST_INTERVAL_S: Final = 60.0
 MOST_BYTES: Final = 16 << 20
 """Of an answer: thousands of layers and servers fit."""
-MOST_KEY_BYTES: Final = 4096
 
 
 @exit_on_error()
@@ -48,7 +48,7 @@ def top(
 
     if not LEAST_INTERVAL_S <= interval_s <= MOST_INTERVAL_S:
         raise SettingError(f"--interval-s: {interval_s:g} is not allowed; {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:g}")
-    source = _Source(url, _read_key(api_key_file))
+    source = _Source(url, read_token(api_key_file, "--api-key-file") if api_key_file is not None else None)
     snapshot = source.ask()
     console = Console()
     if once:
@@ -121,17 +121,3 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
         """Never."""
         return
-
-
-def _read_key(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        with file.open(encoding="ascii") as opened:
-            key = opened.read(MOST_KEY_BYTES + 1).strip()
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not ASCII text"
-        raise SettingError(f"--api-key-file: {file} cannot be read ({why})") from None
-    if not key or len(key) > MOST_KEY_BYTES or not key.isprintable():
-        raise SettingError(f"--api-key-file: {file} does not hold one line with a key")
-    return key

@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from moeoffload.serve.figures import LAYER_PARTS, PARTS
 from moeoffload.text import one_line
 
 _MIB: Final = 1 << 20
@@ -18,9 +19,6 @@ _COLORS: Final = {
     "dense": "blue", "pack": "red", "wire": "cyan", "queue": "yellow", "compute": "magenta", "local": "green",
     "combine": "bright_magenta", "other": "bright_black",
 }  # fmt: skip
-PARTS: Final = tuple(_COLORS)
-"""Of a step, in the order in which they are shown."""
-LAYER_PARTS: Final = PARTS[:-1]
 _LETTERS: Final = {
     "dense": "d", "pack": "p", "wire": "w", "queue": "q", "compute": "C", "local": "L", "combine": "c", "other": "o",
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from moeoffload.config.base import SettingsBase
 from moeoffload.config.describe import SettingInfo
 from moeoffload.config.host import HostSettings, Mode, ModelDtypeChoice, PayloadChoice, Pipeline
-from moeoffload.config.serve import PingPongChoice, ServeSettings
+from moeoffload.config.serve import ServeSettings
 from moeoffload.config.server import ExpertServerSettings, Kernel
 from moeoffload.config.shared import LogLevel, TransportChoice
 from moeoffload.config.values import Address, is_loopback
@@ -17,7 +17,6 @@ __all__ = [
     "Mode",
     "ModelDtypeChoice",
     "PayloadChoice",
-    "PingPongChoice",
     "Pipeline",
     "ServeSettings",
     "SettingInfo",

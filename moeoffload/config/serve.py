@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from moeoffload.config.base import Panel, setting
 from moeoffload.config.host import HostSettings
 from moeoffload.config.values import (
@@ -20,14 +18,6 @@ from moeoffload.config.values import (
     is_loopback,
 )
 from moeoffload.errors import SettingError
-
-
-class PingPongChoice(StrEnum):
-    """Whether two halves of a batch take turns on the host and on the servers; AUTO is where it wins."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
 
 
 class ServeSettings(HostSettings):
@@ -54,12 +44,6 @@ class ServeSettings(HostSettings):
     kv_gib: Gib = setting(1.0, Panel.SERVING, "The memory for keys and values of all requests.")
     prefill_chunk: PromptTokens = setting(
         512, Panel.SERVING, "The most tokens of prompts in one step, beside the running requests."
-    )
-    ping_pong: PingPongChoice = setting(
-        PingPongChoice.AUTO,
-        Panel.SERVING,
-        "Two halves of a batch: attention of one while servers compute experts of the other.",
-        means="where it wins",
     )
     prefix_reuse: bool = setting(
         True, Panel.SERVING, "Keys and values of earlier requests are kept for prompts that begin the same."

@@ -39,6 +39,9 @@ class ControlClient:
         self._credentials = credentials or HostCredentials()
         self._channel = self._credentials.channel(address, CLIENT_OPTIONS)
         self._stub = pb_grpc.ExpertServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._closed = False
+        self._closing = threading.Lock()
+        """Held while a call is begun: gRPC does not survive one that is begun on a closed channel."""
 
     @property
     def is_encrypted(self) -> bool:
@@ -107,10 +110,16 @@ class ControlClient:
         Raises:
             ServerError: it does not answer.
         """
+        with self._closing:
+            if self._closed:
+                raise ServerError(f"expert server {self.address}: the connection to it is closed")
+            call = self._stub.Stats.future(pb.StatsRequest(), timeout=timeout_s)
         try:
-            reply: pb.StatsReply = self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
+            reply: pb.StatsReply = call.result()
         except grpc.RpcError as error:
             raise error_of(error, self.address, "Stats") from None
+        except grpc.FutureCancelledError:
+            raise ServerError(f"expert server {self.address}: the connection to it was closed") from None
         return reply
 
     def drain(self, timeout_s: float) -> int:
@@ -126,7 +135,9 @@ class ControlClient:
 
     def close(self) -> None:
         """Closes the connection and with it every lease. Idempotent."""
-        self._channel.close()
+        with self._closing:
+            self._closed = True
+            self._channel.close()
 
 
 class Lease:

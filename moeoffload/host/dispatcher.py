@@ -23,7 +23,6 @@ from moeoffload.host.recorder import Recorder
 from moeoffload.host.remote_experts import ExpertsCall
 from moeoffload.host.resend import Chunk, chunk_of, receive_all
 from moeoffload.host.shard import Shard
-from moeoffload.host.turns import Turns
 from moeoffload.host.verification import Verification
 
 DECODE_ROWS: Final = 8
@@ -82,7 +81,6 @@ class Dispatcher:
     Attributes:
         on_layer: called with the layer when its experts are asked for, that is, when its attention is done.
         on_routes: called with the layer and its ids (n, top_k) int64; for routing statistics.
-        turns: given up while servers are waited for, if two groups of requests share the host.
         n_created: accumulators made so far that are kept for later calls.
     """
 
@@ -110,7 +108,6 @@ class Dispatcher:
         """One server has every expert: its sums are the result, no accumulator is needed."""
         self.on_layer: Callable[[int], None] | None = None
         self.on_routes: Callable[[int, torch.Tensor], None] | None = None
-        self.turns: Turns | None = None
         self.n_created = 0
 
     def for_layer(self, layer: int) -> ExpertsCall:
@@ -156,7 +153,6 @@ class Dispatcher:
         sums = torch.empty_like(hidden) if self._alone else self._accumulator(state, hidden)
         for progress in state.progress:
             progress.begin(layer, hidden.shape[0])
-        turns, gave_turn = self.turns, False
         try:
             self._send(state, layer, rows, record.servers)
             sent = perf_counter()
@@ -164,17 +160,12 @@ class Dispatcher:
             if self._local is not None:
                 record.local_rows += self._local.compute(layer, hidden, ids, weights, sums)
                 times.local_s = perf_counter() - sent
-            if turns is not None:
-                turns.give()
-                gave_turn = True
             while self._receive_round(state, layer, rows, record.servers, sums):
                 pass
         finally:
             # Before anything that can raise: flights that stay would add their sums to the next call of this thread.
             for progress in state.progress:
                 progress.end()
-            if gave_turn and turns is not None:
-                record.turn_s += turns.take()
         started = perf_counter()
         result = sums if self._alone else sums.to(hidden.dtype, copy=True)
         record.mark = perf_counter()

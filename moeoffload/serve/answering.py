@@ -6,17 +6,17 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive
 
 from moeoffload.serve.api_errors import ApiError, bad_request, unavailable
 from moeoffload.serve.chat import PromptReader
 from moeoffload.serve.choices import Choices, Piece
 from moeoffload.serve.detokenizer import TokenTexts
-from moeoffload.serve.forms import ChatForm, CompletionForm, Form, Usage
-from moeoffload.serve.request import RequestEngine
+from moeoffload.serve.engine import ServingEngine
+from moeoffload.serve.forms import ChatForm, CompletionForm, Usage
 from moeoffload.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from moeoffload.serve.sse import ClientGone, ClientLeft, EventStream, unless_client_leaves
+from moeoffload.serve.sse import EventStream, unless_client_leaves
 from moeoffload.text import one_line
 
 COMPLETION_TOKENS: Final = 16
@@ -30,7 +30,7 @@ class Answering:
         max_choices: choices that one request may have in all; more could never be admitted together.
     """
 
-    def __init__(self, engine: RequestEngine, tokenizer: Any, model_name: str, max_choices: int) -> None:
+    def __init__(self, engine: ServingEngine, tokenizer: Any, model_name: str, max_choices: int) -> None:
         self.model_name = model_name
         self.created = int(time.time())
         self._engine = engine
@@ -126,7 +126,7 @@ class Answering:
     async def _answer(
         self,
         request: GenerationRequest,
-        form: Form,
+        form: ChatForm | CompletionForm,
         prompts: Sequence[tuple[list[int], int]],
         alternatives: int | None,
         receive: Receive,
@@ -170,9 +170,7 @@ class Answering:
             if request.stream:
                 streams = True
                 return EventStream(chunks(), on_end=lambda: self._end(choices))
-            return JSONResponse(await unless_client_leaves(receive, whole()))
-        except ClientLeft:
-            return ClientGone()
+            return await unless_client_leaves(receive, whole())
         finally:
             if not streams:
                 self._end(choices)

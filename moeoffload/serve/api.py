@@ -16,9 +16,9 @@ from moeoffload.serve.access import read_api_key
 from moeoffload.serve.answering import Answering
 from moeoffload.serve.api_errors import ApiError, of_exception, of_validation
 from moeoffload.serve.dashboard import dashboard_page
-from moeoffload.serve.guard import Guard, GuardRules
+from moeoffload.serve.engine import ServingEngine
+from moeoffload.serve.guard import Guard
 from moeoffload.serve.metrics import render_metrics
-from moeoffload.serve.request import RequestEngine
 from moeoffload.serve.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
 from moeoffload.text import one_line
 
@@ -42,7 +42,7 @@ class Api:
 
 
 def create_app(
-    engine: RequestEngine, tokenizer: Any, model_name: str, settings: ServeSettings, snapshot: Snapshot
+    engine: ServingEngine, tokenizer: Any, model_name: str, settings: ServeSettings, snapshot: Snapshot
 ) -> Api:
     """The app that answers clients with ``engine``.
 
@@ -63,12 +63,12 @@ def create_app(
     _add_error_handlers(app)
     _add_openai_routes(app, answering)
     _add_operator_routes(app, snapshot)
-    rules = GuardRules(
+    guard = Guard(
+        app,
         api_key=api_key,
         loopback_only=api_key is None and is_loopback(settings.bind) and not settings.insecure,
         max_open=room + _SPARE_PLACES,
     )
-    guard = Guard(app, rules)
     _add_health(app, engine, guard)
     return Api(guard, answering)
 
@@ -116,7 +116,7 @@ def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
         return HTMLResponse(dashboard_page())
 
 
-def _add_health(app: FastAPI, engine: RequestEngine, guard: Guard) -> None:
+def _add_health(app: FastAPI, engine: ServingEngine, guard: Guard) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
         if engine.failure is not None:  # for good: a supervisor should start the server again

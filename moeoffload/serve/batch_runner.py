@@ -8,18 +8,17 @@ from typing import Final
 
 import torch
 
-from moeoffload.config.serve import PingPongChoice
+from moeoffload.config import ServeSettings
 from moeoffload.host.recorder import DECODE, PREFILL
 from moeoffload.host.session import OffloadedModel
 from moeoffload.kernels.attention import FEW_QUERIES
 from moeoffload.placement import GIB
 from moeoffload.serve.block_manager import BlockManager
 from moeoffload.serve.model_runner import ModelRunner
-from moeoffload.serve.request import EngineSettings, TokenChoice
+from moeoffload.serve.request import TokenChoice
 from moeoffload.serve.scheduler import Scheduler
 from moeoffload.serve.sequence import Share
 from moeoffload.serve.speculative import IDLE_REQUESTS, PromptLookup, accept
-from moeoffload.serve.two_batch_overlap import Preference, TwoBatchOverlap
 
 PAGE_TOKENS: Final = 16
 """A beginning is used again in pages of so many tokens."""
@@ -35,13 +34,11 @@ class Step:
         shares: what was computed.
         choices: of each share its next tokens; none while its prompt has further parts.
         seconds: how long it took.
-        in_two_groups: whether one half computed while the other's experts were away.
     """
 
     shares: list[Share]
     choices: list[list[TokenChoice]]
     seconds: float
-    in_two_groups: bool
 
 
 class BatchRunner:
@@ -52,22 +49,19 @@ class BatchRunner:
         total_bytes: bytes of that memory.
     """
 
-    def __init__(self, offloaded: OffloadedModel, settings: EngineSettings, timeout_s: float) -> None:
-        """Takes the model over until `close`; ``timeout_s``: the longest wait of one group for the other.
+    def __init__(self, offloaded: OffloadedModel, settings: ServeSettings) -> None:
+        """Takes the model over until `close`.
 
         Raises:
             ModelError: requests of this model cannot be batched.
             ServerError: an expert server failed.
         """
         self._recorder = offloaded.recorder
-        self._wanted = settings.ping_pong
         self._runner = ModelRunner(offloaded.model, PAGE_TOKENS, int(settings.kv_gib * GIB))
         self._blocks = BlockManager(self._runner.n_pages, PAGE_TOKENS, reuse=settings.prefix_reuse)
         self._scheduler = Scheduler(
             self._blocks, max(settings.prefill_chunk, settings.max_running), settings.max_running
         )
-        self._overlap = TwoBatchOverlap(offloaded.model, offloaded.dispatcher, offloaded.recorder, timeout_s)
-        self._preference = Preference()
         n_guesses = offloaded.settings.prompt_lookup
         self._lookup = PromptLookup(n_guesses) if n_guesses else None
         self.capacity_tokens = self._runner.n_pages * PAGE_TOKENS
@@ -77,7 +71,6 @@ class BatchRunner:
 
     def close(self) -> None:
         """Gives the model back. Idempotent."""
-        self._overlap.close()
         self._runner.close()
 
     @property
@@ -109,24 +102,10 @@ class BatchRunner:
         started = perf_counter()
         decoding = all(len(share.tokens) == max(1, share.n_logits) for share in shares)
         self._recorder.next_phase = DECODE if decoding else PREFILL
-        two = self._splits(len(shares))
-        if two:
-            logits = self._overlap.forward(self._runner, shares)
-        else:
-            logits = self._runner.forward(self._runner.prepare(shares))
-        choices = _choose(shares, logits)
+        choices = _choose(shares, self._runner.forward(shares))
         for share, each in zip(shares, choices, strict=True):
             self._scheduler.commit(share, [choice.token for choice in each])
-        seconds = perf_counter() - started
-        if decoding:
-            self._preference.took(len(shares), two, seconds)
-        return Step(shares, choices, seconds, two)
-
-    def _splits(self, n_shares: int) -> bool:
-        """Whether the next step is run in two groups."""
-        if n_shares < 2 or self._wanted is PingPongChoice.OFF:
-            return False
-        return self._wanted is PingPongChoice.ON or self._preference.wants_two(n_shares)
+        return Step(shares, choices, perf_counter() - started)
 
 
 def _choose(shares: list[Share], logits: torch.Tensor) -> list[list[TokenChoice]]:

@@ -18,10 +18,7 @@ PAUSE_S: Final = 0.5
 
 
 class BatchWatcher:
-    """Keeps the newest figures by server; servers are asked only while `latest` is called.
-
-    Use it in a ``with`` block, or close it.
-    """
+    """Keeps the newest figures by server; servers are asked only while `latest` is called. Close it."""
 
     def __init__(self, offloaded: OffloadedModel) -> None:
         self._offloaded = offloaded
@@ -41,12 +38,6 @@ class BatchWatcher:
     def close(self) -> None:
         """Ends the thread. Idempotent."""
         self._pool.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> BatchWatcher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _ask(self) -> None:
         known = dict(self._known)

@@ -15,14 +15,8 @@ from typing import Any
 from moeoffload.errors import BusyError
 from moeoffload.serve.api_errors import ApiError, of_exception, unavailable
 from moeoffload.serve.detokenizer import Detokenizer, StopStrings
-from moeoffload.serve.request import (
-    FinishReason,
-    Progress,
-    RequestEngine,
-    SamplingOptions,
-    Ticket,
-    TokenChoice,
-)
+from moeoffload.serve.engine import ServingEngine, Ticket
+from moeoffload.serve.request import FinishReason, Progress, SamplingOptions, TokenChoice
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ class Choice:
 class Choices:
     """Several tickets as one stream of pieces; `close` it."""
 
-    def __init__(self, engine: RequestEngine, tokenizer: Any, *, skip_special_tokens: bool, stop: list[str]) -> None:
+    def __init__(self, engine: ServingEngine, tokenizer: Any, *, skip_special_tokens: bool, stop: list[str]) -> None:
         self._engine = engine
         self._make = lambda index: Choice(
             index, Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens), StopStrings(stop)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
-
-from tokenizers.decoders import DecodeStream
 
 _UNKNOWN: Final = "\ufffd"
 """What decoders put in the place of bytes that are no UTF-8, also of a character that is not complete yet."""
@@ -23,56 +21,32 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._fast = getattr(tokenizer, "backend_tokenizer", None)
-        self._held: list[int] = []
-        self._begin()
-
-    def push(self, token: int) -> str:
-        """The text that is certain now that ``token`` has come; often that of the token, may be empty."""
-        self._held.append(token)
-        piece: str | None = self._stream.step(self._fast, token)
-        if piece is None:
-            return self.finish() if len(self._held) >= _LONGEST_HELD else ""
-        self._held.clear()
-        return piece
-
-    def finish(self) -> str:
-        """The rest, when no more tokens come: a character that stayed incomplete becomes U+FFFD."""
-        held, self._held = self._held, []
-        self._begin()
-        return self._decode(held) if held else ""
-
-    def _begin(self) -> None:
-        if self._fast is not None:
-            self._stream: Any = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-        else:
-            self._stream = _SlowStream(self._decode)
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(
-            tokens, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return text
-
-
-class _SlowStream:
-    """`DecodeStream` for a tokenizer that is written in Python."""
-
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
         # Some tokenizers drop a space at the start of a text: each piece is decoded behind the tokens before it.
         self._before: list[int] = []
         self._held: list[int] = []
 
-    def step(self, _: None, token: int) -> str | None:
-        """See `DecodeStream`."""
+    def push(self, token: int) -> str:
+        """The text that is certain now that ``token`` has come; often that of the token, may be empty."""
         self._held.append(token)
         text = self._decode(self._before + self._held)
-        if text.endswith(_UNKNOWN):
-            return None
-        piece = text[len(self._decode(self._before)) :] if self._before else text
+        piece = text[len(self._decode(self._before)) :]
+        if not piece or text.endswith(_UNKNOWN):
+            return self.finish() if len(self._held) >= _LONGEST_HELD else ""
         self._before, self._held = self._held, []
         return piece
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come: a character that stayed incomplete becomes U+FFFD."""
+        held, self._before, self._held = self._held, [], []
+        return self._decode(held)
+
+    def _decode(self, tokens: list[int]) -> str:
+        if not tokens:
+            return ""
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
 
 
 class StopStrings:

@@ -12,22 +12,15 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Final
 
 import torch
 
+from moeoffload.config import ServeSettings
 from moeoffload.errors import BusyError, MoeOffloadError, PromptError, ServerError
 from moeoffload.host.session import OffloadedModel
 from moeoffload.serve.batch_runner import BatchRunner, Step
-from moeoffload.serve.request import (
-    EngineSettings,
-    FinishReason,
-    OnProgress,
-    Progress,
-    SamplingOptions,
-    TokenChoice,
-)
+from moeoffload.serve.request import FinishReason, OnProgress, Progress, SamplingOptions, TokenChoice
 from moeoffload.serve.sampling import Sampler
 from moeoffload.serve.sequence import Sequence, Share
 from moeoffload.serve.stats import ServingStats
@@ -39,8 +32,8 @@ _STOP_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
-    """A request from `ServingEngine.submit` to its last `Progress`; also its ticket."""
+class Ticket:
+    """A request from `ServingEngine.submit` to its last `Progress`."""
 
     sequence: Sequence
     options: SamplingOptions
@@ -57,18 +50,18 @@ class _Request:
 
     @property
     def request_id(self) -> str:
-        """See `Ticket`."""
+        """Unique in this process."""
         return self.sequence.request_id
 
     def cancel(self) -> None:
-        """See `Ticket`."""
+        """Ends it; from any thread, at any time, more than once. Its room is free within one step."""
         self.engine.cancel(self)
 
 
 class ServingEngine:
     """Answers requests with an open model, which is its own until `close`. Use it in a ``with`` block, or close it."""
 
-    def __init__(self, offloaded: OffloadedModel, settings: EngineSettings) -> None:
+    def __init__(self, offloaded: OffloadedModel, settings: ServeSettings) -> None:
         """Starts the engine's thread, which runs the model once to warm up.
 
         Raises:
@@ -79,19 +72,17 @@ class ServingEngine:
         self._offloaded = offloaded
         self._settings = settings
         self._eos = _eos_tokens(offloaded.model)
-        # A group may have to wait for a dispatch of the other, and then for experts of a lost server to be read.
-        self._step_timeout_s = offloaded.settings.dispatch_timeout_s + offloaded.settings.load_timeout_s
-        self._batch = BatchRunner(offloaded, settings, self._step_timeout_s)
+        self._batch = BatchRunner(offloaded, settings)
         most = getattr(offloaded.checkpoint.config.get_text_config(), "max_position_embeddings", None)
         self.context_tokens = min(most or self._batch.capacity_tokens, self._batch.capacity_tokens)
-        """See `RequestEngine`."""
+        """Tokens that prompt and answer of one request may have together."""
         self.stats.cache.total_tokens = self._batch.capacity_tokens
         self.stats.cache.total_bytes = self._batch.total_bytes
         self._n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size
         self._numbers = itertools.count()
-        self._requests: dict[str, _Request] = {}
-        self._new: deque[_Request] = deque()
-        self._cancelled: deque[_Request] = deque()
+        self._requests: dict[str, Ticket] = {}
+        self._new: deque[Ticket] = deque()
+        self._cancelled: deque[Ticket] = deque()
         self._changing = threading.Lock()
         """Guards the three above and the three below; never held across a wait or a step."""
         self._draining = False
@@ -111,29 +102,20 @@ class ServingEngine:
 
     @property
     def failure(self) -> BaseException | None:
-        """See `RequestEngine`."""
+        """What ended the engine for good; None as long as it goes on."""
         return self._failure
 
     @property
     def is_ready(self) -> bool:
-        """See `RequestEngine`."""
+        """Whether requests are taken: warmed up, not draining, not failed."""
         return self._thread.is_alive() and not (self._failure or self._draining or self._stopping)
 
-    @property
-    def n_open(self) -> int:
-        """Requests that were taken and have not ended."""
-        return len(self._requests)
-
-    def idle_cache_tokens(self) -> int:
-        """Tokens in the cache that belong to requests; when none is open, and a step has passed, that is 0."""
-        return self._batch.cache_tokens()[0]
-
-    def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> _Request:
-        """See `RequestEngine`.
+    def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> Ticket:
+        """Queues a request.
 
         Raises:
             PromptError: the prompt is empty or does not fit, or has a token that the model does not.
-            BusyError: the queue is full or the engine drains.
+            BusyError: the queue is full or the engine drains; says after how many seconds to come again.
             ServerError: the engine has failed.
         """
         if not prompt:
@@ -152,7 +134,7 @@ class ServingEngine:
             )
         name = f"req-{next(self._numbers)}"
         sequence = Sequence(name, list(prompt), len(prompt), options.max_tokens, Sampler(options))
-        request = _Request(sequence, options, on_progress, self, perf_counter())
+        request = Ticket(sequence, options, on_progress, self, perf_counter())
         with self._changing:
             if self._failure is not None:
                 raise ServerError(f"the engine has failed: {self._failure}")
@@ -169,7 +151,7 @@ class ServingEngine:
         self._wake.set()
         return request
 
-    def cancel(self, request: _Request) -> None:
+    def cancel(self, request: Ticket) -> None:
         """Ends a request before the next step, if it has not ended."""
         with self._changing:
             if request.request_id not in self._requests:
@@ -178,7 +160,7 @@ class ServingEngine:
         self._wake.set()
 
     def drain(self, timeout_s: float) -> bool:
-        """Takes no more requests and waits until those taken have ended; whether they have."""
+        """Takes no new requests; waits until those taken are done. False if some were not within ``timeout_s``."""
         with self._idle:
             self._draining = True
             return self._idle.wait_for(lambda: not self._requests, timeout_s)
@@ -193,9 +175,7 @@ class ServingEngine:
     def __enter__(self) -> ServingEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _retry_after_s(self) -> float:
@@ -266,7 +246,7 @@ class ServingEngine:
                     break
         return True
 
-    def _request_of(self, share: Share) -> _Request:
+    def _request_of(self, share: Share) -> Ticket:
         return self._requests[share.sequence.request_id]
 
     def _take_changes(self) -> None:
@@ -289,13 +269,12 @@ class ServingEngine:
     def _count_step(self, step: Step) -> None:
         steps, tokens = self.stats.steps, self.stats.tokens
         steps.steps += 1
-        steps.in_two_groups += step.in_two_groups
         steps.seconds += step.seconds
         self.stats.step_rows.add(sum(len(share.tokens) for share in step.shares))
         tokens.guessed += sum(share.n_guesses for share in step.shares)
         tokens.guessed_right += sum(max(0, len(choices) - 1) for choices in step.choices)
 
-    def _take_token(self, request: _Request, choice: TokenChoice, now: float) -> None:
+    def _take_token(self, request: Ticket, choice: TokenChoice, now: float) -> None:
         request.n_tokens += 1
         self.stats.tokens.completion += 1
         self._offloaded.recorder.told().completion += 1
@@ -315,7 +294,7 @@ class ServingEngine:
         else:
             self._end(request, progress)
 
-    def _end(self, request: _Request, progress: Progress) -> None:
+    def _end(self, request: Ticket, progress: Progress) -> None:
         request.is_over = True
         if request.is_scheduled:
             self._batch.remove(request.sequence)
@@ -352,15 +331,18 @@ class ServingEngine:
 
         options = SamplingOptions(max_tokens=2, temperature=0, ignore_eos=True)
         self.submit([0] * min(4, self.context_tokens - 2), options, tell)
-        if not over.wait(self._step_timeout_s):
-            raise ServerError(f"the first step did not end within {self._step_timeout_s:g} s")
+        # A dispatch may fail at its deadline, and then experts of a lost server are read.
+        settings = self._offloaded.settings
+        timeout_s = settings.dispatch_timeout_s + settings.load_timeout_s
+        if not over.wait(timeout_s):
+            raise ServerError(f"the first step did not end within {timeout_s:g} s")
         if done[-1].error is not None:
             raise done[-1].error
         self.stats.reset()
         self._offloaded.recorder.reset()
 
 
-def _tell(request: _Request, progress: Progress) -> None:
+def _tell(request: Ticket, progress: Progress) -> None:
     """Tells a client; an exception of its own is no matter of the others."""
     try:
         request.tell(progress)

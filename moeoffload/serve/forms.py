@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from moeoffload import __version__
 from moeoffload.serve.choices import Piece
@@ -37,22 +37,6 @@ class Usage:
         }
 
 
-class Form(Protocol):
-    """How the pieces of choices are told."""
-
-    def opening(self, n_choices: int) -> list[Json]:
-        """The chunks at the start of a stream."""
-
-    def chunks(self, piece: Piece) -> list[Json]:
-        """The chunks for one piece."""
-
-    def last_chunk(self, usage: Usage) -> Json:
-        """The chunk that counts tokens."""
-
-    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> Json:
-        """All in one; ``pieces`` by choice."""
-
-
 class _Form:
     """What both kinds have in common."""
 
@@ -68,7 +52,7 @@ class _Form:
         }
 
     def last_chunk(self, usage: Usage) -> Json:
-        """See `Form`."""
+        """The chunk that counts tokens."""
         return self._chunk_head() | {"choices": [], "usage": usage.to_json()}
 
     def _chunk_head(self) -> Json:
@@ -86,11 +70,11 @@ class ChatForm(_Form):
         self._alternatives = alternatives
 
     def opening(self, n_choices: int) -> list[Json]:
-        """See `Form`."""
+        """The chunks at the start of a stream."""
         return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(n_choices)]
 
     def chunks(self, piece: Piece) -> list[Json]:
-        """See `Form`."""
+        """The chunks for one piece."""
         chunks = []
         if piece.text or piece.tokens:
             chunks.append(self._delta(piece.index, {"content": piece.text}, self._logprobs([piece])))
@@ -99,7 +83,7 @@ class ChatForm(_Form):
         return chunks
 
     def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> Json:
-        """See `Form`."""
+        """All in one; ``pieces`` by choice."""
         choices = [
             {
                 "index": index,
@@ -141,15 +125,15 @@ class CompletionForm(_Form):
         self._echoes = echoes
 
     def opening(self, n_choices: int) -> list[Json]:
-        """See `Form`."""
+        """See `ChatForm`."""
         return [self._chunk(self._choice(index, text, [])) for index, text in enumerate(self._echoes) if text]
 
     def chunks(self, piece: Piece) -> list[Json]:
-        """See `Form`."""
+        """See `ChatForm`."""
         return [self._chunk(self._choice(piece.index, piece.text, [piece]))]
 
     def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> Json:
-        """See `Form`."""
+        """See `ChatForm`."""
         choices = [
             self._choice(index, self._echoes[index] + "".join(piece.text for piece in mine), mine)
             for index, mine in enumerate(pieces)

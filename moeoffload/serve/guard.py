@@ -7,7 +7,6 @@ import hmac
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -22,34 +21,25 @@ log = logging.getLogger(__name__)
 
 OPEN_PATHS: Final = frozenset(("/health", "/ready", "/dashboard"))
 """What needs no key: it tells nothing of requests. The page of the dashboard holds no figures, it asks for /stats."""
+_MOST_BODY_BYTES: Final = 8 << 20
+_BODY_TIMEOUT_S: Final = 60.0
 _DISCARDED_BYTES: Final = 64 << 20
 """So much of a body that is too large is read and thrown away, so that its sender comes to read the answer."""
-
-
-@dataclass(frozen=True)
-class GuardRules:
-    """Args:
-    api_key: what clients have to show; None lets all in that pass the other rules.
-    loopback_only: without a key on loopback: pages of other sites in this machine's browsers are kept out.
-    max_body_bytes: the largest body that is read.
-    max_open: bodies read or answered at a time.
-    body_timeout_s: the longest wait for a body.
-    """
-
-    api_key: str | None
-    loopback_only: bool
-    max_body_bytes: int = 8 << 20
-    max_open: int = 256
-    body_timeout_s: float = 60.0
 
 
 class Guard:
     """ASGI middleware. Passes on requests with their whole body read; ``stopping`` makes it take no new ones."""
 
-    def __init__(self, app: ASGIApp, rules: GuardRules) -> None:
+    def __init__(self, app: ASGIApp, *, api_key: str | None, loopback_only: bool, max_open: int) -> None:
+        """Args:
+        api_key: what clients have to show; None lets all in that pass the other rules.
+        loopback_only: without a key on loopback: pages of other sites in this machine's browsers are kept out.
+        max_open: bodies read or answered at a time.
+        """
         self._app = app
-        self._rules = rules
-        self._key = rules.api_key.encode() if rules.api_key is not None else None
+        self._key = api_key.encode() if api_key is not None else None
+        self._loopback_only = loopback_only
+        self._max_open = max_open
         self._n_open = 0
         self._refusals = Refusals()
         self.stopping = False
@@ -75,7 +65,7 @@ class Guard:
     def _check_who(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         peer = ":".join(str(part) for part in scope.get("client") or ("unknown",))
-        if self._rules.loopback_only:
+        if self._loopback_only:
             # A name that an attacker's DNS turned into 127.0.0.1, or a page of another site: not this machine's user.
             if not _names_loopback(f"//{headers.get('host', '')}"):
                 self._refusals.add(peer, "its Host header is no loopback name")
@@ -100,7 +90,7 @@ class Guard:
         """One of the bodies that are in memory at a time."""
         if self.stopping:
             raise unavailable("The server is stopping and takes no new requests.", 5.0)
-        if self._n_open >= self._rules.max_open:
+        if self._n_open >= self._max_open:
             raise busy("Too many requests are open.", 1.0)
         self._n_open += 1
         try:
@@ -109,14 +99,14 @@ class Guard:
             self._n_open -= 1
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
-        limit = self._rules.max_body_bytes
+        limit = _MOST_BODY_BYTES
         too_large = ApiError(413, f"The body of the request is larger than {limit} bytes.", code="request_too_large")
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > _DISCARDED_BYTES:
             raise too_large
         body, n_bytes = bytearray(), 0
         try:
-            async with asyncio.timeout(self._rules.body_timeout_s):
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":

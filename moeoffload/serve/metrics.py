@@ -13,9 +13,33 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-STATES: Final = ("up", "replaced", "lost")
+from moeoffload.serve.figures import PARTS
+
+_STATES: Final = ("up", "replaced", "lost")
 _RESULTS: Final = ("finished", "cancelled", "failed", "rejected")
-_PARTS: Final = ("dense", "pack", "wire", "queue", "compute", "local", "combine", "other")
+_COUNTERS: Final = (
+    ("prompt_tokens", "tokens", "prompt", "Tokens of prompts"),
+    ("reused_tokens", "tokens", "reused", "Of these, taken from the cache"),
+    ("guessed_tokens", "tokens", "guessed", "Tokens that were guessed ahead"),
+    ("guessed_right_tokens", "tokens", "guessed_right", "Of these, right ones"),
+    ("completion_tokens", "tokens", "completion", "Tokens of answers"),
+    ("steps", "steps", "steps", "Steps of the engine"),
+    ("step_seconds", "steps", "seconds", "Seconds of all steps"),
+)
+"""Name, where it stands in a snapshot, and what it is."""
+_GAUGES: Final = (
+    ("requests_running", "requests", "running", "Requests that have a place in the batch"),
+    ("requests_waiting", "requests", "waiting", "Requests in the queue"),
+    ("cache_used_tokens", "cache", "used_tokens", "Tokens in the cache, of running requests"),
+    ("cache_kept_tokens", "cache", "kept_tokens", "Tokens kept in the cache to be reused"),
+    ("cache_capacity_tokens", "cache", "total_tokens", "Tokens that the cache can hold"),
+    ("cache_capacity_bytes", "cache", "total_bytes", "Memory of the cache"),
+)
+_HISTOGRAMS: Final = (
+    ("first_token_seconds", "first_token_s", "From the request to its first token"),
+    ("between_tokens_seconds", "between_tokens_s", "From a token to the next"),
+    ("step_rows", "step_rows", "Rows (tokens) of each step"),
+)
 _SERVER_COUNTERS: Final = (
     ("calls", "calls", "Dispatches of rows"),
     ("rows", "rows", "Rows sent"),
@@ -54,94 +78,56 @@ class _SnapshotCollector(Collector):
         model = data["model"]
         info = {"version": data["version"], "model": model["name"], "type": model["type"], "dtype": model["dtype"]}
         yield InfoMetricFamily("moeoffload_model", "The model that is served", value=info)
-        yield _gauge("moeoffload_uptime_seconds", "Since the engine was started", data["uptime_s"])
-        yield from _of_requests(data)
-        yield from _of_steps(data)
-        yield from _of_servers(data["servers"])
-        recovery = CounterMetricFamily("moeoffload_recovery", "What befell expert servers", labels=["event"])
-        for event, count in data["recovery"].items():
-            if event != "events":
-                recovery.add_metric([event], count)
-        yield recovery
+        yield GaugeMetricFamily("moeoffload_uptime_seconds", "Since the engine was started", value=data["uptime_s"])
+        for name, group, key, text in _COUNTERS:
+            yield CounterMetricFamily(f"moeoffload_{name}", text, value=data[group][key])
+        for name, group, key, text in _GAUGES:
+            yield GaugeMetricFamily(f"moeoffload_{name}", text, value=data[group][key])
+        for name, key, text in _HISTOGRAMS:
+            buckets, total = _buckets(data[key]), data[key]["total"]
+            yield HistogramMetricFamily(f"moeoffload_{name}", text, buckets=buckets, sum_value=total)
+        results = {result: data["requests"][result] for result in _RESULTS}
+        yield _counters("requests", "Requests by what became of them", "result", results)
+        parts = {part: data["steps"][f"{part}_s"] for part in PARTS}
+        yield _counters("step_part_seconds", "Where the seconds of steps went", "part", parts)
+        events = {event: count for event, count in data["recovery"].items() if event != "events"}
+        yield _counters("recovery", "Server events, by kind", "event", events)
+        yield from _of_servers({server["address"]: server for server in data["servers"]})
 
 
-def _of_requests(data: dict[str, Any]) -> Iterator[Metric]:
-    requests, tokens, cache = data["requests"], data["tokens"], data["cache"]
-    yield _gauge("moeoffload_requests_running", "Requests that have a place in the batch", requests["running"])
-    yield _gauge("moeoffload_requests_waiting", "Requests in the queue", requests["waiting"])
-    ended = CounterMetricFamily("moeoffload_requests", "Requests by what became of them", labels=["result"])
-    for result in _RESULTS:
-        ended.add_metric([result], requests[result])
-    yield ended
-    yield _counter("moeoffload_prompt_tokens", "Tokens of prompts", tokens["prompt"])
-    yield _counter("moeoffload_reused_tokens", "Of these, taken from the cache", tokens["reused"])
-    yield _counter("moeoffload_guessed_tokens", "Tokens that were guessed ahead", tokens["guessed"])
-    yield _counter("moeoffload_guessed_right_tokens", "Of these, right ones", tokens["guessed_right"])
-    yield _counter("moeoffload_completion_tokens", "Tokens of answers", tokens["completion"])
-    yield _gauge("moeoffload_cache_used_tokens", "Tokens in the cache, of running requests", cache["used_tokens"])
-    yield _gauge("moeoffload_cache_kept_tokens", "Tokens kept in the cache to be reused", cache["kept_tokens"])
-    yield _gauge("moeoffload_cache_capacity_tokens", "Tokens that the cache can hold", cache["total_tokens"])
-    yield _gauge("moeoffload_cache_capacity_bytes", "Memory of the cache", cache["total_bytes"])
-    yield _histogram("moeoffload_first_token_seconds", "From the request to its first token", data["first_token_s"])
-    yield _histogram("moeoffload_between_tokens_seconds", "From a token to the next", data["between_tokens_s"])
-
-
-def _of_steps(data: dict[str, Any]) -> Iterator[Metric]:
-    steps = data["steps"]
-    yield _counter("moeoffload_steps", "Steps of the engine", steps["steps"])
-    yield _counter("moeoffload_steps_in_two_groups", "Of these, in two groups at a time", steps["in_two_groups"])
-    yield _counter("moeoffload_step_seconds", "Seconds of all steps", steps["seconds"])
-    parts = CounterMetricFamily("moeoffload_step_part_seconds", "Where the seconds of steps went", labels=["part"])
-    for part in _PARTS:
-        parts.add_metric([part], steps[f"{part}_s"])
-    yield parts
-    yield _histogram("moeoffload_step_rows", "Rows (tokens) of each step", data["step_rows"])
-
-
-def _of_servers(servers: list[dict[str, Any]]) -> Iterator[Metric]:
+def _of_servers(servers: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     about = InfoMetricFamily("moeoffload_server", "An expert server", labels=["server"])
     state = GaugeMetricFamily(
         "moeoffload_server_state", "1 for the state that the server is in", labels=["server", "state"]
     )
-    for server in servers:
-        about.add_metric([server["address"]], {name: server[name] for name in ("device", "transport", "kernel")})
-        for each in STATES:
-            state.add_metric([server["address"], each], float(server["state"] == each))
-    yield from (about, state)
-    for name, key, text in _SERVER_COUNTERS:
-        counter = CounterMetricFamily(f"moeoffload_server_{name}", text, labels=["server"])
-        for server in servers:
-            counter.add_metric([server["address"]], server[key])
-        yield counter
-    for name, key, text in _SERVER_GAUGES:
-        gauge = GaugeMetricFamily(f"moeoffload_server_{name}", text, labels=["server"])
-        for server in servers:
-            gauge.add_metric([server["address"]], server[key])
-        yield gauge
-    telling = [server for server in servers if "batches" in server]
     members = HistogramMetricFamily(
         "moeoffload_server_batch_members", "Requests in one kernel call, of all hosts", labels=["server"]
     )
-    wait = CounterMetricFamily(
-        "moeoffload_server_batch_wait_seconds", "What the oldest request of each kernel call waited", labels=["server"]
-    )
-    for server in telling:
-        histogram = server["batches"]["members"]
-        members.add_metric([server["address"]], _buckets(histogram), histogram["total"])
-        wait.add_metric([server["address"]], server["batches"]["wait_s"])
-    yield from (members, wait)
+    told = {address: server["batches"] for address, server in servers.items() if "batches" in server}
+    for address, server in servers.items():
+        about.add_metric([address], {name: server[name] for name in ("device", "transport", "kernel")})
+        for each in _STATES:
+            state.add_metric([address, each], float(server["state"] == each))
+    for address, batches in told.items():
+        members.add_metric([address], _buckets(batches["members"]), batches["members"]["total"])
+    yield from (about, state, members)
+    for name, key, text in _SERVER_COUNTERS:
+        yield _counters(f"server_{name}", text, "server", {address: each[key] for address, each in servers.items()})
+    for name, key, text in _SERVER_GAUGES:
+        gauge = GaugeMetricFamily(f"moeoffload_server_{name}", text, labels=["server"])
+        for address, server in servers.items():
+            gauge.add_metric([address], server[key])
+        yield gauge
+    waits = {address: batches["wait_s"] for address, batches in told.items()}
+    yield _counters("server_batch_wait_seconds", "What the oldest request of each kernel call waited", "server", waits)
 
 
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, value=value)
-
-
-def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(name, text, value=value)
-
-
-def _histogram(name: str, text: str, data: dict[str, Any]) -> HistogramMetricFamily:
-    return HistogramMetricFamily(name, text, buckets=_buckets(data), sum_value=data["total"])
+def _counters(name: str, text: str, label: str, values: dict[str, float]) -> CounterMetricFamily:
+    """A counter for each value of ``label``."""
+    family = CounterMetricFamily(f"moeoffload_{name}", text, labels=[label])
+    for each, value in values.items():
+        family.add_metric([each], value)
+    return family
 
 
 def _buckets(data: dict[str, Any]) -> list[tuple[str, float]]:

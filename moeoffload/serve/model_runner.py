@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,6 @@ from moeoffload.errors import ModelError
 from moeoffload.serve.paged_attention import IMPLEMENTATION, KeyValueStore, PackedRows, Segment
 from moeoffload.serve.sequence import Share
 
-Inputs = dict[str, Any]
-"""Arguments of the model for one group of shares."""
 _NO_PAGES = torch.empty(0, dtype=torch.int64)
 
 
@@ -65,8 +63,8 @@ class ModelRunner:
         if len(self._store.shapes) != n_layers:
             raise NotImplementedError(f"{n_layers - len(self._store.shapes)} of its layers have no attention")
 
-    def prepare(self, shares: Sequence[Share]) -> Inputs:
-        """The arguments of the model for one step of these shares, whose rows follow each other."""
+    def forward(self, shares: Sequence[Share]) -> torch.Tensor:
+        """Logits (rows, vocabulary) float32 of one step of these shares, of each its ``n_logits`` last rows."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -81,17 +79,8 @@ class ModelRunner:
             positions += range(share.past, end)
             slots += [pages[at // size] * size + at % size for at in range(share.past, end)]
             keep += range(len(tokens) - share.n_logits, len(tokens))
-        return self._inputs(tokens, positions, segments, slots, keep)
-
-    def forward(self, inputs: Inputs, run: Callable[..., Any] | None = None) -> torch.Tensor:
-        """Logits (rows, vocabulary) float32, of each share its ``n_logits`` last rows.
-
-        Args:
-            inputs: of `prepare`.
-            run: what to call instead of the model.
-        """
-        logits: torch.Tensor = (run or self._model)(**inputs).logits
-        return logits[0, -inputs["logits_to_keep"].numel() :].float()
+        logits: torch.Tensor = self._model(**self._inputs(tokens, positions, segments, slots, keep)).logits
+        return logits[0, -max(1, len(keep)) :].float()
 
     def _segment(self, start: int, n_rows: int, n_keys: int, pages: list[int]) -> Segment:
         if pages[-1] - pages[0] == len(pages) - 1 and pages == list(range(pages[0], pages[-1] + 1)):
@@ -100,7 +89,8 @@ class ModelRunner:
 
     def _inputs(
         self, tokens: list[int], positions: list[int], segments: list[Segment], slots: list[int], keep: list[int]
-    ) -> Inputs:
+    ) -> dict[str, Any]:
+        """The arguments of the model."""
         device = self._device
         return {
             "input_ids": torch.tensor([tokens], device=device),

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, Protocol
-
-from moeoffload.config import PingPongChoice
+from typing import Final
 
 MAX_ALTERNATIVES: Final = 20
 """Log probabilities of at most so many tokens are given at each position, as in OpenAI's API."""
@@ -65,50 +63,3 @@ class Progress:
 
 OnProgress = Callable[[Progress], None]
 """Called from the engine's thread, in order, until one with ``finish`` has come; must not block."""
-
-
-class Ticket(Protocol):
-    """A submitted request."""
-
-    @property
-    def request_id(self) -> str:
-        """Unique in this process."""
-
-    def cancel(self) -> None:
-        """Ends it; from any thread, at any time, more than once. Its room is free within one step."""
-
-
-class RequestEngine(Protocol):
-    """What the HTTP server needs of the engine; every method may be called from any thread."""
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens that prompt and answer of one request may have together."""
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What ended the engine for good; None as long as it goes on."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether requests are taken: warmed up, not draining, not failed."""
-
-    def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> Ticket:
-        """Queues a request.
-
-        Raises:
-            PromptError: the prompt is empty or does not fit.
-            BusyError: the queue is full or the engine drains; says after how many seconds to come again.
-            ServerError: the engine has failed.
-        """
-
-
-class EngineSettings(Protocol):
-    """What the engine needs of the settings."""
-
-    max_running: int
-    max_waiting: int
-    kv_gib: float
-    prefill_chunk: int
-    prefix_reuse: bool
-    ping_pong: PingPongChoice

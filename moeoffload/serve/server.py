@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Final, Protocol
+from typing import Final
 
 import uvicorn
 
@@ -17,6 +17,7 @@ from moeoffload.config import ServeSettings
 from moeoffload.serve.access import tls_context
 from moeoffload.serve.api import Api
 from moeoffload.serve.connection import IdleConnections
+from moeoffload.serve.engine import ServingEngine
 
 log = logging.getLogger(__name__)
 
@@ -26,23 +27,10 @@ _LAST_BYTES_S: Final = 5
 """The longest wait for responses to be sent when all requests have ended."""
 
 
-class Drainable(Protocol):
-    """What a graceful stop needs of the engine."""
-
-    def drain(self, timeout_s: float) -> bool:
-        """Takes no new requests; waits until those taken are done. False if some were not within ``timeout_s``."""
-
-
 class HttpServer(uvicorn.Server):
     """Serves until it is told to stop: at the first signal it lets requests finish, at the second it does not."""
 
-    def __init__(
-        self,
-        api: Api,
-        engine: Drainable,
-        settings: ServeSettings,
-        on_ready: Callable[[], None],
-    ) -> None:
+    def __init__(self, api: Api, engine: ServingEngine, settings: ServeSettings, on_ready: Callable[[], None]) -> None:
         """``on_ready`` is called when requests are taken."""
         self._api = api
         self._engine = engine

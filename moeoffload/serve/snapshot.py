@@ -41,13 +41,14 @@ def serving_snapshot(
     known = batches or {}
     servers = [_server(shard, counters, known) for shard, counters in zip(offloaded.shards, total.servers, strict=True)]
     figures = stats.snapshot()
-    figures["steps"] |= _step_parts(total, figures["steps"]["seconds"])
+    # What the recorder has between forward passes may be idle time.
+    figures["steps"] |= _parts(total) | {"other_s": max(0.0, figures["steps"]["seconds"] - total.forward_s)}
     return figures | {
         "version": __version__,
         "model": _model(offloaded),
         "servers": servers,
         "recovery": offloaded.recovery(),
-        "layers": [_layer(times) for times in total.layers],
+        "layers": [{"calls": times.calls} | _parts(times) for times in total.layers],
     }
 
 
@@ -116,29 +117,14 @@ def _state(shard: Shard) -> tuple[str, str]:
     return "lost", ""
 
 
-def _step_parts(total: PhaseCounters, step_seconds: float) -> dict[str, float]:
-    """Where the seconds of steps went; of two groups in flight the sums of both."""
+def _parts(times: LayerTimes) -> dict[str, float]:
+    """Where the seconds of layers went, or of forward passes."""
     return {
-        "dense_s": total.dense_s,
-        "pack_s": total.pack_s,
-        "wire_s": max(0.0, total.wait_s - total.wait_queue_s - total.wait_compute_s),
-        "queue_s": total.wait_queue_s,
-        "compute_s": total.wait_compute_s,
-        "local_s": total.local_s,
-        "combine_s": total.combine_s,
-        # What the recorder has between forward passes may be idle time.
-        "other_s": max(0.0, step_seconds - total.forward_s),
-    }
-
-
-def _layer(times: LayerTimes) -> dict[str, Any]:
-    return {
-        "calls": times.calls,
         "dense_s": times.dense_s,
         "pack_s": times.pack_s,
-        "local_s": times.local_s,
         "wire_s": max(0.0, times.wait_s - times.wait_queue_s - times.wait_compute_s),
         "queue_s": times.wait_queue_s,
         "compute_s": times.wait_compute_s,
+        "local_s": times.local_s,
         "combine_s": times.combine_s,
     }

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from sse_starlette import EventSourceResponse
 from sse_starlette.sse import AppStatus, SendTimeoutError
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from moeoffload.serve.api_errors import of_exception
@@ -23,33 +23,14 @@ _CLIENT_CLOSED: Final = 499
 # At a stop, streams end by themselves: with their answers, or with an error from `Choices.give_up`.
 AppStatus.disable_automatic_graceful_drain()
 
-_Result = TypeVar("_Result")
 
-
-class ClientLeft(Exception):
-    """The client has closed its connection."""
-
-
-class ClientGone(Response):
-    """The answer to a client that has left."""
-
-    def __init__(self) -> None:
-        super().__init__(status_code=_CLIENT_CLOSED)
-
-
-async def unless_client_leaves(receive: Receive, work: Awaitable[_Result]) -> _Result:
-    """The result of ``work``, which is cancelled when the client closes its connection.
-
-    Raises:
-        ClientLeft: it has.
-    """
+async def unless_client_leaves(receive: Receive, work: Awaitable[dict[str, Any]]) -> Response:
+    """The JSON that ``work`` makes, which is cancelled when the client closes its connection."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_until_disconnect(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientLeft
-        return task.result()
+        return JSONResponse(task.result()) if task.done() else Response(status_code=_CLIENT_CLOSED)
     finally:
         watch.cancel()
         task.cancel()

@@ -72,21 +72,10 @@ class CacheUse:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Steps and where their seconds went, parts as in docs/report.md; the engine counts the first three fields, and a
-    snapshot fills in the rest from the recorder."""
+    """Steps and their seconds; a snapshot adds where these went, from the recorder."""
 
     steps: int = 0
-    in_two_groups: int = 0
-    """Of these, those in which one group computed while the other's experts were away."""
     seconds: float = 0.0
-    dense_s: float = 0.0
-    pack_s: float = 0.0
-    wire_s: float = 0.0
-    queue_s: float = 0.0
-    compute_s: float = 0.0
-    local_s: float = 0.0
-    combine_s: float = 0.0
-    other_s: float = 0.0
 
 
 class ServingStats:

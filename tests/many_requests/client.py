@@ -6,23 +6,16 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeoffload.config.serve import PingPongChoice
+from moeoffload.config import ServeSettings
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import FinishReason, Progress, SamplingOptions
 
 TIMEOUT_S = 120
 
 
-@dataclass
-class Limits:
+def limits(**settings: Any) -> ServeSettings:
     """Settings of an engine for small tests."""
-
-    max_running: int = 32
-    max_waiting: int = 64
-    kv_gib: float = 0.02
-    prefill_chunk: int = 512
-    prefix_reuse: bool = True
-    ping_pong: PingPongChoice = PingPongChoice.AUTO
+    return ServeSettings(**{"kv_gib": 0.02} | settings)
 
 
 @dataclass

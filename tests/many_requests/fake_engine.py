@@ -39,7 +39,7 @@ class FakeTicket:
 
 
 class FakeEngine:
-    """Implements `RequestEngine`. While `held`, requests stay where they are, as long ones do."""
+    """Does what `ServingEngine` does for the HTTP server. While `held`, requests stay, as long ones do."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.context_tokens = 200

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from email.message import Message
 from http.client import HTTPConnection
-from typing import Any
+from typing import Any, cast
 
 import openai
 from command_lines import wait_until
@@ -19,6 +19,7 @@ from many_requests.fake_engine import FakeEngine
 from moeoffload.config import ServeSettings
 from moeoffload.serve.access import bind_socket
 from moeoffload.serve.api import create_app
+from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.server import HttpServer
 
 WAIT_S = 30
@@ -94,8 +95,9 @@ def serving(engine: FakeEngine, tokenizer: Any, key: str = "none", **settings: A
     checked = ServeSettings(port=0, **settings)
     listener = bind_socket(checked)
     ready = threading.Event()
-    api = create_app(engine, tokenizer, "demo", checked, lambda watch: scripted(1)[0])
-    server = HttpServer(api, engine, checked, ready.set)
+    served = cast(ServingEngine, engine)
+    api = create_app(served, tokenizer, "demo", checked, lambda watch: scripted(1)[0])
+    server = HttpServer(api, served, checked, ready.set)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     assert ready.wait(WAIT_S)

@@ -263,11 +263,3 @@ def test_a_stream_with_nothing_to_say_is_kept_alive(
         engine.held = False
         rest = list(lines)
     assert rest[-2:] == ["data: [DONE]", ""]
-
-
-def test_leaving_a_stream_of_the_client_cancels_it(server: Running, engine: FakeEngine) -> None:
-    engine.held, engine.tokens = True, list(b"abcdefgh")
-    with server.client() as client:
-        with client.chat.completions.create(model="demo", messages=HELLO, stream=True) as stream:
-            next(stream)
-        wait_until(lambda: engine.tickets[0].cancelled.is_set(), "the cancel", 5)

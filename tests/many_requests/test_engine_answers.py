@@ -13,13 +13,12 @@ from conftest import DEMO, demo_prompt
 from tasks import prompts
 
 from moeoffload import open_model
-from moeoffload.config.serve import PingPongChoice
 from moeoffload.errors import BusyError, PromptError
 from moeoffload.host.session import OffloadedModel
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import FinishReason
 
-from .client import Answer, Limits, ask
+from .client import Answer, ask, limits
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def offloaded(three_servers: list[str]) -> Iterator[OffloadedModel]:
 
 @pytest.fixture
 def engine(offloaded: OffloadedModel) -> Iterator[ServingEngine]:
-    with ServingEngine(offloaded, Limits()) as running:
+    with ServingEngine(offloaded, limits()) as running:
         yield running
 
 
@@ -50,26 +49,20 @@ def alone(offloaded: OffloadedModel, prompt: list[int], n_tokens: int) -> list[i
     return tokens
 
 
-@pytest.mark.parametrize("ping_pong", list(PingPongChoice))
-def test_32_requests_at_once_get_the_tokens_they_get_alone(
-    offloaded: OffloadedModel, ping_pong: PingPongChoice
-) -> None:
+def test_32_requests_at_once_get_the_tokens_they_get_alone(offloaded: OffloadedModel) -> None:
     wanted = held_out(offloaded, 32)
     expected = [alone(offloaded, prompt, 24) for prompt in wanted]
-    with ServingEngine(offloaded, Limits(ping_pong=ping_pong)) as engine:
+    with ServingEngine(offloaded, limits()) as engine:
         answers = [ask(engine, prompt) for prompt in wanted]
         assert {answer.finish for answer in answers} == {FinishReason.STOP}
-        steps = engine.stats.steps
     assert [answer.tokens for answer in answers] == expected
-    if ping_pong is not PingPongChoice.AUTO:
-        assert (steps.in_two_groups > 0) == (ping_pong is PingPongChoice.ON)
 
 
 def test_long_prompts_are_cut_and_do_not_keep_others_waiting(offloaded: OffloadedModel) -> None:
     generator = random.Random(1)
     long = [[generator.randrange(5, 60) for _ in range(900)] for _ in range(2)]
     short = held_out(offloaded, 2)
-    with ServingEngine(offloaded, Limits(prefill_chunk=128, max_running=8)) as engine:
+    with ServingEngine(offloaded, limits(prefill_chunk=128, max_running=8)) as engine:
         slow = [ask(engine, prompt, 4, ignore_eos=True) for prompt in long]
         quick = [ask(engine, prompt) for prompt in short]
         done_first = [answer.finish for answer in quick]
@@ -84,7 +77,7 @@ def test_long_prompts_are_cut_and_do_not_keep_others_waiting(offloaded: Offloade
 def test_the_second_turn_of_a_conversation_computes_what_is_new_only(offloaded: OffloadedModel) -> None:
     turns = demo_prompt(2100, seed=2)[0].tolist()
     first = turns[:2000]
-    with ServingEngine(offloaded, Limits()) as engine:
+    with ServingEngine(offloaded, limits()) as engine:
         answer = ask(engine, first, 16, ignore_eos=True)
         assert answer.finish is FinishReason.LENGTH
         rows = [rows_sent(offloaded)]
@@ -93,7 +86,7 @@ def test_the_second_turn_of_a_conversation_computes_what_is_new_only(offloaded: 
         rows.append(rows_sent(offloaded))
     assert second.progress[-1].reused_tokens >= 2000
     assert rows[1] - rows[0] <= 0.05 * rows[0]
-    with ServingEngine(offloaded, Limits(prefix_reuse=False)) as engine:
+    with ServingEngine(offloaded, limits(prefix_reuse=False)) as engine:
         computed = ask(engine, [*first, *answer.tokens, *turns[2050:]])
         assert computed.finish is FinishReason.STOP
     assert computed.progress[-1].reused_tokens == 0
@@ -121,7 +114,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(offloaded: OffloadedModel, 
 
 def test_log_probabilities_are_the_models(offloaded: OffloadedModel) -> None:
     prompt = held_out(offloaded, 1)[0]
-    with ServingEngine(offloaded, Limits()) as engine:
+    with ServingEngine(offloaded, limits()) as engine:
         answer = ask(engine, prompt, 3, alternatives=4, ignore_eos=True)
         assert answer.finish is FinishReason.LENGTH
     with torch.inference_mode():
@@ -146,7 +139,7 @@ def test_a_bias_and_penalties_change_the_choice(offloaded: OffloadedModel, engin
 
 
 def test_what_cannot_be_taken_is_refused(offloaded: OffloadedModel) -> None:
-    with ServingEngine(offloaded, Limits(max_running=2, max_waiting=3)) as engine:
+    with ServingEngine(offloaded, limits(max_running=2, max_waiting=3)) as engine:
         with pytest.raises(PromptError, match="empty"):
             ask(engine, [])
         with pytest.raises(PromptError, match="context holds"):
@@ -176,11 +169,11 @@ def test_what_cannot_be_taken_is_refused(offloaded: OffloadedModel) -> None:
 def test_more_than_the_cache_holds_is_computed_all_the_same(offloaded: OffloadedModel) -> None:
     """Requests that run out of room for keys and values are put back and start again; nobody notices."""
     wanted = held_out(offloaded, 12)
-    with ServingEngine(offloaded, Limits(kv_gib=0.0004, prefix_reuse=False)) as engine:
+    with ServingEngine(offloaded, limits(kv_gib=0.0004, prefix_reuse=False)) as engine:
         assert engine.stats.cache.total_tokens < 12 * 60
         answers = [ask(engine, prompt, 60, ignore_eos=True) for prompt in wanted]
         assert {answer.finish for answer in answers} == {FinishReason.LENGTH}
-    with ServingEngine(offloaded, Limits()) as engine:
+    with ServingEngine(offloaded, limits()) as engine:
         roomy = [ask(engine, prompt, 60, ignore_eos=True) for prompt in wanted]
         assert {answer.finish for answer in roomy} == {FinishReason.LENGTH}
     # Behind its end a model babbles, which a rounding can change; when requests were put back depends on the moment.
@@ -201,16 +194,16 @@ def in_turn(engine: ServingEngine, prompt: list[int], n_tokens: int) -> Answer:
 def test_guesses_change_nothing_but_the_number_of_steps(three_servers: list[str]) -> None:
     repetitive = [[7, 8, 9, 10] * 6, [20, 21, 22] * 5]
     with open_model(DEMO, experts=three_servers[:1], device="cpu", threads=1) as opened:
-        with ServingEngine(opened, Limits()) as engine:
+        with ServingEngine(opened, limits()) as engine:
             plain = [in_turn(engine, prompt, 100) for prompt in repetitive]
             steps = engine.stats.steps.steps
         opened.settings = opened.settings.model_copy(update={"prompt_lookup": 7})
-        with ServingEngine(opened, Limits()) as engine:
+        with ServingEngine(opened, limits()) as engine:
             guessed = [in_turn(engine, prompt, 100) for prompt in repetitive]
             stats = engine.stats
             # The next turn finds in the cache what the guesses of this one have left there: only what was right.
             turn = in_turn(engine, [*repetitive[0], *plain[0].tokens], 40)
-        with ServingEngine(opened, Limits(prefix_reuse=False)) as engine:
+        with ServingEngine(opened, limits(prefix_reuse=False)) as engine:
             fresh = in_turn(engine, [*repetitive[0], *plain[0].tokens], 40)
     assert [answer.tokens for answer in guessed] == [answer.tokens for answer in plain]
     assert 0 < stats.tokens.guessed_right < stats.tokens.guessed

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 from serving_snapshots import scripted
 
-from moeoffload.serve.figures import LAYER_PARTS, PAUSE_S, History, figures, quantile
+from moeoffload.serve.figures import LAYER_PARTS, PAUSE_S, History, figures, histogram_difference, quantile
 from moeoffload.serve.stats import LATENCY_BOUNDS_S, Histogram
 
 
@@ -33,17 +34,9 @@ def test_rates_are_of_the_last_seconds_and_latencies_of_the_last_minute() -> Non
     assert sum(shown["step_parts"].values()) == pytest.approx(shown["step_s"])
     in_layers = sum(sum(layer[part] for part in LAYER_PARTS) for layer in shown["layers"])
     assert in_layers + shown["step_parts"]["other"] == pytest.approx(shown["step_s"])
-    minute = Histogram(tuple(new["between_tokens_s"]["bounds"]))
-    minute.n = new["between_tokens_s"]["n"] - snapshots[-61]["between_tokens_s"]["n"]
-    assert 0 < minute.n < new["between_tokens_s"]["n"]
-    minute.counts = [
-        now - then
-        for now, then in zip(
-            new["between_tokens_s"]["counts"], snapshots[-61]["between_tokens_s"]["counts"], strict=True
-        )
-    ]
-    data = {"bounds": minute.bounds, "counts": minute.counts, "total": 0.0, "n": minute.n}
-    assert shown["between_tokens_s"] == (quantile(data, 0.5), quantile(data, 0.95))
+    minute = histogram_difference(new["between_tokens_s"], snapshots[-61]["between_tokens_s"])
+    assert 0 < minute["n"] == sum(minute["counts"]) < new["between_tokens_s"]["n"]
+    assert shown["between_tokens_s"] == (quantile(minute, 0.5), quantile(minute, 0.95))
 
 
 def test_quantiles_lie_within_the_bucket_of_the_exact_ones() -> None:
@@ -51,7 +44,7 @@ def test_quantiles_lie_within_the_bucket_of_the_exact_ones() -> None:
     histogram = Histogram(LATENCY_BOUNDS_S)
     for value in values:
         histogram.add(value)
-    data = {"bounds": histogram.bounds, "counts": histogram.counts, "total": histogram.total, "n": histogram.n}
+    data = asdict(histogram)
     for share in (0.05, 0.5, 0.9):
         exact = values[int(share * 100) - 1]
         upper = next(bound for bound in LATENCY_BOUNDS_S if bound >= exact)

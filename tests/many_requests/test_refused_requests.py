@@ -19,7 +19,7 @@ from moeoffload.cli.key_files import make_keys
 from moeoffload.config import ServeSettings
 from moeoffload.errors import SettingError
 from moeoffload.serve import connection
-from moeoffload.serve.access import bind_socket, check_access
+from moeoffload.serve.access import check_access
 
 KEY = "0123456789abcdef0123"
 CHAT = "/v1/chat/completions"
@@ -227,11 +227,6 @@ def test_files_that_hold_something_else_are_refused_before_a_model_is_loaded(tmp
         check_access(ServeSettings(http_tls_cert=junk, http_tls_key=junk))
 
 
-def test_a_port_that_is_taken_is_one_clear_line(server: Running) -> None:
-    with pytest.raises(SettingError, match=f"--port: cannot listen at 127.0.0.1, port {server.port}"):
-        bind_socket(ServeSettings(port=server.port))
-
-
 def test_connections_that_send_no_request_are_closed_and_slow_answers_are_not(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,11 +248,10 @@ def test_connections_that_send_no_request_are_closed_and_slow_answers_are_not(
 # ---------------------------------------------------------------- stopping
 
 
-@pytest.mark.parametrize("second", [True, False])
-def test_requests_that_do_not_finish_in_time_are_told(tokenizer: Any, second: bool) -> None:
+def test_requests_that_do_not_finish_in_time_are_told(tokenizer: Any) -> None:
     engine = FakeEngine(b"abc")
     engine.held = True
-    with serving(engine, tokenizer, drain_seconds=600 if second else 0.2) as server, server.client() as client:
+    with serving(engine, tokenizer, drain_seconds=0.2) as server, server.client() as client:
         stream = client.chat.completions.create(model="demo", messages=HI, stream=True)
         next(stream)
         failed: list[Exception] = []
@@ -271,8 +265,6 @@ def test_requests_that_do_not_finish_in_time_are_told(tokenizer: Any, second: bo
         reader = threading.Thread(target=wait_for_the_rest, daemon=True)
         reader.start()
         server.stop()
-        if second:
-            server.stop()
         wait_until(server.ended, "the end", 20)
         assert not server.server.finished_all
         reader.join(10)

@@ -102,27 +102,6 @@ def test_chats_and_completions_streamed_or_not_give_the_same_answer(client: open
     assert parts[-1].choices[0].finish_reason == "stop"
 
 
-def test_32_at_a_time_get_their_own_answers(server: Server, client: openai.OpenAI) -> None:
-    prompts = tasks.prompts(32, seed=1)
-    alone = [client.completions.create(prompt=prompt, **GREEDY).choices[0].text for prompt in prompts]
-
-    async def together() -> list[str]:
-        async with server.clients() as many:
-            answers = (many.completions.create(prompt=prompt, **GREEDY) for prompt in prompts)
-            return [answer.choices[0].text for answer in await asyncio.gather(*answers)]
-
-    assert asyncio.run(together()) == alone
-    assert len(set(alone)) > 16
-
-
-def test_a_client_that_leaves_makes_room(server: Server, client: openai.OpenAI) -> None:
-    before = server.counts()["cancelled"]
-    with client.completions.create(prompt="x", stream=True, **ENDLESS) as chunks:
-        assert [next(chunks).choices[0].finish_reason for _ in range(3)] == [None] * 3
-    wait_until(lambda: server.counts()["cancelled"] == before + 1, "the cancel", 10)
-    wait_until(lambda: server.counts()["running"] == 0, "the room", 10)
-
-
 def test_more_than_it_takes_are_answered_or_told_to_come_again(server: Server) -> None:
     process = psutil.Process(server.command.process.pid)
     options: dict[str, Any] = {"prompt": "x", "max_tokens": 60, "extra_body": {"ignore_eos": True}, **GREEDY}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from typing import Any
@@ -12,7 +13,7 @@ from command_lines import wait_until
 from conftest import DEMO, ROOT, StartServer, demo_prompt
 
 from moeoffload import OffloadedModel, open_model
-from moeoffload.config.serve import PingPongChoice
+from moeoffload.errors import ServerError
 from moeoffload.serve.batches import BatchWatcher
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.metrics import render_metrics
@@ -20,7 +21,7 @@ from moeoffload.serve.request import FinishReason
 from moeoffload.serve.snapshot import serving_snapshot
 from moeoffload.serve.stats import ServingStats
 
-from .client import Limits, ask
+from .client import ask, limits
 
 COUNTED = ("calls", "rows", "bytes_out", "bytes_back", "queue_s", "compute_s", "wait_s")
 
@@ -70,7 +71,7 @@ def test_servers_have_the_figures_of_the_report_and_layers_those_of_the_time_whe
 def test_the_parts_of_the_engines_steps_add_up_to_their_time(three_servers: list[str]) -> None:
     with open_model(DEMO, experts=three_servers[:2], device="cpu") as offloaded:
         prompt = demo_prompt(30, seed=2)[0].tolist()
-        with ServingEngine(offloaded, Limits(ping_pong=PingPongChoice.OFF)) as engine:
+        with ServingEngine(offloaded, limits()) as engine:
             answers = [ask(engine, prompt, 40, ignore_eos=True) for _ in range(3)]
             assert {answer.finish for answer in answers} == {FinishReason.LENGTH}
             snapshot = json.loads(json.dumps(serving_snapshot(offloaded, engine.stats)))
@@ -91,6 +92,9 @@ def test_a_lost_server_is_seen_and_who_stands_in_for_it(start_server: StartServe
         up, away = look(offloaded)["servers"]
         with torch.no_grad():
             offloaded.model(torch.tensor([[7, 8, 9]]))
+        # A call on a connection that is closed already would end this process.
+        with pytest.raises(ServerError):
+            offloaded.links[1].stats(1.0)
     assert (up["state"], away["state"]) == ("up", "replaced")
     assert away["address"] == goes.address
     assert "host" in away["computed_by"]
@@ -98,7 +102,8 @@ def test_a_lost_server_is_seen_and_who_stands_in_for_it(start_server: StartServe
 
 def test_what_servers_tell_of_their_batches_comes_with_later_snapshots(start_server: StartServer) -> None:
     server = start_server()
-    with open_model(DEMO, experts=[server.address], device="cpu") as offloaded, BatchWatcher(offloaded) as batches:
+    opened = open_model(DEMO, experts=[server.address], device="cpu")
+    with opened as offloaded, contextlib.closing(BatchWatcher(offloaded)) as batches:
         generate(offloaded, 4)
         assert "batches" not in look(offloaded, batches=batches.latest())["servers"][0]
         wait_until(batches.latest, "what the server tells")

@@ -92,8 +92,8 @@ def _read_until(terminal: int, words: str | None) -> str:
 
 def test_a_key_is_sent_and_a_wrong_one_is_told(commands: Commands, tmp_path: Path) -> None:
     file = tmp_path / "key"
-    file.write_text("a-key\n")
-    with serving(SnapshotServer(with_figures(scripted(2, n_layers=2)), key="a-key")) as host:
+    file.write_text("a-key-of-some-length\n")
+    with serving(SnapshotServer(with_figures(scripted(2, n_layers=2)), key="a-key-of-some-length")) as host:
         arguments = ("top", "--url", host.url, "--once", *OPTIONS)
         assert commands.run("moeoffload", *arguments, "--api-key-file", file).code == 0
         refused = commands.run("moeoffload", *arguments)
