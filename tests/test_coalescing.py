@@ -21,7 +21,6 @@ from transport.loopback import loopback_pair
 from moeoffload import open_model
 from moeoffload.control.client import ControlClient
 from moeoffload.expert_server.batcher import Batch
-from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
@@ -41,7 +40,7 @@ class Server:
     """An engine with one layer's experts; ``calls`` has the rows of every kernel call."""
 
     def __init__(self, **options: Any) -> None:
-        self.engine = Engine(Pace(), **options)
+        self.engine = Engine(**options)
         self.layer = prepare_layer(
             gated_experts(N_EXPERTS, HIDDEN, 32, torch.bfloat16), self.engine.kernel_workspace, "tiled"
         )

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from moeoffload.errors import ServerError
-from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import RECENT_S, Engine
 from moeoffload.expert_server.fair_share import SMALL_IN_A_ROW, SMALL_PRICE, FairShares
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
@@ -120,7 +119,7 @@ class Host:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    engine = Engine(Pace())
+    engine = Engine()
     yield engine
     engine.stop(SOON_S)
 

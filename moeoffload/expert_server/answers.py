@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from time import perf_counter
 
@@ -12,7 +11,6 @@ import torch
 from moeoffload.errors import MoeOffloadError, ServerError
 from moeoffload.expert_server.arena import HostArena, KernelInput
 from moeoffload.expert_server.batcher import Batch
-from moeoffload.expert_server.calibrate import SLICE_S, Pace
 from moeoffload.expert_server.counters import EngineCounters, member_class
 from moeoffload.expert_server.fair_share import SMALL_ROWS, FairShares
 from moeoffload.expert_server.requests import (
@@ -39,9 +37,8 @@ Pause = Callable[[], float]
 class Answers:
     """Computes batches into the reply buffers of their members and sends those. For the thread that computes."""
 
-    def __init__(self, shares: FairShares[Request | Job], pace: Pace, counters: EngineCounters) -> None:
+    def __init__(self, shares: FairShares[Request | Job], counters: EngineCounters) -> None:
         self._shares = shares
-        self._pace = pace if pace.slows else None
         self._counters = counters
         self._urgent_workspace = KernelWorkspace()
         """For small batches between the slices of a long call."""
@@ -183,7 +180,6 @@ class Answers:
 
         ``whole`` is never cut into slices; nor is the call of a lone host, nor one that interrupts another.
         """
-        started = perf_counter() if self._pace is not None else 0.0
         given_s = 0.0
         if pause is None or whole or self._shares.n_shares == 1:
             try:
@@ -203,9 +199,6 @@ class Answers:
                 except IndexError:
                     raise _bad_slots(experts) from None
                 given_s += pause()
-        if self._pace is not None:
-            left_s = self._pace.missing_s(call.slots, perf_counter() - started - given_s)
-            given_s += _hold(left_s, pause)
         return given_s
 
     def refuse(self, request: Request, error: Exception) -> None:
@@ -241,18 +234,6 @@ class Answers:
             logger.warning("epoch %d: reply not sent: %s", slot.owner.host.epoch, error)
         except Exception:  # a host can spoil the semaphores it shares; other hosts are served on
             logger.exception("epoch %d: reply not sent", slot.owner.host.epoch)
-
-
-def _hold(left_s: float, pause: Pause | None) -> float:
-    """Makes a call of a simulated slow server longer by so many seconds; returns those that other hosts had."""
-    given_s = 0.0
-    while left_s > 0:
-        step_s = min(left_s, SLICE_S)
-        time.sleep(step_s)
-        left_s -= step_s
-        if pause is not None:
-            given_s += pause()
-    return given_s
 
 
 def _bad_slots(experts: LayerKernels) -> RequestError:

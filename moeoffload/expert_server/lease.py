@@ -279,7 +279,6 @@ class HostLease:
                 n_experts=n_experts,
                 device=device,
                 workspace=workspace,
-                pace=engine.pace,
                 pause=pause,
             ),
             self._share,

@@ -23,7 +23,6 @@ from moeoffload.control.user_token import numeric_loopback
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import device_name, free_now, memory_budget, resolve_device
 from moeoffload.errors import BusyError, ServerError
-from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.lease import HostLease
 from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory, ServerLimits
@@ -63,13 +62,8 @@ class ExpertServer:
     """Called when the server is draining and its last host has left."""
 
     @classmethod
-    def start(
-        cls,
-        settings: ExpertServerSettings,
-        pace: Pace | None = None,
-        on_drained: Callable[[], object] = lambda: None,
-    ) -> ExpertServer:
-        """Opens everything and serves. ``pace`` slows it down, for benchmarks.
+    def start(cls, settings: ExpertServerSettings, on_drained: Callable[[], object] = lambda: None) -> ExpertServer:
+        """Opens everything and serves.
 
         Raises:
             SettingError: the device does not exist, or has less memory than asked for; or the server would be open to
@@ -82,7 +76,7 @@ class ExpertServer:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         store = ExpertStore(memory_budget(device, settings.memory_gib), lambda: free_now(device))
-        engine = Engine(pace or Pace(), coalesce=settings.coalesce, collect_window_s=settings.collect_window_ms * 1e-3)
+        engine = Engine(coalesce=settings.coalesce, collect_window_s=settings.collect_window_ms * 1e-3)
         factories: dict[str, ChannelFactory] = {}
         listener = None
 
