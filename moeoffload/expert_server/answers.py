@@ -11,7 +11,7 @@ import torch
 from moeoffload.errors import MoeOffloadError, ServerError
 from moeoffload.expert_server.arena import HostArena, KernelInput
 from moeoffload.expert_server.batcher import Batch
-from moeoffload.expert_server.counters import EngineCounters, member_class
+from moeoffload.expert_server.counters import EngineCounters
 from moeoffload.expert_server.fair_share import SMALL_ROWS, FairShares
 from moeoffload.expert_server.requests import (
     ActiveHost,
@@ -20,12 +20,12 @@ from moeoffload.expert_server.requests import (
     RequestError,
     SlotContext,
     check,
-    write_error,
     write_sums_header,
 )
 from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import describe_bad_row
+from moeoffload.transport.base import write_error_frame
 from moeoffload.wire import ErrorCode
 
 logger = logging.getLogger(__name__)
@@ -102,13 +102,8 @@ class Answers:
             raise _bad_sums(context, call, bad)
         took_s = perf_counter() - started - given_s
         wait_s = started - slot.received_at
-        counters = self._counters
-        counters.members[0] += 1
-        counters.batch_wait_s += wait_s
-        counters.compute_s += took_s
-        counters.requests += 1
-        counters.rows += n_rows
-        counters.queue_s += wait_s
+        self._counters.count_batch(1, wait_s, took_s)
+        self._counters.count_request(n_rows, wait_s)
         return write_sums_header(slot, context, wait_s + given_s, took_s)
 
     def _bring_next(self, host: ActiveHost, arena: DeviceArena) -> None:
@@ -150,10 +145,7 @@ class Answers:
         one_each = at == len(rows) <= SMALL_ROWS and batch.rows_of(batch.lead.host.share) == 1
         given_s = self._run(batch.experts, call, whole=one_each, pause=pause)
         took_s = perf_counter() - started - given_s
-        counters = self._counters
-        counters.members[member_class(len(members))] += 1
-        counters.batch_wait_s += started - min(slot.received_at for _, slot in members)
-        counters.compute_s += took_s
+        self._counters.count_batch(len(members), started - min(slot.received_at for _, slot in members), took_s)
         for request, n_rows, part, reply in zip(members, rows, parts, replies, strict=True):
             slot = request[1]
             context: SlotContext = slot.owner
@@ -170,9 +162,7 @@ class Answers:
             except Exception as error:
                 self.refuse(request, error)
                 continue
-            counters.requests += 1
-            counters.rows += n_rows
-            counters.queue_s += wait_s
+            self._counters.count_request(n_rows, wait_s)
             self._send(request, n_bytes)
 
     def _run(self, experts: LayerKernels, call: KernelInput, *, whole: bool, pause: Pause | None) -> float:
@@ -181,7 +171,7 @@ class Answers:
         ``whole`` is never cut into slices; nor is the call of a lone host, nor one that interrupts another.
         """
         given_s = 0.0
-        if pause is None or whole or self._shares.n_shares == 1:
+        if pause is None or whole or len(self._shares.all) == 1:
             try:
                 if pause is None:
                     experts(call.rows, call.slots, call.weights, call.out, self._urgent_workspace)
@@ -220,7 +210,7 @@ class Answers:
             elif code != ErrorCode.DRAINING:
                 logger.warning("epoch %d: request refused: %s", context.host.epoch, text)
         try:
-            n_bytes = write_error(slot, context.header, code, text, row)
+            n_bytes = write_error_frame(context.header, slot.reply, context.header.request_id, code, text, row)
         except Exception as reason:  # a host can spoil the memory it shares; other hosts are served on
             logger.warning("epoch %d: reply not sent: %s", context.host.epoch, reason)
             return

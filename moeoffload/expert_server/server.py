@@ -25,7 +25,7 @@ from moeoffload.devices import device_name, free_now, memory_budget, resolve_dev
 from moeoffload.errors import BusyError, ServerError
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.lease import HostLease
-from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory, ServerLimits
+from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.refusals import Refusals
@@ -148,18 +148,10 @@ class ExpertServer:
 
     def open_lease(self, hello: pb.Hello, peer: str, say: Callable[[pb.AttachReply], None]) -> HostLease:
         """See `ExpertBackend`."""
-        limits = ServerLimits(
-            batch_capacity=self.settings.batch_capacity,
-            max_slots=self.settings.slots,
-            shared_bytes=self.settings.shared_bytes,
-            device=self.device,
-            model=self.settings.model,
-            roots=ModelRoots(
-                self.settings.model_root,
-                self.credentials.any_model,
-                lambda reason: self.refusals.add(f"{peer} {hello.host}", reason),
-            ),
-            kernel=self.settings.kernel.value,
+        roots = ModelRoots(
+            self.settings.model_root,
+            self.credentials.any_model,
+            lambda reason: self.refusals.add(f"{peer} {hello.host}", reason),
         )
         with self._lock:
             if self._failure:
@@ -180,7 +172,9 @@ class ExpertServer:
                 f"{peer} {hello.host}",
                 next(self._epochs),
                 say,
-                limits=limits,
+                settings=self.settings,
+                device=self.device,
+                roots=roots,
                 store=self.store,
                 engine=self.engine,
                 factories=self.factories,
