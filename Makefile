@@ -32,7 +32,7 @@ browser:
 	    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; } || true
 
 proto: $(STAMP)
-	$(BIN)/python -m moeoffload.control.generate
+	$(BIN)/python proto/generate.py
 
 docs: $(STAMP)
 	$(BIN)/python -m moeoffload.config.page > docs/settings.md

@@ -24,6 +24,7 @@ from servers import Spread, cores, expert_server, machine, write_json
 from moeoffload import open_model
 
 MODES = ("batched", "stream", "auto")
+SLOW = {"slow at large batches": ("above=64", "above_factor=8")}
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ def main(
         model = OneLayer.open(stack, checkpoint, experts=32, prompt_tokens=prompt_tokens)
         kinds = {
             "fast": (),
-            "slow at large batches": ("--simulate", "above=64:8"),
+            "slow at large batches": (),
             "little memory": ("--memory-gib", f"{model.experts_gib + 0.02:.4f}"),
         }
         rows: list[Row] = []
         for kind, options in kinds.items():
             memory = () if "--memory-gib" in options else ("--memory-gib", f"{model.experts_gib + 2:.4f}")
-            with expert_server(server_core, *memory, *options) as address:
+            with expert_server(server_core, *memory, *options, slow=SLOW.get(kind, ())) as address:
                 rows += measure(kind, model, address, repeats, hot_slice)
     table = Table(title=f"prefill of {prompt_tokens} tokens, medians of {repeats} (least-greatest)")
     for column in ("server", "mode", "prefill s", "cap", "slice", "to the better fixed mode"):

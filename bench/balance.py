@@ -58,7 +58,7 @@ def main(
         model = OneLayer.open(stack, checkpoint, experts=64, prompt_tokens=prompt_tokens)
         memory = ("--memory-gib", f"{3 * model.experts_gib + 1:.3f}")
         fast = stack.enter_context(expert_server(server_core, *memory))
-        slow = stack.enter_context(expert_server(host_core, *memory, "--simulate", f"factor={factor}"))
+        slow = stack.enter_context(expert_server(host_core, *memory, slow=(f"factor={factor}",)))
         stats = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "routing.json"
         write_routing_stats(model, fast, stats)
         both = f"fast + {factor:g} x slower"

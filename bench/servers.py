@@ -50,16 +50,21 @@ def cores() -> tuple[int, int]:
 
 
 @contextmanager
-def expert_server(core: int, *options: str) -> Iterator[str]:
-    """A ``moeoffload-expert`` process pinned to ``core``; yields its address."""
-    with expert_server_process(core, *options) as (_, address):
+def expert_server(core: int, *options: str, slow: Sequence[str] = ()) -> Iterator[str]:
+    """A ``moeoffload-expert`` process pinned to ``core``; yields its address. ``slow``: see `slow_server`."""
+    with expert_server_process(core, *options, slow=slow) as (_, address):
         yield address
 
 
 @contextmanager
-def expert_server_process(core: int, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def expert_server_process(
+    core: int, *options: str, slow: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """As `expert_server`; yields the process, too."""
-    command = [sys.executable, "-m", "moeoffload.cli.expert_app", "--listen", "127.0.0.1:0", "--exit-with-stdin"]
+    app = (
+        (str(Path(__file__).with_name("slow_server.py")), *slow, "--") if slow else ("-m", "moeoffload.cli.expert_app")
+    )
+    command = [sys.executable, *app, "--listen", "127.0.0.1:0", "--exit-with-stdin"]
     command += ["--device", "cpu", "--threads", "1", "--log-level", "warning", *options]
     process = subprocess.Popen(
         ["taskset", "-c", str(core), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -15,7 +15,6 @@ import torch
 from transformers import CONFIG_MAPPING
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
@@ -58,7 +57,7 @@ class _Control:
 def serve_steps(pipe: Connection, *, over_stream: bool = False) -> None:
     """The server's side; says what the host needs to open its own."""
     torch.set_num_threads(1)
-    engine = Engine(Pace())
+    engine = Engine()
     config = CONFIG_MAPPING["qwen3_moe"](hidden_size=HIDDEN, moe_intermediate_size=32, num_experts=1)
     config._experts_implementation = "eager"
     experts = Qwen3MoeExperts(config).to(torch.bfloat16).eval().requires_grad_(False)

@@ -17,6 +17,7 @@ from moeoffload.host.deadlines import DeadlineBounds
 from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.placement import ExpertTable
 from moeoffload.transport import ChannelSizes, HostChannel, SharedServerEnd, open_shared
+from moeoffload.transport.spin import AdaptiveSpin
 from moeoffload.transport.stream import StreamHostEnd
 from moeoffload.transport.zmq_socket import ROUTING_ID_BYTES, TAG
 from moeoffload.wire import ErrorCode, FrameHeader, Kind
@@ -42,7 +43,8 @@ class _Host:
     def __init__(self) -> None:
         logging.disable(logging.CRITICAL)
         self._server = SharedServerEnd(SIZES, lambda channel, slot: None)
-        self.shared = open_shared(self._server.offer, spin_limit_s=0)
+        self.shared = open_shared(self._server.offer)
+        self.shared._spin = AdaptiveSpin(0)
         self.stream = StreamHostEnd(SIZES, "tcp://127.0.0.1:9", b"m" + secrets.token_bytes(ROUTING_ID_BYTES - 1), None)
         self.socket = ScriptedSocket()
         self.stream._wire.socket = self.socket  # type: ignore[assignment]
@@ -95,7 +97,7 @@ class _Host:
             self.socket.forget()
             self.stream._closed = ""  # a server may say so at any time
             link.release(flight)
-            if channel.n_abandoned:
+            if channel._n_abandoned:
                 self._answer_late(mode, index, flight.request_id)
 
     def _script(self, data: bytes, mode: int, request_id: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from shapes import EPOCH, LAYOUT, ScriptedSocket, dispatch_frame, experts, pack_messages, seal, unpack_messages
 
-from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
@@ -29,7 +28,7 @@ US = b"us"
 class _Server:
     def __init__(self) -> None:
         logging.disable(logging.CRITICAL)
-        self.engine = Engine(Pace())
+        self.engine = Engine()
         kernels = prepare_layer(experts(), self.engine.kernel_workspace)
         kernels.reserve(LAYOUT.capacity, LAYOUT.top_k)
         workspace = Workspace(LAYOUT, torch.bfloat16, torch.device("cpu"))

@@ -18,7 +18,6 @@ from moeoffload.config.values import (
     read_size,
 )
 from moeoffload.errors import SettingError
-from moeoffload.expert_server.calibrate import Pace
 
 _PATHS: tuple[Any, ...] = (FolderToFill, FileToRead, FileToWrite)
 _READERS: tuple[Callable[[str], object], ...] = (
@@ -26,7 +25,6 @@ _READERS: tuple[Callable[[str], object], ...] = (
     read_listen,
     read_size,
     read_device,
-    Pace.parse,
     *(TypeAdapter(kind).validate_python for kind in _PATHS),
 )
 
@@ -57,7 +55,6 @@ def seeds() -> dict[str, bytes]:
         "0.0.0.0:0",
         "64MiB",
         "cuda:1",
-        "factor=4,above=64:8",
         "/tmp",
         "x",
         "/",

@@ -88,7 +88,7 @@ def test_a_release_before_the_reply_tells_the_server_and_counts_for_that_request
     echo(channel, taken)
     echo(channel, other)
     receive(host, kept, kept_id)
-    eventually(lambda: not host._collect_late() and host.n_abandoned == 0)  # type: ignore[func-returns-value]
+    eventually(lambda: not host._collect_late() and host._n_abandoned == 0)  # type: ignore[func-returns-value]
     again = host.acquire(SOON_S)
     assert again is given_up
     request_id = send(host, again, b"new")

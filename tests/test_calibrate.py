@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from time import perf_counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import slow_server
 import torch
 
-from moeoffload.errors import SettingError
 from moeoffload.expert_server import calibrate
-from moeoffload.expert_server.calibrate import Pace, time_layer
-from moeoffload.kernels import KernelWorkspace
+from moeoffload.expert_server.calibrate import time_layer
+from moeoffload.kernels import KernelWorkspace, LayerKernels
 
 HIDDEN = 8
 
@@ -38,7 +39,6 @@ def timed(n_experts: int) -> tuple[list[tuple[int, float]], list[torch.Tensor]]:
         n_experts=n_experts,
         device=torch.device("cpu"),
         workspace=KernelWorkspace(),
-        pace=Pace(),
     )
     return timings, layer.calls
 
@@ -74,6 +74,11 @@ class Disturbed(Recorded):
         super().__call__(rows, slots)
         self.now += self.takes_s.pop(0) if len(self.takes_s) > 1 else self.takes_s[0]
 
+    def in_slices(self, *arguments: Any) -> Iterator[None]:
+        yield
+        LayerKernels.__call__(self, *arguments)  # type: ignore[arg-type]
+        yield
+
 
 def time_first_size(layer: Disturbed, monkeypatch: pytest.MonkeyPatch) -> float:
     monkeypatch.setattr(calibrate, "perf_counter", lambda: layer.now)
@@ -84,7 +89,6 @@ def time_first_size(layer: Disturbed, monkeypatch: pytest.MonkeyPatch) -> float:
         n_experts=6,
         device=torch.device("cpu"),
         workspace=KernelWorkspace(),
-        pace=Pace(),
     )
     return seconds
 
@@ -113,30 +117,44 @@ def test_a_timing_that_does_not_become_stable_ends_and_says_its_spread(
     assert "timing 1 rows: the best of 40 calls differ by 21 %" in caplog.text
 
 
-def test_a_slow_server_takes_a_multiple_of_what_the_routes_took_at_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(calibrate.time, "sleep", slept.append)  # type: ignore[attr-defined]
-    pace = Pace.parse("factor=4")
-    slots = torch.tensor([[0, 1, -1, 2]])
-    pace.hold(slots, perf_counter() - 0.3)
-    assert slept[-1] == pytest.approx(0.9, abs=0.05)
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long `slow_server` sleeps, by the clock of a `Disturbed`; what it changes is changed back afterwards."""
+    naps: list[float] = []
+    monkeypatch.setattr(slow_server, "time", SimpleNamespace(sleep=naps.append))
+    monkeypatch.setattr(LayerKernels, "__call__", Disturbed.__call__)
+    monkeypatch.setattr(LayerKernels, "in_slices", Disturbed.in_slices)
+    return naps
+
+
+def nap_of(layer: Disturbed, slots: list[list[int]], slept: list[float], sliced: bool = False) -> float:
+    """What a call with these slots sleeps, in seconds."""
+    slept.clear()
+    kernels, call = cast("Any", LayerKernels), (layer, torch.empty(len(slots), HIDDEN), torch.tensor(slots), None, None)
+    if sliced:
+        list(kernels.in_slices(*call))
+    else:
+        kernels.__call__(*call)
+    return sum(slept)
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+def test_a_slow_server_takes_a_multiple_of_what_the_routes_took_at_best(
+    slept: list[float], monkeypatch: pytest.MonkeyPatch, sliced: bool
+) -> None:
+    layer = Disturbed(0.3, 0.6, 0.1)
+    monkeypatch.setattr(slow_server, "perf_counter", lambda: layer.now)
+    slow_server.slow_down(factor=4)
+    assert nap_of(layer, [[0, 1, -1, 2]], slept, sliced) == pytest.approx(0.9)
     # The same routes, disturbed: they took twice as long, and are held as long as before, all in all.
-    pace.hold(slots, perf_counter() - 0.6)
-    assert slept[-1] == pytest.approx(0.6, abs=0.05)
+    assert nap_of(layer, [[0, 1, -1, 2]], slept, sliced) == pytest.approx(0.6)
     # One route takes a third of three.
-    pace.hold(torch.tensor([[5, -1, -1, -1]]), perf_counter() - 0.1)
-    assert slept[-1] == pytest.approx(0.3, abs=0.05)
+    assert nap_of(layer, [[5, -1, -1, -1]], slept, sliced) == pytest.approx(0.3)
 
 
-def test_only_what_is_asked_for_is_slowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"slept {seconds}"))
-    assert not Pace().slows
-    pace = Pace.parse("above=4:8")
-    assert pace.slows
-    pace.hold(torch.zeros(4, 2, dtype=torch.int64), perf_counter() - 0.1)
-
-
-@pytest.mark.parametrize("text", ["", "fast", "factor=x", "factor=2,speed=1"])
-def test_what_cannot_be_read_is_refused(text: str) -> None:
-    with pytest.raises(SettingError, match="allowed is"):
-        Pace.parse(text)
+def test_only_what_is_asked_for_is_slowed(slept: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Disturbed(0.1)
+    monkeypatch.setattr(slow_server, "perf_counter", lambda: layer.now)
+    slow_server.slow_down(above=4, above_factor=8)
+    assert nap_of(layer, [[0, 1]] * 4, slept) == 0
+    assert nap_of(layer, [[0, 1]] * 5, slept) == pytest.approx(0.7)

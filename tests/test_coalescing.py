@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ from transport.loopback import loopback_pair
 from moeoffload import open_model
 from moeoffload.control.client import ControlClient
 from moeoffload.expert_server.batcher import Batch
-from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
@@ -41,7 +40,7 @@ class Server:
     """An engine with one layer's experts; ``calls`` has the rows of every kernel call."""
 
     def __init__(self, **options: Any) -> None:
-        self.engine = Engine(Pace(), **options)
+        self.engine = Engine(**options)
         self.layer = prepare_layer(
             gated_experts(N_EXPERTS, HIDDEN, 32, torch.bfloat16), self.engine.kernel_workspace, "tiled"
         )
@@ -184,6 +183,20 @@ def make() -> Iterator[Callable[..., Any]]:
             each.engine.stop(SOON_S)
 
 
+def at_once(server: Server, *requests: Any, turns: Sequence[Host] = ()) -> list[tuple[torch.Tensor, FrameHeader]]:
+    """What each request gets that was sent while something else was computed.
+
+    A request is a host and the arguments of its ``send``; ``turns`` says whose turn is first then.
+    """
+    with server.busy():
+        sent = [(host, host.send(*arguments)) for host, *arguments in requests]
+        for host, _ in sent:
+            host.waits_for(sum(other is host for other, _ in sent))
+        for turn, host in enumerate(turns):
+            host.comes_at(turn)
+    return [host.receive(slot) for host, slot in sent]
+
+
 @pytest.mark.parametrize("transport", ["loopback", "shared"])
 def test_what_waits_of_four_hosts_is_one_call_with_the_bits_of_four(make: Any, transport: str) -> None:
     server = make(Server)
@@ -193,13 +206,8 @@ def test_what_waits_of_four_hosts_is_one_call_with_the_bits_of_four(make: Any, t
     alone = [host.alone(n_rows, seed) for seed, (host, n_rows) in enumerate(zip(hosts, rows, strict=True))]
     server.calls.clear()
     before = list(server.engine.counters.members)
-    with server.busy():
-        slots = [host.send(n_rows, seed) for seed, (host, n_rows) in enumerate(zip(hosts, rows, strict=True))]
-        for turn, host in enumerate(hosts):
-            host.waits_for(1)
-            host.comes_at(turn)
-    for host, slot, expected in zip(hosts, slots, alone, strict=True):
-        sums, header = host.receive(slot)
+    answers = at_once(server, *zip(hosts, rows, range(4), strict=True), turns=hosts)
+    for (sums, header), expected in zip(answers, alone, strict=True):
         assert torch.equal(sums, expected)
         assert header.queue_us > 0
     assert server.calls == [sum(rows)]
@@ -215,10 +223,8 @@ def test_four_slots_of_one_host_are_one_call(make: Any) -> None:
     host = make(Host, server, "a")
     alone = [host.alone(1, seed) for seed in range(4)]
     server.calls.clear()
-    with server.busy():
-        slots = [host.send(1, seed) for seed in range(4)]
-        host.waits_for(4)
-    assert all(torch.equal(host.receive(slot)[0], expected) for slot, expected in zip(slots, alone, strict=True))
+    answers = at_once(server, *((host, 1, seed) for seed in range(4)))
+    assert all(torch.equal(sums, expected) for (sums, _), expected in zip(answers, alone, strict=True))
     assert server.calls == [4]
 
 
@@ -244,12 +250,8 @@ def test_an_error_in_one_of_four_fails_only_that_one(make: Any, spoil: Any, code
     server = make(Server)
     hosts = [make(Host, server, f"host {i}") for i in range(4)]
     alone = [host.alone(2, seed) for seed, host in enumerate(hosts)]
-    with server.busy():
-        slots = [host.send(2, i, spoil if i == at else None) for i, host in enumerate(hosts)]
-        for host in hosts:
-            host.waits_for(1)
-    for i, (host, slot) in enumerate(zip(hosts, slots, strict=True)):
-        sums, header = host.receive(slot)
+    answers = at_once(server, *((host, 2, i, spoil if i == at else None) for i, host in enumerate(hosts)))
+    for i, (sums, header) in enumerate(answers):
         if i == at:
             assert (header.kind, header.code) == (Kind.ERROR, code)
         else:
@@ -274,12 +276,8 @@ def test_other_experts_are_another_call_and_coalescing_can_be_off(make: Any) -> 
     for coalesce in (True, False):
         server, other = make(Server, coalesce=coalesce), make(Server)
         hosts = [make(Host, server, "a"), make(Host, server, "b"), make(Host, server, "c", layers=other.layers)]
-        with server.busy():
-            slots = [host.send(1, 5) for host in hosts]
-            for host in hosts:
-                host.waits_for(1)
-        for host, slot in zip(hosts, slots, strict=True):
-            assert host.receive(slot)[1].kind == Kind.COMBINE
+        answers = at_once(server, *((host, 1, 5) for host in hosts))
+        assert [header.kind for _, header in answers] == [Kind.COMBINE] * 3
         assert server.calls == ([2] if coalesce else [1, 1])
         assert other.calls == [1]
 
@@ -288,12 +286,7 @@ def test_a_kernel_that_rounds_by_company_computes_alone(make: Any) -> None:
     server = make(Server)
     server.is_batch_invariant = False
     hosts = [make(Host, server, "a"), make(Host, server, "b")]
-    with server.busy():
-        slots = [host.send(1, 5) for host in hosts]
-        for host in hosts:
-            host.waits_for(1)
-    for host, slot in zip(hosts, slots, strict=True):
-        host.receive(slot)
+    at_once(server, *((host, 1, 5) for host in hosts))
     assert server.calls == [1, 1]
 
 
@@ -316,11 +309,8 @@ def test_a_batch_that_is_done_keeps_no_experts_and_no_request() -> None:
 def test_a_batch_stays_within_its_first_members_memory(make: Any) -> None:
     server = make(Server)
     host = make(Host, server, "a", capacity=4)
-    with server.busy():
-        slots = [host.send(n_rows, 1) for n_rows in (1, 2, 2, 1, 3)]
-        host.waits_for(5)
-    for slot in slots:
-        assert host.receive(slot)[1].kind == Kind.COMBINE
+    answers = at_once(server, *((host, n_rows, 1) for n_rows in (1, 2, 2, 1, 3)))
+    assert [header.kind for _, header in answers] == [Kind.COMBINE] * 5
     assert server.calls == [4, 2, 3]
 
 
@@ -335,16 +325,9 @@ def test_a_host_joins_anothers_decode_step_with_no_more_rows_than_that(
     quiet.alone(1, 0)
     other.alone(1, 0)
     server.calls.clear()
-    with server.busy():
-        slots = [other.send(n_rows, 1) for n_rows in waiting]
-        other.waits_for(len(waiting))
-        mine = quiet.send(1, 2)
-        quiet.waits_for(1)
-        quiet.comes_at(1)
-        other.comes_at(2)
-    assert quiet.receive(mine)[1].kind == Kind.COMBINE
-    for slot in slots:
-        assert other.receive(slot)[1].kind == Kind.COMBINE
+    requests = [(other, n_rows, 1) for n_rows in waiting] + [(quiet, 1, 2)]
+    answers = at_once(server, *requests, turns=(quiet, other))
+    assert all(header.kind == Kind.COMBINE for _, header in answers)
     assert server.calls[0] == calls[0]
     assert sorted(server.calls[1:]) == calls[1:]
 
@@ -355,14 +338,8 @@ def test_a_decode_step_does_not_ride_in_a_call_of_many_rows(make: Any) -> None:
     quiet.alone(1, 0)
     other.alone(1, 0)
     server.calls.clear()
-    with server.busy():
-        slots = [quiet.send(1, 1), other.send(16, 2)]
-        quiet.waits_for(1)
-        other.waits_for(1)
-        other.comes_at(1)
-        quiet.comes_at(2)
-    for host, slot in zip((quiet, other), slots, strict=True):
-        assert host.receive(slot)[1].kind == Kind.COMBINE
+    answers = at_once(server, (quiet, 1, 1), (other, 16, 2), turns=(other, quiet))
+    assert [header.kind for _, header in answers] == [Kind.COMBINE] * 2
     assert server.calls == [16, 1]
 
 
@@ -371,12 +348,8 @@ def test_long_requests_are_joined_by_long_ones(make: Any) -> None:
     hosts = [make(Host, server, name, capacity=200) for name in "ab"]
     alone = [host.alone(90, seed) for seed, host in enumerate(hosts)]
     server.calls.clear()
-    with server.busy():
-        slots = [host.send(90, seed) for seed, host in enumerate(hosts)]
-        for host in hosts:
-            host.waits_for(1)
-    for host, slot, expected in zip(hosts, slots, alone, strict=True):
-        assert torch.equal(host.receive(slot)[0], expected)
+    answers = at_once(server, *((host, 90, seed) for seed, host in enumerate(hosts)))
+    assert all(torch.equal(sums, expected) for (sums, _), expected in zip(answers, alone, strict=True))
     assert server.calls == [180]
 
 
@@ -385,18 +358,11 @@ def test_each_host_pays_for_its_rows(make: Any) -> None:
     one, three = make(Host, server, "one"), make(Host, server, "three")
     for host in (one, three):
         host.alone(1, 0)
-    with server.busy():
-        slots = [one.send(1, 1), three.send(3, 2)]
-        one.waits_for(1)
-        three.waits_for(1)
-        three.comes_at(1000)
-        one.comes_at(1001)
-    for host, slot in zip((one, three), slots, strict=True):
-        host.receive(slot)
+    at_once(server, (one, 1, 1), (three, 3, 2), turns=(three, one))
     books = server.engine.shares.join("books")
     server.engine.run(lambda: None, books, SOON_S)  # they are written after the replies
     assert server.calls[-1] == 4
-    assert three.share.used_s - 1000 == pytest.approx(3 * (one.share.used_s - 1001), rel=0.01)
+    assert three.share.used_s == pytest.approx(3 * (one.share.used_s - 1), rel=0.01)
 
 
 @pytest.mark.parametrize("capacity", [1, 8])

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from moeoffload.errors import ServerError
-from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import RECENT_S, Engine
 from moeoffload.expert_server.fair_share import SMALL_IN_A_ROW, SMALL_PRICE, FairShares
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
@@ -120,7 +119,7 @@ class Host:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    engine = Engine(Pace())
+    engine = Engine()
     yield engine
     engine.stop(SOON_S)
 
@@ -235,7 +234,7 @@ def test_leases_of_one_host_have_one_share_and_who_comes_later_saved_nothing_up(
     shares: FairShares[str] = FairShares()
     first, again, late = shares.join("a"), shares.join("a"), shares.join("b")
     assert first is again
-    assert shares.n_shares == 2
+    assert len(shares.all) == 2
     for _ in range(3):
         first.small.append("a")
         picked = shares.pick()
@@ -247,9 +246,9 @@ def test_leases_of_one_host_have_one_share_and_who_comes_later_saved_nothing_up(
     assert shares.pick() is late
     assert 2.0 <= late.used_s <= 3.0, "it starts where the others are"
     assert shares.leave(first) == []
-    assert shares.n_shares == 2
+    assert len(shares.all) == 2
     assert shares.leave(first) == ["a"]
-    assert shares.n_shares == 1
+    assert len(shares.all) == 1
 
 
 def turns(calls: dict[str, float], flooders: str, n: int) -> str:

@@ -94,18 +94,17 @@ workspace.HostArena = lambda *sizes: workspace.DeviceArena(*sizes, torch.device(
 """
 
 
-@pytest.mark.parametrize("transport", ["shared", "stream"])
-def test_a_server_that_stages_its_frames_answers_the_same(start_server: StartServer, transport: str) -> None:
+def test_a_server_that_stages_its_frames_answers_the_same(start_server: StartServer, three_servers: list[str]) -> None:
     prompt = torch.tensor([[7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]])
-    logits = []
-    for patch in ("", STAGED):
-        server = start_server(patch=patch)
+    answers: list[list[torch.Tensor]] = []
+    staged = start_server(patch=STAGED).address
+    for address, transport in ((three_servers[0], "shared"), (staged, "shared"), (staged, "stream")):
         with (
-            open_model(DEMO, experts=[server.address], transport=transport, device="cpu") as offloaded,
+            open_model(DEMO, experts=[address], transport=transport, device="cpu") as offloaded,
             torch.inference_mode(),
         ):
             first = offloaded.model(prompt)
-            logits.append(first.logits)
-            logits.append(offloaded.model(torch.tensor([[20]]), past_key_values=first.past_key_values).logits)
-    assert torch.equal(logits[0], logits[2])
-    assert torch.equal(logits[1], logits[3])
+            second = offloaded.model(torch.tensor([[20]]), past_key_values=first.past_key_values)
+            answers.append([first.logits, second.logits])
+    for answer in answers[1:]:
+        assert all(torch.equal(got, expected) for got, expected in zip(answer, answers[0], strict=True))

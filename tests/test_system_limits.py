@@ -73,11 +73,48 @@ def test_a_host_with_too_few_descriptors_says_what_to_raise() -> None:
     code = f"from moeoffload.cli import host_app; import numpy, safetensors; {limit}; host_app.main()"
     command = [sys.executable, "-c", code, "run", str(DEMO), "--prompt", "add 1 2 =", "--device", "cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
-    assert done.returncode in (ServerError.exit_code, SystemLimitError.exit_code), (
-        done.stderr
-    )  # its server's, or its own
+    its_servers_or_its_own = (ServerError.exit_code, SystemLimitError.exit_code)
+    assert done.returncode in its_servers_or_its_own, done.stderr
     assert "Traceback" not in done.stderr
     assert "too few file descriptors: this process may have 12" in done.stderr
+
+
+STREAM_ENDS = """
+import os, resource, sys
+from moeoffload.errors import DeadlineError, SystemLimitError
+from moeoffload.transport import ChannelOffer, ChannelSizes, StreamKeys, StreamListener, open_stream
+
+def listen(keys):
+    StreamListener(max_request_bytes=4096, encrypted=keys is not None).close()
+
+def connect(keys):
+    parameters = {"port": "9", "server_key": keys.public} if keys else {"port": "9", "routing_id": "6d" * 32}
+    offer = ChannelOffer("stream", ChannelSizes(1, 4096, 4096), parameters)
+    open_stream(offer, "127.0.0.1", timeout_s=0.02, keys=keys)
+
+n_open = len(os.listdir("/proc/self/fd"))
+for end in (listen, connect):
+    for keys in (None, StreamKeys.new()):
+        for room in range(30):
+            pid = os.fork()
+            if not pid:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + room, n_open + room))
+                try:
+                    end(keys)
+                except OSError as error:
+                    assert "ulimit -n" in str(SystemLimitError.of(error))
+                except DeadlineError:
+                    pass  # nobody listens at this port
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0, f"{end.__name__} died with {room} descriptors left"
+"""
+
+
+def test_a_stream_end_with_too_few_descriptors_is_refused_whatever_their_number() -> None:
+    """ZeroMQ ends the process if it gets none, or waits forever."""
+    command = [sys.executable, "-c", STREAM_ENDS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_report_on_a_full_disk_is_one_line_after_the_answer(start_server: StartServer) -> None:

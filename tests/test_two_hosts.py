@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Commands, wait_until
+from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, wait_until
 from conftest import DEMO, RunningServer, StartServer, expert_server, local_model
 from synthetic import write_tiny
 
@@ -120,21 +120,6 @@ def test_the_same_model_in_another_dtype_has_experts_of_its_own(server: RunningS
         assert generate(second.model, 0) == local_tokens(DEMO)[0]
 
 
-def test_two_host_processes_at_once_get_the_text_that_each_gets_alone(
-    three_servers: list[str], commands: Commands
-) -> None:
-    prompts = ["add 17 25 =", "reverse planet =", "sort kitchen ="]
-    options = ["--device", "cpu", "--threads", "1", "--max-new-tokens", "32", "--experts", three_servers[0]]
-    for text in prompts:
-        options += ["--prompt", text]
-    alone = commands.run("moeoffload", "run", DEMO, *options)
-    assert alone.code == 0, alone.err
-    together = [commands.start("moeoffload", "run", DEMO, *options) for _ in range(2)]
-    for result in [command.wait() for command in together]:
-        assert (result.code, result.out) == (0, alone.out), result.err
-    commands.check_clean()
-
-
 # Says where the memory grows that all hosts' calls work in.
 WATCHED = """
 import sys, threading
@@ -153,21 +138,3 @@ def test_a_host_that_attaches_moves_no_memory_under_the_calls_of_another(start_s
         generate(first.model, 0)
     lines = [line for line in server.log_text.splitlines() if line.startswith("reserved in thread")]
     assert set(lines) == {"reserved in thread engine"}
-
-
-def machine_code(pid: int) -> int:
-    """Pieces of memory with code that was compiled while the process ran."""
-    lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-    return sum("x" in words[1] and len(words) == 5 for words in lines)
-
-
-def test_hosts_that_come_and_go_leave_no_compiled_code(server: RunningServer, stats: ControlClient) -> None:
-    """What a compiler made is never freed, so nothing may be compiled, or loaded, once per host."""
-    pieces = []
-    for _ in range(5):
-        with open_on(server, DEMO):
-            pass
-        wait_until(lambda: stats.stats(STEP_TIMEOUT_S).leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
-        pieces.append(machine_code(server.process.pid))
-    assert pieces[0] > 0
-    assert pieces[-1] == pieces[0]

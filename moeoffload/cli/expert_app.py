@@ -33,7 +33,6 @@ def _print_version(wanted: bool) -> None:
 def serve(
     settings: ExpertServerSettings,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
-    simulate: Annotated[str | None, typer.Option("--simulate", hidden=True)] = None,
     trace_memory: Annotated[bool, typer.Option("--trace-memory", hidden=True)] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
@@ -58,12 +57,9 @@ def serve(
         sys.modules["triton"] = None  # type: ignore[assignment]
 
     # torch takes seconds to import; --help, --version and setting errors need not wait for it.
-    from moeoffload.expert_server.calibrate import Pace
     from moeoffload.expert_server.server import ExpertServer
 
-    server = ExpertServer.start(
-        settings, Pace.parse(simulate) if simulate else None, on_drained=lambda: os.write(stop, b"d")
-    )
+    server = ExpertServer.start(settings, on_drained=lambda: os.write(stop, b"d"))
     if trace_memory:
         tracemalloc.start()
     log = logging.getLogger("moeoffload.expert_server")

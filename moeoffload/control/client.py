@@ -6,11 +6,12 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from time import monotonic
-from typing import Final
+from typing import Any, Final
 
 import grpc
+from google.protobuf.message import Message
 
 from moeoffload import __version__
 from moeoffload.control.credentials import HostCredentials
@@ -80,10 +81,7 @@ class ControlClient:
             ServerError: it is no expert server, of another protocol version, or draining.
         """
         request = pb.DescribeRequest(model_digest=model_digest, compute_dtype=compute_dtype)
-        try:
-            reply: pb.DescribeReply = self._stub.Describe(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise error_of(error, self.address, "Describe") from None
+        reply: pb.DescribeReply = self._call("Describe", request, timeout_s)
         clean_texts(reply)
         checked_items("transports", len(reply.transports))
         if reply.protocol_version != PROTOCOL_VERSION:
@@ -128,10 +126,13 @@ class ControlClient:
         Raises:
             ServerError: it does not answer.
         """
+        return int(self._call("Drain", pb.DrainRequest(), timeout_s).leases)
+
+    def _call(self, method: str, request: Message, timeout_s: float) -> Any:
         try:
-            return int(self._stub.Drain(pb.DrainRequest(), timeout=timeout_s).leases)
+            return getattr(self._stub, method)(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            raise error_of(error, self.address, "Drain") from None
+            raise error_of(error, self.address, method) from None
 
     def close(self) -> None:
         """Closes the connection and with it every lease. Idempotent."""
@@ -157,7 +158,7 @@ class Lease:
         self.end_reason: str | None = None
         """Why the lease ended, or None while it holds."""
         self._failure: ServerError | None = None
-        self._call = client._stub.Attach(iter(self._outgoing.get, _END))
+        self._call: Any = client._stub.Attach(iter(self._outgoing.get, _END))
         self._reader = threading.Thread(target=self._read, name=f"lease-{client.address}", daemon=True)
         self._reader.start()
         hello = pb.Hello(
@@ -177,11 +178,7 @@ class Lease:
             ServerError: the server cannot do it.
         """
         request = pb.CalibrateRequest(lease_id=self.lease_id, model=model)
-        try:
-            reply: pb.CalibrateReply = self._client._stub.Calibrate(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise error_of(error, self._client.address, "Calibrate") from None
-        timings = checked_timings(reply.timings)
+        timings = checked_timings(self._client._call("Calibrate", request, timeout_s).timings)
         if not timings:
             raise ProtocolError(f"expert server {self._client.address}: answered Calibrate without timings")
         return timings
@@ -282,7 +279,7 @@ class Lease:
     def _read(self) -> None:
         reason = f"expert server {self._client.address}: it ended the lease"
         try:
-            for reply in self._stream():
+            for reply in self._call:
                 step = reply.WhichOneof("step")
                 if step == "draining":
                     self._drain()
@@ -313,6 +310,3 @@ class Lease:
             callbacks, self._on_drain = self._on_drain, []
         for callback in callbacks:
             callback()
-
-    def _stream(self) -> Iterator[pb.AttachReply]:
-        return iter(self._call)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from time import perf_counter
 
@@ -12,8 +11,7 @@ import torch
 from moeoffload.errors import MoeOffloadError, ServerError
 from moeoffload.expert_server.arena import HostArena, KernelInput
 from moeoffload.expert_server.batcher import Batch
-from moeoffload.expert_server.calibrate import SLICE_S, Pace
-from moeoffload.expert_server.counters import EngineCounters, member_class
+from moeoffload.expert_server.counters import EngineCounters
 from moeoffload.expert_server.fair_share import SMALL_ROWS, FairShares
 from moeoffload.expert_server.requests import (
     ActiveHost,
@@ -22,12 +20,12 @@ from moeoffload.expert_server.requests import (
     RequestError,
     SlotContext,
     check,
-    write_error,
     write_sums_header,
 )
 from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import describe_bad_row
+from moeoffload.transport.base import write_error_frame
 from moeoffload.wire import ErrorCode
 
 logger = logging.getLogger(__name__)
@@ -39,9 +37,8 @@ Pause = Callable[[], float]
 class Answers:
     """Computes batches into the reply buffers of their members and sends those. For the thread that computes."""
 
-    def __init__(self, shares: FairShares[Request | Job], pace: Pace, counters: EngineCounters) -> None:
+    def __init__(self, shares: FairShares[Request | Job], counters: EngineCounters) -> None:
         self._shares = shares
-        self._pace = pace if pace.slows else None
         self._counters = counters
         self._urgent_workspace = KernelWorkspace()
         """For small batches between the slices of a long call."""
@@ -105,13 +102,8 @@ class Answers:
             raise _bad_sums(context, call, bad)
         took_s = perf_counter() - started - given_s
         wait_s = started - slot.received_at
-        counters = self._counters
-        counters.members[0] += 1
-        counters.batch_wait_s += wait_s
-        counters.compute_s += took_s
-        counters.requests += 1
-        counters.rows += n_rows
-        counters.queue_s += wait_s
+        self._counters.count_batch(1, wait_s, took_s)
+        self._counters.count_request(n_rows, wait_s)
         return write_sums_header(slot, context, wait_s + given_s, took_s)
 
     def _bring_next(self, host: ActiveHost, arena: DeviceArena) -> None:
@@ -153,10 +145,7 @@ class Answers:
         one_each = at == len(rows) <= SMALL_ROWS and batch.rows_of(batch.lead.host.share) == 1
         given_s = self._run(batch.experts, call, whole=one_each, pause=pause)
         took_s = perf_counter() - started - given_s
-        counters = self._counters
-        counters.members[member_class(len(members))] += 1
-        counters.batch_wait_s += started - min(slot.received_at for _, slot in members)
-        counters.compute_s += took_s
+        self._counters.count_batch(len(members), started - min(slot.received_at for _, slot in members), took_s)
         for request, n_rows, part, reply in zip(members, rows, parts, replies, strict=True):
             slot = request[1]
             context: SlotContext = slot.owner
@@ -173,9 +162,7 @@ class Answers:
             except Exception as error:
                 self.refuse(request, error)
                 continue
-            counters.requests += 1
-            counters.rows += n_rows
-            counters.queue_s += wait_s
+            self._counters.count_request(n_rows, wait_s)
             self._send(request, n_bytes)
 
     def _run(self, experts: LayerKernels, call: KernelInput, *, whole: bool, pause: Pause | None) -> float:
@@ -183,9 +170,8 @@ class Answers:
 
         ``whole`` is never cut into slices; nor is the call of a lone host, nor one that interrupts another.
         """
-        started = perf_counter() if self._pace is not None else 0.0
         given_s = 0.0
-        if pause is None or whole or self._shares.n_shares == 1:
+        if pause is None or whole or len(self._shares.all) == 1:
             try:
                 if pause is None:
                     experts(call.rows, call.slots, call.weights, call.out, self._urgent_workspace)
@@ -203,9 +189,6 @@ class Answers:
                 except IndexError:
                     raise _bad_slots(experts) from None
                 given_s += pause()
-        if self._pace is not None:
-            left_s = self._pace.missing_s(call.slots, perf_counter() - started - given_s)
-            given_s += _hold(left_s, pause)
         return given_s
 
     def refuse(self, request: Request, error: Exception) -> None:
@@ -227,7 +210,7 @@ class Answers:
             elif code != ErrorCode.DRAINING:
                 logger.warning("epoch %d: request refused: %s", context.host.epoch, text)
         try:
-            n_bytes = write_error(slot, context.header, code, text, row)
+            n_bytes = write_error_frame(context.header, slot.reply, context.header.request_id, code, text, row)
         except Exception as reason:  # a host can spoil the memory it shares; other hosts are served on
             logger.warning("epoch %d: reply not sent: %s", context.host.epoch, reason)
             return
@@ -241,18 +224,6 @@ class Answers:
             logger.warning("epoch %d: reply not sent: %s", slot.owner.host.epoch, error)
         except Exception:  # a host can spoil the semaphores it shares; other hosts are served on
             logger.exception("epoch %d: reply not sent", slot.owner.host.epoch)
-
-
-def _hold(left_s: float, pause: Pause | None) -> float:
-    """Makes a call of a simulated slow server longer by so many seconds; returns those that other hosts had."""
-    given_s = 0.0
-    while left_s > 0:
-        step_s = min(left_s, SLICE_S)
-        time.sleep(step_s)
-        left_s -= step_s
-        if pause is not None:
-            given_s += pause()
-    return given_s
 
 
 def _bad_slots(experts: LayerKernels) -> RequestError:

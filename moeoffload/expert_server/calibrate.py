@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
 
 import torch
 
-from moeoffload.errors import SettingError
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 
 # Larger calls are learned when they come: timing them here would touch their workspaces and lengthen every load.
@@ -23,63 +20,8 @@ SPREAD: Final = 0.05
 """A time is known when the best `STABLE` of all repeats differ by no more than this: then noise is not what is seen."""
 LONG_S: Final = 0.25
 """A size is not timed for longer than this, if it was called twice: loading should stay short."""
-SLICE_S: Final = 1e-3
-"""How long other hosts' small requests wait for a slice of a long call, about."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Slows a server down, for benchmarks of slow ones: all calls, and more those of more than ``above_rows`` rows."""
-
-    factor: float = 1.0
-    above_rows: int = 1 << 30
-    above_factor: float = 1.0
-    nominal_s: dict[int, float] = field(default_factory=dict)
-    """Least seconds per route seen so far, by the number of bits of the number of rows."""
-
-    @classmethod
-    def parse(cls, text: str) -> Pace:
-        """Reads ``factor=4`` or ``above=64:8`` or both with a comma between.
-
-        Raises:
-            SettingError: the text is neither.
-        """
-        try:
-            values = dict(part.split("=") for part in text.split(","))
-            rows, _, above = values.pop("above", "").partition(":")
-            pace = cls(float(values.pop("factor", 1)), int(rows or 1 << 30), float(above or 1))
-        except ValueError:
-            values = {"?": text}
-        if values:
-            raise SettingError(f"--simulate: {text!r} is not allowed; allowed is factor=F, above=ROWS:F or both")
-        return pace
-
-    @property
-    def slows(self) -> bool:
-        """Whether there is anything to `hold`."""
-        return max(self.factor, self.above_factor) > 1.0
-
-    def hold(self, slots: torch.Tensor, started: float) -> None:
-        """Sleeps at the end of a call with these ``slots`` (n, top_k) that began at ``started`` (perf_counter)."""
-        if (missing_s := self.missing_s(slots, perf_counter() - started)) > 0:
-            time.sleep(missing_s)
-
-    def missing_s(self, slots: torch.Tensor, took_s: float) -> float:
-        """How much longer than ``took_s`` a call with these ``slots`` (n, top_k) is to take, in seconds.
-
-        The call takes a multiple of what its routes took at best so far. What it took itself does not matter: when
-        another process read memory at the same time that is not to be multiplied.
-        """
-        n_rows = slots.shape[0]
-        factor = self.factor * (self.above_factor if n_rows > self.above_rows else 1.0)
-        n_routes = int((slots >= 0).sum())
-        if factor <= 1.0 or not n_routes:
-            return 0.0
-        size = n_rows.bit_length()
-        best = self.nominal_s[size] = min(self.nominal_s.get(size, took_s), took_s / n_routes)
-        return max(0.0, factor * best * n_routes - took_s)
 
 
 def time_layer(
@@ -90,7 +32,6 @@ def time_layer(
     n_experts: int,
     device: torch.device,
     workspace: KernelWorkspace,
-    pace: Pace,
     pause: Callable[[], float] | None = None,
 ) -> list[tuple[int, float]]:
     """Rows and seconds of calls of several sizes up to ``capacity`` rows.
@@ -123,7 +64,6 @@ def time_layer(
                     started += pause()
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-            pace.hold(slots, started)
             times.append(perf_counter() - started)
         if (spread := spread_of(times)) > SPREAD:
             logger.info("timing %d rows: the best of %d calls differ by %.0f %%", n_rows, len(times), 100 * spread)

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import Final
-
-MEMBER_CLASSES: Final = ("1", "2", "3", "4", "5-8", "9+")
-"""Of the histogram of requests in one kernel call."""
-
-
-def member_class(n_members: int) -> int:
-    """Place in the histogram of a call of so many requests."""
-    if n_members <= 4:
-        return n_members - 1
-    return 4 if n_members <= 8 else 5
 
 
 @dataclass(slots=True)
@@ -28,9 +18,21 @@ class EngineCounters:
     queue_s: float = 0.0
     """Over all requests, from their arrival to the beginning of their call."""
     compute_s: float = 0.0
-    members: list[int] = field(default_factory=lambda: [0] * len(MEMBER_CLASSES))
-    """Batches by their number of requests, in `MEMBER_CLASSES`."""
+    members: list[int] = field(default_factory=lambda: [0] * 6)
+    """Batches of 1, 2, 3, 4, 5 to 8 and more requests."""
     batch_wait_s: float = 0.0
     """Over all batches, what the member that waited longest has waited."""
     collect_s: float = 0.0
     """Of that, waited on purpose: 0 without a collection window."""
+
+    def count_batch(self, n_members: int, wait_s: float, compute_s: float) -> None:
+        """Counts one kernel call for so many requests, the first of which had waited for ``wait_s``."""
+        self.members[bisect_left((1, 2, 3, 4, 8), n_members)] += 1
+        self.batch_wait_s += wait_s
+        self.compute_s += compute_s
+
+    def count_request(self, n_rows: int, wait_s: float) -> None:
+        """Counts one request that was computed."""
+        self.requests += 1
+        self.rows += n_rows
+        self.queue_s += wait_s

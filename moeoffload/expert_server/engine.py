@@ -22,7 +22,6 @@ import torch
 from moeoffload.errors import ServerError
 from moeoffload.expert_server.answers import Answers
 from moeoffload.expert_server.batcher import Batch, Batcher
-from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.counters import EngineCounters
 from moeoffload.expert_server.fair_share import SMALL_PRICE, FairShares, Share
 from moeoffload.expert_server.requests import HostShare, Job, Request, RequestError, is_small
@@ -40,16 +39,15 @@ T = TypeVar("T")
 class Engine:
     """Owns the compute thread and the right to compute. `submit` may be called from any thread."""
 
-    def __init__(self, pace: Pace, *, coalesce: bool = True, collect_window_s: float = 0.0) -> None:
+    def __init__(self, *, coalesce: bool = True, collect_window_s: float = 0.0) -> None:
         """``coalesce`` and ``collect_window_s``: see `Batcher`."""
-        self.pace = pace
         self.on_failure: OnFailure = ignore_failure
         """Told if the compute thread ends with an error; nothing is computed from then on. Set before `start`."""
         self._counters = EngineCounters()
         self.kernel_workspace = KernelWorkspace()
         self.shares: FairShares[Request | Job] = FairShares()
         self._batcher = Batcher(self.shares, coalesce=coalesce, window_s=collect_window_s)
-        self._answers = Answers(self.shares, pace, self._counters)
+        self._answers = Answers(self.shares, self._counters)
         self._batch = Batch()
         self._urgent = Batch()
         """That interrupts a long one."""

@@ -73,11 +73,6 @@ class FairShares(Generic[T]):
         self._clock_s = 0.0
         """Where the host that was served last stood: a host that comes starts there."""
 
-    @property
-    def n_shares(self) -> int:
-        """Hosts that have one."""
-        return len(self.all)
-
     def join(self, key: str) -> Share[T]:
         """The share of the host ``key``, the same for all its leases; `leave` gives it back."""
         with self.lock:

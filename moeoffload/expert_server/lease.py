@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Final
 
+import torch
+
 from moeoffload.checkpoint import Checkpoint
+from moeoffload.config import ExpertServerSettings
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, MoeOffloadError, ServerError
@@ -23,7 +26,8 @@ from moeoffload.expert_server.agreement import (
 )
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory, ServerLimits, rows_that_fit
+from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory, rows_that_fit
+from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
 from moeoffload.expert_server.workspace import Workspace
@@ -51,7 +55,9 @@ class HostLease:
         epoch: int,
         say: Callable[[pb.AttachReply], None],
         *,
-        limits: ServerLimits,
+        settings: ExpertServerSettings,
+        device: torch.device,
+        roots: ModelRoots,
         store: ExpertStore,
         engine: Engine,
         factories: dict[str, ChannelFactory],
@@ -63,7 +69,9 @@ class HostLease:
         """Whose number of leases this one counts for."""
         self.epoch = epoch
         self._say = say
-        self._limits = limits
+        self._settings = settings
+        self._device = device
+        self._roots = roots
         self._store = store
         self._engine = engine
         self._factories = factories
@@ -102,8 +110,8 @@ class HostLease:
         n_experts = max(1, min(layer.n_experts, checkpoint.top_k, room))
         with self._store.borrow(n_experts * layer.expert_bytes), lean_heap():
             workspace = KernelWorkspace()
-            module = checkpoint.build_experts(layer.index, range(n_experts), self._limits.device)
-            kernels = prepare_layer(module, workspace, self._limits.kernel)
+            module = checkpoint.build_experts(layer.index, range(n_experts), self._device)
+            kernels = prepare_layer(module, workspace, self._settings.kernel.value)
             del module
             timings = self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, n_experts, workspace)
             del kernels
@@ -119,7 +127,7 @@ class HostLease:
         if checkpoint is None:
             dtype = read_dtype("compute dtype", model.compute_dtype)
             revision = model.revision or None
-            reference = self._limits.model or self._limits.roots.resolve(model.reference, revision)
+            reference = self._settings.model or self._roots.resolve(model.reference, revision)
             checkpoint = Checkpoint.open(reference, dtype=dtype, revision=revision)
         # Every time: hosts share experts by digest and dtype, and nobody may put others there under these names.
         check_model(model, checkpoint)
@@ -167,12 +175,14 @@ class HostLease:
 
     def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> None:
         key = LayerKey(checkpoint.digest, PayloadDtype.from_torch(checkpoint.dtype).label, layer, experts)
-        device = self._limits.device
+        device = self._device
         module = self._store.acquire(
             key,
             len(experts) * checkpoint.layers[layer].expert_bytes,
             lambda: prepare_layer(
-                checkpoint.build_experts(layer, experts, device), self._engine.kernel_workspace, self._limits.kernel
+                checkpoint.build_experts(layer, experts, device),
+                self._engine.kernel_workspace,
+                self._settings.kernel.value,
             ),
         )
         with self._lock:
@@ -197,11 +207,11 @@ class HostLease:
             raise ServerError("this lease is active already")
         dtype_out, dtype_back = check_activate(request, checkpoint, table)
         transports = check_transport(request.transport, list(self._factories))
-        n_slots = min(request.n_slots, self._limits.max_slots)
+        n_slots = min(request.n_slots, self._settings.slots)
         capacity = self._capacity(request, checkpoint, n_slots)
         layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
         self._activate(layout, checkpoint)
-        sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes, self._limits.shared_bytes)
+        sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes, self._settings.shared_bytes)
         timings = [
             pb.Timing(rows=rows, seconds=seconds) for rows, seconds in self._time_first_layer(layout, checkpoint)
         ]
@@ -220,7 +230,7 @@ class HostLease:
         )
         room = max(0, self._store.free_bytes)
         rows = rows_that_fit(room, row_bytes)
-        capacity = min(request.batch_capacity, self._limits.batch_capacity, rows)
+        capacity = min(request.batch_capacity, self._settings.batch_capacity, rows)
         if capacity < 1:
             raise self._no_room(
                 f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
@@ -237,7 +247,7 @@ class HostLease:
 
     def _no_room(self, text: str) -> CapacityError:
         """That something does not fit: now, if other hosts have what is missing, or at all."""
-        if self._engine.shares.n_shares > 1:
+        if len(self._engine.shares.all) > 1:
             return BusyError(f"{text} (busy: other hosts use this server)", RETRY_AFTER_S)
         return CapacityError(text)
 
@@ -247,7 +257,7 @@ class HostLease:
             layout=layout,
             layers=[self._modules.get(layer.index) for layer in checkpoint.layers],
             compute_dtype=checkpoint.dtype,
-            workspace=Workspace(layout, checkpoint.dtype, self._limits.device),
+            workspace=Workspace(layout, checkpoint.dtype, self._device),
             share=self._share,
         )
 
@@ -269,8 +279,8 @@ class HostLease:
     def _time(
         self, kernels: LayerKernels, top_k: int, capacity: int, n_experts: int, workspace: KernelWorkspace
     ) -> list[tuple[int, float]]:
-        engine, device = self._engine, self._limits.device
-        pause = engine.pause if engine.shares.n_shares > 1 else None
+        engine, device = self._engine, self._device
+        pause = engine.pause if len(engine.shares.all) > 1 else None
         return engine.run(
             lambda: time_layer(
                 kernels,
@@ -279,7 +289,6 @@ class HostLease:
                 n_experts=n_experts,
                 device=device,
                 workspace=workspace,
-                pace=engine.pace,
                 pause=pause,
             ),
             self._share,
@@ -341,7 +350,7 @@ class HostLease:
         contexts = [slot.owner for channel in list(self._channels.values()) for slot in channel.slots]
         return {
             "slots": len(contexts),
-            "views": sum(context.n_created for context in contexts if context is not None),
+            "views": sum(context.views.n_created for context in contexts if context is not None),
             "workspaces": self._active.workspace.n_created if self._active is not None else 0,
         }
 
@@ -378,4 +387,4 @@ def _drop_slots(channel: ServerChannel) -> None:
     """Lets go of the memory of a closed channel."""
     for slot in channel.slots:
         if slot.owner is not None:
-            slot.owner.drop()
+            slot.owner.views.drop()

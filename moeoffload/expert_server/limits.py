@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, Protocol
 
-import torch
-
-from moeoffload.expert_server.model_roots import ModelRoots
-from moeoffload.kernels import KernelChoice
 from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel
 
 RETRY_AFTER_S: Final = 1.0
@@ -23,19 +18,6 @@ class ChannelFactory(Protocol):
 
     def __call__(self, sizes: ChannelSizes, deliver: Deliver, key: str) -> ServerChannel:
         """The open end, delivering requests to ``deliver``, for the host that has the secret half of ``key``."""
-
-
-@dataclass(frozen=True)
-class ServerLimits:
-    """What the server allows each host: rows in one frame, requests in flight, least bytes of a shared segment."""
-
-    batch_capacity: int
-    max_slots: int
-    shared_bytes: int
-    device: torch.device
-    model: str | None
-    roots: ModelRoots
-    kernel: KernelChoice
 
 
 def rows_that_fit(room_bytes: int, row_bytes: int) -> int:

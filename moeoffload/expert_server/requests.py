@@ -25,7 +25,6 @@ from moeoffload.wire import (
     Kind,
     Role,
     SlotViews,
-    write_error_text,
 )
 
 _WEIGHTS_F32: Final = int(Flag.WEIGHTS_F32)
@@ -67,15 +66,6 @@ class SlotContext:
     def weights_dtype(self) -> torch.dtype:
         """Of the routing weights, as the header that was checked says."""
         return torch.float32 if self.header.flags & _WEIGHTS_F32 else self.host.compute_dtype
-
-    @property
-    def n_created(self) -> int:
-        """Views made so far."""
-        return self.views.n_created
-
-    def drop(self) -> None:
-        """Lets go of the slot's memory. From any thread."""
-        self.views.drop()
 
 
 class RequestError(Exception):
@@ -142,17 +132,6 @@ def check(request: Request) -> LayerKernels:
     if 0 < header.timeout_us < waited_s * 1e6:
         raise RequestError(ErrorCode.TOO_LATE, f"it has waited {waited_s:.3g} s, the host {header.timeout_us} us")
     return experts
-
-
-def write_error(slot: ServerSlot, header: FrameHeader, code: ErrorCode, text: str, row: int = 0) -> int:
-    """Writes an error frame into the reply buffer; returns its length in bytes."""
-    header.kind = Kind.ERROR
-    header.code = code
-    header.rows = row
-    header.body_bytes = write_error_text(slot.reply, text)
-    header.pack_into(slot.reply)
-    header.code = 0
-    return HEADER_BYTES + header.body_bytes
 
 
 def write_sums_header(slot: ServerSlot, context: SlotContext, queue_s: float, compute_s: float) -> int:

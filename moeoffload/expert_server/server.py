@@ -23,10 +23,9 @@ from moeoffload.control.user_token import numeric_loopback
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import device_name, free_now, memory_budget, resolve_device
 from moeoffload.errors import BusyError, ServerError
-from moeoffload.expert_server.calibrate import Pace
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.lease import HostLease
-from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory, ServerLimits
+from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.refusals import Refusals
@@ -63,13 +62,8 @@ class ExpertServer:
     """Called when the server is draining and its last host has left."""
 
     @classmethod
-    def start(
-        cls,
-        settings: ExpertServerSettings,
-        pace: Pace | None = None,
-        on_drained: Callable[[], object] = lambda: None,
-    ) -> ExpertServer:
-        """Opens everything and serves. ``pace`` slows it down, for benchmarks.
+    def start(cls, settings: ExpertServerSettings, on_drained: Callable[[], object] = lambda: None) -> ExpertServer:
+        """Opens everything and serves.
 
         Raises:
             SettingError: the device does not exist, or has less memory than asked for; or the server would be open to
@@ -82,7 +76,7 @@ class ExpertServer:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         store = ExpertStore(memory_budget(device, settings.memory_gib), lambda: free_now(device))
-        engine = Engine(pace or Pace(), coalesce=settings.coalesce, collect_window_s=settings.collect_window_ms * 1e-3)
+        engine = Engine(coalesce=settings.coalesce, collect_window_s=settings.collect_window_ms * 1e-3)
         factories: dict[str, ChannelFactory] = {}
         listener = None
 
@@ -154,18 +148,10 @@ class ExpertServer:
 
     def open_lease(self, hello: pb.Hello, peer: str, say: Callable[[pb.AttachReply], None]) -> HostLease:
         """See `ExpertBackend`."""
-        limits = ServerLimits(
-            batch_capacity=self.settings.batch_capacity,
-            max_slots=self.settings.slots,
-            shared_bytes=self.settings.shared_bytes,
-            device=self.device,
-            model=self.settings.model,
-            roots=ModelRoots(
-                self.settings.model_root,
-                self.credentials.any_model,
-                lambda reason: self.refusals.add(f"{peer} {hello.host}", reason),
-            ),
-            kernel=self.settings.kernel.value,
+        roots = ModelRoots(
+            self.settings.model_root,
+            self.credentials.any_model,
+            lambda reason: self.refusals.add(f"{peer} {hello.host}", reason),
         )
         with self._lock:
             if self._failure:
@@ -186,7 +172,9 @@ class ExpertServer:
                 f"{peer} {hello.host}",
                 next(self._epochs),
                 say,
-                limits=limits,
+                settings=self.settings,
+                device=self.device,
+                roots=roots,
                 store=self.store,
                 engine=self.engine,
                 factories=self.factories,

@@ -220,10 +220,12 @@ class ServerChannel(ABC):
         self.reply(slot, n_bytes)
 
 
-def write_error_frame(header: FrameHeader, frame: memoryview, request_id: int, code: ErrorCode, text: str) -> int:
+def write_error_frame(
+    header: FrameHeader, frame: memoryview, request_id: int, code: ErrorCode, text: str, row: int = 0
+) -> int:
     """Writes an error frame into ``frame``, the text cut to what fits; returns its length in bytes."""
     room = len(frame) - HEADER_BYTES
-    header.kind, header.request_id, header.code = Kind.ERROR, request_id, code
+    header.kind, header.request_id, header.code, header.rows = Kind.ERROR, request_id, code, row
     header.body_bytes = write_error_text(frame, text.encode(errors="replace")[:room].decode(errors="ignore"))
     header.pack_into(frame)
     return HEADER_BYTES + header.body_bytes

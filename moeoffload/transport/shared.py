@@ -25,7 +25,7 @@ from moeoffload.transport.base import (
 )
 from moeoffload.transport.segment import HOST_CLOSED, SERVER_CLOSED, Segment
 from moeoffload.transport.slots import HostChannel
-from moeoffload.transport.spin import SPIN_LIMIT_S, AdaptiveSpin
+from moeoffload.transport.spin import AdaptiveSpin
 from moeoffload.wire import HEADER_BYTES, ErrorCode
 
 MOST_SPARE: Final = 8
@@ -38,7 +38,7 @@ class SharedHostEnd(HostChannel):
 
     name = "shared"
 
-    def __init__(self, segment: Segment, sizes: ChannelSizes, spin_limit_s: float) -> None:
+    def __init__(self, segment: Segment, sizes: ChannelSizes) -> None:
         areas = zip(segment.requests, segment.replies, strict=True)
         super().__init__(sizes, tuple(HostSlot(i, request, reply) for i, (request, reply) in enumerate(areas)))
         self.nonce = segment.nonce
@@ -51,7 +51,7 @@ class SharedHostEnd(HostChannel):
         self._n_sent = 0
         self._awaited = [0] * sizes.n_slots
         """Per slot the request id whose reply is to come."""
-        self._spin = AdaptiveSpin(spin_limit_s)
+        self._spin = AdaptiveSpin()
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
         words, index = self._words, slot.index
@@ -119,20 +119,12 @@ class SharedServerEnd(ServerChannel):
 
     name = "shared"
 
-    def __init__(
-        self,
-        sizes: ChannelSizes,
-        deliver: Deliver,
-        *,
-        spin_limit_s: float = SPIN_LIMIT_S,
-        on_failure: OnFailure = ignore_failure,
-    ) -> None:
+    def __init__(self, sizes: ChannelSizes, deliver: Deliver, *, on_failure: OnFailure = ignore_failure) -> None:
         """Creates the segment and starts to deliver.
 
         Args:
             sizes: of the channel.
             deliver: is called once per request.
-            spin_limit_s: longest spin for the next request, in seconds; 0 never spins.
             on_failure: told if the thread that delivers ends with an error; the channel is closed then.
 
         Raises:
@@ -148,7 +140,7 @@ class SharedServerEnd(ServerChannel):
         self._reply_at = [segment.reply_at(index) for index in range(sizes.n_slots)]
         self._taken = [0] * sizes.n_slots
         """Per slot the request id that is being worked on."""
-        self._spin = AdaptiveSpin(spin_limit_s)
+        self._spin = AdaptiveSpin()
         self._on_failure = on_failure
         self._reader = start_thread("shared-reader", self._read, self._failed)
 
@@ -214,12 +206,8 @@ class SharedServerEnd(ServerChannel):
             self._reader.join()  # it frees the segment
 
 
-def open_shared(offer: ChannelOffer, *, spin_limit_s: float = SPIN_LIMIT_S) -> SharedHostEnd:
-    """Opens the host's end of a shared-memory channel and takes the names of its memory away.
-
-    Args:
-        offer: of a `SharedServerEnd`.
-        spin_limit_s: longest spin for a reply, in seconds; 0 never spins.
+def open_shared(offer: ChannelOffer) -> SharedHostEnd:
+    """Opens the host's end of what a `SharedServerEnd` offers and takes the names of its memory away.
 
     Raises:
         ServerError: the memory is not on this host, or not one that a server of this user made.
@@ -227,4 +215,4 @@ def open_shared(offer: ChannelOffer, *, spin_limit_s: float = SPIN_LIMIT_S) -> S
     name = offer.parameters.get("segment")
     if name is None:
         raise ProtocolError("the offer of a shared-memory channel does not name its segment")
-    return SharedHostEnd(Segment.open(name, offer.sizes), offer.sizes, spin_limit_s)
+    return SharedHostEnd(Segment.open(name, offer.sizes), offer.sizes)

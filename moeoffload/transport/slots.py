@@ -250,11 +250,6 @@ class HostChannel(ABC):
 
     # -- for the transports
 
-    @property
-    def n_abandoned(self) -> int:
-        """Slots whose reply is not waited for any more and has not come yet."""
-        return self._n_abandoned
-
     def _mark_sent(self, slot: HostSlot) -> None:
         """For ``_send``: from here on a reply may come.
 

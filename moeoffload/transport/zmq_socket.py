@@ -43,7 +43,8 @@ _RECONNECT_MAX_MS: Final = 1_000
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
 _PAGE: Final = 4096
-_SPARE_DESCRIPTORS: Final = 4
+_DESCRIPTORS: Final = 24
+"""What a socket may open until it is bound or connected and has talked to somebody, with encryption, and some more."""
 
 
 class FrameSocket:
@@ -58,18 +59,9 @@ class FrameSocket:
         Raises:
             OSError: there are too few file descriptors.
         """
+        _check_descriptors()
         context = zmq.Context(io_threads=1)
-        try:
-            self.socket = context.socket(kind)
-        except zmq.ZMQError as error:
-            context.term()
-            raise OSError(error.errno, str(error)) from None
-        try:
-            _check_descriptors()
-        except OSError:
-            self.socket.close()
-            context.term()
-            raise
+        self.socket = context.socket(kind)
         # Not IMMEDIATE: it would drop messages that have arrived but were not read when the connection broke.
         for option, value in (
             (zmq.LINGER, 0),
@@ -192,10 +184,10 @@ class FrameSocket:
 
 
 def _check_descriptors() -> None:
-    """Raises OSError if there are not enough for a socket to be bound: ZeroMQ would end the process then."""
+    """Raises OSError if there are too few file descriptors for a socket: ZeroMQ would end the process, or hang."""
     spare: list[int] = []
     try:
-        for _ in range(_SPARE_DESCRIPTORS):
+        for _ in range(_DESCRIPTORS):
             spare.append(os.eventfd(0, os.EFD_CLOEXEC))
     finally:
         for fd in spare:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import runpy
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +13,13 @@ import grpc
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, shm_names, wait_until
-from conftest import DEMO, READY_TIMEOUT_S, RunningServer, StartServer, expert_server
+from conftest import DEMO, READY_TIMEOUT_S, ROOT, RunningServer, StartServer, expert_server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
-from moeoffload.control.generate import OUTPUT, generate
 from moeoffload.control.protocol import PROTOCOL_VERSION, dtype_label
 from moeoffload.control.server import SERVICE_NAME
 from moeoffload.control.status import RETRY_AFTER
@@ -154,15 +154,24 @@ def logits_of(model: OffloadedModel) -> torch.Tensor:
 
 
 def test_generated_code_is_that_of_the_proto_file(tmp_path: Path) -> None:
-    generate(tmp_path)
+    script = runpy.run_path(str(ROOT / "proto" / "generate.py"))
+    script["generate"](tmp_path)
     made = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    committed = {file.name: file.read_text() for file in OUTPUT.glob("expert_service_pb2*")}
+    committed = {file.name: file.read_text() for file in script["OUTPUT"].glob("expert_service_pb2*")}
     assert made == committed, "run make proto"
 
 
 def test_the_health_service_says_serving_for_the_server_and_the_service(server: RunningServer) -> None:
     assert health_of(server.address, "") == health_pb2.HealthCheckResponse.SERVING
     assert health_of(server.address, SERVICE_NAME) == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_health_watch_is_not_offered(server: RunningServer) -> None:
+    """With it a peer without a token would keep a connection for ever."""
+    with grpc.insecure_channel(server.address) as channel:
+        request = health_pb2.HealthCheckRequest(service="x" * 1000)
+        with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+            next(health_pb2_grpc.HealthStub(channel).Watch(request, timeout=STEP_TIMEOUT_S))
 
 
 def test_reflection_lists_the_services(server: RunningServer) -> None:

@@ -14,7 +14,6 @@ import grpc
 import pytest
 from conftest import DEMO, StartServer
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient
@@ -224,14 +223,6 @@ def test_names_of_a_host_forge_no_lines_of_the_log(serve: Serve) -> None:
     kept = backend.hellos[0]
     assert kept.host.startswith("me ERROR forged?[2J?xxx")
     assert (len(kept.host), kept.host_version) == (128, "1 2")
-
-
-def test_health_watch_is_not_offered(start_server: StartServer) -> None:
-    server = start_server()
-    with grpc.insecure_channel(server.address) as channel:  # without a token: health is open to all
-        request = health_pb2.HealthCheckRequest(service="x" * 1000)
-        watch = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=SOON_S)
-        assert code_of(watch) is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_a_lease_cannot_store_experts_under_the_name_of_another_model(start_server: StartServer) -> None:

@@ -24,13 +24,6 @@ from .ends import SIZES, SOON_S, OnDemand, call, echo, eventually, receive, repl
 LARGEST = SIZES.request_bytes - HEADER_BYTES
 
 
-def test_bodies_of_all_sizes_come_back(open_ends: OpenEnds) -> None:
-    host = open_ends().host
-    for n_bytes in (0, 1, 63, 64, 4095, LARGEST - 1, LARGEST):
-        body = random.randbytes(n_bytes)
-        assert call(host, body) == body
-
-
 def test_frames_too_large_to_be_copied_come_back(open_ends: OpenEnds) -> None:
     largest = 3 * 2**20 + 5
     host = open_ends(sizes=ChannelSizes(2, HEADER_BYTES + largest, HEADER_BYTES + largest)).host
@@ -150,30 +143,6 @@ def test_a_late_reply_before_the_release_frees_nothing_yet(open_ends: OpenEnds) 
     assert host.acquire(SOON_S) is slow
     host.release(slow)
     host.release(other)
-
-
-def test_a_slot_released_without_waiting_counts_as_abandoned(open_ends: OpenEnds) -> None:
-    server = OnDemand()
-    host = open_ends(server, ChannelSizes(1, 128, 128)).host
-    slot = host.acquire(SOON_S)
-    send(host, slot)
-    host.release(slot)
-    with pytest.raises(DeadlineError):
-        host.acquire(0.01)
-    server.answer()
-    host.release(host.acquire(SOON_S))
-    assert host.n_stale == 1
-
-
-def test_acquire_waits_for_a_release(open_ends: OpenEnds) -> None:
-    host = open_ends(sizes=ChannelSizes(1, 128, 128)).host
-    slot = host.acquire(SOON_S)
-    with pytest.raises(DeadlineError, match="none of 1 slots"):
-        host.acquire(0.01)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(host.acquire, SOON_S)
-        host.release(slot)
-        assert waiting.result(SOON_S) is slot
 
 
 def test_slots_go_to_who_waits_longest(open_ends: OpenEnds) -> None:

@@ -47,6 +47,8 @@ def test_names_live_from_create_to_open_and_are_private() -> None:
     assert {mode_of(name) for name in names} == {0o600}
     host = open_shared(server.offer)
     assert not names_of(ME)
+    with pytest.raises(ServerError, match="not on this host"):
+        open_shared(server.offer)
     assert call(host, b"works without a name") == b"works without a name"
     assert host.nonce == server.nonce
     assert len(host.nonce) == 16
@@ -54,19 +56,6 @@ def test_names_live_from_create_to_open_and_are_private() -> None:
     server.opened()
     host.close()
     server.close()
-
-
-def test_a_channel_that_nobody_opens_leaves_nothing() -> None:
-    server = SharedServerEnd(SIZES, echo)
-    server.close()
-    assert not names_of(ME)
-    with pytest.raises(ServerError, match="not on this host"):
-        open_shared(server.offer)
-
-
-def test_a_second_host_finds_nothing() -> None:
-    with both_ends("shared") as ends, pytest.raises(ServerError, match="not on this host"):
-        open_shared(ends.server.offer)
 
 
 def test_two_processes_share_the_nonce_and_echo() -> None:

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from moeoffload.errors import CapacityError, ProtocolError
 from moeoffload.payload import PayloadDtype
 from moeoffload.text import MAX_TEXT, one_line
-from moeoffload.transport import StreamListener
-from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG, IncomingFrame, OutgoingFrame
+from moeoffload.transport.zmq_socket import PIECE_BYTES, IncomingFrame, OutgoingFrame
 from moeoffload.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -151,29 +150,6 @@ def test_text_of_the_other_side_becomes_one_line(text: str, limit: int) -> None:
         assert line == text
 
 
-class Wire:
-    """What a `StreamServerEnd` needs of a socket: one message, already here."""
-
-    def __init__(self) -> None:
-        self.piece = b""
-
-    def skip(self) -> None:
-        self.piece = b""
-
-    def receive_piece(self, buffer: memoryview) -> int:
-        n_bytes = len(self.piece)
-        kept = self.piece[: len(buffer)]
-        buffer[: len(kept)] = kept
-        return n_bytes
-
-
-@pytest.fixture(scope="module")
-def listener() -> Any:
-    listener = StreamListener(max_request_bytes=4 * PIECE_BYTES)
-    yield listener
-    listener.close()
-
-
 REQUEST_BYTES = 2 * PIECE_BYTES + 1000
 tags = st.tuples(
     st.sampled_from([5, 6, 7, 8, 9, 2**64 - 1]),
@@ -226,42 +202,6 @@ def test_a_frame_cut_into_pieces_comes_together_in_order_and_only_then(n_bytes: 
         done = incoming.took(len(data))
     assert done
     assert memory[:n_bytes] == sent[:n_bytes]
-
-
-@given(st.lists(st.tuples(tags, st.booleans()), max_size=12))
-def test_a_server_end_answers_or_drops_any_sequence_of_pieces(
-    listener: StreamListener, messages: list[tuple[tuple[int, int, int, int], bool]]
-) -> None:
-    from moeoffload.transport import ChannelSizes
-
-    delivered: list[int] = []
-
-    def deliver(channel: Any, slot: Any) -> None:
-        delivered.append(slot.n_bytes)
-        assert HEADER_BYTES <= slot.n_bytes <= REQUEST_BYTES
-
-    channel = listener.open_channel(ChannelSizes(2, REQUEST_BYTES, 4096), deliver)
-    wire: Any = Wire()
-    try:
-        for (request_id, at, frame_bytes, n_bytes), honest in messages:
-            if channel.is_busy(request_id):
-                continue
-            head = FrameHeader(Kind.DISPATCH, request_id=request_id)
-            piece = bytearray(n_bytes)
-            if honest and n_bytes >= HEADER_BYTES:
-                head.pack_into(memoryview(piece))
-            wire.piece = bytes(piece)
-            whole = channel.receive(wire, request_id, at, frame_bytes)
-            if whole is not None:
-                channel.received(*whole)
-    finally:
-        channel.close()
-    assert len(delivered) <= 2, "a slot with a request takes no other one"
-
-
-def test_tags_are_what_the_format_says() -> None:
-    assert TAG.size == 16
-    assert TAG.unpack(TAG.pack(1, 2, 3)) == (1, 2, 3)
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES + 200))

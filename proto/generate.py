@@ -1,4 +1,4 @@
-"""Makes the Python code of the control plane from proto/; run it after a change there: ``make proto``."""
+"""Makes the Python code of the control plane; run it after a change of the proto file: ``make proto``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import re
 import sys
 from pathlib import Path
 
-PROTO_ROOT = Path(__file__).parents[2] / "proto"
-PROTO_FILE = PROTO_ROOT / "moeoffload" / "v1" / "expert_service.proto"
-OUTPUT = Path(__file__).parent / "v1"
+PROTO_FILE = Path(__file__).parent / "moeoffload" / "v1" / "expert_service.proto"
+OUTPUT = Path(__file__).parents[1] / "moeoffload" / "control" / "v1"
 
 
 def generate(output: Path) -> None:
