@@ -46,17 +46,8 @@ class Mode(StrEnum):
     STREAM = "stream"
 
 
-class PayloadChoice(StrEnum):
-    """The dtype of rows on the way; AUTO is the model's activation dtype."""
-
-    AUTO = "auto"
-    F32 = "f32"
-    F16 = "f16"
-    BF16 = "bf16"
-
-
-class ModelDtypeChoice(StrEnum):
-    """The dtype the host computes in; AUTO is the checkpoint's."""
+class DtypeChoice(StrEnum):
+    """A dtype of rows or weights; AUTO is that of the model or its checkpoint."""
 
     AUTO = "auto"
     F32 = "f32"
@@ -166,8 +157,8 @@ class HostSettings(_Recovery, _Generation):
         "One dispatch of many rows for each layer and server (batched), or small slices (stream).",
         means="what measures fastest",
     )
-    dtype: PayloadChoice = setting(
-        PayloadChoice.AUTO,
+    dtype: DtypeChoice = setting(
+        DtypeChoice.AUTO,
         Panel.CHANNEL,
         "The dtype of rows on the way to expert servers and back.",
         allowed=_DTYPES,
@@ -203,8 +194,8 @@ class HostSettings(_Recovery, _Generation):
     device: Device = setting(
         "auto", Panel.COMPUTE, "Where the dense layers run.", means="the first CUDA device, else the CPU"
     )
-    model_dtype: ModelDtypeChoice = setting(
-        ModelDtypeChoice.AUTO,
+    model_dtype: DtypeChoice = setting(
+        DtypeChoice.AUTO,
         Panel.COMPUTE,
         "The dtype the model computes in.",
         allowed=_DTYPES,

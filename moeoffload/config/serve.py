@@ -74,10 +74,7 @@ class ServeSettings(HostSettings):
         Raises:
             SettingError: they do not go together, or the server would be open to others.
         """
-        if (self.http_tls_cert is None) != (self.http_tls_key is None):
-            flags = ("http-tls-cert", "http-tls-key")
-            given, missing = flags if self.http_tls_key is None else flags[::-1]
-            raise SettingError(f"--{given} needs --{missing}: a certificate and its private key go together")
+        self.check_certificate_pair("http_")
         missing_flags = []
         if self.http_tls_cert is None:
             missing_flags.append("--http-tls-cert and --http-tls-key")
