@@ -64,8 +64,8 @@ def test_profile_counts_routes_and_the_most_used_experts_stay(
 ) -> None:
     prompts, stats = tmp_path / "prompts.txt", tmp_path / "stats.json"
     prompts.write_text(PROMPTS)
-    options = ["--output", stats, "--experts", three_servers[0], "--max-new-tokens", "10", "--device", "cpu"]
-    result = commands.run("moeoffload", "profile", DEMO, "--prompts", prompts, *options)
+    options = ["--experts", three_servers[0], "--max-new-tokens", "10", "--device", "cpu"]
+    result = commands.run("moeoffload", "profile", DEMO, "--prompts", prompts, "--output", stats, *options)
     assert result.code == 0, result.err
     counts = json.loads(stats.read_text())["counts"]
     assert len({sum(layer) for layer in counts}) == 1
