@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from fault_kit.network import enter_namespace
 from fault_kit.processes import CONTEXT, STEP_TIMEOUT_S, redirect, start_process
 
 N_TOKENS = 32
@@ -27,9 +28,11 @@ class Progress:
     recovery: dict[str, Any]
 
 
-def _generate(pipe: Connection, log: Path, model: Path, options: dict[str, Any]) -> None:
+def _generate(pipe: Connection, log: Path, model: Path, namespace: str | None, options: dict[str, Any]) -> None:
     """In the child."""
     redirect(log)
+    if namespace is not None:
+        enter_namespace(namespace)
     import torch
 
     from moeoffload.host.session import open_model
@@ -50,11 +53,13 @@ def _generate(pipe: Connection, log: Path, model: Path, options: dict[str, Any])
 class SecondHost:
     """Started, attached and generating when it is made, in float32, since what it generates means nothing."""
 
-    def __init__(self, folder: Path, model: Path, experts: Sequence[str], **options: Any) -> None:
+    def __init__(
+        self, folder: Path, model: Path, experts: Sequence[str], *, namespace: str | None = None, **options: Any
+    ) -> None:
         self._pipe, theirs = CONTEXT.Pipe()
         options |= {"experts": list(experts), "threads": 1, "device": "cpu", "model_dtype": "f32"}
         log = folder / f"second-host-{id(self)}.log"
-        self._process = start_process(_generate, theirs, log, model, options)
+        self._process = start_process(_generate, theirs, log, model, namespace, options)
         theirs.close()
         self._log = log.with_suffix(".err")
         self.tokens = self.progress().results[0]
