@@ -18,10 +18,10 @@ from typing import Annotated
 
 import fault_path  # noqa: F401  (before what it makes importable)
 import typer
-from fault_kit.outcome import KindRow, Outcome, kind_rows, summary
+from fault_kit.outcome import Outcome
 from fault_kit.schedule import SETUPS, Fault, draw_faults
 from fault_kit.world import DEADLINE_S, FLOOR_S, SPARE, WHOLE_TIMEOUT_S, World
-from fault_results import write_results
+from fault_results import KindRow, kind_rows, summary, write_results
 from rich.console import Console
 from rich.table import Table
 

@@ -20,10 +20,10 @@ from typing import Annotated
 
 import fault_path  # noqa: F401  (before what it makes importable)
 import typer
-from fault_kit.outcome import Outcome, summary
+from fault_kit.outcome import Outcome
 from fault_kit.schedule import SETUPS, Fault, draw_faults
 from fault_kit.world import World
-from fault_results import write_results
+from fault_results import summary, write_results
 from rich.console import Console
 from rich.table import Table
 

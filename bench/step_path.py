@@ -20,7 +20,6 @@ from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
-from moeoffload.host.deadlines import DeadlineBounds
 from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.kernels import prepare_layer
 from moeoffload.payload import PayloadDtype
@@ -95,7 +94,7 @@ def call_steps(offer: Any) -> Iterator[Callable[[int], None]]:
     link = ExpertLink(
         LinkInfo("bench:1", "cpu", "", channel.name, "", "", N_EXPERTS, 0), control, control, channel, LAYOUT, EPOCH,
         ExpertTable((tuple(range(N_EXPERTS)),)), [N_EXPERTS], torch.device("cpu"), torch.bfloat16,
-        DeadlineBounds(TIMEOUT_S, TIMEOUT_S), SliceLearner([], LAYOUT.capacity, 1),
+        TIMEOUT_S, TIMEOUT_S, SliceLearner([], LAYOUT.capacity, 1),
     )  # fmt: skip
     link._slot_of = [torch.full((N_EXPERTS,), -1, dtype=torch.int16)]
     hidden, ids = torch.randn(1, HIDDEN).to(torch.bfloat16), torch.arange(TOP_K)[None]
@@ -105,7 +104,7 @@ def call_steps(offer: Any) -> Iterator[Callable[[int], None]]:
         del n_bytes
         flight = link.take(wait=True)
         assert flight is not None
-        link.send(flight, 0, 0, hidden, ids, weights, counters)
+        link.send(flight, 0, 0, (hidden, ids, weights), counters)
         link.receive(flight, counters)
         link.release(flight)
 

@@ -13,7 +13,6 @@ from shapes import EPOCH, LAYOUT, N_EXPERTS, ScriptedSocket, pack_messages, repl
 from moeoffload.errors import MoeOffloadError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
-from moeoffload.host.deadlines import DeadlineBounds
 from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.placement import ExpertTable
 from moeoffload.transport import ChannelSizes, HostChannel, SharedServerEnd, open_shared
@@ -70,7 +69,8 @@ class _Host:
             [N_EXPERTS],
             torch.device("cpu"),
             torch.bfloat16,
-            DeadlineBounds(timeout_s, timeout_s),
+            timeout_s,
+            timeout_s,
             SliceLearner([], LAYOUT.capacity, 1),
         )
 
@@ -79,7 +79,7 @@ class _Host:
         name = "stream" if mode & STREAM else "shared"
         link, channel = self.links[name], (self.stream if mode & STREAM else self.shared)
         flight: Any = link.take(wait=True)
-        if not link.send(flight, 0, 0, self._rows, self._ids, self._weights, CallCounters()):
+        if not link.send(flight, 0, 0, (self._rows, self._ids, self._weights), CallCounters()):
             raise AssertionError("nothing was sent")
         index = flight.slot.index
         try:

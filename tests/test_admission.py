@@ -19,7 +19,7 @@ from moeoffload.devices import _cgroup_room
 from moeoffload.errors import BusyError
 from moeoffload.expert_server.server import MAX_LEASES_OF_ONE
 from moeoffload.expert_server.store import ExpertStore
-from moeoffload.host.retry import retry_while_busy
+from moeoffload.host.attach import retry_while_busy
 from moeoffload.placement import batch_row_bytes
 
 SLOTS = 4

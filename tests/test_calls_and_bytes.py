@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import DEMO, StartServer, demo_prompt, local_model
+from conftest import DEMO, demo_prompt, local_model
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.wire import HEADER_BYTES
@@ -88,31 +87,12 @@ def test_a_server_none_of_whose_experts_are_chosen_gets_no_call(three_servers: l
     assert counted == [1, 0]
 
 
-@pytest.mark.parametrize("rows_beyond", ["cap - 1", "cap", "cap + 1", "5 * cap + 3"])
-def test_chunks_at_the_edges_of_the_cap_do_not_change_tokens(three_servers: list[str], rows_beyond: str) -> None:
+def test_chunks_at_the_edges_of_the_cap_do_not_change_tokens(three_servers: list[str]) -> None:
     cap = 48
-    n_tokens = eval(rows_beyond, {"cap": cap})
-    prompt = demo_prompt(n_tokens, seed=3)
     options = {"max_new_tokens": 12, "do_sample": False}
-    expected = local_model(DEMO).generate(prompt, **options)
+    local = local_model(DEMO)
     with open_model(DEMO, experts=three_servers[:1], mode="batched", batch_capacity=cap, device="cpu") as offloaded:
-        assert torch.equal(offloaded.model.generate(prompt, **options), expected)
-        assert prefill(offloaded, n_tokens)["calls"] == len(offloaded.checkpoint.layers) * math.ceil(n_tokens / cap)
-
-
-def test_a_server_with_little_memory_advertises_a_smaller_cap_and_the_host_obeys(
-    start_server: StartServer, tmp_path: Path
-) -> None:
-    experts_gib = sum(path.stat().st_size for path in DEMO.glob("*.safetensors")) / (1 << 30)
-    server = start_server("--memory-gib", f"{experts_gib + 0.002:.6f}")
-    prompt = torch.randint(5, 60, (1, 2000), generator=torch.manual_seed(4))
-    with open_model(DEMO, experts=[server.address], mode="batched", device="cpu") as offloaded:
-        cap = offloaded.report().servers[0]["batch_capacity"]
-        phase = prefill(offloaded, 2000)
-        with torch.inference_mode():
-            logits = offloaded.model(prompt, logits_to_keep=1).logits
-        layers = len(offloaded.checkpoint.layers)
-    assert 1 <= cap < 1024
-    assert phase["calls"] == layers * math.ceil(2000 / cap)
-    with torch.inference_mode():
-        assert torch.equal(logits.argmax(-1), local_model(DEMO)(prompt, logits_to_keep=1).logits.argmax(-1))
+        for n_tokens in (cap - 1, cap, cap + 1, 5 * cap + 3):
+            prompt = demo_prompt(n_tokens, seed=3)
+            assert torch.equal(offloaded.model.generate(prompt, **options), local.generate(prompt, **options))
+            assert prefill(offloaded, n_tokens)["calls"] == len(offloaded.checkpoint.layers) * math.ceil(n_tokens / cap)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Command, Commands, one_line_error, wait_until
+from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Command, Commands, wait_until
 from conftest import DEMO, RunningServer, StartServer, expert_server, local_model
 from synthetic import tiny_config, write_checkpoint
 
@@ -128,14 +128,6 @@ def test_a_run_starts_its_own_server_and_writes_the_text_alone_to_stdout(
     assert pids
     commands.check_clean(*pids)
     data = json.loads(report.read_text())
-    assert data["report_version"] == 1
-    assert {"moeoffload_version", "model", "run", "prompt_tokens", "completion_tokens", "phases", "servers"} < set(data)
-    keys = "path model_type dtype moe_layers routed_experts top_k hidden_size dense_bytes expert_bytes"
-    assert set(data["model"]) == set(keys.split())
-    assert set(data["phases"]) == {"prefill", "decode"}
-    for phase in data["phases"].values():
-        assert {"tokens", "seconds", "tokens_per_s", "calls", "rows", "bytes_out", "bytes_back"} < set(phase)
-        assert set(phase["server"]) == {"queue_s", "compute_s"}
     (server,) = data["servers"]
     assert server["transport"] == "shared"
     assert server["n_experts"] == data["model"]["routed_experts"]
@@ -178,13 +170,6 @@ def test_a_reader_of_stdout_that_goes_away_ends_the_run_quietly(
     check_interrupted(result.err)
     commands.check_clean()
     wait_until_free(server.address)
-
-
-def test_a_required_server_that_is_not_there_ends_the_run(commands: Commands) -> None:
-    address = dead_address()
-    arguments = ["--prompt", PROMPT, *run_options(address), "--connect-timeout-s", "0.5", "--required"]
-    line = one_line_error(commands.run("moeoffload", "run", DEMO, *arguments), 5)
-    assert address in line
 
 
 def test_a_server_that_is_not_required_and_not_there_is_replaced_by_a_spawned_one(
@@ -294,36 +279,26 @@ def test_a_spawned_server_goes_with_its_host_whatever_ends_that(
     assert log.read_text().rstrip().endswith("stopped"), "the server has stopped in order"
 
 
-@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "connection lost"), (signal.SIGTERM, "stopping")])
-def test_a_required_server_that_ends_while_the_host_generates_is_one_clear_line(
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGKILL, "connection lost"), (signal.SIGTERM, "stopping"), (signal.SIGSTOP, "2 s")]
+)
+def test_a_required_server_that_fails_while_the_host_generates_is_one_clear_line(
     commands: Commands, start_server: StartServer, endless: Path, number: signal.Signals, reason: str
 ) -> None:
     server = start_server("--drain-timeout-s", "1")
-    options = [*run_options(server.address), "--max-new-tokens", "100000", "--required"]
-    command = commands.start("moeoffload", "run", endless, "--prompt", PROMPT, *options)
-    wait_for_requests(server.address, command)
-    server.process.send_signal(number)
-    result = command.wait(STEP_TIMEOUT_S)
-    assert result.code == 5, result.err
-    check_error_after_table(result.err, server.address, reason)
-    commands.check_clean(server.process.pid)
-
-
-def test_a_required_server_that_stops_answering_ends_the_run_at_the_dispatch_timeout(
-    commands: Commands, start_server: StartServer, endless: Path
-) -> None:
-    server = start_server()
     options = [*run_options(server.address), "--max-new-tokens", "100000", "--dispatch-timeout-s", "2", "--required"]
     command = commands.start("moeoffload", "run", endless, "--prompt", PROMPT, *options)
     wait_for_requests(server.address, command)
-    server.process.send_signal(signal.SIGSTOP)
+    server.process.send_signal(number)
     try:
         result = command.wait(STEP_TIMEOUT_S)
     finally:
-        server.process.send_signal(signal.SIGCONT)
+        if number == signal.SIGSTOP:
+            server.process.send_signal(signal.SIGCONT)
     assert result.code == 5, result.err
-    check_error_after_table(result.err, server.address, "2 s")
-    wait_until_free(server.address)
+    check_error_after_table(result.err, server.address, reason)
+    if number == signal.SIGSTOP:
+        wait_until_free(server.address)
     commands.check_clean(server.process.pid)
 
 

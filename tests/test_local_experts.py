@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEMO, ROOT, demo_prompt, local_model
+from command_lines import Commands
+from conftest import DEMO, demo_prompt, local_model
 
 from moeoffload import open_model
 from moeoffload.errors import SettingError
@@ -60,12 +59,14 @@ def test_rows_that_need_only_local_experts_are_not_sent(three_servers: list[str]
     assert chosen.n_experts == 8
 
 
-def test_profile_counts_routes_and_the_most_used_experts_stay(three_servers: list[str], tmp_path: Path) -> None:
+def test_profile_counts_routes_and_the_most_used_experts_stay(
+    three_servers: list[str], commands: Commands, tmp_path: Path
+) -> None:
     prompts, stats = tmp_path / "prompts.txt", tmp_path / "stats.json"
     prompts.write_text(PROMPTS)
-    command = [sys.executable, "-m", "moeoffload.cli.host_app", "profile", str(DEMO), "--prompts", str(prompts)]
-    command += ["--output", str(stats), "--experts", three_servers[0], "--max-new-tokens", "10", "--device", "cpu"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    options = ["--experts", three_servers[0], "--max-new-tokens", "10", "--device", "cpu"]
+    result = commands.run("moeoffload", "profile", DEMO, "--prompts", prompts, "--output", stats, *options)
+    assert result.code == 0, result.err
     counts = json.loads(stats.read_text())["counts"]
     assert len({sum(layer) for layer in counts}) == 1
     hottest = sorted(((-count, layer, e) for layer, each in enumerate(counts) for e, count in enumerate(each)))[:10]

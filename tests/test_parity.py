@@ -17,8 +17,6 @@ from moeoffload.kernels.local import register_local_experts
 N_PROMPTS = 64
 MAX_NEW_TOKENS = 12
 
-# What holds every value of a payload dtype exactly, by model dtype.
-EXACT = {"f32": {"f32"}, "bf16": {"f32", "bf16"}}
 TORCH = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -101,26 +99,23 @@ def test_the_default_kernel_gives_the_bits_of_a_local_run_with_it_in_every_mode(
 
 
 @pytest.mark.parametrize(
-    ("mode", "transport", "n_servers"),
-    [("batched", "shared", 3), ("batched", "stream", 1), ("stream", "shared", 2), ("stream", "stream", 3),
-     ("auto", "shared", 1), ("auto", "stream", 2)],
+    ("mode", "transport", "n_servers", "dtype"),
+    [("batched", "shared", 3, "f16"), ("batched", "stream", 1, "f32"), ("stream", "shared", 2, "bf16"),
+     ("stream", "stream", 3, "f16"), ("auto", "shared", 1, "f32"), ("auto", "stream", 2, "bf16")],
 )  # fmt: skip
 def test_greedy_tokens_and_accuracy_match_a_local_run(
-    three_servers: list[str], mode: str, transport: str, n_servers: int
+    three_servers: list[str], mode: str, transport: str, n_servers: int, dtype: str
 ) -> None:
-    model_dtype = "bf16"  # as the demo checkpoint is stored
-    expected = local_answers(model_dtype)
-    for dtype in ("f32", "f16", "bf16"):
-        with open_model(
-            DEMO, experts=three_servers[:n_servers], mode=mode, transport=transport, dtype=dtype, device="cpu"
-        ) as offloaded:
-            assert {link.info.transport for link in offloaded.links} == {transport}
-            assert len(offloaded.links) == n_servers
-            got = answers(offloaded.model, offloaded.tokenizer)
-            tokenizer = offloaded.tokenizer
-        assert abs(accuracy(got, tokenizer) - accuracy(expected, tokenizer)) <= 100 / N_PROMPTS
-        if dtype in EXACT[model_dtype]:
-            assert got == expected, f"payload {dtype}"
+    expected = local_answers("bf16")  # as the demo checkpoint is stored
+    with open_model(
+        DEMO, experts=three_servers[:n_servers], mode=mode, transport=transport, dtype=dtype, device="cpu"
+    ) as offloaded:
+        assert [link.info.transport for link in offloaded.links] == [transport] * n_servers
+        tokenizer = offloaded.tokenizer
+        got = answers(offloaded.model, tokenizer)
+    assert abs(accuracy(got, tokenizer) - accuracy(expected, tokenizer)) <= 100 / N_PROMPTS
+    if dtype != "f16":  # which does not hold every value of bf16
+        assert got == expected
 
 
 def test_a_float32_model_with_float32_payload_gives_the_same_tokens(three_servers: list[str]) -> None:

@@ -8,7 +8,6 @@ import json
 import shutil
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from moeoffload.host.expert_cache import ExpertCache
 from moeoffload.kernels import prepare_layer
 from moeoffload.placement import ExpertTable, MemoryOffer, place_replicas
 
-N_TOKENS = 48
+N_TOKENS = 16
 BACK_S = 60
 # All sums of this server are wrong by a half.
 WRONG = """
@@ -68,10 +67,8 @@ def recovery(offloaded: OffloadedModel) -> dict[str, int]:
 
 
 def wait_until_back(offloaded: OffloadedModel) -> None:
-    deadline = time.monotonic() + BACK_S
-    while any(shard.current is not shard.holders[0].link for shard in offloaded.shards):
-        assert time.monotonic() < deadline, "the server is not used again"
-        time.sleep(0.02)
+    shards = offloaded.shards
+    wait_until(lambda: all(each.current is each.holders[0].link for each in shards), "the server in use", BACK_S)
 
 
 @contextlib.contextmanager
@@ -127,37 +124,18 @@ def test_a_stopped_server_is_replaced_at_the_deadline_and_used_again(start_serve
         assert (figures["lost"], figures["returned"], figures["fallback_calls"]) == (1, 1, before)
 
 
-def test_a_server_told_to_stop_hands_over_and_ends_with_zero(start_server: StartServer) -> None:
+def test_a_server_told_to_stop_hands_over_and_the_next_one_on_that_port_is_used(start_server: StartServer) -> None:
     server = start_server()
     with open_model(DEMO, experts=[server.address], threads=1) as offloaded:
         expected = tokens_of(offloaded)
         after_layer_calls(offloaded, 21, server.process.terminate)
         assert tokens_of(offloaded) == expected
         assert server.process.wait(BACK_S) == 0
-        figures = recovery(offloaded)
-        assert (figures["drained"], figures["lost"]) == (1, 0)
-
-
-def test_the_next_server_on_that_port_is_used(start_server: StartServer) -> None:
-    server = start_server()
-    with open_model(DEMO, experts=[server.address], threads=1) as offloaded:
-        expected = tokens_of(offloaded)
-        server.process.kill()
-        server.process.wait()
         start_server("--listen", server.address)
         wait_until_back(offloaded)
         assert tokens_of(offloaded) == expected
-        assert recovery(offloaded)["returned"] == 1
-
-
-def test_a_required_server_that_is_lost_ends_the_call_with_one_line(start_server: StartServer) -> None:
-    server = start_server()
-    options: dict[str, Any] = {"dispatch_floor_s": 0.5, "required": True, "threads": 1}
-    with open_model(DEMO, experts=[server.address], **options) as offloaded:
-        after_layer_calls(offloaded, 21, server.process.kill)
-        with pytest.raises(ServerError, match=rf"{server.address}.*forbid that the host computes them") as raised:
-            tokens_of(offloaded)
-        assert "\n" not in str(raised.value)
+        figures = recovery(offloaded)
+        assert (figures["drained"], figures["lost"], figures["returned"]) == (1, 0, 1)
 
 
 def test_a_late_reply_makes_a_replica_compute_the_same(start_server: StartServer) -> None:
@@ -240,14 +218,14 @@ def test_a_server_that_comes_back_with_another_kernel_or_model_is_refused_by_nam
         server.process.kill()
         server.process.wait()
         changed = start_server("--listen", server.address, "--kernel", "grouped")
-        wait_for_log(caplog, "kernel is tiled (host), grouped here")
+        wait_until(lambda: "kernel is tiled (host), grouped here" in caplog.text, "the refusal", BACK_S)
         changed.process.kill()
         changed.process.wait()
         other = shutil.copytree(DEMO, tmp_path / "other")
         config = json.loads((other / "config.json").read_text())
         (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
         start_server("--listen", server.address, "--model", str(other))
-        wait_for_log(caplog, "model digest is")
+        wait_until(lambda: "model digest is" in caplog.text, "the refusal", BACK_S)
         assert tokens_of(offloaded) == expected
         assert recovery(offloaded)["returned"] == 0
 
@@ -256,10 +234,3 @@ def test_a_replica_must_compute_with_the_same_kernel(three_servers: list[str], g
     addresses = [three_servers[0], grouped_server]
     with pytest.raises(ServerError, match=r"kernel is .* here"):
         open_model(DEMO, experts=addresses, replicas=2, threads=1)
-
-
-def wait_for_log(caplog: pytest.LogCaptureFixture, words: str) -> None:
-    deadline = time.monotonic() + BACK_S
-    while words not in caplog.text:
-        assert time.monotonic() < deadline, caplog.text
-        time.sleep(0.05)

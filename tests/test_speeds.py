@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeoffload.host.calibration import MOST_ROUNDS, measure
-from moeoffload.host.speeds import EQUAL, MOST_TO_MEAN, Timings, placement_speeds, slowness
+from moeoffload.host.speeds import (
+    EQUAL,
+    MOST_ROUNDS,
+    MOST_TO_MEAN,
+    Timings,
+    measure,
+    placement_speeds,
+    slowness,
+)
 from moeoffload.placement import MemoryOffer, place_experts
 
 TOP_K = 8

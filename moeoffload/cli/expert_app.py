@@ -14,18 +14,11 @@ from typing import Annotated
 
 import typer
 
-from moeoffload import __version__
-from moeoffload.cli.options import with_settings
+from moeoffload.cli.options import version_option, with_settings
 from moeoffload.config import ExpertServerSettings
 from moeoffload.logs import log_to
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"moeoffload-expert {__version__}")
-        raise typer.Exit
 
 
 @app.command()
@@ -34,9 +27,7 @@ def serve(
     settings: ExpertServerSettings,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
     trace_memory: Annotated[bool, typer.Option("--trace-memory", hidden=True)] = False,
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
-    ] = False,
+    version: bool = version_option("moeoffload-expert"),
 ) -> None:
     """Keep routed experts in this machine's memory and compute them for hosts.
 

@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from moeoffload import __version__
 from moeoffload.cli.keys_app import app as keys_app
 from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds, write_report
-from moeoffload.cli.options import with_settings
+from moeoffload.cli.options import Chat, ModelName, Revision, version_option, with_settings
 from moeoffload.cli.serve_app import serve
 from moeoffload.cli.top_app import top
 from moeoffload.config import HostSettings
@@ -21,18 +20,8 @@ from moeoffload.logs import log_to
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"moeoffload {__version__}")
-        raise typer.Exit
-
-
 @app.callback()
-def moeoffload(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
+def moeoffload(version: bool = version_option("moeoffload")) -> None:
     """Run Mixture-of-Experts models with their routed experts on other devices and machines."""
 
 
@@ -40,9 +29,7 @@ def moeoffload(
 @with_settings(HostSettings)
 def run(
     settings: HostSettings,
-    model: Annotated[
-        str, typer.Argument(help="Folder of a transformers checkpoint, or an id of the Hugging Face hub.")
-    ],
+    model: ModelName,
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", help="Text to complete; - reads it from stdin. May be given several times."),
@@ -50,10 +37,8 @@ def run(
     prompt_file: Annotated[
         str | None, typer.Option("--prompt-file", metavar="FILE", help="File that holds the prompt; - is stdin.")
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat/--no-chat", help="Put the prompt into the model's chat template, if it has one.")
-    ] = True,
-    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
+    chat: Chat = True,
+    revision: Revision = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, on stderr.")] = False,
 ) -> None:
     """Answer prompts, streaming the text on stdout; everything else goes to stderr."""
@@ -68,17 +53,13 @@ def run(
 @with_settings(HostSettings)
 def profile_routing(
     settings: HostSettings,
-    model: Annotated[
-        str, typer.Argument(help="Folder of a transformers checkpoint, or an id of the Hugging Face hub.")
-    ],
+    model: ModelName,
     prompts: Annotated[str, typer.Option("--prompts", metavar="FILE", help="File with one prompt on each line.")],
     output: Annotated[Path, typer.Option("--output", metavar="FILE", help="Where the statistics go.")] = Path(
         "routing-stats.json"
     ),
-    chat: Annotated[
-        bool, typer.Option("--chat/--no-chat", help="Put the prompts into the model's chat template, if it has one.")
-    ] = True,
-    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
+    chat: Chat = True,
+    revision: Revision = None,
 ) -> None:
     """Count which routed experts prompts use; `--routing-stats` then keeps the most used ones on the host."""
     lines = [line for line in _read_prompts([], prompts)[0].splitlines() if line.strip()]

@@ -13,12 +13,20 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from moeoffload import __version__
 from moeoffload.config import SettingInfo, SettingsBase
 from moeoffload.errors import MoeOffloadError, SettingError, SystemLimitError
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
+ModelName = Annotated[
+    str, typer.Argument(help="Folder of a transformers checkpoint, or an id of the Hugging Face hub.")
+]
+Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")]
+Chat = Annotated[
+    bool, typer.Option("--chat/--no-chat", help="Put prompts into the model's chat template, if it has one.")
+]
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
@@ -59,6 +67,17 @@ def with_settings(model: type[SettingsBase]) -> Callable[[Callable[..., _Result]
         return with_options
 
     return decorate
+
+
+def version_option(program: str) -> Any:
+    """The default of a ``--version`` parameter: it prints one line and ends the command."""
+
+    def show(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"{program} {__version__}")
+            raise typer.Exit
+
+    return typer.Option(False, "--version", help="Print the version and exit.", callback=show, is_eager=True)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds, write_report
-from moeoffload.cli.options import with_settings
+from moeoffload.cli.options import ModelName, Revision, with_settings
 from moeoffload.config import ServeSettings
 from moeoffload.errors import SettingError
 from moeoffload.logs import log_to
@@ -22,10 +22,8 @@ EXIT_GAVE_UP = 1
 @with_settings(ServeSettings)
 def serve(
     settings: ServeSettings,
-    model: Annotated[
-        str, typer.Argument(help="Folder of a transformers checkpoint, or an id of the Hugging Face hub.")
-    ],
-    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
+    model: ModelName,
+    revision: Revision = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Log what happens and every HTTP request, on stderr.")
     ] = False,

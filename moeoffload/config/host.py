@@ -5,34 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
+from moeoffload.config import values
 from moeoffload.config.base import Panel, setting
 from moeoffload.config.shared import KEYS_HINT, CommonSettings, LogLevel
-from moeoffload.config.values import (
-    Address,
-    Addresses,
-    Copies,
-    DaySeconds,
-    Device,
-    FileToRead,
-    FileToWrite,
-    FolderToFill,
-    FolderToRead,
-    GibOrAll,
-    GibOrZero,
-    Gpu,
-    Guesses,
-    GuessesOrNone,
-    MinuteMs,
-    Percent,
-    Rows,
-    Seconds,
-    Seed,
-    Size,
-    Slots,
-    Spread,
-    Tokens,
-    is_loopback,
-)
+from moeoffload.config.values import Address, is_loopback
 from moeoffload.errors import SettingError
 
 _DTYPES = "auto, f32, f16 or bf16 (float32, fp32, float16, fp16 and bfloat16 too)"
@@ -46,17 +22,8 @@ class Mode(StrEnum):
     STREAM = "stream"
 
 
-class PayloadChoice(StrEnum):
-    """The dtype of rows on the way; AUTO is the model's activation dtype."""
-
-    AUTO = "auto"
-    F32 = "f32"
-    F16 = "f16"
-    BF16 = "bf16"
-
-
-class ModelDtypeChoice(StrEnum):
-    """The dtype the host computes in; AUTO is the checkpoint's."""
+class DtypeChoice(StrEnum):
+    """A dtype of rows or weights; AUTO is that of the model or its checkpoint."""
 
     AUTO = "auto"
     F32 = "f32"
@@ -82,29 +49,31 @@ class _Recovery(CommonSettings):
         "this machine takes the place of one that cannot be reached at the start.",
         means="needed at the start; the host computes the experts of one that is lost later",
     )
-    replicas: Copies = setting(1, Panel.RECOVERY, "Expert servers that hold each expert; one of them computes it.")
-    fallback_gib: GibOrZero = setting(
+    replicas: values.Copies = setting(
+        1, Panel.RECOVERY, "Expert servers that hold each expert; one of them computes it."
+    )
+    fallback_gib: values.GibOrZero = setting(
         4.0, Panel.RECOVERY, "The most memory for experts of lost servers, which the host reads and computes itself."
     )
-    hedge_ms: MinuteMs = setting(
+    hedge_ms: values.MinuteMs = setting(
         0.0, Panel.RECOVERY, "A reply later than this makes a replica compute the same; the first wins.", means="never"
     )
-    verify_percent: Percent = setting(
+    verify_percent: values.Percent = setting(
         0.0,
         Panel.RECOVERY,
         "The share of dispatches that a replica or the host computes again; a difference ends the run.",
         means="none",
     )
-    connect_timeout_s: Seconds = setting(
+    connect_timeout_s: values.Seconds = setting(
         10.0, Panel.TIME_LIMITS, "The longest wait for an expert server to answer at the start."
     )
-    load_timeout_s: DaySeconds = setting(
+    load_timeout_s: values.DaySeconds = setting(
         1800.0, Panel.TIME_LIMITS, "The longest wait for an expert server to load its experts."
     )
-    dispatch_timeout_s: Seconds = setting(
+    dispatch_timeout_s: values.Seconds = setting(
         60.0, Panel.TIME_LIMITS, "The longest wait for the reply to one dispatch, whatever its size."
     )
-    dispatch_floor_s: Seconds = setting(
+    dispatch_floor_s: values.Seconds = setting(
         2.0, Panel.TIME_LIMITS, "The deadline of a dispatch is learned from recent ones, but not below this."
     )
 
@@ -112,49 +81,51 @@ class _Recovery(CommonSettings):
 class _Generation(CommonSettings):
     """How a host chooses tokens, and guesses them ahead."""
 
-    max_new_tokens: Tokens = setting(256, Panel.GENERATION, "The most tokens to generate.")
-    temperature: Spread = setting(
+    max_new_tokens: values.Tokens = setting(256, Panel.GENERATION, "The most tokens to generate.")
+    temperature: values.Spread = setting(
         0.0, Panel.GENERATION, "Spread of the sampling.", means="greedy, always the likeliest token"
     )
-    seed: Seed = setting(
+    seed: values.Seed = setting(
         None, Panel.GENERATION, "Start of the random numbers that sampling draws.", means="a new one each run"
     )
-    prompt_lookup: GuessesOrNone = setting(
+    prompt_lookup: values.GuessesOrNone = setting(
         0,
         Panel.GENERATION,
         "Tokens guessed from what the text has repeated, and verified in one pass.",
         means="no guesses",
     )
-    draft_model: FolderToRead = setting(
+    draft_model: values.FolderToRead = setting(
         None,
         Panel.GENERATION,
         "A small model of the same vocabulary that guesses tokens, which are verified in one pass.",
         allowed="the folder of a transformers checkpoint",
         means="no guesses",
     )
-    draft_tokens: Guesses = setting(4, Panel.GENERATION, "Tokens that the draft model guesses each time.")
+    draft_tokens: values.Guesses = setting(4, Panel.GENERATION, "Tokens that the draft model guesses each time.")
 
 
 class HostSettings(_Recovery, _Generation):
     """The settings of the side that owns the model."""
 
-    experts: Addresses = setting((), Panel.SERVERS, "The expert servers to use.", means="start servers on this machine")
-    gpu: Gpu = setting(
+    experts: values.Addresses = setting(
+        (), Panel.SERVERS, "The expert servers to use.", means="start servers on this machine"
+    )
+    gpu: values.Gpu = setting(
         None, Panel.SERVERS, "The CUDA device of a server started on this machine.", means="the server's own choice"
     )
-    server_memory_gib: GibOrAll = setting(
+    server_memory_gib: values.GibOrAll = setting(
         None,
         Panel.SERVERS,
         "The memory given to each server started on this machine.",
         means="what is free on its device",
     )
-    work_dir: FolderToFill = setting(
+    work_dir: values.FolderToFill = setting(
         None,
         Panel.SERVERS,
         "The folder for logs and temporary files of servers started on this machine.",
         means="a temporary folder",
     )
-    tls_ca: FileToRead = setting(
+    tls_ca: values.FileToRead = setting(
         None,
         Panel.SECURITY,
         "The certificates of who may vouch for a server, PEM; with it, servers are reached by TLS.",
@@ -166,31 +137,31 @@ class HostSettings(_Recovery, _Generation):
         "One dispatch of many rows for each layer and server (batched), or small slices (stream).",
         means="what measures fastest",
     )
-    dtype: PayloadChoice = setting(
-        PayloadChoice.AUTO,
+    dtype: DtypeChoice = setting(
+        DtypeChoice.AUTO,
         Panel.CHANNEL,
         "The dtype of rows on the way to expert servers and back.",
         allowed=_DTYPES,
         means="the model's activation dtype",
     )
-    shared_bytes: Size = setting(
+    shared_bytes: values.Size = setting(
         0,
         Panel.CHANNEL,
         "The least size of the shared memory segment of a server started on this machine; a batch may need more.",
         means="as much as a batch needs",
     )
-    hot_slice: Rows = setting(4, Panel.CHANNEL, "The rows of one slice in stream mode.")
-    slots: Slots = setting(4, Panel.CHANNEL, "Requests in flight for each server.")
+    hot_slice: values.Rows = setting(4, Panel.CHANNEL, "The rows of one slice in stream mode.")
+    slots: values.Slots = setting(4, Panel.CHANNEL, "Requests in flight for each server.")
     pipeline: Pipeline = setting(
         Pipeline.AUTO,
         Panel.CHANNEL,
         "Attention of one chunk of a long prompt while servers compute experts of the one before.",
         means="on, for models and calls whose prompts can be cut",
     )
-    local_experts_gib: GibOrZero = setting(
+    local_experts_gib: values.GibOrZero = setting(
         0.0, Panel.COMPUTE, "Routed experts kept on the host, beside the dense layers.", means="none"
     )
-    routing_stats: FileToRead = setting(
+    routing_stats: values.FileToRead = setting(
         None,
         Panel.COMPUTE,
         "Which experts are used most, as `moeoffload profile` writes it: those stay on the host, and the others are "
@@ -200,18 +171,18 @@ class HostSettings(_Recovery, _Generation):
     fast_dense: bool = setting(
         True, Panel.COMPUTE, "On a CPU, dense layers, norms and attention by kernels of its own (other order of sums)."
     )
-    device: Device = setting(
+    device: values.Device = setting(
         "auto", Panel.COMPUTE, "Where the dense layers run.", means="the first CUDA device, else the CPU"
     )
-    model_dtype: ModelDtypeChoice = setting(
-        ModelDtypeChoice.AUTO,
+    model_dtype: DtypeChoice = setting(
+        DtypeChoice.AUTO,
         Panel.COMPUTE,
         "The dtype the model computes in.",
         allowed=_DTYPES,
         means="the checkpoint's",
     )
     profile: bool = setting(False, Panel.REPORTING, "Also record each layer's times in the report.")
-    report: FileToWrite = setting(
+    report: values.FileToWrite = setting(
         None, Panel.REPORTING, "The file to write the run's report to, as JSON.", means="no report file"
     )
     log_level: LogLevel = setting(LogLevel.WARNING, Panel.REPORTING, "The least serious log message that is shown.")

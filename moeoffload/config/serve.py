@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
+from moeoffload.config import values
 from moeoffload.config.base import Panel, setting
 from moeoffload.config.host import HostSettings
-from moeoffload.config.values import (
-    DaySecondsOrNone,
-    FileToRead,
-    Gib,
-    HostName,
-    Name,
-    Port,
-    PromptTokens,
-    Requests,
-    RequestsOrNone,
-    SecretFile,
-    is_loopback,
-)
+from moeoffload.config.values import is_loopback
 from moeoffload.errors import SettingError
 
 
 class ServeSettings(HostSettings):
     """The settings of a host that answers many clients over HTTP."""
 
-    bind: HostName = setting(
+    bind: values.HostName = setting(
         "127.0.0.1", Panel.SERVING, "The name or address of this machine at which to listen for clients."
     )
-    port: Port = setting(8000, Panel.SERVING, "The TCP port at which to listen for clients; 0 picks a free one.")
-    api_key_file: SecretFile = setting(
+    port: values.Port = setting(8000, Panel.SERVING, "The TCP port at which to listen for clients; 0 picks a free one.")
+    api_key_file: values.SecretFile = setting(
         None, Panel.SERVING, "The file that holds the key which clients show (Authorization: Bearer).", means="no key"
     )
-    http_tls_cert: FileToRead = setting(
+    http_tls_cert: values.FileToRead = setting(
         None, Panel.SERVING, "The certificate that clients see, PEM; with it, the server speaks HTTPS.", means="no TLS"
     )
-    http_tls_key: SecretFile = setting(None, Panel.SERVING, "The private key of that certificate, PEM.")
-    served_model_name: Name = setting(
+    http_tls_key: values.SecretFile = setting(None, Panel.SERVING, "The private key of that certificate, PEM.")
+    served_model_name: values.Name = setting(
         None, Panel.SERVING, "What clients call the model.", means="the name of its folder, or its hub id"
     )
-    max_running: Requests = setting(32, Panel.SERVING, "The most requests that are computed at a time.")
-    max_waiting: RequestsOrNone = setting(
+    max_running: values.Requests = setting(32, Panel.SERVING, "The most requests that are computed at a time.")
+    max_waiting: values.RequestsOrNone = setting(
         64, Panel.SERVING, "The most requests that wait for their turn; further ones are refused."
     )
-    kv_gib: Gib = setting(1.0, Panel.SERVING, "The memory for keys and values of all requests.")
-    prefill_chunk: PromptTokens = setting(
+    kv_gib: values.Gib = setting(1.0, Panel.SERVING, "The memory for keys and values of all requests.")
+    prefill_chunk: values.PromptTokens = setting(
         512, Panel.SERVING, "The most tokens of prompts in one step, beside the running requests."
     )
     prefix_reuse: bool = setting(
         True, Panel.SERVING, "Keys and values of earlier requests are kept for prompts that begin the same."
     )
-    drain_seconds: DaySecondsOrNone = setting(
+    drain_seconds: values.DaySecondsOrNone = setting(
         30.0, Panel.SERVING, "The longest wait for running requests when the server is told to stop."
     )
 
@@ -58,10 +47,7 @@ class ServeSettings(HostSettings):
         Raises:
             SettingError: they do not go together, or the server would be open to others.
         """
-        if (self.http_tls_cert is None) != (self.http_tls_key is None):
-            flags = ("http-tls-cert", "http-tls-key")
-            given, missing = flags if self.http_tls_key is None else flags[::-1]
-            raise SettingError(f"--{given} needs --{missing}: a certificate and its private key go together")
+        self.check_certificate_pair("http_")
         missing_flags = []
         if self.http_tls_cert is None:
             missing_flags.append("--http-tls-cert and --http-tls-key")

@@ -7,24 +7,10 @@ from typing import Any
 
 from pydantic import ValidationInfo, field_validator
 
+from moeoffload.config import values
 from moeoffload.config.base import Panel, setting
 from moeoffload.config.shared import KEYS_HINT, CommonSettings, LogLevel
-from moeoffload.config.values import (
-    Address,
-    DaySeconds,
-    Device,
-    FewMs,
-    FileToRead,
-    Folders,
-    GibOrAll,
-    Gpu,
-    Listen,
-    ModelName,
-    Port,
-    Size,
-    Slots,
-    is_loopback,
-)
+from moeoffload.config.values import Address, is_loopback
 from moeoffload.errors import SettingError
 
 
@@ -39,38 +25,38 @@ class Kernel(StrEnum):
 class ExpertServerSettings(CommonSettings):
     """The settings of the side that owns routed experts."""
 
-    listen: Listen = setting(Address("127.0.0.1:50051"), Panel.SERVERS, "Where to listen for hosts.")
-    model: ModelName = setting(
+    listen: values.Listen = setting(Address("127.0.0.1:50051"), Panel.SERVERS, "Where to listen for hosts.")
+    model: values.ModelName = setting(
         None, Panel.SERVERS, "The server's own copy of the model.", means="the one the host names"
     )
-    client_ca: FileToRead = setting(
+    client_ca: values.FileToRead = setting(
         None, Panel.SECURITY, "The certificates of who may vouch for a host, PEM; with it, hosts need a certificate."
     )
-    model_root: Folders = setting(
+    model_root: values.Folders = setting(
         (),
         Panel.SECURITY,
         "Folders below which hosts may name models for this server to read.",
         means="models in the hub cache only; any for hosts of the same user on this machine",
     )
-    shared_bytes: Size = setting(
+    shared_bytes: values.Size = setting(
         0,
         Panel.CHANNEL,
         "The least size of the shared memory segment of one host; a batch may need more.",
         means="as much as a batch needs",
     )
-    slots: Slots = setting(16, Panel.CHANNEL, "The most requests in flight for each host.")
-    stream_port: Port = setting(
+    slots: values.Slots = setting(16, Panel.CHANNEL, "The most requests in flight for each host.")
+    stream_port: values.Port = setting(
         0,
         Panel.CHANNEL,
         "The TCP port of the stream transport, beside that of --listen.",
         means="a free one, which hosts are told",
     )
     # gpu stands before device: fields are checked in this order, and device takes gpu into account.
-    gpu: Gpu = setting(None, Panel.COMPUTE, "Short for device cuda:N; not together with a different device.")
-    device: Device = setting(
+    gpu: values.Gpu = setting(None, Panel.COMPUTE, "Short for device cuda:N; not together with a different device.")
+    device: values.Device = setting(
         "auto", Panel.COMPUTE, "Where the routed experts live and run.", means="the last CUDA device, else the CPU"
     )
-    memory_gib: GibOrAll = setting(
+    memory_gib: values.GibOrAll = setting(
         None, Panel.COMPUTE, "The most memory that experts and buffers take on the device.", means="what is free"
     )
     kernel: Kernel = setting(
@@ -82,13 +68,13 @@ class ExpertServerSettings(CommonSettings):
     coalesce: bool = setting(
         True, Panel.COMPUTE, "Requests that wait for the same experts, of all hosts, are computed as one batch."
     )
-    collect_window_ms: FewMs = setting(
+    collect_window_ms: values.FewMs = setting(
         0.0,
         Panel.COMPUTE,
         "How long a brief request waits for others that could be computed with it.",
         means="never; so it is, too, with a batch capacity of 1 or no-coalesce",
     )
-    drain_timeout_s: DaySeconds = setting(
+    drain_timeout_s: values.DaySeconds = setting(
         30.0, Panel.TIME_LIMITS, "The longest wait for hosts to move on when the server is told to stop."
     )
     log_level: LogLevel = setting(LogLevel.INFO, Panel.REPORTING, "The least serious log message that is shown.")

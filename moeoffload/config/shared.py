@@ -50,10 +50,11 @@ class CommonSettings(SettingsBase):
     )
     threads: Threads = setting(None, Panel.COMPUTE, "Compute threads on the CPU.", means="torch's default")
 
-    def check_certificate_pair(self) -> None:
+    def check_certificate_pair(self, prefix: str = "") -> None:
         """Check that certificate and private key were given together. Raises SettingError."""
-        if (self.tls_cert is None) != (self.tls_key is None):
-            given, missing = ("tls-cert", "tls-key") if self.tls_key is None else ("tls-key", "tls-cert")
-            raise SettingError(
-                f"--{given} needs --{missing}: a certificate and its private key go together; {KEYS_HINT}"
-            )
+        names = [f"{prefix}tls_cert", f"{prefix}tls_key"]
+        missing, given = sorted(names, key=lambda name: getattr(self, name) is not None)
+        if getattr(self, missing) is None and getattr(self, given) is not None:
+            missing, given = (name.replace("_", "-") for name in (missing, given))
+            why = "a certificate and its private key go together"
+            raise SettingError(f"--{given} needs --{missing}: {why}; {KEYS_HINT}")

@@ -81,25 +81,25 @@ def read_addresses(value: Any) -> Any:
     return tuple(addresses)
 
 
-def read_listen(value: Any) -> Any:
+def read_listen(text: str) -> Address:
     """One HOST:PORT to listen on."""
-    return Address.parse(value, lowest_port=0) if isinstance(value, str) else value
+    return Address.parse(text, lowest_port=0)
 
 
-def read_host(value: Any) -> Any:
+def _read(read: Callable[[str], Any]) -> BeforeValidator:
+    """``read`` of what a user wrote; what code gives is checked as it is."""
+    return BeforeValidator(lambda value: read(value.strip()) if isinstance(value, str) else value)
+
+
+def read_host(text: str) -> str:
     """One host name or address; an IPv6 address may have brackets, and loses them."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip()
     return _host(f"[{text}]" if ":" in text and not text.startswith("[") else text).strip("[]")
 
 
-def read_size(value: Any) -> Any:
+def read_size(text: str) -> int:
     """A number of bytes, plain or with a suffix; K, M and G are powers of 1024, as KiB, MiB and GiB are."""
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value)
-    if match is None or ("i" in value.lower() and match[2] is None):
+    match = _SIZE.fullmatch(text)
+    if match is None or ("i" in text.lower() and match[2] is None):
         raise ValueError("not a number of bytes")
     return int(match[1]) * _SIZE_UNITS[(match[2] or "").lower()]
 
@@ -130,14 +130,11 @@ def read_folders(value: Any) -> Any:
     return tuple(folders)
 
 
-def read_device(value: Any) -> Any:
+def read_device(text: str) -> str:
     """A device name in lower case."""
-    if not isinstance(value, str):
-        return value
-    device = value.lower()
-    if not _DEVICE.fullmatch(device):
+    if not _DEVICE.fullmatch(text.lower()):
         raise ValueError("no such kind of device")
-    return device
+    return text.lower()
 
 
 def _path(check: Callable[[Path], None]) -> AfterValidator:
@@ -203,10 +200,10 @@ _SECRET = "a file that only its owner can read (chmod 600)"
 Addresses = Annotated[
     tuple[InstanceOf[Address], ...], BeforeValidator(read_addresses), Words(_ADDRESSES, "HOST:PORT,...")
 ]
-Listen = Annotated[InstanceOf[Address], BeforeValidator(read_listen), Words(_LISTEN, "HOST:PORT")]
-HostName = Annotated[str, BeforeValidator(read_host), Words("a host name or an address", "HOST")]
-Device = Annotated[str, BeforeValidator(read_device), Words("auto, cpu, cuda or cuda:N", "auto|cpu|cuda|cuda:N")]
-Size = Annotated[int, BeforeValidator(read_size), Field(ge=0, le=_MOST_BYTES), Words(_SIZES, "BYTES", "bytes")]
+Listen = Annotated[InstanceOf[Address], _read(read_listen), Words(_LISTEN, "HOST:PORT")]
+HostName = Annotated[str, _read(read_host), Words("a host name or an address", "HOST")]
+Device = Annotated[str, _read(read_device), Words("auto, cpu, cuda or cuda:N", "auto|cpu|cuda|cuda:N")]
+Size = Annotated[int, _read(read_size), Field(ge=0, le=_MOST_BYTES), Words(_SIZES, "BYTES", "bytes")]
 Folders = Annotated[
     tuple[Path, ...],
     BeforeValidator(read_folders),

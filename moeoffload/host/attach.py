@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final, TypeVar
 
 import torch
 
@@ -15,11 +17,9 @@ from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.validate import MAX_NAME, checked_items, checked_parameters, checked_timings
-from moeoffload.errors import ServerError
+from moeoffload.errors import BusyError, ServerError
 from moeoffload.host.auto_slice import SliceLearner
-from moeoffload.host.deadlines import DeadlineBounds
 from moeoffload.host.link import ExpertLink, LinkInfo
-from moeoffload.host.retry import retry_while_busy
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
 from moeoffload.text import one_line
@@ -28,7 +28,8 @@ from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)
 
-
+LEAST_WAIT_S: Final = 0.05
+_Result = TypeVar("_Result")
 OnOpened = Callable[[ControlClient], None]
 
 
@@ -54,6 +55,16 @@ class AttachPlan:
     device: torch.device
     on_progress: Callable[[str, int, int], None]
 
+    @property
+    def model(self) -> pb.ModelReference:
+        """What servers are told of the model."""
+        return pb.ModelReference(
+            reference=self.reference,
+            revision=self.revision,
+            digest=self.checkpoint.digest,
+            compute_dtype=dtype_label(self.checkpoint.dtype),
+        )
+
 
 def connect(
     address: str, checkpoint: Checkpoint, timeout_s: float, credentials: HostCredentials | None = None
@@ -73,6 +84,24 @@ def connect(
     return Candidate(address, credentials, client, info)
 
 
+def retry_while_busy(attempt: Callable[[], _Result], timeout_s: float) -> _Result:
+    """The result of ``attempt()``; repeats it as long as it is told to come back, up to ``timeout_s`` seconds.
+
+    Raises:
+        BusyError: there was no room in time; and whatever else ``attempt`` raises.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return attempt()
+        except BusyError as error:
+            wait_s = max(error.retry_after_s, LEAST_WAIT_S)
+            if time.monotonic() + wait_s >= deadline:
+                raise
+            logger.warning("%s; trying again in %.3g s", error, wait_s)
+            time.sleep(wait_s)
+
+
 def take_lease(candidate: Candidate, timeout_s: float) -> Lease:
     """Opens a lease on a server; waits up to ``timeout_s`` seconds where it has no room.
 
@@ -80,15 +109,6 @@ def take_lease(candidate: Candidate, timeout_s: float) -> Lease:
         ServerError: it refuses, or does not answer in time.
     """
     return retry_while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
-
-
-def calibrate(lease: Lease, plan: AttachPlan) -> list[tuple[int, float]]:
-    """How long calls of some sizes take on the server, with a few experts of the model: (rows, seconds).
-
-    Raises:
-        ServerError: the server cannot read the model, or fails.
-    """
-    return lease.calibrate(_model_reference(plan), plan.settings.load_timeout_s)
 
 
 def attach(
@@ -121,20 +141,10 @@ def attach(
         raise
 
 
-def _model_reference(plan: AttachPlan) -> pb.ModelReference:
-    checkpoint = plan.checkpoint
-    return pb.ModelReference(
-        reference=plan.reference,
-        revision=plan.revision,
-        digest=checkpoint.digest,
-        compute_dtype=dtype_label(checkpoint.dtype),
-    )
-
-
 def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: AttachPlan, kernel: str) -> ExpertLink:
     checkpoint, settings = plan.checkpoint, plan.settings
     lease.load(
-        _model_reference(plan),
+        plan.model,
         table,
         progress=lambda loaded, total: plan.on_progress(candidate.address, loaded, total),
         timeout_s=settings.load_timeout_s,
@@ -202,7 +212,8 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         [layer.n_experts for layer in checkpoint.layers],
         plan.device,
         checkpoint.dtype,
-        DeadlineBounds(settings.dispatch_floor_s, settings.dispatch_timeout_s),
+        settings.dispatch_floor_s,
+        settings.dispatch_timeout_s,
         SliceLearner(timings, layout.capacity, settings.hot_slice),
     )
 

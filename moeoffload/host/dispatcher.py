@@ -15,15 +15,13 @@ import torch
 from moeoffload.config import Mode
 from moeoffload.errors import ModelError, ServerError
 from moeoffload.host.counters import CallCounters, LayerTimes
-from moeoffload.host.flight import Flight, ShardLink
+from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.host.granularity import Granularity
-from moeoffload.host.hedging import Hedging
 from moeoffload.host.local_experts import LocalExperts
+from moeoffload.host.model import ExpertsCall
 from moeoffload.host.recorder import Recorder
-from moeoffload.host.remote_experts import ExpertsCall
-from moeoffload.host.resend import Chunk, chunk_of, receive_all
+from moeoffload.host.second_opinion import Hedging, Verification, chunk_of, receive_all
 from moeoffload.host.shard import Shard
-from moeoffload.host.verification import Verification
 
 DECODE_ROWS: Final = 8
 """Accumulators of calls of up to so many rows are kept."""
@@ -229,8 +227,7 @@ class Dispatcher:
 
     def _send_shard(self, progress: _Progress, layer: int, rows: Chunk, to: CallCounters, in_flight: bool) -> bool:
         """Sends chunks of one shard; whether anything is in flight then, of this shard or as ``in_flight`` says."""
-        hidden, ids, weights = rows
-        n_rows, link = hidden.shape[0], progress.link
+        n_rows, link = rows[0].shape[0], progress.link
         tries_sizes = self._granularity.mode is Mode.AUTO and n_rows > DECODE_ROWS
         step = self._granularity.slice_rows(n_rows, link.layout.capacity, link.learner)
         while progress.next_row < n_rows and len(progress.flights) < link.n_slots:
@@ -239,12 +236,12 @@ class Dispatcher:
                 break
             start = progress.next_row
             end = min(start + (link.learner.look(step) if tries_sizes else step), n_rows)
-            if end - start == n_rows:
-                sent = link.send(flight, layer, start, hidden, ids, weights, to)
-            else:
-                sent = link.send(flight, layer, start, hidden[start:end], ids[start:end], weights[start:end], to)
+            chunk = rows
+            if end - start < n_rows:
+                hidden, ids, weights = rows
+                chunk = hidden[start:end], ids[start:end], weights[start:end]
             progress.next_row = end
-            if sent:
+            if link.send(flight, layer, start, chunk, to):
                 progress.flights.append(flight)
                 in_flight = True
         return in_flight

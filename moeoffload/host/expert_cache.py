@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
-from torch import nn
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
@@ -124,7 +123,7 @@ class _Pool:
                 slot = self._free_slot(layer, kept)
                 for name, parameter in self._module.named_parameters():
                     values = read.get_parameter(name)
-                    if _is_per_expert(parameter, self.n_slots):
+                    if parameter.dim() > 0 and parameter.shape[0] == self.n_slots:
                         parameter[slot].copy_(values[i])
                     else:
                         parameter.copy_(values)
@@ -138,19 +137,11 @@ class _Pool:
         return self._slots.pop(oldest)
 
 
-def _is_per_expert(parameter: torch.Tensor, n_experts: int) -> bool:
-    return parameter.dim() > 0 and parameter.shape[0] == n_experts
-
-
 def _shape_of(checkpoint: Checkpoint, layer: int) -> _Shape:
     """Equal for layers that can share a pool: same shapes, and every parameter belongs to single experts."""
     one, two = (checkpoint.empty_experts(layer, n, _META) for n in (1, 2))
     shared = any(one.get_parameter(name).shape == parameter.shape for name, parameter in two.named_parameters())
-    return layer if shared else None, _parameter_shapes(one)
-
-
-def _parameter_shapes(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+    return layer if shared else None, tuple((name, tuple(each.shape)) for name, each in one.named_parameters())
 
 
 def _parts(experts: torch.Tensor, most: int) -> Iterator[tuple[int, int, list[int]]]:

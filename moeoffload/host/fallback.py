@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Final
 
 import torch
 
@@ -12,37 +11,26 @@ from moeoffload.errors import PayloadError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.expert_cache import ExpertCache
-from moeoffload.host.flight import Flight
+from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.payload import describe_bad_row, encode_rows, first_bad_row
 from moeoffload.placement import ExpertTable, slot_table
 from moeoffload.wire import FrameLayout
 
-NAME: Final = "this host"
-
 
 @dataclass(slots=True, eq=False)
 class _LocalFlight(Flight):
-    rows: torch.Tensor | None = None
-    experts: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
+    work: Chunk | None = None
 
 
-class FallbackLink:
+class FallbackLink(ShardLink):
     """Computes the experts of ``table`` on the host, from a cache that all shards share."""
-
-    name = NAME
-    n_slots = 2
 
     def __init__(
         self, table: ExpertTable, n_experts: list[int], cache: ExpertCache, layout: FrameLayout, dtype: torch.dtype
     ) -> None:
         """``n_experts`` counts those of each layer; ``layout`` and the compute ``dtype`` are the servers'."""
-        self.table = table
-        self.layout = layout
-        self.learner = SliceLearner([], layout.capacity, layout.capacity)
-        self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
-        self.holds_none = [not held for held in table.layers]
-        self.n_calls = 0
+        learner = SliceLearner([], layout.capacity, layout.capacity)
+        super().__init__("this host", table, n_experts, layout, learner, n_slots=2)
         self._cache = cache
         self._dtype = dtype
         self._held = [slot_table(held, n + 1) >= 0 for held, n in zip(table.layers, n_experts, strict=True)]
@@ -51,18 +39,10 @@ class FallbackLink:
         """See `ShardLink`."""
         return _LocalFlight(self)
 
-    def send(
-        self,
-        flight: Flight,
-        layer: int,
-        start: int,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        to: CallCounters,
-    ) -> bool:
+    def send(self, flight: Flight, layer: int, start: int, chunk: Chunk, to: CallCounters) -> bool:
         """See `ShardLink`: takes the rows as a frame would; computed when they are received, while others compute."""
         assert isinstance(flight, _LocalFlight)
+        hidden, ids, weights = chunk
         held = self._held[layer].to(ids.device)[ids]
         hit = held.any(dim=1)
         n_hit = int(hit.sum())
@@ -76,17 +56,15 @@ class FallbackLink:
         payload = self.layout.dtype_out
         rows = torch.empty(hidden.shape, dtype=payload.torch_dtype, device=hidden.device)
         encode_rows(hidden, rows, payload, where=lambda row: f"layer {layer}, row {start + row} of a chunk")
-        flight.rows, flight.experts = rows.to(self._dtype), experts
-        flight.weights = weights if weights.dtype == torch.float32 else weights.to(self._dtype)
+        weights = weights if weights.dtype == torch.float32 else weights.to(self._dtype)
+        flight.work = rows.to(self._dtype), experts, weights
         return True
 
     def receive(self, flight: Flight, to: CallCounters, within_s: float | None = None) -> torch.Tensor | None:
         """See `ShardLink`."""
         assert isinstance(flight, _LocalFlight)
-        rows, experts, weights = flight.rows, flight.experts, flight.weights
-        assert rows is not None
-        assert experts is not None
-        assert weights is not None
+        assert flight.work is not None
+        rows, experts, weights = flight.work
         started = perf_counter()
         sums = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
         self._cache.compute(flight.layer, rows, experts, weights, sums)
@@ -100,7 +78,4 @@ class FallbackLink:
         return out
 
     def release(self, flight: Flight) -> None:
-        """See `ShardLink`."""
-
-    def close(self) -> None:
         """See `ShardLink`."""

@@ -18,15 +18,14 @@ from moeoffload.config import HostSettings
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.errors import ServerError
-from moeoffload.host.attach import AttachPlan, Candidate, attach, calibrate, connect, take_lease
-from moeoffload.host.calibration import measure
+from moeoffload.host.attach import AttachPlan, Candidate, attach, connect, take_lease
 from moeoffload.host.expert_cache import ExpertCache
 from moeoffload.host.fallback import FallbackLink
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import Holder, Shard
 from moeoffload.host.spawn import ServerSpec, SpawnedServers, default_specs
-from moeoffload.host.speeds import placement_speeds
+from moeoffload.host.speeds import measure, placement_speeds
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import GIB, ExpertTable, MemoryOffer, batch_row_bytes, place_experts, place_replicas
 
@@ -181,7 +180,7 @@ class Fleet:
             for candidate in self._candidates:
                 lease = take_lease(candidate, plan.settings.connect_timeout_s)
                 leases.callback(lease.close)
-                servers.append(functools.partial(calibrate, lease, plan))
+                servers.append(functools.partial(lease.calibrate, plan.model, plan.settings.load_timeout_s))
             timings, equal = measure(servers, [candidate.address for candidate in self._candidates])
         return placement_speeds(timings, self._checkpoint.top_k, equal)
 

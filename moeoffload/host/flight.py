@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -11,6 +11,9 @@ from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
 from moeoffload.placement import ExpertTable
 from moeoffload.wire import FrameLayout
+
+Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""hidden (n, hidden), ids (n, top_k) int64 and weights (n, top_k) of some rows of a layer's call."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,37 +31,38 @@ class Flight:
     """What the server said of the reply, in seconds."""
 
 
-class ShardLink(Protocol):
-    """Computes the experts of ``table``. Safe to use from several threads, each with its own flights."""
+class ShardLink(ABC):
+    """Computes the experts of ``table``. Safe to use from several threads, each with its own flights.
 
-    @property
-    def name(self) -> str:
-        """Who computes, for messages."""
+    Attributes:
+        learner: what is known of its speed.
+        layout: of its frames; ``capacity`` is the most rows of a chunk.
+        n_slots: how many chunks may be in flight.
+        holds_all: by layer: whether the table has all experts.
+        holds_none: by layer: whether the table has no expert.
+        n_calls: chunks sent (a server) or computed (the host) so far.
+    """
 
-    @property
-    def table(self) -> ExpertTable:
-        """The experts."""
+    def __init__(
+        self,
+        name: str,
+        table: ExpertTable,
+        n_experts: list[int],
+        layout: FrameLayout,
+        learner: SliceLearner,
+        n_slots: int,
+    ) -> None:
+        """``name`` says who computes, in messages; ``n_experts`` counts the experts of each layer."""
+        self.name = name
+        self.table = table
+        self.layout = layout
+        self.learner = learner
+        self.n_slots = n_slots
+        self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
+        self.holds_none = [not held for held in table.layers]
+        self.n_calls = 0
 
-    @property
-    def learner(self) -> SliceLearner:
-        """What is known of its speed."""
-
-    @property
-    def layout(self) -> FrameLayout:
-        """Of its frames; ``capacity`` is the most rows of a chunk."""
-
-    @property
-    def n_slots(self) -> int:
-        """How many chunks may be in flight."""
-
-    @property
-    def holds_all(self) -> list[bool]:
-        """By layer: whether the table has all experts."""
-
-    @property
-    def holds_none(self) -> list[bool]:
-        """By layer: whether the table has no expert."""
-
+    @abstractmethod
     def take(self, *, wait: bool) -> Flight | None:
         """A free flight for `send`; without ``wait``, None if there is none at the moment.
 
@@ -67,25 +71,15 @@ class ShardLink(Protocol):
             ServerError: the link is closed.
         """
 
-    def send(
-        self,
-        flight: Flight,
-        layer: int,
-        start: int,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        to: CallCounters,
-    ) -> bool:
+    @abstractmethod
+    def send(self, flight: Flight, layer: int, start: int, chunk: Chunk, to: CallCounters) -> bool:
         """Sends the rows of one chunk that need these experts; False, and the flight is given back, if none does.
 
         Args:
             flight: from `take`; `release` gives it back. After an error it is given back already.
             layer: running number of the MoE layer.
             start: number of the chunk's first row in the call.
-            hidden: (n, hidden) of the chunk, any device.
-            ids: (n, top_k) int64 expert numbers.
-            weights: (n, top_k).
+            chunk: the rows, on any device.
             to: where the call is counted.
 
         Raises:
@@ -93,6 +87,7 @@ class ShardLink(Protocol):
             ServerError: the link is closed.
         """
 
+    @abstractmethod
     def receive(self, flight: Flight, to: CallCounters, within_s: float | None = None) -> torch.Tensor | None:
         """Waits for the sums that answer ``flight``: (n_rows, hidden) in the payload dtype, valid until `release`.
 
@@ -104,8 +99,6 @@ class ShardLink(Protocol):
             PayloadError: the result does not fit the payload dtype.
         """
 
+    @abstractmethod
     def release(self, flight: Flight) -> None:
         """Gives a flight back; if its reply was not received it is dropped when it comes."""
-
-    def close(self) -> None:
-        """Frees everything. Idempotent."""

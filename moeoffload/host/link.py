@@ -15,8 +15,8 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ProtocolError, ServerError
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
-from moeoffload.host.deadlines import DeadlineBounds, Deadlines
-from moeoffload.host.flight import Flight
+from moeoffload.host.deadlines import Deadlines
+from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.kernels.pack import RowPacker
 from moeoffload.payload import describe_bad_row, encode_rows
 from moeoffload.placement import ExpertTable, slot_table
@@ -72,7 +72,7 @@ class _RemoteFlight(Flight):
     deadline_s: float = 0.0
 
 
-class ExpertLink:
+class ExpertLink(ShardLink):
     """Sends chunks of rows to one server and takes the sums back."""
 
     def __init__(
@@ -87,25 +87,19 @@ class ExpertLink:
         n_experts: list[int],
         device: torch.device,
         dtype: torch.dtype,
-        bounds: DeadlineBounds,
+        floor_s: float,
+        ceiling_s: float,
         learner: SliceLearner,
     ) -> None:
+        super().__init__(f"expert server {info.address}", table, n_experts, layout, learner, len(channel.slots))
         self.info = info
-        self.name = f"expert server {info.address}"
-        self.learner = learner
-        self.layout = layout
-        self.table = table
-        self.n_slots = len(channel.slots)
         self._client = client
         self._lease = lease
         self._channel = channel
         self._epoch = epoch
         self._reader = FrameReader(Role.HOST, layout, epoch)
-        self._deadlines = Deadlines(bounds, self.n_slots, learner)
-        self.n_calls = 0
+        self._deadlines = Deadlines(floor_s, ceiling_s, self.n_slots, learner)
         self._leaving = False
-        self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
-        self.holds_none = [not held for held in table.layers]
         self._slot_of = [slot_table(held, n + 1).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
         """By layer; the last entry is that of no expert, with which narrow routers' choices are filled up."""
         for slot in channel.slots:
@@ -113,13 +107,8 @@ class ExpertLink:
             payload = layout.dtype_out.torch_dtype
             header = FrameHeader(Kind.DISPATCH, layout.dtype_out, layout.dtype_back, epoch=epoch, top_k=layout.top_k)
             packer = RowPacker(body, dtype, payload, hidden=layout.hidden, top_k=layout.top_k)
-            slot.owner = _RemoteFlight(
-                self,
-                slot=slot,
-                views=SlotViews(layout, slot.request, slot.reply),
-                packer=packer,
-                header=header,
-            )
+            views = SlotViews(layout, slot.request, slot.reply)
+            slot.owner = _RemoteFlight(self, slot=slot, views=views, packer=packer, header=header)
         if device.type == "cuda":
             pages = PageLocked((buffer for slot in channel.slots for buffer in (slot.request, slot.reply)), device)
             # Whoever still copies something has this link, which therefore lives.
@@ -151,7 +140,7 @@ class ExpertLink:
 
     def deadline_s(self, n_rows: int) -> float:
         """How long a dispatch of so many rows may take."""
-        return self._deadlines.work_out(n_rows)
+        return self._deadlines.of(n_rows)
 
     @property
     def n_created(self) -> int:
@@ -174,22 +163,14 @@ class ExpertLink:
             raise self._explain(ServerError("the link is closed"))
         return flight
 
-    def send(
-        self,
-        flight: Flight,
-        layer: int,
-        start: int,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        to: CallCounters,
-    ) -> bool:
+    def send(self, flight: Flight, layer: int, start: int, chunk: Chunk, to: CallCounters) -> bool:
         """See `ShardLink`."""
         assert isinstance(flight, _RemoteFlight)
+        _, ids, weights = chunk
         channel, slot, header = self._channel, flight.slot, flight.header
         try:
-            pack = self._pack_few if flight.packer.takes(hidden, ids, weights) else self._pack
-            n_rows, index = pack(flight, layer, start, hidden, ids, weights)
+            pack = self._pack_few if flight.packer.takes(*chunk) else self._pack
+            n_rows, index = pack(flight, layer, start, chunk)
             if n_rows == 0:
                 channel.release(slot)
                 return False
@@ -208,23 +189,15 @@ class ExpertLink:
         flight.sent_at = perf_counter()
         flight.layer, flight.start, flight.n_rows, flight.index = layer, start, n_rows, index
         flight.chunk_rows = ids.shape[0]
-        self._deadlines.prepare(n_rows)  # for the next call; now there is time
         self.n_calls += 1
         to.calls += 1
         to.rows += n_rows
         to.bytes_out += n_bytes
         return True
 
-    def _pack(
-        self,
-        flight: _RemoteFlight,
-        layer: int,
-        start: int,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> tuple[int, torch.Tensor | None]:
+    def _pack(self, flight: _RemoteFlight, layer: int, start: int, chunk: Chunk) -> tuple[int, torch.Tensor | None]:
         """Writes the body of a frame; how many rows have an expert here, and which, None if all of the chunk."""
+        hidden, ids, weights = chunk
         slots = self._slot_of[layer][ids]
         index = None
         if not self.holds_all[layer]:
@@ -243,18 +216,10 @@ class ExpertLink:
         encode_rows(hidden, views.rows, dtype, where=lambda row: _where(layer, start, index, row))
         return hidden.shape[0], index
 
-    def _pack_few(
-        self,
-        flight: _RemoteFlight,
-        layer: int,
-        start: int,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> tuple[int, torch.Tensor | None]:
+    def _pack_few(self, flight: _RemoteFlight, layer: int, start: int, chunk: Chunk) -> tuple[int, torch.Tensor | None]:
         """As `_pack`, for what the slot's packer takes."""
-        packer = flight.packer
-        index = packer.pack(hidden, ids, weights, self._slot_of[layer], holds_all=self.holds_all[layer])
+        packer, hidden = flight.packer, chunk[0]
+        index = packer.pack(*chunk, self._slot_of[layer], holds_all=self.holds_all[layer])
         bad = packer.bad_row
         if bad is not None:
             row = hidden[bad if index is None else int(index[bad])]

@@ -16,7 +16,7 @@ from moeoffload.config import HostSettings
 from moeoffload.devices import device_name
 from moeoffload.host.counters import CallCounters, PhaseCounters, add_fields
 from moeoffload.host.link import ExpertLink
-from moeoffload.host.recorder import Recorder, TokenTotals
+from moeoffload.host.recorder import DECODE, PREFILL, Recorder, TokenTotals
 from moeoffload.payload import PayloadDtype
 
 REPORT_VERSION: Final = 1
@@ -59,14 +59,24 @@ def run_facts(settings: HostSettings, payload: PayloadDtype, device: torch.devic
 
 @dataclass(frozen=True)
 class Report:
-    """One run. Times are seconds, sizes bytes; phases are prefill and decode."""
+    """One run. Times are seconds, sizes bytes; phases are prefill and decode.
+
+    Attributes:
+        prompt_tokens: tokens of prompts that were computed.
+        completion_tokens: tokens that forward passes produced: one for each sequence of a prefill, one for each decoded
+            token, unless somebody packed requests or guesses into them and told how many.
+        recovery: the server events.
+        guesses: None if nothing was guessed.
+        layers: times by layer, None without ``profile``.
+    """
 
     model: dict[str, Any]
     run: dict[str, Any]
+    prompt_tokens: int
+    completion_tokens: int
     phases: dict[str, dict[str, Any]]
     servers: list[dict[str, Any]]
     recovery: dict[str, Any]
-    tokens: TokenTotals | None
     guesses: dict[str, Any] | None
     layers: dict[str, list[dict[str, Any]]] | None
 
@@ -79,8 +89,8 @@ class Report:
         links: Sequence[ExpertLink],
         recovery: dict[str, Any],
     ) -> Report:
-        """Takes the figures of ``recorder`` and ``links`` as they stand; ``recovery`` has the server events."""
-        totals = recorder.phases
+        """Takes the figures of ``recorder`` and ``links`` as they stand."""
+        totals, told = recorder.phases, recorder.tokens
         servers = [
             asdict(link.info)
             | {"batch_capacity": link.layout.capacity}
@@ -90,50 +100,33 @@ class Report:
         ]
         phases = {name: _phase(phase) for name, phase in totals.items()}
         layers = {name: [asdict(times) for times in phase.layers] for name, phase in totals.items()}
-        guesses = _guesses(recorder, phases)
+        if told is None:
+            told = TokenTotals(totals[PREFILL].tokens, totals[PREFILL].sequences + totals[DECODE].tokens)
         return cls(
-            model, run, phases, servers, recovery, recorder.tokens, guesses, layers if recorder.profile else None
+            model=model,
+            run=run,
+            prompt_tokens=told.prompt,
+            completion_tokens=told.completion,
+            phases=phases,
+            servers=servers,
+            recovery=recovery,
+            guesses=_guesses(recorder, phases),
+            layers=layers if recorder.profile else None,
         )
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of prompts that were computed."""
-        return self.tokens.prompt if self.tokens is not None else int(self.phases["prefill"]["tokens"])
-
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens that forward passes produced: one for each sequence of a prefill, one for each decoded token, unless
-        somebody packed requests or guesses into them and told how many."""
-        if self.tokens is not None:
-            return self.tokens.completion
-        return int(self.phases["prefill"]["sequences"] + self.phases["decode"]["tokens"])
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data, in the form docs/report.md describes."""
-        data: dict[str, Any] = {
-            "report_version": REPORT_VERSION,
-            "moeoffload_version": __version__,
-            "model": self.model,
-            "run": self.run,
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "phases": self.phases,
-            "servers": self.servers,
-            "recovery": self.recovery,
-        }
-        if self.guesses is not None:
-            data["guesses"] = self.guesses
-        if self.layers is not None:
-            data["layers"] = self.layers
-        return data
+        data = {name: value for name, value in vars(self).items() if value is not None}
+        return {"report_version": REPORT_VERSION, "moeoffload_version": __version__} | data
 
     def table(self) -> RenderableType:
         """Tables for a terminal: the phases, then the servers."""
         tables = [self._phase_table(), self._server_table()]
         if self.guesses is not None:
-            tables.append(self._guess_table(self.guesses))
-        if any(count for name, count in self.recovery.items() if name != "events"):
-            tables.append(self._recovery_table())
+            tables.append(_row("guesses", _guess_cells(self.guesses)))
+        faults = {name.replace("_", " "): f"{n:,}" for name, n in self.recovery.items() if name != "events" and n}
+        if faults:
+            tables.append(_row("faults", faults))
         return Group(*tables)
 
     def _phase_table(self) -> Table:
@@ -177,33 +170,33 @@ class Report:
             }
         return _table(None, cells)
 
-    @staticmethod
-    def _guess_table(guesses: dict[str, Any]) -> Table:
-        cells = {
-            "guessed": f"{guesses['guessed']:,}",
-            "right": f"{guesses['right']:,}",
-            "accepted": f"{guesses['acceptance']:.0%}",
-            "tokens per pass": f"{guesses['tokens_per_pass']:.2f}",
-            "calls per token": f"{guesses['calls_per_token']:.2f}",
-        }
-        return _table("guesses", {name: {"": cell} for name, cell in cells.items()})
 
-    def _recovery_table(self) -> Table:
-        counts = {name: count for name, count in self.recovery.items() if name != "events" and count}
-        return _table("faults", {name.replace("_", " "): {"": f"{count:,}"} for name, count in counts.items()})
+def _guess_cells(guesses: dict[str, Any]) -> dict[str, str]:
+    return {
+        "guessed": f"{guesses['guessed']:,}",
+        "right": f"{guesses['right']:,}",
+        "accepted": f"{guesses['acceptance']:.0%}",
+        "tokens per pass": f"{guesses['tokens_per_pass']:.2f}",
+        "calls per token": f"{guesses['calls_per_token']:.2f}",
+    }
 
 
 def _table(title: str | None, columns: dict[str, dict[str, str]]) -> Table:
     """A table for a terminal: by column its cells by row; all columns have the same rows."""
-    table = Table(title=title)
-    rows = next(iter(columns.values()), {})
-    named = list(rows) != [""]
-    if named:
-        table.add_column("")
+    table = Table("", title=title)
     for name in columns:
         table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*([row] if named else []), *(cells[row] for cells in columns.values()))
+    for row in next(iter(columns.values()), {}):
+        table.add_row(row, *(cells[row] for cells in columns.values()))
+    return table
+
+
+def _row(title: str, cells: dict[str, str]) -> Table:
+    """A table of one row: by column its cell."""
+    table = Table(title=title)
+    for name in cells:
+        table.add_column(name, justify="right")
+    table.add_row(*cells.values())
     return table
 
 

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config import HostSettings, ModelDtypeChoice
+from moeoffload.config import DtypeChoice, HostSettings
 from moeoffload.devices import resolve_device
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.fleet import Fleet, OnProgress
 from moeoffload.host.granularity import Granularity, chunk_rows
-from moeoffload.host.hedging import Hedging
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.model import bind_experts, load_dense_model, load_draft_model, load_tokenizer
@@ -25,13 +24,13 @@ from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.report import Report, model_facts, run_facts
 from moeoffload.host.routing import read_routing_stats
+from moeoffload.host.second_opinion import Hedging, Verification
 from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import event_figures
 from moeoffload.host.spawn import ServerSpec
-from moeoffload.host.verification import Verification
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.payload import PayloadDtype
-from moeoffload.placement import GIB, ExpertTable, choose_local
+from moeoffload.placement import GIB, choose_local
 
 
 def open_model(
@@ -94,7 +93,10 @@ class OffloadedModel:
         with contextlib.ExitStack() as stack:
             stats = settings.routing_stats
             usage = read_routing_stats(stats, self.checkpoint) if stats else None
-            local = self._local_table(usage)
+            counts, sizes = zip(
+                *((layer.n_experts, layer.expert_bytes) for layer in self.checkpoint.layers), strict=True
+            )
+            local = choose_local(counts, sizes, int(settings.local_experts_gib * GIB), usage)
             remote = [
                 [expert for expert in range(layer.n_experts) if expert not in set(held)]
                 for layer, held in zip(self.checkpoint.layers, local.layers, strict=True)
@@ -121,16 +123,6 @@ class OffloadedModel:
             ModelError: the checkpoint has none that can be read.
         """
         return load_tokenizer(self.checkpoint)
-
-    def _local_table(self, usage: Sequence[Sequence[int]] | None) -> ExpertTable:
-        """The experts that stay on the host."""
-        settings, layers = self.settings, self.checkpoint.layers
-        return choose_local(
-            [layer.n_experts for layer in layers],
-            [layer.expert_bytes for layer in layers],
-            int(settings.local_experts_gib * GIB),
-            usage,
-        )
 
     @property
     def links(self) -> list[ExpertLink]:
@@ -198,6 +190,6 @@ class OffloadedModel:
 
 
 def _model_dtype(settings: HostSettings) -> torch.dtype | None:
-    if settings.model_dtype is ModelDtypeChoice.AUTO:
+    if settings.model_dtype is DtypeChoice.AUTO:
         return None
     return PayloadDtype[settings.model_dtype.value.upper()].torch_dtype

@@ -1,4 +1,4 @@
-"""From the times of calls on each server to the speeds by which experts are placed. Pure functions, no state.
+"""How fast servers are, measured, and the speeds by which experts are therefore placed.
 
 Parts in proportion to speed make servers busy for the same time over many rows. A single row chooses experts by chance
 and waits for the last server, so slower servers get less than their part: as far as that shortens calls of few rows
@@ -11,16 +11,25 @@ the same rounding of sums.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+logger = logging.getLogger(__name__)
+
 Timings = Sequence[tuple[int, float]]
 """Rows and seconds of calls of some sizes."""
 
+Measure = Callable[[], Timings]
+"""Times calls of some sizes on one server: the shortest times that it has seen so far."""
+
+STABLE: Final = 1.15
+"""Two rounds of timing agree if no time of the first is more than this factor above that of the second."""
+MOST_ROUNDS: Final = 4
 EQUAL: Final = 1.36
 """Servers whose times differ by less are equal: two times of one server, each wrong by 15 %, differ by 1.15 / 0.85."""
 STEPS_PER_OCTAVE: Final = 2
@@ -31,6 +40,34 @@ FRAME_S: Final = 50e-6
 """What one more server costs each call on the host, in seconds."""
 _POWERS: Final = np.linspace(1.0, 2.0, 41)
 _SAMPLES: Final = 2048
+
+
+def measure(servers: Sequence[Measure], names: Sequence[str]) -> tuple[list[Timings], float]:
+    """Timings of each server, and below which factor they are to count as equal, see `slowness`.
+
+    Servers are timed one after the other, since they may share a device, and in rounds, so that a moment in which the
+    machine was busy does not make one of them slow. Where rounds go on to differ, that is logged, and servers that
+    differ by less than the rounds did count as equal.
+
+    Raises:
+        ServerError: a server cannot be timed.
+    """
+    best: list[dict[int, float]] = [{} for _ in servers]
+    spread = 1.0
+    for number in range(MOST_ROUNDS):
+        spread = 1.0
+        for known, server in zip(best, servers, strict=True):
+            for rows, seconds in server():
+                spread = max(spread, known.get(rows, seconds) / seconds)
+                known[rows] = min(known.get(rows, seconds), seconds)
+        if number and spread <= STABLE:
+            break
+    else:
+        logger.warning("times of expert servers vary by a factor of %.2f: others use their machines, too", spread)
+    for name, known in zip(names, best, strict=True):
+        row_us = 1e6 * sum(seconds / rows for rows, seconds in known.items()) / len(known)
+        logger.info("expert server %s: %.3g us per row", name, row_us)
+    return [sorted(known.items()) for known in best], max(EQUAL, spread)
 
 
 def slowness(timings: Sequence[Timings], equal: float = EQUAL) -> list[float]:
