@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from moeoffload import native
 from moeoffload.kernels import calls
 from moeoffload.kernels.calls import DTYPE_CODES, ExpertsCall, Layer, Step
 from moeoffload.kernels.company import bears_company
@@ -36,7 +37,7 @@ class TiledExperts:
         self._experts: Any = experts
         self._layout = layout
         self._dtype = layout.up.dtype
-        library, features = calls.library(), calls.cpu_features()
+        library, features = calls.library(), native.cpu_features()
         code = DTYPE_CODES[self._dtype]
         n_experts, up_columns, hidden = layout.up.shape
         inter = layout.down.shape[2]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moeoffload.kernels import attention, cpu_attention
+from moeoffload import native
+from moeoffload.kernels import cpu_attention
 from moeoffload.kernels.attention import FEW_QUERIES
 from moeoffload.native import Features, cpu_features
 
@@ -76,7 +77,7 @@ def test_result_is_exact_but_for_one_rounding(dtype: torch.dtype, layout: tuple[
 @pytest.mark.parametrize("features", LESS, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cpus_with_fewer_instructions(dtype: torch.dtype, features: Features, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "cpu_features", lambda some=features & cpu_features(): some)
+    monkeypatch.setattr(native, "cpu_features", lambda some=features & cpu_features(): some)
     for layout, n_queries in product(LAYOUTS, (1, 5)):
         some = operands(layout, n_queries, 300, dtype)
         check(some, torch.rand(n_queries, 300) < 0.5)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from moeoffload import native
 from moeoffload.kernels import attention, cpu_attention
 from moeoffload.kernels.attention import FEW_QUERIES, takes_many
 from moeoffload.native import Features, cpu_features
@@ -27,7 +28,7 @@ LAYOUTS = [(8, 2, 128, 128), (4, 4, 16, 16), (6, 2, 80, 72), (8, 1, 192, 128), (
 def _a_cpu_without_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is one, torch computes many queries."""
     without = cpu_features() & ~Features.MATRIX_UNIT
-    monkeypatch.setattr(attention, "cpu_features", lambda: without)
+    monkeypatch.setattr(native, "cpu_features", lambda: without)
     assert takes_many(torch.bfloat16)
 
 
@@ -147,11 +148,11 @@ def test_large_products_do_not_overflow() -> None:
 
 
 def test_torch_computes_many_queries_where_the_cpu_has_a_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "cpu_features", lambda: Features.BF16_DOT | Features.MATRIX_UNIT)
+    monkeypatch.setattr(native, "cpu_features", lambda: Features.BF16_DOT | Features.MATRIX_UNIT)
     assert not takes_many(torch.bfloat16)
     assert not attention.fits(*operands((4, 2, 16, 16), FEW_QUERIES + 1, 30, torch.bfloat16), None)
-    monkeypatch.setattr(attention, "cpu_features", lambda: Features.AVX512)
+    monkeypatch.setattr(native, "cpu_features", lambda: Features.AVX512)
     assert not takes_many(torch.bfloat16)
-    monkeypatch.setattr(attention, "cpu_features", lambda: Features.BF16_DOT)
+    monkeypatch.setattr(native, "cpu_features", lambda: Features.BF16_DOT)
     assert takes_many(torch.bfloat16)
     assert not takes_many(torch.float32)
