@@ -113,7 +113,8 @@ def make_experts(dtype: torch.dtype) -> Any:
 
 def run_ours(layer: LayerKernels, inputs: Sequence[Any], out: torch.Tensor, number: int) -> None:
     """A call of round ``number``."""
-    layer(*inputs[number % N_ROUTINGS], out)
+    rows, slots, weights = inputs[number % N_ROUTINGS]
+    layer(rows, slots, weights, out)
 
 
 def run_theirs(function: Callable[..., object], experts: Any, inputs: Sequence[Any], number: int) -> object:

@@ -10,7 +10,7 @@
 //   GET         OPERANDS of those at an address
 //   MULTIPLY    adds the products of WEIGHTS and OPERANDS to two vectors of sums
 //   PREPARE     writes a block of elements as operands
-// Another format of weights is another LOAD.
+// Another format of weights is another LOAD. FORMAT, TYPE, ELEMENT and LOAD are undefined at the end.
 //
 // Every dot product is two vectors of sums that run over the inner dimension in order, added and folded in one fixed
 // tree. So a result's bits depend on its two operands only, not on what is computed beside it.
@@ -204,11 +204,4 @@ static const Kernels NAME(kernels) = {
 #undef FORMAT
 #undef TYPE
 #undef ELEMENT
-#undef OPERAND
-#undef BLOCK
-#undef WEIGHTS
 #undef LOAD
-#undef OPERANDS
-#undef GET
-#undef MULTIPLY
-#undef PREPARE

@@ -48,41 +48,36 @@ INLINE void store_pair(float *to, pair values) {
     store(to + LANES, values.b, F32);
 }
 
-#define FORMAT bf16
-#define TYPE BF16
-#define ELEMENT uint16_t
 #define OPERAND float
 #define BLOCK (2 * LANES)
 #define WEIGHTS pair
-#define LOAD load_bf16
 #define OPERANDS pair
 #define GET get_floats
 #define MULTIPLY multiply
-#define PREPARE(to, from) store_pair(to, load_bf16(from))
+#define PREPARE(to, from) store_pair(to, LOAD(from))
+
+#define FORMAT bf16
+#define TYPE BF16
+#define ELEMENT uint16_t
+#define LOAD load_bf16
 #include "format_body.h"
 
 #define FORMAT f16
 #define TYPE F16
 #define ELEMENT uint16_t
-#define OPERAND float
-#define BLOCK (2 * LANES)
-#define WEIGHTS pair
 #define LOAD load_f16
-#define OPERANDS pair
-#define GET get_floats
-#define MULTIPLY multiply
-#define PREPARE(to, from) store_pair(to, load_f16(from))
 #include "format_body.h"
 
 #define FORMAT f32
 #define TYPE F32
 #define ELEMENT float
-#define OPERAND float
-#define BLOCK (2 * LANES)
-#define WEIGHTS pair
 #define LOAD get_floats
-#define OPERANDS pair
-#define GET get_floats
-#define MULTIPLY multiply
-#define PREPARE(to, from) store_pair(to, get_floats(from))
 #include "format_body.h"
+
+#undef OPERAND
+#undef BLOCK
+#undef WEIGHTS
+#undef OPERANDS
+#undef GET
+#undef MULTIPLY
+#undef PREPARE

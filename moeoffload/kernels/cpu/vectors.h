@@ -54,6 +54,10 @@ INLINE halves narrow_f16(vec values) { return (halves)_mm256_cvtps_ph((__m256)va
 #else
 INLINE bits widen_u16(halves values) { return __builtin_convertvector(values, bits); }
 INLINE halves narrow_u16(bits values) { return __builtin_convertvector(values, halves); }
+#if defined(__aarch64__)
+INLINE vec widen_f16(halves values) { return (vec)vcvt_f32_f16((float16x4_t)values); }
+INLINE halves narrow_f16(vec values) { return (halves)vcvt_f16_f32((float32x4_t)values); }
+#else
 // By products and sums, which round and are right for subnormal numbers, too.
 INLINE vec widen_f16(halves values) {
     const bits raw = widen_u16(values), magnitude = raw & 0x7FFF;
@@ -69,6 +73,7 @@ INLINE halves narrow_f16(vec values) {
     half = choose(values != values, (vec)((bits){0} + 0x7E00), half);
     return narrow_u16((bits)half | (raw >> 16 & 0x8000));
 }
+#endif
 #endif
 
 INLINE vec load(const void *from, const int type) {
