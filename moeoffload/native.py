@@ -5,22 +5,17 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-import logging
-from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
-
 
 class Features(enum.IntFlag):
-    """What a CPU can do, as ``kernels/cpu/features.h`` has it."""
+    """What a CPU can do, as ``kernels/cpu/common.h`` has it."""
 
     AVX2 = 1
     AVX512 = 2
     BF16_DOT = 4
     """Multiplies pairs of bfloat16 into float32 (AVX512-BF16)."""
-    VNNI = 8
     MATRIX_UNIT = 16
     """Multiplies tiles of bfloat16 (AMX)."""
 
@@ -42,27 +37,7 @@ def native_library() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def c_function(name: str) -> Callable[[bytes], int]:
-    """A function of the library that takes the address of a structure and returns an int; see `struct`."""
-    library = native_library()
-    if library is None:
-        raise RuntimeError("the C library was not built when moeoffload was installed")
-    function = getattr(library, name)
-    function.argtypes = [ctypes.c_char_p]
-    return function
-
-
-@functools.cache
 def cpu_features() -> Features:
     """What this CPU can do; nothing without the library."""
     library = native_library()
     return Features(0 if library is None else library.moe_cpu_features())
-
-
-@functools.cache
-def warn_missing() -> None:
-    """Warns, once, that CPU kernels are missing."""
-    logger.warning(
-        "the CPU kernels were not built when moeoffload was installed: everything is computed by torch, more slowly; "
-        "install a C compiler (gcc or clang) and moeoffload again"
-    )

@@ -13,6 +13,7 @@ from moeoffload.host.granularity import (
     Granularity,
     chunk_rows,
 )
+from moeoffload.native import Features
 
 
 def chunks(
@@ -36,7 +37,8 @@ def test_a_cpu_host_cuts_a_prompt_into_even_chunks(n_rows: int, expected: list[i
 def test_chunks_are_longer_where_attention_skips_what_is_hidden_or_experts_are_fast(
     skips: bool, matrix_unit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moeoffload.host.granularity.may_use_matrix_unit", lambda: matrix_unit)
+    features = Features.MATRIX_UNIT if matrix_unit else Features(0)
+    monkeypatch.setattr("moeoffload.host.granularity.cpu_features", lambda: features)
     monkeypatch.setattr("moeoffload.host.granularity.takes_many", lambda dtype: skips and dtype == torch.bfloat16)
     assert chunks(512, size=CHUNK_ROWS) == [256] * 2
     assert chunks(2048, size=CHUNK_ROWS) == [512] * 4

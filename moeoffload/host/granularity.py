@@ -10,7 +10,7 @@ import torch
 from moeoffload.config import Mode, Pipeline
 from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.kernels.attention import takes_many
-from moeoffload.kernels.calls import may_use_matrix_unit
+from moeoffload.native import Features, cpu_features
 
 # Smaller chunks overlap better; but below these sizes the experts' weights are read for too few rows. Measured on CPUs,
 # for 512 to 4,248 tokens.
@@ -28,7 +28,7 @@ def chunk_rows(device: torch.device, dtype: torch.dtype, *, fast_dense: bool) ->
         return None
     skips = fast_dense and takes_many(dtype)
     # Servers are presumably CPUs like this one: so fast that short chunks would be over before the weights are read.
-    multiplies = dtype == torch.bfloat16 and may_use_matrix_unit()
+    multiplies = dtype == torch.bfloat16 and Features.MATRIX_UNIT in cpu_features()
     return CHUNK_ROWS if skips or multiplies else MASKED_CHUNK_ROWS
 
 

@@ -1,7 +1,6 @@
 """Kernels: a layer's experts are prepared once and called with rows, slots and weights; dense layers at few rows."""
 
 from moeoffload.kernels.attention import cpu_attention
-from moeoffload.kernels.base import ExpertKernel
 from moeoffload.kernels.calls import COMPUTE_DTYPES
 from moeoffload.kernels.dense import few_row_linear
 from moeoffload.kernels.fast_dense import accelerate_dense
@@ -13,7 +12,6 @@ from moeoffload.kernels.workspace import KernelWorkspace
 
 __all__ = [
     "COMPUTE_DTYPES",
-    "ExpertKernel",
     "GroupedKernel",
     "KernelChoice",
     "KernelWorkspace",

@@ -7,23 +7,22 @@ probabilities are rounded, too, before their product with the values, as torch's
 
 from __future__ import annotations
 
-import struct
-from typing import Final
+import ctypes
+from typing import Any, Final
 
 import torch
 
+from moeoffload import native
+from moeoffload.kernels import calls
+from moeoffload.kernels.calls import DTYPE_CODES, AttentionCall
 from moeoffload.kernels.threads import parallel_address, threads_for
-from moeoffload.native import Features, c_function, cpu_features
+from moeoffload.native import Features
 
 FEW_QUERIES: Final = 16
 """Calls of more queries are computed by blocks of them, or by torch."""
 
-DTYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""The C kernels' numbers of them."""
 _BOOLEAN_MASK: Final = 3
 _NO_MASK: Final = 4
-# struct attention of cpu/attention.c
-_CALL: Final = struct.Struct("=31qd")
 
 
 def cpu_attention(
@@ -59,29 +58,32 @@ def cpu_attention(
     if not fits(query, key, value, mask):
         shapes = [(tuple(each.shape), each.dtype) for each in (query, key, value)]
         raise ValueError(f"query, key, value {shapes}, mask {None if mask is None else tuple(mask.shape)}")
+    library = calls.library()
+    if library is None:
+        raise RuntimeError("the C library was not built when moeoffload was installed")
     batch, heads, n_queries, dim = query.shape
     key_heads, n_keys, value_dim = value.shape[1:]
     dtype = query.dtype
     out = torch.empty((batch, n_queries, heads, value_dim), dtype=dtype)
     if mask is None:
-        mask_words: tuple[int, ...] = (0, 0, 0, 0, _NO_MASK)
+        mask_fields: tuple[Any, ...] = (0, (0, 0, 0), _NO_MASK)
     else:
         mask = mask.expand(batch, heads, n_queries, n_keys)
         if mask.stride(3) != 1:
             mask = mask.contiguous()
-        kind = _BOOLEAN_MASK if mask.dtype == torch.bool else DTYPES[mask.dtype]
-        mask_words = (mask.data_ptr(), *mask.stride()[:3], kind)
+        kind = _BOOLEAN_MASK if mask.dtype == torch.bool else DTYPE_CODES[mask.dtype]
+        mask_fields = (mask.data_ptr(), mask.stride()[:3], kind)
     is_many = n_queries > FEW_QUERIES
     n_items, n_bytes = batch * key_heads, batch * key_heads * n_keys * (dim + value_dim) * dtype.itemsize
     n_threads = torch.get_num_threads() if is_many else min(n_items, threads_for(n_bytes))
-    call = _CALL.pack(
-        *(cpu_features(), parallel_address(), n_threads),
-        *(DTYPES[dtype], batch, key_heads, heads // key_heads, n_queries, n_keys, dim, value_dim),
-        *(query.data_ptr(), *query.stride()[:3], key.data_ptr(), *key.stride()[:3]),
-        *(value.data_ptr(), *value.stride()[:3], *mask_words, out.data_ptr(), is_causal, is_many),
+    call = AttentionCall(
+        *(native.cpu_features(), parallel_address(), n_threads),
+        *(DTYPE_CODES[dtype], batch, key_heads, heads // key_heads, n_queries, n_keys, dim, value_dim),
+        *(query.data_ptr(), query.stride()[:3], key.data_ptr(), key.stride()[:3]),
+        *(value.data_ptr(), value.stride()[:3], *mask_fields, out.data_ptr(), is_causal, is_many),
         dim**-0.5 if scale is None else scale,
     )
-    if c_function("moe_attention")(call):
+    if library.moe_attention(ctypes.addressof(call)):
         raise MemoryError(f"no memory for attention of {n_queries} queries")
     return out
 
@@ -101,7 +103,7 @@ def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torc
         and n_keys > 0
         and heads >= key_heads > 0
         and heads % key_heads == 0
-        and dtype in DTYPES
+        and dtype in DTYPE_CODES
         and key.dtype == dtype
         and value.dtype == dtype
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
@@ -112,7 +114,7 @@ def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torc
 
 def takes_many(dtype: torch.dtype) -> bool:
     """Whether `cpu_attention` takes more than FEW_QUERIES queries of a dtype here. Where it does not, torch is fast."""
-    features = cpu_features()
+    features = native.cpu_features()
     return dtype == torch.bfloat16 and Features.BF16_DOT in features and Features.MATRIX_UNIT not in features
 
 

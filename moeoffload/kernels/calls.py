@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from enum import IntFlag
 from typing import Any, Final
 
 import torch
 
-from moeoffload.native import Features, cpu_features, native_library, warn_missing
+from moeoffload.native import native_library
+
+logger = logging.getLogger(__name__)
 
 DTYPE_CODES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 COMPUTE_DTYPES: Final = frozenset(DTYPE_CODES)
@@ -83,6 +86,41 @@ class PackCall(ctypes.Structure):
     )
 
 
+_CPU_FIELDS: Final = (("features", _Word), ("parallel", _Pointer), ("n_threads", _Word))
+
+
+def _tensor(name: str) -> tuple[tuple[str, Any], tuple[str, Any]]:
+    return (name, _Pointer), (f"{name}_strides", _Word * 3)
+
+
+class AttentionCall(ctypes.Structure):
+    """One call of attention; strides are in elements."""
+
+    _fields_ = (
+        *_CPU_FIELDS,
+        *(
+            (name, _Word)
+            for name in ("dtype", "batch", "key_heads", "group", "n_queries", "n_keys", "dim", "value_dim")
+        ),
+        *(*_tensor("query"), *_tensor("key"), *_tensor("value"), *_tensor("mask")),
+        ("mask_kind", _Word),
+        ("out", _Pointer),
+        *((name, _Word) for name in ("is_causal", "is_many")),
+        ("scale", ctypes.c_double),
+    )
+
+
+class NormCall(ctypes.Structure):
+    """One call of a norm; a thread claims ``item_rows`` at a time."""
+
+    _fields_ = (
+        *_CPU_FIELDS,
+        *((name, _Word) for name in ("item_rows", "dtype", "kind", "n_rows", "dim")),
+        *((name, _Pointer) for name in ("rows", "weight", "out")),
+        ("epsilon", ctypes.c_double),
+    )
+
+
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     # name: (result, *arguments)
     "moe_uses_matrix_unit": (_Word, _Pointer),
@@ -91,7 +129,8 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "moe_linear": (None, _Pointer),
     "moe_pack_rows": (_Word, _Pointer),
     "moe_encode_sums": (_Word, _Word, _Word, _Pointer, _Pointer, _Word, _Word),
-    "moe_unpack_routes": (None, _Word, _Word, _Pointer, _Pointer, _Pointer, _Pointer, _Word),
+    "moe_attention": (ctypes.c_int, _Pointer),
+    "moe_norm": (None, _Pointer),
 }
 
 
@@ -103,14 +142,12 @@ def library() -> Any:
     """
     found = native_library()
     if found is None:
-        warn_missing()
+        logger.warning(
+            "the CPU kernels were not built when moeoffload was installed: everything is computed by torch, more "
+            "slowly; install a C compiler (gcc or clang) and moeoffload again"
+        )
         return None
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
     return found
-
-
-def may_use_matrix_unit() -> bool:
-    """Whether bfloat16 products are computed by the CPU's matrix unit, where their sizes fit."""
-    return Features.MATRIX_UNIT in cpu_features()

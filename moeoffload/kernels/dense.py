@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from moeoffload import native
 from moeoffload.kernels import calls
 from moeoffload.kernels.calls import COMPUTE_DTYPES, DTYPE_CODES, LinearCall
 from moeoffload.kernels.huge_pages import move_to_huge_pages
@@ -64,7 +65,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         return out
     thread = _thread
     call, library = thread.call, calls.library()
-    call.dtype, call.features = code, features = DTYPE_CODES[dtype], calls.cpu_features()
+    call.dtype, call.features = code, features = DTYPE_CODES[dtype], native.cpu_features()
     n_bytes = n_rows * library.moe_operand_bytes(code, features, n_in)
     if thread.operands.numel() < n_bytes:
         thread.operands = torch.empty(n_bytes // n_rows * MAX_ROWS, dtype=torch.uint8)

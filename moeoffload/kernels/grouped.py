@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from moeoffload.kernels.base import ExpertKernel
+from moeoffload.kernels.layout import up_weight
 
 
-class GroupedKernel(ExpertKernel):
+class GroupedKernel:
     """Sorts routes by expert and runs one grouped product per projection.
 
     The order of operations and every rounding step are those of transformers' ``grouped_mm`` experts implementation
@@ -33,13 +33,23 @@ class GroupedKernel(ExpertKernel):
     def __call__(
         self, experts: nn.Module, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """See `ExpertKernel`."""
+        """Runs rows through their experts.
+
+        Args:
+            experts: the model's own experts class with only the experts held here.
+            rows: (n, hidden) in the compute dtype.
+            slots: (n, top_k) int64, the expert of each route; -1 where it is not held here.
+            weights: (n, top_k) float32 or the compute dtype.
+
+        Returns:
+            (n, hidden) float32: for each row the weighted sum over its experts.
+        """
         module: Any = experts
         top_k = slots.shape[1]
-        up_weight = module.gate_up_proj if module.has_gate else module.up_proj
-        slot_of_route, route, offsets, absent = self._sort(slots.reshape(-1), up_weight.shape[0])
+        weight = up_weight(module)
+        slot_of_route, route, offsets, absent = self._sort(slots.reshape(-1), weight.shape[0])
 
-        values = _grouped_linear(rows[route // top_k], up_weight, offsets, module.is_transposed)
+        values = _grouped_linear(rows[route // top_k], weight, offsets, module.is_transposed)
         if module.has_bias:
             bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
             values += bias[slot_of_route]

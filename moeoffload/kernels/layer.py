@@ -101,7 +101,7 @@ class LayerKernels:
             self._check_slots(slots)
             out.copy_(self._grouped(self._experts, rows, slots, weights))
         else:
-            self._tiled.run(rows, slots, weights, out, workspace or self._workspace)
+            self._tiled.run((rows, slots, weights, out), workspace or self._workspace)
 
     def prepare(
         self, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
@@ -119,7 +119,7 @@ class LayerKernels:
         self._check(rows, slots, weights, out)
         if self.shape is None or not all(each.is_contiguous() for each in (rows, slots, weights)):
             return None
-        return self._tiled.prepare(rows, slots, weights, out, self._workspace)
+        return self._tiled.prepare((rows, slots, weights, out), self._workspace)
 
     def run(self, prepared: PreparedCall) -> None:
         """As a call with the tensors of `prepare`, which has checked them.
@@ -156,7 +156,7 @@ class LayerKernels:
             self(rows, slots, weights, out)
             yield
         else:
-            yield from self._tiled.in_slices(rows, slots, weights, out, workspace or self._workspace)
+            yield from self._tiled.in_slices((rows, slots, weights, out), workspace or self._workspace)
 
     def _check_slots(self, slots: torch.Tensor) -> None:
         if slots.device.type != "cpu":

@@ -29,20 +29,23 @@ class ExpertsLayout:
 
 def n_experts_of(experts: nn.Module) -> int:
     """Number of experts that the module holds."""
-    return _up(experts).shape[0]
+    return up_weight(experts).shape[0]
 
 
 def why_not(experts: nn.Module) -> str | None:
     """Why the module's products cannot be computed by the C kernels; None if they can."""
     module: Any = experts
-    up, down = _up(module), module.down_proj
+    up, down = up_weight(module), module.down_proj
     if up.device.type != "cpu":
         return f"device {up.device.type}"
+    return why_not_weights(up, down) or (None if calls.library() is not None else "CPU kernels are not built")
+
+
+def why_not_weights(up: torch.Tensor, down: torch.Tensor) -> str | None:
+    """Why no kernel of ours computes weights of such dtypes and shapes; None if one may."""
     if up.dtype not in COMPUTE_DTYPES or down.dtype != up.dtype:
         return f"dtype {up.dtype}"
-    if up.dim() != 3 or down.dim() != 3:
-        return f"weights of {up.dim()} dimensions"
-    return None if calls.library() is not None else "CPU kernels are not built"
+    return f"weights of {up.dim()} dimensions" if up.dim() != 3 or down.dim() != 3 else None
 
 
 def lay_out(experts: nn.Module) -> ExpertsLayout:
@@ -66,17 +69,20 @@ def lay_out(experts: nn.Module) -> ExpertsLayout:
     return layout
 
 
-def _up(module: Any) -> torch.Tensor:
-    return module.gate_up_proj if module.has_gate else module.up_proj
+def up_weight(module: Any) -> torch.Tensor:
+    """The weight of the first projection."""
+    weight: torch.Tensor = module.gate_up_proj if module.has_gate else module.up_proj
+    return weight
 
 
-def _rows_first(weight: torch.Tensor, module: Any) -> torch.Tensor:
-    return weight.transpose(-2, -1) if module.is_transposed else weight
+def rows_first(weight: torch.Tensor, module: Any) -> torch.Tensor:
+    """A weight of the module as (experts, out, in), without its gradient."""
+    return weight.detach().transpose(-2, -1) if module.is_transposed else weight.detach()
 
 
 def _contiguous_rows(module: Any, name: str) -> torch.Tensor:
     parameter = getattr(module, name)
-    weight = _rows_first(parameter.detach(), module)
+    weight = rows_first(parameter, module)
     if weight.is_contiguous():
         return weight
     if not parameter.is_contiguous():

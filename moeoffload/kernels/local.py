@@ -11,6 +11,7 @@ from torch import nn
 from transformers.integrations import moe
 
 from moeoffload.kernels.layer import LayerKernels, prepare_layer
+from moeoffload.kernels.layout import up_weight
 from moeoffload.kernels.workspace import KernelWorkspace
 
 NAME: Final = "moeoffload_local"
@@ -39,7 +40,7 @@ _prepared: weakref.WeakKeyDictionary[nn.Module, _Prepared] = weakref.WeakKeyDict
 
 
 def _places(module: Any) -> tuple[int, int]:
-    return (module.gate_up_proj if module.has_gate else module.up_proj).data_ptr(), module.down_proj.data_ptr()
+    return up_weight(module).data_ptr(), module.down_proj.data_ptr()
 
 
 def local_experts(

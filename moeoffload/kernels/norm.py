@@ -5,8 +5,8 @@ A result differs from the module's own in the order in which the squares are sum
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import struct
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Final
@@ -14,9 +14,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from moeoffload.kernels.attention import DTYPES
+from moeoffload import native
+from moeoffload.kernels import calls
+from moeoffload.kernels.calls import DTYPE_CODES, NormCall
 from moeoffload.kernels.threads import parallel_address
-from moeoffload.native import c_function, cpu_features, native_library, warn_missing
 
 
 class NormKind(IntEnum):
@@ -32,8 +33,6 @@ class NormKind(IntEnum):
 
 _ITEM_ELEMENTS: Final = 1 << 16
 """That a thread claims at a time; less is not worth a second thread."""
-# struct norm of cpu/norm.c
-_CALL: Final = struct.Struct("=11qd")
 
 _DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
 _SAME_SIZE: Final = torch.int16
@@ -64,12 +63,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: NormKi
     out = torch.empty_like(x)
     n_rows, item_rows = x.numel() // dim, _ITEM_ELEMENTS // dim or 1
     n_threads = 1 if n_rows <= item_rows else min(torch.get_num_threads(), -(-n_rows // item_rows))
-    c_function("moe_norm")(
-        _CALL.pack(
-            *(cpu_features(), parallel_address(), n_threads, item_rows, DTYPES[x.dtype], kind, n_rows, dim),
-            *(x.data_ptr(), weight.data_ptr(), out.data_ptr(), epsilon),
-        )
+    call = NormCall(
+        *(native.cpu_features(), parallel_address(), n_threads, item_rows, DTYPE_CODES[x.dtype], kind, n_rows, dim),
+        *(x.data_ptr(), weight.data_ptr(), out.data_ptr(), epsilon),
     )
+    calls.library().moe_norm(ctypes.addressof(call))
     return out
 
 
@@ -108,8 +106,7 @@ def accelerate_norms(model: nn.Module) -> Callable[[], None]:
     Returns:
         a function that changes them back.
     """
-    if native_library() is None:
-        warn_missing()
+    if calls.library() is None:
         return lambda: None
     chosen: list[tuple[nn.Module, type[nn.Module]]] = []
     kinds: dict[Any, NormKind | None] = {}

@@ -1,4 +1,4 @@
-"""Rows of a call written into a frame, routes read out of one, sums written into a reply: one call of C code each.
+"""Rows of a call written into a frame, sums written into a reply: one call of C code each.
 
 What takes a dozen torch calls otherwise: which rows have an expert on this server, their values in the payload dtype
 and whether all of them are finite there, their weights, and the slots of their experts. Where the C library was not
@@ -12,28 +12,12 @@ from typing import Final
 
 import torch
 
+from moeoffload import native
 from moeoffload.kernels import calls
 from moeoffload.kernels.calls import DTYPE_CODES, PackCall
 
 MAX_ROWS: Final = 16
 """Calls of more rows are left to torch, which shares them out among threads."""
-
-
-def unpack_routes(
-    slots: torch.Tensor, weights: torch.Tensor, slots_out: torch.Tensor, weights_out: torch.Tensor
-) -> None:
-    """Copies a frame's routes: int16 ``slots`` to int64, float32 ``weights`` to the dtype of ``weights_out``.
-
-    All of one shape, contiguous on the CPU.
-    """
-    library = calls.library()
-    if library is None:
-        slots_out.copy_(slots)
-        weights_out.copy_(weights)
-        return
-    to = slots_out.data_ptr(), weights_out.data_ptr(), slots.numel()
-    code = DTYPE_CODES[weights_out.dtype]
-    library.moe_unpack_routes(code, calls.cpu_features(), slots.data_ptr(), weights.data_ptr(), *to)
 
 
 class SumEncoder:
@@ -54,7 +38,7 @@ class SumEncoder:
             bad = (~out.isfinite().all(dim=1)).nonzero()
             return int(bad[0]) if len(bad) else None
         where = sums.data_ptr(), out.data_ptr(), *sums.shape
-        row = library.moe_encode_sums(self._code, calls.cpu_features(), *where)
+        row = library.moe_encode_sums(self._code, native.cpu_features(), *where)
         return row if row >= 0 else None
 
 
@@ -73,7 +57,7 @@ class RowPacker:
         self._source = source
         self._index = torch.empty(MAX_ROWS, dtype=torch.int64)
         self._library = calls.library()
-        self._call = PackCall(calls.cpu_features(), DTYPE_CODES[source], DTYPE_CODES[payload], hidden, top_k)
+        self._call = PackCall(native.cpu_features(), DTYPE_CODES[source], DTYPE_CODES[payload], hidden, top_k)
         self._call.body, self._call.index = body, self._index.data_ptr()
         self._address = ctypes.addressof(self._call)
 

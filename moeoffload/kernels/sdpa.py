@@ -17,8 +17,8 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from moeoffload.kernels import calls
 from moeoffload.kernels.attention import cpu_attention, fits
-from moeoffload.native import native_library, warn_missing
 
 _NAME: Final = "sdpa"
 _KNOWN: Final = {
@@ -83,8 +83,7 @@ def accelerate_attention(model: nn.Module) -> Callable[[], None]:
     configs = [getattr(module, "config", None) for module in model.modules()]
     if not any(getattr(config, "_attn_implementation", None) == _NAME for config in configs):
         return lambda: None
-    if native_library() is None:
-        warn_missing()
+    if calls.library() is None:
         return lambda: None
     mine = [module for module in model.modules() if module not in _modules]
     with _lock:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from moeoffload import native
 from moeoffload.kernels import calls
 from moeoffload.kernels.calls import DTYPE_CODES, ExpertsCall, Layer, Step
 from moeoffload.kernels.company import bears_company
@@ -24,9 +25,10 @@ ROUTES_A_READ: Final = 32
 """So many routes are computed in about the time in which their expert's weights are read."""
 SLICE_ROWS: Final = 1024
 """Rows of a slice of the weighted sum."""
-
-
 _UP_AND_ACTIVATE: Final = Step.UP | Step.ACTIVATE
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Rows, slots, weights and out of a call, see `LayerKernels`."""
 
 
 class TiledExperts:
@@ -36,7 +38,7 @@ class TiledExperts:
         self._experts: Any = experts
         self._layout = layout
         self._dtype = layout.up.dtype
-        library, features = calls.library(), calls.cpu_features()
+        library, features = calls.library(), native.cpu_features()
         code = DTYPE_CODES[self._dtype]
         n_experts, up_columns, hidden = layout.up.shape
         inter = layout.down.shape[2]
@@ -61,18 +63,10 @@ class TiledExperts:
             self._experts, up_columns=up_columns, hidden=hidden, dtype=self._dtype
         )
 
-    def run(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        workspace: KernelWorkspace,
-    ) -> None:
+    def run(self, inputs: Inputs, workspace: KernelWorkspace) -> None:
         """See `LayerKernels`; everything has been checked but the slots."""
-        # What the call points to stays alive as long as this.
-        rows, slots, weights = rows.contiguous(), slots.contiguous(), weights.contiguous()
-        arena = self._fill(rows, slots, weights, out, workspace)
+        inputs = _contiguous(inputs)
+        arena = self._fill(inputs, workspace)
         if self.is_fused:
             self._compute(arena, Step.ALL)
             return
@@ -82,18 +76,11 @@ class TiledExperts:
         self._compute(arena, Step.DOWN)
         self._sum(arena)
 
-    def prepare(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        workspace: KernelWorkspace,
-    ) -> PreparedCall:
+    def prepare(self, inputs: Inputs, workspace: KernelWorkspace) -> PreparedCall:
         """See `LayerKernels`; only if ``is_fused``."""
-        arena = self._fill(rows, slots, weights, out, workspace).copy()
+        arena = self._fill(inputs, workspace).copy()
         arena.call.steps = Step.ALL
-        return PreparedCall(self.shape, arena, (rows, slots, weights, out))
+        return PreparedCall(self.shape, arena, inputs)
 
     def run_prepared(self, prepared: PreparedCall) -> None:
         """See `LayerKernels.run`."""
@@ -103,17 +90,10 @@ class TiledExperts:
         if bad_route >= 0:
             raise self._bad_route(bad_route)
 
-    def in_slices(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        workspace: KernelWorkspace,
-    ) -> Iterator[None]:
+    def in_slices(self, inputs: Inputs, workspace: KernelWorkspace) -> Iterator[None]:
         """See `LayerKernels.in_slices`; everything has been checked but the slots."""
-        rows, slots, weights = rows.contiguous(), slots.contiguous(), weights.contiguous()
-        arena = self._fill(rows, slots, weights, out, workspace)
+        inputs = _contiguous(inputs)
+        arena = self._fill(inputs, workspace)
         call = arena.call
         self._compute(arena, Step.PLAN)
         slices = self._slices(call)
@@ -131,8 +111,9 @@ class TiledExperts:
         if self._experts.has_post_expert_norm:
             self._sum(arena)
             return
-        for call.begin_row in range(0, rows.shape[0], SLICE_ROWS):
-            call.end_row = min(call.begin_row + SLICE_ROWS, rows.shape[0])
+        n_rows = call.n_rows
+        for call.begin_row in range(0, n_rows, SLICE_ROWS):
+            call.end_row = min(call.begin_row + SLICE_ROWS, n_rows)
             self._compute(arena, Step.SUM)
             yield
 
@@ -150,15 +131,9 @@ class TiledExperts:
                     begin, cost = end, 0.0
         return slices
 
-    def _fill(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        workspace: KernelWorkspace,
-    ) -> Arena:
+    def _fill(self, inputs: Inputs, workspace: KernelWorkspace) -> Arena:
         """Fills the call in with contiguous tensors; returns its arena."""
+        rows, slots, weights, out = inputs
         n_rows, top_k = slots.shape
         arena = workspace.arena(self.shape, n_rows, top_k)
         call = arena.call
@@ -197,3 +172,9 @@ class TiledExperts:
             arena.call.values = values.data_ptr()
         self._compute(arena, Step.SUM)
         arena.call.values = arena.buffers["values"].data_ptr()
+
+
+def _contiguous(inputs: Inputs) -> Inputs:
+    """What a call points to: to be kept alive as long as it runs."""
+    rows, slots, weights, out = inputs
+    return rows.contiguous(), slots.contiguous(), weights.contiguous(), out

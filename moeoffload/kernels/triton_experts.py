@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from moeoffload.kernels.activation import Activation, recognise
+from moeoffload.kernels.layout import rows_first, up_weight, why_not_weights
 
 MAX_ROWS: Final = 16
 """Rows of the largest call; above, `moeoffload.kernels.grouped` reads each weight once, too, and multiplies faster."""
 
-_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 # Weight columns of one tile: the widest that still gives each multiprocessor two tiles, so that one's loads are under
 # way while the other computes. Transposed weights lie along their columns, where a line of the cache has 128 bytes.
 _TILE_COLUMNS: Final = (64, 32, 16)
@@ -34,26 +34,16 @@ def few_rows_kernel(experts: nn.Module) -> TritonExperts | None:
 def why_not_triton(experts: nn.Module) -> str | None:
     """Why these experts cannot be computed by `TritonExperts`; None if they can. Wherever they can, ``auto`` does."""
     module: Any = experts
-    up, down = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
+    up, down = up_weight(module), module.down_proj
     if down.device.type != "cuda":
         return f"device {down.device.type}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if torch.cuda.get_device_capability(down.device) < (8, 0):
         return "a GPU older than compute capability 8.0"
-    return _why_not_layout(module, up, down)
-
-
-def _why_not_layout(module: Any, up: torch.Tensor, down: torch.Tensor) -> str | None:
-    if down.dtype not in _DTYPES or up.dtype != down.dtype:
-        return f"dtype {up.dtype}"
-    if up.dim() != 3 or down.dim() != 3:
-        return f"weights of {up.dim()} dimensions"
     if module.has_post_expert_norm:
         return "a norm after each expert"
-    if recognise(module) is None:
-        return "an activation of its own"
-    return None
+    return why_not_weights(up, down) or (None if recognise(module) else "an activation of its own")
 
 
 class TritonExperts:
@@ -81,8 +71,8 @@ class TritonExperts:
             raise ValueError("these experts have an activation of their own")
         self._activation: Activation = activation
         up_name = "gate_up_proj" if module.has_gate else "up_proj"
-        self._up = _rows_first(getattr(module, up_name), module)
-        self._down = _rows_first(module.down_proj, module)
+        self._up = rows_first(getattr(module, up_name), module)
+        self._down = rows_first(module.down_proj, module)
         self._up_bias = _bias(module, f"{up_name}_bias")
         self._down_bias = _bias(module, "down_proj_bias")
         self.n_experts, self._up_columns, self.hidden = self._up.shape
@@ -180,10 +170,6 @@ class TritonExperts:
             if n_groups * -(-columns // n_columns) >= _TILES_PER_PROCESSOR * self._n_processors:
                 return n_columns
         return self._tile_columns[-1]
-
-
-def _rows_first(weight: torch.Tensor, module: Any) -> torch.Tensor:
-    return weight.detach().transpose(-2, -1) if module.is_transposed else weight.detach()
 
 
 def _bias(module: Any, name: str) -> torch.Tensor | None:

@@ -33,11 +33,23 @@ CHECKPOINT: Any = SimpleNamespace(digest="d" * 64, layers=[SimpleNamespace(n_exp
         f'{{"dtype": "F32", "shape": [{", ".join(["1"] * 1000)}], "data_offsets": [0, 4]}}',
         "[]",
         "7",
+        "{}",
+        '{"dtype": "F32", "shape": [2], "data_offsets": [0]}',
+        '{"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}',
+        '{"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}',
     ],
     ids=lambda text: text[:60],
 )
 def test_a_header_with_numbers_that_are_none_is_refused(tmp_path: Path, entry: str) -> None:
-    header = f'{{"a\\nERROR": {entry}}}'.encode()
+    refuse_header(tmp_path, f'{{"a\\nERROR": {entry}}}'.encode())
+
+
+@pytest.mark.parametrize("header", [b"not json", b"[]", b"[" * 100_000], ids=lambda header: header[:8])
+def test_a_header_that_is_no_object_is_refused(tmp_path: Path, header: bytes) -> None:
+    refuse_header(tmp_path, header)
+
+
+def refuse_header(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     with pytest.raises(ModelError, match="damaged") as caught:
         TensorIndex.open(tmp_path)

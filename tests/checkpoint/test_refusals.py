@@ -162,27 +162,6 @@ def test_truncated_file(kept: int, tiny: Path) -> None:
     assert_refused(tiny, r"model\.safetensors: truncated or damaged")
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"not json",
-        b"[]",
-        b'{"a": 1}',
-        b'{"a": {}}',
-        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}',
-        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
-        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}',
-        b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}',
-        b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 8]}}',
-        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}',
-        b"[" * 100_000,
-    ],
-)
-def test_damaged_header(header: bytes, tiny: Path) -> None:
-    (tiny / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    assert_refused(tiny, r"model\.safetensors: (truncated or )?damaged")
-
-
 class TestShards:
     @pytest.fixture
     def sharded(self, tmp_path: Path) -> Path:
@@ -201,8 +180,6 @@ class TestShards:
         ("weight_map", "pattern"),
         [
             ({"more": "model-00001-of-00003.safetensors"}, r"has no tensor more, which .*index\.json promises"),
-            ({"a": "../other.safetensors"}, r"tensor a is in .*, which is no safetensors file here"),
-            ({"a": 7}, r"tensor a is in 7, which is no safetensors file here"),
             ({}, r"index\.json: has no weight_map"),
             ([], r"index\.json: has no weight_map"),
             (None, r"index\.json: has no weight_map"),

@@ -12,11 +12,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from moeoffload import native
-from moeoffload.kernels import accelerate_dense, cpu_attention, norm, sdpa
-from moeoffload.kernels.attention import FEW_QUERIES, takes_many
-from moeoffload.kernels.norm import accelerate_norms
-from moeoffload.kernels.sdpa import accelerate_attention
+from moeoffload.kernels import accelerate_dense, sdpa
+from moeoffload.kernels.attention import FEW_QUERIES
 
 SMALL = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
@@ -138,30 +135,6 @@ def test_queries_at_the_beginning_of_a_longer_cache_are_causal() -> None:
         for causal in (None, False):
             theirs = sdpa_attention_forward(*arguments, is_causal=causal)[0]
             assert torch.allclose(sdpa._attention(*arguments, is_causal=causal)[0], theirs, atol=0.03)
-
-
-def test_norms_and_attention_stay_torchs_without_the_library_and_a_warning_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = small_model("qwen3_moe")
-    before = state(model)
-    monkeypatch.setattr(native, "native_library", lambda: None)
-    for module in (norm, sdpa):
-        monkeypatch.setattr(module, "native_library", lambda: None)
-    for cached in (native.cpu_features, native.c_function, native.warn_missing):
-        cached.cache_clear()
-    try:
-        restore = [accelerate_norms(model), accelerate_attention(model)]
-        assert state(model) == before
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert not takes_many(torch.bfloat16)
-        with pytest.raises(RuntimeError, match="not built"):
-            cpu_attention(*[torch.zeros(1, 1, 1, 16)] * 3)
-        for undo in restore:
-            undo()
-    finally:
-        for cached in (native.cpu_features, native.c_function, native.warn_missing):
-            cached.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeoffload.kernels import KernelWorkspace, calls, few_row_linear, prepare_layer
+from moeoffload import native
+from moeoffload.kernels import KernelWorkspace, few_row_linear, prepare_layer
 from moeoffload.kernels.pack import SumEncoder
 from moeoffload.native import Features
 
@@ -16,7 +17,7 @@ EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 
 @pytest.fixture(params=instruction_sets(), ids=str)
 def features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Features:
-    monkeypatch.setattr(calls, "cpu_features", lambda: request.param)
+    monkeypatch.setattr(native, "cpu_features", lambda: request.param)
     return request.param
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from moeoffload.kernels import KernelWorkspace, prepare_layer
-from moeoffload.kernels.calls import may_use_matrix_unit
+from moeoffload.native import Features, cpu_features
 
 from .experts import call, exact, gated_experts, random_rows, routes
 
-pytestmark = pytest.mark.skipif(not may_use_matrix_unit(), reason="this CPU has no matrix unit, or it may not be used")
+pytestmark = pytest.mark.skipif(Features.MATRIX_UNIT not in cpu_features(), reason="no usable matrix unit")
 
 
 def packed_bytes(hidden: int, inter: int, dtype: torch.dtype, n_rows: int = 40) -> int:

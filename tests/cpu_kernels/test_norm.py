@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from moeoffload.kernels import norm
+from moeoffload import native
 from moeoffload.kernels.norm import FusedNorm, NormKind, accelerate_norms, rms_norm
 from moeoffload.native import Features, cpu_features
 
@@ -66,7 +66,7 @@ def test_a_familys_norm_is_recognised_and_gives_its_results(name: str, dtype: to
 
 @pytest.mark.parametrize("features", LESS, ids=repr)
 def test_cpus_with_fewer_instructions(features: Features, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "cpu_features", lambda some=features & cpu_features(): some)
+    monkeypatch.setattr(native, "cpu_features", lambda some=features & cpu_features(): some)
     for name, dtype in product(list(FAMILIES)[-3:], (torch.bfloat16, torch.float16)):
         test_a_familys_norm_is_recognised_and_gives_its_results(name, dtype)
 

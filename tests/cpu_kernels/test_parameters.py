@@ -44,22 +44,20 @@ def test_everything_else_is_that_of_a_parameter() -> None:
     router = Router()
     weight = router.weight
     x = torch.randn(3, 64).bfloat16()
-    before = {
-        "float": weight.float(),
-        "matmul": x @ weight.T,
-        "sum": weight.sum(),
-        "state": router.state_dict()["weight"],
-        "wide": F.linear(x.float(), weight.float()),
-    }
+
+    def results() -> dict[str, torch.Tensor]:
+        return {
+            "float": weight.float(),
+            "matmul": x @ weight.T,
+            "sum": weight.sum(),
+            "state": router.state_dict()["weight"],
+            "wide": F.linear(x.float(), weight.float()),
+        }
+
+    before = results()
     accelerate_parameters(router)
     assert router.weight is weight
-    after = {
-        "float": weight.float(),
-        "matmul": x @ weight.T,
-        "sum": weight.sum(),
-        "state": router.state_dict()["weight"],
-        "wide": F.linear(x.float(), weight.float()),
-    }
+    after = results()
     for name, value in after.items():
         assert type(value) is torch.Tensor
         assert torch.equal(value, before[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,24 @@ import torch
 from moeoffload.kernels import KernelWorkspace, prepare_layer
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes
+
+
+def assert_makes_nothing(run: Callable[[int], None]) -> None:
+    """That a thousand rounds leave no object behind."""
+
+    def rounds(times: int) -> None:
+        for number in range(times):
+            run(number)
+
+    rounds(30)
+    gc.collect()
+    tracemalloc.start()
+    rounds(15)
+    before = tracemalloc.get_traced_memory()[0]
+    rounds(1000)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 512
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -26,19 +45,7 @@ def test_a_thousand_calls_make_nothing(dtype: torch.dtype) -> None:
     made = workspace.n_created
     n_bytes = workspace.n_bytes
 
-    def run(times: int) -> None:
-        for number in range(times):
-            layers[number % 3](*inputs[number % 5])
-
-    run(30)
-    gc.collect()
-    tracemalloc.start()
-    run(15)
-    before = tracemalloc.get_traced_memory()[0]
-    run(1000)
-    grown = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert grown < 512
+    assert_makes_nothing(lambda number: layers[number % 3](*inputs[number % 5]))
     assert workspace.n_created == made
     assert workspace.n_bytes == n_bytes
 
@@ -88,19 +95,7 @@ def test_a_prepared_call_makes_nothing_and_serves_layers_of_one_shape() -> None:
         layer.run(prepared)
         assert torch.equal(out, result)
 
-    def run(times: int) -> None:
-        for number in range(times):
-            layers[number % 3].run(prepared)
-
-    run(30)
-    gc.collect()
-    tracemalloc.start()
-    run(15)
-    before = tracemalloc.get_traced_memory()[0]
-    run(1000)
-    grown = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert grown < 512
+    assert_makes_nothing(lambda number: layers[number % 3].run(prepared))
     inputs[1][1, 2] = 8
     with pytest.raises(IndexError, match="route 6"):
         layers[1].run(prepared)

@@ -14,23 +14,24 @@ from moeoffload.kernels import (
     GroupedKernel,
     accelerate_dense,
     calls,
+    cpu_attention,
     few_row_linear,
-    norm,
     prepare_layer,
-    sdpa,
     threads,
 )
-from moeoffload.kernels.pack import RowPacker, SumEncoder, unpack_routes
+from moeoffload.kernels.attention import takes_many
+from moeoffload.kernels.pack import RowPacker, SumEncoder
 
 from .experts import call, gated_experts, random_rows, routes
+from .test_fast_dense import small_model, state
 
 
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if the package had been installed without a compiler."""
-    for module in (native, calls, norm, sdpa):
+    for module in (native, calls):
         monkeypatch.setattr(module, "native_library", lambda: None)
-    kept = (calls.library, native.cpu_features, native.warn_missing)
+    kept = (calls.library, native.cpu_features)
     for function in kept:
         function.cache_clear()
     yield
@@ -70,10 +71,19 @@ def test_linear_layers_and_frames_are_left_to_torch() -> None:
     sums, reply = torch.randn(3, 64), torch.empty(3, 64).half()
     sums[1, 5] = 1e6
     assert SumEncoder(torch.float16).encode(sums, reply) == 1
-    slots, weights = torch.tensor([[3, -1]], dtype=torch.int16), torch.tensor([[0.5, 0.25]])
-    wide, rounded = torch.empty(1, 2).long(), torch.empty(1, 2).bfloat16()
-    unpack_routes(slots, weights, wide, rounded)
-    assert (wide.tolist(), rounded.tolist()) == ([[3, -1]], [[0.5, 0.25]])
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_norms_and_attention_stay_torchs(caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model("qwen3_moe")
+    before = state(model)
+    restore = accelerate_dense(model)
+    restore()
+    assert state(model) == before
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert not takes_many(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="not built"):
+        cpu_attention(*[torch.zeros(1, 1, 1, 16)] * 3)
 
 
 @pytest.mark.skipif(calls.library() is None, reason="the C library was not built")

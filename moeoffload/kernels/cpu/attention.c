@@ -26,7 +26,7 @@ static void work(void *data) {
         const int64_t batch = number % n_heads / c->key_heads, key_head = number % c->key_heads;
         const int64_t head = key_head * c->group;
         const struct item item = {
-            c, first, least(job->part, c->n_queries - first),
+            c, first, at_most(job->part, c->n_queries - first),
             c->query + size * (batch * c->query_strides[0] + head * c->query_strides[1]),
             c->key + size * (batch * c->key_strides[0] + key_head * c->key_strides[1]),
             c->value + size * (batch * c->value_strides[0] + key_head * c->value_strides[1]),
@@ -54,6 +54,6 @@ int moe_attention(const struct attention *call) {
     const int64_t few = 4 * n_rows * (dim + KEY_BLOCK);
     const int64_t many = 6 * BLOCK_QUERIES * KEY_BLOCK + 2 * KEY_BLOCK * (dim + width);
     job.scratch_bytes = padded(4 * n_rows * (width + 2) + (call->is_many ? many : few), 64);
-    run_in_threads(&call->cpu, work, &job);
+    run_in_threads(call->cpu.parallel, call->cpu.n_threads, work, &job);
     return job.n_claimed < job.n_items ? -1 : 0;
 }

@@ -1,14 +1,7 @@
 // What the C files of attention and norms share. kernels/attention.py and kernels/norm.py fill the structures.
 #pragma once
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#include "features.h"
-
-enum { BF16, F16, F32 };                // types of elements
-enum { BOOLEAN_MASK = 3, NO_MASK = 4 };  // kinds of mask; one of a type above is added to the scaled products
+#include "common.h"
 
 enum {
     KEY_BLOCK = 256,
@@ -16,13 +9,10 @@ enum {
     PACKED_COLUMNS = 64,  // of many: columns of a block of packed keys or values
 };
 
-// GOMP_parallel of the OpenMP runtime that torch has loaded.
-typedef void (*parallel_fn)(void (*work)(void *), void *job, unsigned n_threads, unsigned flags);
-
 struct cpu {
     int64_t features;
-    parallel_fn parallel;  // or NULL
-    int64_t n_threads;     // at most
+    Parallel parallel;  // or NULL
+    int64_t n_threads;  // at most
 };
 
 // Tensors are (batch, heads, queries or keys, dim); strides are in elements, the last one is 1.
@@ -70,11 +60,3 @@ void attend_bf16_dot(const struct item *item, char *scratch);
 void norm_portable(const struct norm *call, int64_t first, int64_t end);
 void norm_avx2(const struct norm *call, int64_t first, int64_t end);
 void norm_avx512(const struct norm *call, int64_t first, int64_t end);
-
-static inline void run_in_threads(const struct cpu *cpu, void (*work)(void *), void *job) {
-    cpu->parallel && cpu->n_threads > 1 ? cpu->parallel(work, job, cpu->n_threads, 0) : work(job);
-}
-
-static inline int64_t bytes_of(int64_t type) { return type == F32 ? 4 : type == NO_MASK ? 0 : type == BOOLEAN_MASK ? 1 : 2; }
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t padded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }

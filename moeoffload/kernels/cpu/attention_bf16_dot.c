@@ -5,7 +5,7 @@
 
 #define LANES 16
 #define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512bf16")))
-#define TILE_ROWS 6
+#define KEY_ROWS 6
 #define VALUE_ROWS 8
 #define BF16_DOT
 #include "attention_head.h"
@@ -14,7 +14,7 @@
 INLINE void pack_keys(const char *keys, int64_t stride, int64_t n_keys, int64_t dim, uint32_t *packed) {
     for (int64_t first = 0; first < n_keys; first += PACKED_COLUMNS, packed += PACKED_COLUMNS * dim / 2) {
         memset(packed, 0, 2 * PACKED_COLUMNS * dim);
-        for (int64_t key = 0; key < least(PACKED_COLUMNS, n_keys - first); key++)
+        for (int64_t key = 0; key < at_most(PACKED_COLUMNS, n_keys - first); key++)
             for (int64_t pair = 0; pair < dim / 2; pair++)
                 memcpy(packed + pair * PACKED_COLUMNS + key, keys + (first + key) * stride + 4 * pair, 4);
     }
@@ -24,11 +24,11 @@ INLINE void pack_keys(const char *keys, int64_t stride, int64_t n_keys, int64_t 
 INLINE void pack_values(
     const char *values, int64_t stride, int64_t n_keys, int64_t value_dim, int64_t filled, uint32_t *packed) {
     for (int64_t first = 0; first < value_dim; first += PACKED_COLUMNS) {
-        const int64_t n_columns = least(PACKED_COLUMNS, padded(value_dim - first, 16));
-        const int64_t size = 2 * least(n_columns, value_dim - first);
+        const int64_t n_columns = at_most(PACKED_COLUMNS, padded(value_dim - first, 16));
+        const int64_t size = 2 * at_most(n_columns, value_dim - first);
         for (int64_t key = 0; key < filled; key += 2, packed += n_columns) {
             uint16_t pairs[2][PACKED_COLUMNS] = {{0}};
-            for (int64_t i = 0; i < least(2, n_keys - key); i++)
+            for (int64_t i = 0; i < at_most(2, n_keys - key); i++)
                 memcpy(pairs[i], values + (key + i) * stride + 2 * first, size);
             for (int64_t i = 0; i < n_columns; i++) packed[i] = pairs[0][i] | (uint32_t)pairs[1][i] << 16;
         }
@@ -60,9 +60,9 @@ INLINE void multiply_packed(
     int64_t n_rows, const char *rows, int64_t row_bytes, const uint32_t *packed, int64_t n_pairs, int64_t n_columns,
     float *out, int64_t stride, int adds) {
     for (int64_t first = 0; first < n_columns; first += PACKED_COLUMNS) {
-        const int64_t n_vectors = least(PACKED_COLUMNS, n_columns - first) / LANES;
+        const int64_t n_vectors = at_most(PACKED_COLUMNS, n_columns - first) / LANES;
         for (int64_t row = 0, size; row < n_rows; row += size) {
-            size = least(6, n_rows - row);
+            size = at_most(6, n_rows - row);
 #define WIDE_TILE(m, n) \
     packed_tile(m, n, rows + row * row_bytes, row_bytes, packed + first * n_pairs, n_pairs, out + row * stride + first, stride, adds)
 #define TILE(m)                                \
@@ -105,10 +105,10 @@ INLINE void attend_many(const struct item *item, char *scratch) {
     uint16_t *shares = (uint16_t *)(products + BLOCK_QUERIES * KEY_BLOCK);
     const struct state state = begin(item, shares + BLOCK_QUERIES * KEY_BLOCK);
     for (int64_t start = 0; start < c->n_keys; start += KEY_BLOCK) {
-        const int64_t count = least(KEY_BLOCK, c->n_keys - start), filled = padded(count, 16);
+        const int64_t count = at_most(KEY_BLOCK, c->n_keys - start), filled = padded(count, 16);
         int is_packed = 0;
         for (int64_t some = 0; some < n_queries; some += BLOCK_QUERIES) {
-            const int64_t size = least(BLOCK_QUERIES, n_queries - some), first = item->first + some;
+            const int64_t size = at_most(BLOCK_QUERIES, n_queries - some), first = item->first + some;
             enum sight sight = NOTHING;
             for (int64_t head = 0; head < c->group; head++) {
                 if (!head || c->mask_strides[1]) sight = sight_of(item, head, first, size, start, count);

@@ -1,11 +1,12 @@
-// Attention to one head of keys for one instruction set: an includer defines what attention_vectors.h needs, TILE_ROWS
-// and VALUE_ROWS, so many rows' accumulators stay in registers, NAME, and BF16_DOT if pairs of bfloat16 are multiplied.
+// Attention to one head of keys for one instruction set: an includer defines what vectors.h needs, KEY_ROWS
+// and VALUE_ROWS, so many rows' accumulators stay in registers, SET, and BF16_DOT if pairs of bfloat16 are multiplied.
 //
 // Keys come in blocks: products -> mask -> running maximum -> probabilities -> sums of values. The blocks do not depend
 // on how many queries, heads or threads there are, and an accumulator runs over keys or dimensions in order: so an
 // output's bits depend on its query, the keys, the values and the mask alone.
 
-#include "attention_vectors.h"
+#include "attention.h"
+#include "vectors.h"
 
 // Results so far of rows: queries, head by head.
 struct state {
@@ -36,7 +37,7 @@ INLINE float scale_and_mask(
             values += load_some(mask + key * bytes_of(kind), count - key, kind);
             store(row + key, values, F32);
         }
-        most = choose((bits)(values > most), values, most);
+        most = choose(values > most, values, most);
     }
     for (int lane = 0; lane < LANES; lane++) best = most[lane] > best ? most[lane] : best;
     return best;
@@ -49,7 +50,7 @@ INLINE void become_shares(
     const struct attention *c = item->call;
     const char *mask =
         item->mask + bytes_of(kind) * (head * c->mask_strides[1] + query * c->mask_strides[2] + start);
-    const int64_t n_seen = !c->is_causal ? count : query < start ? 0 : least(count, query + 1 - start);
+    const int64_t n_seen = !c->is_causal ? count : query < start ? 0 : at_most(count, query + 1 - start);
     float *best = state->best + at, *total = state->totals + at, *sums = state->sums + at * state->width, now;
     switch (kind) {
     case BF16: now = scale_and_mask(row, count, n_seen, c->scale, mask, BF16, *best); break;
@@ -62,12 +63,12 @@ INLINE void become_shares(
     const float shift = now == -INFINITY ? 0 : now;
     vec added = {0};
     for (int64_t key = 0; key < padded(count, 16); key += LANES) {
-        const vec shares = exp_of(load(row + key, F32) - shift);
+        const vec shares = exp_of_negative(load(row + key, F32) - shift);
         store(row + key, shares, F32);
         added += shares;
     }
     if (now != *best) {
-        const float factor = exp_of(all(*best - shift))[0];
+        const float factor = exp_of_negative(all(*best - shift))[0];
         *best = now;
         *total *= factor;
         for (int64_t i = 0; i < state->width; i++) sums[i] *= factor;
@@ -188,12 +189,12 @@ INLINE void multiply_keys(
     const int type) {
     for (int64_t key = 0; key < keys.count; key += 4) {
         const char *four_keys[4];  // the last one again where there are fewer
-        for (int n = 0; n < 4; n++) four_keys[n] = keys.first + least(key + n, keys.count - 1) * keys.stride;
-        fetch(values.first, values.stride, key, least(key + 4, values.count), values.dim * bytes_of(type));
+        for (int n = 0; n < 4; n++) four_keys[n] = keys.first + at_most(key + n, keys.count - 1) * keys.stride;
+        fetch(values.first, values.stride, key, at_most(key + 4, values.count), values.dim * bytes_of(type));
         for (int64_t row = 0, size; row < n_rows; row += size) {
-            size = tile_of(n_rows - row, TILE_ROWS);
+            size = tile_of(n_rows - row, KEY_ROWS);
 #define TILE(n) key_tile(n, type, rows + row * row_bytes, row_bytes, four_keys, keys.dim, shares + row * KEY_BLOCK + key)
-            FOR_ROWS(size, TILE_ROWS, TILE)
+            FOR_ROWS(size, KEY_ROWS, TILE)
 #undef TILE
         }
     }
@@ -204,7 +205,7 @@ INLINE void add_values(
     const struct state *state, const float *shares, struct rows values, struct rows next_keys, const int type) {
     enum { SOME = 64 };  // their values stay in the first-level cache while all rows pass
     for (int64_t start = 0; start < values.count; start += SOME) {
-        const int64_t count = least(SOME, values.count - start);
+        const int64_t count = at_most(SOME, values.count - start);
         for (int64_t row = 0, size; row < state->n_rows; row += size) {
             size = tile_of(state->n_rows - row, VALUE_ROWS);
             for (int64_t column = 0, n_vectors; column < values.dim; column += n_vectors * LANES) {
@@ -216,7 +217,7 @@ INLINE void add_values(
                 if (row == 0) {
                     const int64_t from = start + count * column / values.dim;
                     const int64_t to = start + count * (column + n_vectors * LANES) / values.dim;
-                    fetch(next_keys.first, next_keys.stride, from, least(to, next_keys.count), next_keys.dim * bytes_of(type));
+                    fetch(next_keys.first, next_keys.stride, from, at_most(to, next_keys.count), next_keys.dim * bytes_of(type));
                 }
 #define TILE(n) value_tile(n, 2, type, share, first, values.stride, count, n_left, sums, state->width)
 #define NARROW_TILE(n) value_tile(n, 1, type, share, first, values.stride, count, n_left, sums, state->width)
@@ -245,10 +246,10 @@ INLINE void attend_few(const struct item *item, char *scratch, const int type) {
     }
     const int64_t key_bytes = size * c->key_strides[2], value_bytes = size * c->value_strides[2];
     for (int64_t start = 0, count; start < c->n_keys; start += count) {
-        count = least(KEY_BLOCK, c->n_keys - start);
+        count = at_most(KEY_BLOCK, c->n_keys - start);
         const struct rows keys = {item->key + start * key_bytes, key_bytes, count, c->dim};
         const struct rows values = {item->value + start * value_bytes, value_bytes, count, c->value_dim};
-        const struct rows next = {keys.first + count * key_bytes, key_bytes, least(KEY_BLOCK, c->n_keys - start - count), c->dim};
+        const struct rows next = {keys.first + count * key_bytes, key_bytes, at_most(KEY_BLOCK, c->n_keys - start - count), c->dim};
         multiply_keys(scratch, n_rows, row_bytes, keys, values, shares, type);
         for (int64_t row = 0; row < n_rows; row++)
             become_shares(
@@ -259,7 +260,7 @@ INLINE void attend_few(const struct item *item, char *scratch, const int type) {
 }
 
 #ifndef BF16_DOT
-TARGET void NAME(attend)(const struct item *item, char *scratch) {
+TARGET void SET(attend)(const struct item *item, char *scratch) {
     switch (item->call->type) {
     case BF16: attend_few(item, scratch, BF16); break;
     case F16: attend_few(item, scratch, F16); break;

@@ -253,9 +253,6 @@ int64_t moe_experts(Call *c) {
                 kernels->prepare(c->rows + row * row_bytes, c->operands + row * stride, l->hidden);
     }
     memset(c->counters, 0, sizeof c->counters);
-    if (c->n_threads > 1 && c->parallel)
-        c->parallel(run, c, (unsigned)c->n_threads, 0);
-    else
-        run(c);
+    run_in_threads(c->parallel, c->n_threads, run, c);
     return -1;
 }

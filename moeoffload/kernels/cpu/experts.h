@@ -3,13 +3,8 @@
 #pragma once
 
 #include <stdatomic.h>
-#include <stdbool.h>
-#include <stdint.h>
-#include <string.h>
 
-#include "features.h"
-
-enum { BF16, F16, F32, N_DTYPES };
+#include "common.h"
 
 // How a bias is added to a float32 sum: rounded to the dtype first, as a product and a sum of their own do, or not.
 enum { NO_BIAS, EXACT_BIAS, ROUNDED_BIAS };
@@ -45,9 +40,9 @@ typedef struct {
     bool (*narrow)(const float *row, void *out, int64_t n);
 } Kernels;
 
-extern const Kernels *const portable_kernels[N_DTYPES];
+extern const Kernels *const portable_kernels[N_TYPES];
 #if defined(__x86_64__)
-extern const Kernels *const avx2_kernels[N_DTYPES], *const avx512_kernels[N_DTYPES], *const bf16_dot_kernels;
+extern const Kernels *const avx2_kernels[N_TYPES], *const avx512_kernels[N_TYPES], *const bf16_dot_kernels;
 #endif
 
 static inline const Kernels *kernels_for(int64_t dtype, int64_t features) {
@@ -65,19 +60,12 @@ bool matrix_unit_fits(int64_t dtype, int64_t features, int64_t inner, int64_t n_
 void pack_operands(const Product *product, void *packed);
 void project_by_matrix_unit(const Product *product);
 
-// GOMP_parallel: calls `run` in that many threads of torch's own OpenMP runtime.
-typedef void (*Parallel)(void (*run)(void *), void *argument, unsigned n_threads, unsigned flags);
-
 enum { ITEM_ROWS = 64 };  // weight rows that a thread claims at a time
-
-static inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Bytes of an operand of n elements; one of the matrix unit is a row as it is.
 static inline int64_t operand_bytes(const Kernels *kernels, int64_t n, bool by_matrix_unit) {
     if (by_matrix_unit) return n * kernels->item_bytes;
-    return ceil_div(n, kernels->block) * kernels->block * kernels->operand_bytes;
+    return padded(n, kernels->block) * kernels->operand_bytes;
 }
 
 static inline void prepare_operand(const Kernels *kernels, const void *row, void *operand, int64_t n, bool by_matrix_unit) {

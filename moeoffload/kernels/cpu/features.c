@@ -1,13 +1,13 @@
 // What this CPU can do, asked once when the library is loaded.
 
-#include "features.h"
+#include "common.h"
 
 #if defined(__x86_64__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-// Flags of features.h. Asks Linux for the matrix unit's registers (AMX), which a process has to do before it uses them.
+// Flags of common.h. Asks Linux for the matrix unit's registers (AMX), which a process has to do before it uses them.
 int32_t moe_cpu_features(void) {
     int32_t found = 0;
 #if defined(__x86_64__)
@@ -18,7 +18,6 @@ int32_t moe_cpu_features(void) {
     if (found & HAS_AVX512) {
         unsigned eax = 7, ebx, ecx = 0, edx;
         __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
-        if (ecx >> 11 & 1) found |= HAS_VNNI;
         const int has_tiles = (edx >> 24 & 1) && (edx >> 22 & 1);  // AMX-TILE, AMX-BF16
         eax = 7, ecx = 1;
         __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));

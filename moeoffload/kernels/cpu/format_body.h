@@ -1,7 +1,7 @@
 // The functions of `Kernels` for one format of weights and one instruction set; included once for each pair, after
 // vectors.h. The includer defines
 //   FORMAT      the name that the functions end in
-//   ELEMENT     the stored element of a weight, of a row and of a result
+//   TYPE        of a weight, of a row and of a result, and ELEMENT, its type in C
 //   OPERAND     the element of an operand
 //   BLOCK       elements of the inner dimension that are multiplied at a time
 //   WEIGHTS     a block of a weight row in registers
@@ -10,8 +10,7 @@
 //   GET         OPERANDS of those at an address
 //   MULTIPLY    adds the products of WEIGHTS and OPERANDS to two vectors of sums
 //   PREPARE     writes a block of elements as operands
-//   WIDEN, NARROW, IS_FINITE   see vectors.h; whether the bits of a result are those of a finite number
-// Another format of weights is another LOAD.
+// Another format of weights is another LOAD. FORMAT, TYPE, ELEMENT and LOAD are undefined at the end.
 //
 // Every dot product is two vectors of sums that run over the inner dimension in order, added and folded in one fixed
 // tree. So a result's bits depend on its two operands only, not on what is computed beside it.
@@ -113,28 +112,15 @@ static TARGET void NAME(group)(const Product *p, int64_t weight_row, int n_w, in
     } else {
         switch (n_x) { EACH_TILE(TILED) }
     }
-    ELEMENT some[LANES] = {0};
-    vec bias = {0};
-    if (p->bias_mode != NO_BIAS) {
-        memcpy(some, (const ELEMENT *)p->bias + weight_row, n_w * sizeof(ELEMENT));
-        bias = WIDEN(some);
-    }
+    const bool has_bias = p->bias_mode != NO_BIAS;
+    const vec bias = has_bias ? load_some((const ELEMENT *)p->bias + weight_row, n_w, TYPE) : all(0);
     for (int i = 0; i < n_x; i++) {
         vec both[LANES];
         for (int w = 0; w < LANES; w++) both[w] = w < n_w ? sums[w][i][0] + sums[w][i][1] : (vec){0};
-        vec total = fold(both);
-        if (p->bias_mode == ROUNDED_BIAS) {
-            NARROW(some, total);
-            total = WIDEN(some);
-        }
-        if (p->bias_mode != NO_BIAS) total += bias;
-        ELEMENT *out = (ELEMENT *)p->out + (first + i) * p->n_out + weight_row;
-        if (n_w == LANES) {
-            NARROW(out, total);
-        } else {
-            NARROW(some, total);
-            memcpy(out, some, n_w * sizeof(ELEMENT));
-        }
+        vec total = fold_all(both);
+        if (p->bias_mode == ROUNDED_BIAS) total = rounded(total, TYPE);
+        if (has_bias) total += bias;
+        store_some((ELEMENT *)p->out + (first + i) * p->n_out + weight_row, total, n_w, TYPE);
     }
 }
 #undef STREAMED
@@ -175,68 +161,36 @@ static TARGET void NAME(prepare)(const void *row, void *operand, int64_t n) {
     }
 }
 
-INLINE vec NAME(get)(const ELEMENT *from, int64_t n) {
-    if (n >= LANES) return WIDEN(from);
-    ELEMENT rest[LANES] = {0};
-    memcpy(rest, from, n * sizeof(ELEMENT));
-    return WIDEN(rest);
-}
-
-INLINE void NAME(put)(ELEMENT *to, vec values, int64_t n) {
-    if (n >= LANES) {
-        NARROW(to, values);
-    } else {
-        ELEMENT rest[LANES];
-        NARROW(rest, values);
-        memcpy(to, rest, n * sizeof(ELEMENT));
-    }
-}
-
-INLINE vec NAME(rounded)(vec values) {
-    ELEMENT some[LANES];
-    NARROW(some, values);
-    return WIDEN(some);
-}
-
 static TARGET void NAME(silu_times_up)(const void *gate, const void *up, void *out, int64_t n) {
     for (int64_t at = 0; at < n; at += LANES) {
-        const vec x = NAME(get)((const ELEMENT *)gate + at, n - at), y = NAME(get)((const ELEMENT *)up + at, n - at);
-        NAME(put)((ELEMENT *)out + at, NAME(rounded)(x / (exp_of(-x) + 1.0f)) * y, n - at);
+        const vec x = load_some((const ELEMENT *)gate + at, n - at, TYPE), y = load_some((const ELEMENT *)up + at, n - at, TYPE);
+        store_some((ELEMENT *)out + at, rounded(x / (exp_of(-x) + 1.0f), TYPE) * y, n - at, TYPE);
     }
 }
 
 static TARGET void NAME(add_weighted)(float *total, const void *row, float weight, bool rounds, int64_t n) {
-    const ELEMENT *from = row;
-    int64_t at = 0;
-    for (; at + LANES <= n; at += LANES) {
-        vec product = WIDEN(from + at) * weight;
-        if (rounds) product = NAME(rounded)(product);
-        narrow_f32(total + at, widen_f32(total + at) + product);
-    }
-    if (at < n) {
-        vec product = NAME(get)(from + at, n - at) * weight;
-        if (rounds) product = NAME(rounded)(product);
-        for (int64_t i = at; i < n; i++) total[i] += product[i - at];
+    for (int64_t at = 0; at < n; at += LANES) {
+        const vec product = load_some((const ELEMENT *)row + at, n - at, TYPE) * weight;
+        const vec sum = load_some(total + at, n - at, F32) + (rounds ? rounded(product, TYPE) : product);
+        store_some(total + at, sum, n - at, F32);
     }
 }
 
 static TARGET void NAME(widen_row)(const void *row, float *out, int64_t n) {
-    for (int64_t at = 0; at < n; at += LANES) {
-        const vec values = NAME(get)((const ELEMENT *)row + at, n - at);
-        memcpy(out + at, &values, at_most(LANES, n - at) * sizeof(float));
-    }
+    for (int64_t at = 0; at < n; at += LANES)
+        store_some(out + at, load_some((const ELEMENT *)row + at, n - at, TYPE), n - at, F32);
 }
 
 static TARGET bool NAME(narrow_row)(const float *row, void *out, int64_t n) {
-    ELEMENT *to = out;
+    ints finite = (ints){0} - 1;
     for (int64_t at = 0; at < n; at += LANES) {
-        vec values = {0};
-        memcpy(&values, row + at, at_most(LANES, n - at) * sizeof(float));
-        NAME(put)(to + at, values, n - at);
+        const vec values = rounded(load_some(row + at, n - at, F32), TYPE);
+        finite &= values - values == 0;
+        store_some((ELEMENT *)out + at, values, n - at, TYPE);
     }
-    bool finite = true;
-    for (int64_t i = 0; i < n; i++) finite &= IS_FINITE(to[i]);
-    return finite;
+    int32_t is_finite = -1;
+    for (int i = 0; i < LANES; i++) is_finite &= finite[i];
+    return is_finite;
 }
 
 static const Kernels NAME(kernels) = {
@@ -248,15 +202,6 @@ static const Kernels NAME(kernels) = {
 #undef PASTE
 #undef NAME
 #undef FORMAT
+#undef TYPE
 #undef ELEMENT
-#undef OPERAND
-#undef BLOCK
-#undef WEIGHTS
 #undef LOAD
-#undef OPERANDS
-#undef GET
-#undef MULTIPLY
-#undef PREPARE
-#undef WIDEN
-#undef NARROW
-#undef IS_FINITE

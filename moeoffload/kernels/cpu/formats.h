@@ -20,7 +20,17 @@ typedef struct {
     vec a, b;
 } pair;
 
-INLINE pair get_floats(const float *at) { return (pair){widen_f32(at), widen_f32(at + LANES)}; }
+// The sums of LANES vectors, in their order.
+INLINE vec fold_all(const vec *v) {
+    vec sums;
+    UNROLL for (int i = 0; i < LANES; i += 4) {
+        const four some = fold(v[i], v[i + 1], v[i + 2], v[i + 3]);
+        memcpy((float *)&sums + i, &some, sizeof some);
+    }
+    return sums;
+}
+
+INLINE pair get_floats(const float *at) { return (pair){load(at, F32), load(at + LANES, F32)}; }
 INLINE void multiply(vec *sums, pair weights, pair operands) {
     sums[0] = fma_of(weights.a, operands.a, sums[0]);
     sums[1] = fma_of(weights.b, operands.b, sums[1]);
@@ -28,56 +38,46 @@ INLINE void multiply(vec *sums, pair weights, pair operands) {
 
 // The even elements, then the odd ones: a shift and a mask instead of a shuffle.
 INLINE pair load_bf16(const uint16_t *at) {
-    const bits both = *(const bits_at *)at;
+    bits both;
+    memcpy(&both, at, sizeof both);
     return (pair){(vec)(both << 16), (vec)(both & 0xffff0000)};
 }
-INLINE pair load_f16(const uint16_t *at) { return (pair){widen_f16(at), widen_f16(at + LANES)}; }
+INLINE pair load_f16(const uint16_t *at) { return (pair){load(at, F16), load(at + LANES, F16)}; }
 INLINE void store_pair(float *to, pair values) {
-    narrow_f32(to, values.a);
-    narrow_f32(to + LANES, values.b);
+    store(to, values.a, F32);
+    store(to + LANES, values.b, F32);
 }
 
-#define FORMAT bf16
-#define ELEMENT uint16_t
 #define OPERAND float
 #define BLOCK (2 * LANES)
 #define WEIGHTS pair
-#define LOAD load_bf16
 #define OPERANDS pair
 #define GET get_floats
 #define MULTIPLY multiply
-#define PREPARE(to, from) store_pair(to, load_bf16(from))
-#define WIDEN widen_bf16
-#define NARROW narrow_bf16
-#define IS_FINITE(bits) (((bits)&0x7fff) < 0x7f80)
+#define PREPARE(to, from) store_pair(to, LOAD(from))
+
+#define FORMAT bf16
+#define TYPE BF16
+#define ELEMENT uint16_t
+#define LOAD load_bf16
 #include "format_body.h"
 
 #define FORMAT f16
+#define TYPE F16
 #define ELEMENT uint16_t
-#define OPERAND float
-#define BLOCK (2 * LANES)
-#define WEIGHTS pair
 #define LOAD load_f16
-#define OPERANDS pair
-#define GET get_floats
-#define MULTIPLY multiply
-#define PREPARE(to, from) store_pair(to, load_f16(from))
-#define WIDEN widen_f16
-#define NARROW narrow_f16
-#define IS_FINITE(bits) (((bits)&0x7fff) < 0x7c00)
 #include "format_body.h"
 
 #define FORMAT f32
+#define TYPE F32
 #define ELEMENT float
-#define OPERAND float
-#define BLOCK (2 * LANES)
-#define WEIGHTS pair
 #define LOAD get_floats
-#define OPERANDS pair
-#define GET get_floats
-#define MULTIPLY multiply
-#define PREPARE(to, from) store_pair(to, get_floats(from))
-#define WIDEN widen_f32
-#define NARROW narrow_f32
-#define IS_FINITE(value) ((value) - (value) == 0.0f)
 #include "format_body.h"
+
+#undef OPERAND
+#undef BLOCK
+#undef WEIGHTS
+#undef OPERANDS
+#undef GET
+#undef MULTIPLY
+#undef PREPARE

@@ -13,5 +13,11 @@
 #define AHEAD_BYTES 2048
 #include "formats.h"
 
-const Kernels *const avx2_kernels[N_DTYPES] = {&kernels_bf16, &kernels_f16, &kernels_f32};
+#define KEY_ROWS 2
+#define VALUE_ROWS 4
+#define SET(name) name##_avx2
+#include "attention_head.h"
+#include "norm_rows.h"
+
+const Kernels *const avx2_kernels[N_TYPES] = {&kernels_bf16, &kernels_f16, &kernels_f32};
 #endif

@@ -13,7 +13,13 @@
 #define AHEAD_BYTES 2048
 #include "formats.h"
 
-const Kernels *const avx512_kernels[N_DTYPES] = {&kernels_bf16, &kernels_f16, &kernels_f32};
+#define KEY_ROWS 6
+#define VALUE_ROWS 8
+#define SET(name) name##_avx512
+#include "attention_head.h"
+#include "norm_rows.h"
+
+const Kernels *const avx512_kernels[N_TYPES] = {&kernels_bf16, &kernels_f16, &kernels_f32};
 
 #undef TARGET
 #define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512bf16")))
@@ -33,6 +39,7 @@ INLINE void multiply_raw(vec *sums, raw_pair weights, raw_pair operands) {
 }
 
 #define FORMAT bf16_dot
+#define TYPE BF16
 #define ELEMENT uint16_t
 #define OPERAND uint16_t
 #define BLOCK 64
@@ -42,9 +49,6 @@ INLINE void multiply_raw(vec *sums, raw_pair weights, raw_pair operands) {
 #define GET load_raw
 #define MULTIPLY multiply_raw
 #define PREPARE(to, from) memcpy(to, from, BLOCK * sizeof(uint16_t))
-#define WIDEN widen_bf16
-#define NARROW narrow_bf16
-#define IS_FINITE(bits) (((bits)&0x7fff) < 0x7f80)
 #include "format_body.h"
 
 const Kernels *const bf16_dot_kernels = &kernels_bf16_dot;

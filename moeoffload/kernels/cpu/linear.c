@@ -58,8 +58,5 @@ void moe_linear(LinearCall *c) {
             kernels->prepare(c->rows + row * c->n_in * kernels->item_bytes, c->operands + row * stride, c->n_in);
     }
     c->claimed = 0;
-    if (c->n_threads > 1 && c->parallel)
-        c->parallel(run, c, (unsigned)c->n_threads, 0);
-    else
-        run(c);
+    run_in_threads(c->parallel, c->n_threads, run, c);
 }

@@ -131,18 +131,14 @@ INLINE void write_results(const Product *p, const float sums[16][16], int64_t po
     for (int i = 0; i < 16; i++) lines[i] = _mm512_load_si512(sums[i]);
     transpose(lines);
     uint16_t *out = (uint16_t *)p->out + position * p->n_out + row;
-    const vec bias = p->bias_mode == NO_BIAS ? (vec){0} : widen_bf16((const uint16_t *)p->bias + row);
+    const vec bias = p->bias_mode == NO_BIAS ? all(0) : load((const uint16_t *)p->bias + row, BF16);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
         if (i == count) break;
         vec total = (vec)lines[i];
-        if (p->bias_mode == ROUNDED_BIAS) {
-            uint16_t rounded[16];
-            narrow_bf16(rounded, total);
-            total = widen_bf16(rounded);
-        }
+        if (p->bias_mode == ROUNDED_BIAS) total = rounded(total, BF16);
         if (p->bias_mode != NO_BIAS) total += bias;
-        narrow_bf16(out + i * p->n_out, total);
+        store(out + i * p->n_out, total, BF16);
     }
 }
 

@@ -1,10 +1,10 @@
-// Norms of rows for one instruction set; see attention_vectors.h.
+// Norms of rows for one instruction set; see vectors.h.
 
-#include "attention_vectors.h"
+#include "attention.h"
+#include "vectors.h"
 
 INLINE vec weighted(vec y, vec weight, const int kind, const int type) {
-    if (kind == ROUNDED && type == BF16) y = (vec)(round_bf16(y) & 0xFFFF0000);
-    if (kind == ROUNDED && type == F16) y = widen_f16(narrow_f16(y));
+    if (kind == ROUNDED) y = rounded(y, type);
     return y * (kind == SHIFTED ? weight + 1.0f : weight);
 }
 
@@ -37,7 +37,7 @@ INLINE void norm_rows(const struct norm *call, int64_t first, int64_t end, const
         norm_row(call->rows + at, call->weight, call->out + at, call->dim, call->epsilon, kind, type);
 }
 
-TARGET void NAME(norm)(const struct norm *call, int64_t first, int64_t end) {
+TARGET void SET(norm)(const struct norm *call, int64_t first, int64_t end) {
 #define CASE(kind, type) \
     case 3 * kind + type: norm_rows(call, first, end, kind, type); break;
 #define CASES(kind) CASE(kind, BF16) CASE(kind, F16) CASE(kind, F32)

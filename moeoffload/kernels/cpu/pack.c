@@ -68,15 +68,3 @@ int64_t moe_encode_sums(int64_t payload, int64_t features, const float *sums, ch
         if (!kernels->narrow(sums + row * width, out + row * width * kernels->item_bytes, width) && bad < 0) bad = row;
     return bad;
 }
-
-// n routes out of a frame: int16 slots as int64, float32 weights as another dtype.
-void moe_unpack_routes(int64_t dtype, int64_t features, const int16_t *slots, const float *weights, int64_t *slots_out,
-                       void *weights_out, int64_t n) {
-    for (int64_t at = 0; at < n; at++) slots_out[at] = slots[at];
-    kernels_for(dtype, features)->narrow(weights, weights_out, n);
-}
-
-// Elements of one dtype as another. Returns whether all are finite.
-int64_t moe_convert(int64_t from, int64_t to, int64_t features, const char *values, char *out, int64_t n) {
-    return convert(kernels_for(from, features), kernels_for(to, features), values, out, n);
-}

@@ -1,25 +1,31 @@
-// Vectors of floats, and rows of bfloat16, float16 and float32 read and written through them.
+// Vectors of floats, and elements of the types of common.h read and written through them.
 //
 // Included by a file for one instruction set, which defines LANES (floats of a vector) and TARGET (the attribute of
-// functions that use it), and before that includes its intrinsics. Written with the vector types of GCC and Clang.
+// functions that use it), and before that includes its intrinsics. Written with the vector types of GCC and Clang. A
+// `type` is a constant wherever these functions are inlined.
+#pragma once
 
-#include <string.h>
+#include "common.h"
 
 #define INLINE static inline __attribute__((always_inline)) TARGET
+#define UNROLL _Pragma("GCC unroll 8")
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-typedef float vec_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint32_t bits_at __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
-typedef uint16_t halves_at __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef float four __attribute__((vector_size(16)));
 
 INLINE vec all(float value) { return value - (vec){0}; }
-INLINE vec choose(bits mask, vec a, vec b) { return (vec)((mask & (bits)a) | (~mask & (bits)b)); }
-INLINE bits when(ints comparison) { return (bits)comparison; }
+INLINE vec choose(ints where, vec a, vec b) { return (vec)((where & (ints)a) | (~where & (ints)b)); }
 
-// a * b + c, rounded once where the CPU can.
+// Rounded to nearest even, the upper half is bfloat16; NaN stays NaN. The same bits as torch's conversion.
+INLINE bits round_bf16(vec values) {
+    const bits raw = (bits)values, is_nan = (bits)(values != values);
+    return (is_nan & 0x7FC00000) | (~is_nan & (raw + 0x7FFF + (raw >> 16 & 1)));
+}
+
+// a * b + c, rounded once where the CPU can, whatever the compiler is told about contraction.
 INLINE vec fma_of(vec a, vec b, vec c) {
 #if LANES == 16
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -32,110 +38,124 @@ INLINE vec fma_of(vec a, vec b, vec c) {
 #endif
 }
 
-// LANES elements as floats.
-INLINE vec widen_f32(const float *at) { return *(const vec_at *)at; }
-INLINE vec widen_bf16(const uint16_t *at) { return (vec)(__builtin_convertvector(*(const halves_at *)at, bits) << 16); }
-
-INLINE void narrow_f32(float *at, vec values) { *(vec_at *)at = values; }
-INLINE void narrow_bf16(uint16_t *at, vec values) {
-    const bits raw = (bits)values;
-    const bits rounded = (raw + 0x7fff + (raw >> 16 & 1)) >> 16;  // to nearest, ties to even
-    const bits is_nan = when(values != values);
-    *(halves_at *)at = __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), halves);
-}
-
+// The compilers' own conversions of vectors take several steps.
 #if LANES == 16
-INLINE vec widen_f16(const uint16_t *at) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
-INLINE void narrow_f16(uint16_t *at, vec values) {
-    _mm256_storeu_si256((__m256i *)at, _mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
+INLINE bits widen_u16(halves values) { return (bits)_mm512_cvtepu16_epi32((__m256i)values); }
+INLINE halves narrow_u16(bits values) { return (halves)_mm512_cvtepi32_epi16((__m512i)values); }
+INLINE vec widen_f16(halves values) { return (vec)_mm512_cvtph_ps((__m256i)values); }
+INLINE halves narrow_f16(vec values) { return (halves)_mm512_cvtps_ph((__m512)values, 0); }
 #elif LANES == 8
-INLINE vec widen_f16(const uint16_t *at) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at)); }
-INLINE void narrow_f16(uint16_t *at, vec values) {
-    _mm_storeu_si128((__m128i *)at, _mm256_cvtps_ph((__m256)values, _MM_FROUND_TO_NEAREST_INT));
+INLINE bits widen_u16(halves values) { return (bits)_mm256_cvtepu16_epi32((__m128i)values); }
+INLINE halves narrow_u16(bits values) {
+    return (halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)values), _mm256_extracti128_si256((__m256i)values, 1));
 }
-#elif defined(__aarch64__)
-INLINE vec widen_f16(const uint16_t *at) { return (vec)vcvt_f32_f16(vld1_f16((const __fp16 *)at)); }
-INLINE void narrow_f16(uint16_t *at, vec values) { vst1_f16((__fp16 *)at, vcvt_f16_f32((float32x4_t)values)); }
+INLINE vec widen_f16(halves values) { return (vec)_mm256_cvtph_ps((__m128i)values); }
+INLINE halves narrow_f16(vec values) { return (halves)_mm256_cvtps_ph((__m256)values, 0); }
 #else
-// By multiplications, which round and handle subnormal numbers, instead of tables.
-INLINE vec widen_f16(const uint16_t *at) {
-    const bits raw = __builtin_convertvector(*(const halves_at *)at, bits);
-    const bits magnitude = raw & 0x7fff;
-    const vec scaled = (vec)(magnitude << 13) * 0x1p112f;
-    const vec special = (vec)(magnitude << 13 | 0x7f800000);  // infinities and NaN keep their bits
-    return (vec)((bits)choose(when((vec)(magnitude << 13) >= (vec)((bits){0} + 0x0f800000)), special, scaled) |
-                 (raw & 0x8000) << 16);
+INLINE bits widen_u16(halves values) { return __builtin_convertvector(values, bits); }
+INLINE halves narrow_u16(bits values) { return __builtin_convertvector(values, halves); }
+#if defined(__aarch64__)
+INLINE vec widen_f16(halves values) { return (vec)vcvt_f32_f16((float16x4_t)values); }
+INLINE halves narrow_f16(vec values) { return (halves)vcvt_f16_f32((float32x4_t)values); }
+#else
+// By products and sums, which round and are right for subnormal numbers, too.
+INLINE vec widen_f16(halves values) {
+    const bits raw = widen_u16(values), magnitude = raw & 0x7FFF;
+    const bits is_special = (bits)(magnitude >= 0x7C00) & 0x7F800000;
+    return (vec)((bits)((vec)(magnitude << 13) * 0x1p112f) | is_special | (raw & 0x8000) << 16);
 }
-INLINE void narrow_f16(uint16_t *at, vec values) {
-    const bits sign = (bits)values & 0x80000000, magnitude = (bits)values & 0x7fffffff;
-    const vec size = (vec)magnitude;
-    const bits normal = (magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000) >> 13;
-    const bits small = (bits)(size + 0.5f) - 0x3f000000;  // the sum rounds at 2^-24
-    bits half = (bits)choose(when(size < 0x1p-14f), (vec)small, (vec)normal);
-    half = (bits)choose(when(size >= 65520.0f), (vec)((bits){0} + 0x7c00), (vec)half);
-    half = (bits)choose(when(values != values), (vec)((bits){0} + 0x7e00), (vec)half);
-    *(halves_at *)at = __builtin_convertvector(half | sign >> 16, halves);
+INLINE halves narrow_f16(vec values) {
+    const bits raw = (bits)values, magnitude = raw & 0x7FFFFFFF;
+    const bits normal = (magnitude + 0xFFF + (magnitude >> 13 & 1) - 0x38000000) >> 13;
+    const bits small = (bits)((vec)magnitude + 0.5f) - 0x3F000000;  // the sum rounds at 2^-24
+    vec half = choose((vec)magnitude < 0x1p-14f, (vec)small, (vec)normal);
+    half = choose((vec)magnitude >= 65520.0f, (vec)((bits){0} + 0x7C00), half);
+    half = choose(values != values, (vec)((bits){0} + 0x7E00), half);
+    return narrow_u16((bits)half | (raw >> 16 & 0x8000));
 }
+#endif
 #endif
 
-// The sums of the lanes of LANES vectors, in their order. Every vector is folded in the same tree.
-INLINE vec fold(const vec *sums) {
-#if LANES == 4
-    const vec a = sums[0], b = sums[1], c = sums[2], d = sums[3];
-    return (vec){(a[0] + a[2]) + (a[1] + a[3]), (b[0] + b[2]) + (b[1] + b[3]), (c[0] + c[2]) + (c[1] + c[3]),
-                 (d[0] + d[2]) + (d[1] + d[3])};
-#else
-#if LANES == 16
-#define CALL(name, ...) (vec)_mm512_##name(__VA_ARGS__)
-#define FLOATS(x) (__m512)(x)
-#define DOUBLES(x) (__m512d)(x)
-#else
-#define CALL(name, ...) (vec)_mm256_##name(__VA_ARGS__)
-#define FLOATS(x) (__m256)(x)
-#define DOUBLES(x) (__m256d)(x)
-#endif
-    vec fours[LANES / 4];
-#pragma GCC unroll 4
-    for (int i = 0; i < LANES / 4; i++) {
-        const vec a = sums[4 * i], b = sums[4 * i + 1], c = sums[4 * i + 2], d = sums[4 * i + 3];
-        const vec ab = CALL(unpacklo_ps, FLOATS(a), FLOATS(b)) + CALL(unpackhi_ps, FLOATS(a), FLOATS(b));
-        const vec cd = CALL(unpacklo_ps, FLOATS(c), FLOATS(d)) + CALL(unpackhi_ps, FLOATS(c), FLOATS(d));
-        fours[i] = CALL(unpacklo_pd, DOUBLES(ab), DOUBLES(cd)) + CALL(unpackhi_pd, DOUBLES(ab), DOUBLES(cd));
+INLINE vec load(const void *from, const int type) {
+    vec values;
+    halves narrow;
+    if (type == F32) return memcpy(&values, from, sizeof values), values;
+    memcpy(&narrow, from, sizeof narrow);
+    return type == BF16 ? (vec)(widen_u16(narrow) << 16) : widen_f16(narrow);
+}
+
+// Loads up to LANES elements, then zeros: what lies behind them may be NaN, or no memory at all.
+INLINE vec load_some(const void *from, int64_t count, const int type) {
+    if (count >= LANES) return load(from, type);
+    char filled[4 * LANES] = {0};
+    memcpy(filled, from, count * bytes_of(type));
+    return load(filled, type);
+}
+
+INLINE void store(void *to, vec values, const int type) {
+    if (type == F32) {
+        memcpy(to, &values, sizeof values);
+    } else {
+        const halves narrow = type == F16 ? narrow_f16(values) : narrow_u16(round_bf16(values) >> 16);
+        memcpy(to, &narrow, sizeof narrow);
     }
-#if LANES == 8
-    return CALL(permute2f128_ps, FLOATS(fours[0]), FLOATS(fours[1]), 0x20) +
-           CALL(permute2f128_ps, FLOATS(fours[0]), FLOATS(fours[1]), 0x31);
+}
+
+INLINE void store_some(void *to, vec values, int64_t count, const int type) {
+    char filled[4 * LANES];
+    store(count >= LANES ? to : filled, values, type);
+    if (count < LANES) memcpy(to, filled, count * bytes_of(type));
+}
+
+INLINE vec rounded(vec values, const int type) {
+    return type == F32 ? values : type == F16 ? widen_f16(narrow_f16(values)) : (vec)(round_bf16(values) & 0xFFFF0000);
+}
+
+// The sums of four vectors, each folded in the same tree.
+INLINE four fold(vec a, vec b, vec c, vec d) {
+#if LANES == 4
+    return (four){a[0] + a[2], b[0] + b[2], c[0] + c[2], d[0] + d[2]} +
+           (four){a[1] + a[3], b[1] + b[3], c[1] + c[3], d[1] + d[3]};
+#elif LANES == 8
+    const __m256d ab = (__m256d)((vec)_mm256_unpacklo_ps(a, b) + (vec)_mm256_unpackhi_ps(a, b));
+    const __m256d cd = (__m256d)((vec)_mm256_unpacklo_ps(c, d) + (vec)_mm256_unpackhi_ps(c, d));
+    const __m256 sums = (__m256)_mm256_unpacklo_pd(ab, cd) + (__m256)_mm256_unpackhi_pd(ab, cd);
+    return (four)_mm256_castps256_ps128(sums) + (four)_mm256_extractf128_ps(sums, 1);
 #else
-#define BOTH(a, b) (CALL(shuffle_f32x4, FLOATS(a), FLOATS(b), 0x88) + CALL(shuffle_f32x4, FLOATS(a), FLOATS(b), 0xdd))
-    const vec low = BOTH(fours[0], fours[1]), high = BOTH(fours[2], fours[3]);
-    return BOTH(low, high);
-#undef BOTH
-#endif
-#undef CALL
-#undef FLOATS
-#undef DOUBLES
+    const __m512d ab = (__m512d)((vec)_mm512_unpacklo_ps(a, b) + (vec)_mm512_unpackhi_ps(a, b));
+    const __m512d cd = (__m512d)((vec)_mm512_unpacklo_ps(c, d) + (vec)_mm512_unpackhi_ps(c, d));
+    const __m512d sums = (__m512d)((vec)_mm512_unpacklo_pd(ab, cd) + (vec)_mm512_unpackhi_pd(ab, cd));
+    const __m256 half = (__m256)_mm512_castpd512_pd256(sums) + (__m256)_mm512_extractf64x4_pd(sums, 1);
+    return (four)_mm256_castps256_ps128(half) + (four)_mm256_extractf128_ps(half, 1);
 #endif
 }
 
-// e to the x, within one unit in the last place. Steps and constants are those of SLEEF's expf_u10 (Boost licence),
-// which torch's vector code calls: so activations have torch's bits.
-INLINE vec exp_of(vec x) {
-    const float magic = 12582912.0f;
-    const vec shifted = x * 1.442695040888963407359924681001892137426645954152985934135449406931f + magic;
-    const vec whole = shifted - magic;
-    const ints power = (ints)shifted - 0x4B400000;
-    vec s = fma_of(whole, all(-0.693145751953125f), x);
-    s = fma_of(whole, all(-1.428606765330187045e-06f), s);
-    vec u = all(0.000198527617612853646278381f);
-    u = fma_of(u, s, all(0.00139304355252534151077271f));
+// e to the x is the result times 2 to the `power`. Steps and constants are those of SLEEF's expf_u10 (Boost licence),
+// which torch's vector code calls.
+INLINE vec exp_part(vec x, ints *power) {
+    const vec shifted = x * 1.44269504088896340736f + 12582912.0f, whole = shifted - 12582912.0f;
+    const vec s = fma_of(whole, all(-1.428606765330187e-06f), fma_of(whole, all(-0.693145751953125f), x));
+    vec u = fma_of(s, all(0.000198527617612853646278381f), all(0.00139304355252534151077271f));
     u = fma_of(u, s, all(0.00833336077630519866943359f));
     u = fma_of(u, s, all(0.0416664853692054748535156f));
     u = fma_of(u, s, all(0.166666671633720397949219f));
     u = fma_of(u, s, all(0.5f));
-    u = fma_of(s * s, u, s) + 1.0f;
+    *power = (ints)shifted - 0x4B400000;
+    return fma_of(s * s, u, s) + 1.0f;
+}
+
+// e to the x, within one unit in the last place, with torch's bits.
+INLINE vec exp_of(vec x) {
+    ints power;
+    const vec part = exp_part(x, &power);
     const ints half = power >> 1;
-    u = u * (vec)((half + 127) << 23) * (vec)((power - half + 127) << 23);
-    u = choose(when(x < all(-104.0f)), all(0.0f), u);
-    return choose(when(x > all(100.0f)), all(__builtin_inff()), u);
+    const vec result = part * (vec)((half + 127) << 23) * (vec)((power - half + 127) << 23);
+    return choose(x > 100.0f, all(INFINITY), choose(x < -104.0f, all(0), result));
+}
+
+// e to the x <= 0 within two units in the last place, 0 below the least normal number. NaN stays NaN.
+INLINE vec exp_of_negative(vec x) {
+    ints power;
+    const vec part = exp_part(x, &power);
+    return choose(x < -87.0f, all(0), part * (vec)((power + 127) << 23));
 }

@@ -1,0 +1,27 @@
+// What all C files of the kernels share. kernels/calls.py has the same numbers, and the structures of the calls.
+#pragma once
+
+#include <math.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+// What a CPU can do, as moe_cpu_features returns it.
+enum { HAS_AVX2 = 1, HAS_AVX512 = 2, HAS_BF16_DOT = 4, HAS_MATRIX_UNIT = 16 };
+
+enum { BF16, F16, F32, N_TYPES };        // types of elements
+enum { BOOLEAN_MASK = 3, NO_MASK = 4 };  // kinds of mask; one of a type above is added to the scaled products
+
+// GOMP_parallel of the OpenMP runtime that torch has loaded.
+typedef void (*Parallel)(void (*work)(void *), void *job, unsigned n_threads, unsigned flags);
+
+// Runs `work` in up to that many threads; in this one if `parallel` is NULL.
+static inline void run_in_threads(Parallel parallel, int64_t n_threads, void (*work)(void *), void *job) {
+    parallel && n_threads > 1 ? parallel(work, job, (unsigned)n_threads, 0) : work(job);
+}
+
+static inline int64_t bytes_of(int64_t type) { return type == F32 ? 4 : type == NO_MASK ? 0 : type == BOOLEAN_MASK ? 1 : 2; }
+static inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t padded(int64_t count, int64_t to) { return ceil_div(count, to) * to; }
