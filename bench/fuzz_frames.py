@@ -256,6 +256,18 @@ class StreamFuzz:
         self.peer.close()
 
 
+def _connect(port: int, patience_s: float = 5.0) -> socket.socket:
+    """A connection. A server may stop listening for a moment, while it begins to listen anew."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=patience_s)
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)
+
+
 def fuzz_connections(port: int, seconds: float, least: int, greetings: list[bytes], rng: random.Random) -> Counts:
     """TCP connections that begin almost as they should and then say anything; some stay open for a while."""
     counts = Counts()
@@ -264,7 +276,7 @@ def fuzz_connections(port: int, seconds: float, least: int, greetings: list[byte
     while counts.inputs < least or time.monotonic() < until:
         counts.inputs += 1
         try:
-            connection = socket.create_connection(("127.0.0.1", port), timeout=5.0)
+            connection = _connect(port)
         except OSError:
             counts.hangs += 1
             break

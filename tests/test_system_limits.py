@@ -51,7 +51,8 @@ def test_a_server_without_memory_or_threads_refuses_hosts_in_one_line_and_heeds_
     process.rlimit(resource.RLIMIT_AS, (process.memory_info().vms + room, resource.RLIM_INFINITY))
     result = commands.run("moeoffload", "run", DEMO, "--prompt", "x", "--experts", server.address, "--device", "cpu")
     line = one_line_error(result, ServerError.exit_code)
-    assert "no further thread can be started" in line or "out of memory" in line, line
+    reasons = ("no further thread can be started", "out of memory", "failed to map")  # the last: of a library
+    assert any(reason in line for reason in reasons), line
     server.process.terminate()
     assert server.process.wait(STEP_TIMEOUT_S) == 0
     assert "Traceback" not in server.log_text

@@ -41,7 +41,7 @@ class ControlServer:
         self._user_token: UserToken | None = None
         self._server: Any = None
         self._stopping = False
-        self._replaced: list[Any] = []
+        self._replaced: list[tuple[Any, asyncio.Task[None]]] = []
         """Servers that accept nothing any more; open streams go on as long as their server is referred to."""
 
     @classmethod
@@ -141,10 +141,21 @@ class ControlServer:
 
     async def _replace(self, host: str, tls: grpc.ServerCredentials | None) -> None:
         old, self._server = self._server, self._make()
-        self._replaced.append(old)
-        with contextlib.suppress(Exception):  # what ended the task is raised again, when nothing listens there any more
-            await old.stop(_FOREVER_S)
-        self._bind(host, self.port, tls)
+
+        async def stop_listening() -> None:
+            with contextlib.suppress(Exception):  # what ended the task is raised again
+                await old.stop(_FOREVER_S)  # returns when the last open stream ends
+
+        self._replaced.append((old, self._loop.create_task(stop_listening())))
+        until = self._loop.time() + _START_S
+        while True:
+            try:
+                self._bind(host, self.port, tls)
+                break
+            except ServerError:  # the old listener is not closed yet
+                if self._loop.time() > until:
+                    raise
+                await asyncio.sleep(0.02)
         await self._start_accepting(host, tls)
 
     def _bind(self, host: str, port: int, tls: grpc.ServerCredentials | None) -> int:

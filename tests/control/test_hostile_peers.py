@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from conftest import DEMO, StartServer
+from fuzz_frames import HTTP2_CALL
 from google.protobuf.message import Message
 
 from moeoffload.checkpoint import Checkpoint
@@ -59,6 +61,7 @@ class FakeBackend:
     def __init__(self) -> None:
         self.lease = FakeLease()
         self.hellos: list[pb.Hello] = []
+        self.port = 0
 
     def open_lease(self, hello: pb.Hello, peer: str, say: Callable[[pb.AttachReply], None]) -> FakeLease:
         self.hellos.append(hello)
@@ -85,6 +88,7 @@ def serve() -> Iterator[Serve]:
                 "127.0.0.1", 0, backend, ServerCredentials(), Refusals(), first_s=first_s, step_s=step_s
             )
             stack.callback(control.stop, 0)
+            backend.port = control.port
             return stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{control.port}")), backend
 
         yield start
@@ -145,6 +149,29 @@ def test_a_host_that_does_not_go_on_attaching_loses_its_lease(serve: Serve) -> N
     assert next(call).welcome.lease_id == "1"
     assert code_of(call) is grpc.StatusCode.FAILED_PRECONDITION
     assert "more than 0.2 s for a step" in backend.lease.closed.get(timeout=SOON_S)
+
+
+def test_a_path_that_is_no_text_ends_neither_the_server_nor_a_lease(serve: Serve) -> None:
+    """gRPC's accepting task ends at such a path; every further call would wait for ever."""
+    channel, backend = serve()
+    port = backend.port
+    outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+    attach = pb_grpc.ExpertServiceStub(channel).Attach  # type: ignore[no-untyped-call]
+    call = attach(iter(outgoing.get, None), timeout=60)
+    outgoing.put(pb.AttachRequest(hello=pb.Hello(protocol_version=PROTOCOL_VERSION)))
+    assert next(call).welcome.lease_id == "1"
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", port), timeout=SOON_S) as connection:
+            connection.sendall(HTTP2_CALL.replace(b"/Stats", b"/\xff\xfe\xfd\xfc\xfb"))
+            time.sleep(0.2)
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as another:
+            grpc.channel_ready_future(another).result(SOON_S)
+            assert describe(another).protocol_version == PROTOCOL_VERSION
+    backend.lease.goes_on.set()
+    outgoing.put(pb.AttachRequest(activate=pb.Activate()))
+    assert next(call).WhichOneof("step") == "offer"
+    outgoing.put(None)
+    assert list(call) == []
 
 
 def test_an_attached_host_and_one_that_loads_may_be_silent(serve: Serve) -> None:
