@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Half of a test's time is waiting for processes to start and to stop: two at a time, whatever the cores.
-TEST_WORKERS ?= 2
+# Half of a test's time is waiting for processes to start and to stop: three at a time on two cores.
+TEST_WORKERS ?= 3
 NATIVE_SOURCES := $(shell find moeoffload -name "*.[ch]")
 
 .PHONY: run test lint types tests browser proto docs clean

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, TypeAlias
 
 import grpc
 from grpc_health.v1 import health
 
+from moeoffload.control.bridge import CallAborted, CallContext, on_loop
 from moeoffload.control.credentials import TOKEN_KEY, ServerCredentials
 from moeoffload.control.status import abort
 from moeoffload.errors import DeadlineError, ProtocolError
@@ -20,14 +21,14 @@ FIRST_S: Final = 10.0
 """Seconds within which a call says what it wants."""
 MOST_TOKENS: Final = 3
 """Tokens that one call may show: its user's, and what servers of that user have left in two folders."""
+_REFLECTION: Final = "/grpc.reflection."
 _OPEN_SERVICE: Final = f"/{health.SERVICE_NAME}/"
 """Says no more than whether the server serves, to anybody who watches over it."""
 
 _Handler: TypeAlias = grpc.RpcMethodHandler  # type: ignore[type-arg]
-_Context: TypeAlias = grpc.aio.ServicerContext  # type: ignore[type-arg]
 
 
-class Gate(grpc.aio.ServerInterceptor):
+class Gate(grpc.ServerInterceptor):  # type: ignore[misc, type-arg]
     """Calls without the token are refused before anything of them is read; refusals are counted and logged.
 
     Each call is a coroutine: one that says nothing, or does not take its answer, holds no thread.
@@ -37,23 +38,27 @@ class Gate(grpc.aio.ServerInterceptor):
         self._token = credentials.token.encode() if credentials.token is not None else None
         self._refusals = refusals
         self._first_s = first_s
+        self.loop: asyncio.AbstractEventLoop
+        """Where calls run."""
         self.whose_token = "the one of its --token-file"
         """For messages: which token a server wants that wants one."""
 
-    async def intercept_service(
+    def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], _Handler | None],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Handler:
+    ) -> _Handler | None:
         """The handler of the call, behind this gate."""
-        handler = await continuation(handler_call_details)
+        handler: Any = continuation(handler_call_details)
         if handler is None:
             return handler
         method = handler_call_details.method
         objection = self._objection(handler_call_details) if not method.startswith(_OPEN_SERVICE) else None
         if objection is not None:
             return self._refusing(objection)
-        return _guarded(handler, method.rpartition("/")[2], self._first_s)
+        if method.startswith(_REFLECTION):
+            return handler  # gRPC's own, in its threads
+        return _guarded(handler, method.rpartition("/")[2], self._first_s, self.loop)
 
     def _objection(self, details: grpc.HandlerCallDetails) -> str | None:
         """Why this call is refused; None if it may go on."""
@@ -67,9 +72,9 @@ class Gate(grpc.aio.ServerInterceptor):
         return None
 
     def _refusing(self, objection: str) -> _Handler:
-        async def refuse(requests: object, context: _Context) -> None:
+        def refuse(requests: object, context: Any) -> None:
             self._refusals.add(str(context.peer()), objection)
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"this host was refused: {objection}")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"this host was refused: {objection}")
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -78,7 +83,7 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else value.encode("utf-8", "surrogateescape")
 
 
-def _guarded(handler: Any, method: str, first_s: float) -> _Handler:
+def _guarded(handler: Any, method: str, first_s: float, loop: asyncio.AbstractEventLoop) -> _Handler:
     """``handler`` with the reading of its requests and with answers to its errors.
 
     On the wire a call with one request and one with many are the same. gRPC would wait for the only request without
@@ -100,15 +105,15 @@ def _guarded(handler: Any, method: str, first_s: float) -> _Handler:
             raise DeadlineError(f"{method}: no request within {first_s:g} s") from None
         raise ProtocolError(f"{method}: the call has no request")
 
-    async def one_reply(raw: AsyncIterator[bytes], context: _Context) -> Any:
+    async def one_reply(raw: AsyncIterator[bytes], context: CallContext) -> AsyncIterator[Any]:
         try:
-            return await handler.unary_unary(await only(raw), context)
-        except grpc.aio.AbortError:
+            yield await handler.unary_unary(await only(raw), context)
+        except CallAborted:
             raise
         except Exception as error:
             await abort(context, error)
 
-    async def many_replies(raw: AsyncIterator[bytes], context: _Context) -> AsyncIterator[Any]:
+    async def many_replies(raw: AsyncIterator[bytes], context: CallContext) -> AsyncIterator[Any]:
         try:
             if handler.request_streaming:
                 replies = handler.stream_stream((parse(data) async for data in raw), context)
@@ -117,11 +122,11 @@ def _guarded(handler: Any, method: str, first_s: float) -> _Handler:
             async with contextlib.aclosing(replies):
                 async for reply in replies:
                     yield reply
-        except grpc.aio.AbortError:
+        except CallAborted:
             raise
         except Exception as error:
             await abort(context, error)
 
-    if handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(many_replies, None, handler.response_serializer)
-    return grpc.stream_unary_rpc_method_handler(one_reply, None, handler.response_serializer)
+    # On the wire one reply and a stream of one are the same.
+    replies_of = many_replies if handler.response_streaming else one_reply
+    return grpc.stream_stream_rpc_method_handler(on_loop(loop, replies_of), None, handler.response_serializer)

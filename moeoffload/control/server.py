@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, Final
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from moeoffload.control.bridge import CallContext
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.gate import FIRST_S, Gate
 from moeoffload.control.protocol import SERVER_OPTIONS
@@ -26,7 +27,8 @@ from moeoffload.refusals import Refusals
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
 _START_S: Final = 30.0
 _STOP_S: Final = 2.0
-_FOREVER_S: Final = 1e9
+MOST_CALLS: Final = 64
+"""Calls at a time, each of which holds a thread; further ones wait. Those that say nothing end after some seconds."""
 
 
 class ControlServer:
@@ -39,10 +41,7 @@ class ControlServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._user_token: UserToken | None = None
-        self._server: Any = None
-        self._stopping = False
-        self._replaced: list[tuple[Any, asyncio.Task[None]]] = []
-        """Servers that accept nothing any more; open streams go on as long as their server is referred to."""
+        gate.loop = self._loop
 
     @classmethod
     def start(
@@ -93,9 +92,16 @@ class ControlServer:
 
     async def _open(self, host: str, port: int, credentials: ServerCredentials) -> None:
         self._health = _Health()
-        # It writes a traceback for every text in the head of a call that is not UTF-8.
+        # It writes a traceback for every text in the head of a call that is not UTF-8, and goes on.
         logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
-        self._server = self._make()
+        self._server = grpc.server(
+            ThreadPoolExecutor(MOST_CALLS, thread_name_prefix="call"),
+            interceptors=[self._gate],
+            options=SERVER_OPTIONS,
+        )
+        pb_grpc.add_ExpertServiceServicer_to_server(self._servicer, self._server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self.port = self._bind(host, port, credentials.tls)
         if credentials.same_user and credentials.token is not None:
             self._user_token = UserToken.write(host, self.port, credentials.token)
@@ -104,59 +110,7 @@ class ControlServer:
                 "it with --token-file or --client-ca"
             )
         await self._set_serving(True)
-        await self._start_accepting(host, credentials.tls)
-
-    def _make(self) -> Any:
-        server = grpc.aio.server(interceptors=[self._gate], options=SERVER_OPTIONS)
-        pb_grpc.add_ExpertServiceServicer_to_server(self._servicer, server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        return server
-
-    async def _start_accepting(self, host: str, tls: grpc.ServerCredentials | None) -> None:
-        """Starts the server; if the task that accepts its calls ends, another server takes the port.
-
-        grpc.aio ends that task at the first call whose path is not UTF-8, which anybody can send.
-        """
-        accepting: list[asyncio.Task[Any]] = []
-
-        def factory(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-            task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
-            accepting.append(task)
-            return task
-
-        self._loop.set_task_factory(factory)
-        try:
-            await self._server.start()
-        finally:
-            self._loop.set_task_factory(None)
-
-        def ended(task: asyncio.Task[Any]) -> None:
-            if not task.cancelled() and task.exception() is not None and not self._stopping:
-                logging.getLogger(__name__).warning("gRPC accepts no more calls (%s): listening anew", task.exception())
-                self._replacing = self._loop.create_task(self._replace(host, tls))
-
-        for task in accepting:
-            task.add_done_callback(ended)
-
-    async def _replace(self, host: str, tls: grpc.ServerCredentials | None) -> None:
-        old, self._server = self._server, self._make()
-
-        async def stop_listening() -> None:
-            with contextlib.suppress(Exception):  # what ended the task is raised again
-                await old.stop(_FOREVER_S)  # returns when the last open stream ends
-
-        self._replaced.append((old, self._loop.create_task(stop_listening())))
-        until = self._loop.time() + _START_S
-        while True:
-            try:
-                self._bind(host, self.port, tls)
-                break
-            except ServerError:  # the old listener is not closed yet
-                if self._loop.time() > until:
-                    raise
-                await asyncio.sleep(0.02)
-        await self._start_accepting(host, tls)
+        self._server.start()
 
     def _bind(self, host: str, port: int, tls: grpc.ServerCredentials | None) -> int:
         """The port that the server got.
@@ -175,18 +129,17 @@ class ControlServer:
 
     async def _set_serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set("", status)
-        await self._health.set(SERVICE_NAME, status)
+        self._health.statuses = {"": status, SERVICE_NAME: status}
 
     async def _close(self, grace_s: float) -> None:
-        self._stopping = True
-        await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
-        await self._servicer.close()
-        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        await self._set_serving(False)
+        stopped = self._server.stop(grace_s)
+        await asyncio.to_thread(stopped.wait, grace_s + _STOP_S / 2)
+        rest = asyncio.all_tasks() - {asyncio.current_task()} - self._servicer.closing
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
+        await self._servicer.close()
 
     def _do(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
@@ -198,14 +151,21 @@ class ControlServer:
             self._loop.close()
 
 
-class _Health(health.aio.HealthServicer):  # type: ignore[misc, name-defined]
+class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Without Watch, with which a peer that shows no token would keep its connection for ever. Check is the way."""
 
-    async def Watch(
-        self,
-        request: object,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
-    ) -> AsyncIterator[object]:
+    statuses: ClassVar[dict[str, int]] = {}
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: CallContext
+    ) -> health_pb2.HealthCheckResponse:
+        """See the proto file of gRPC's health service."""
+        status = self.statuses.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: object, context: CallContext) -> AsyncIterator[object]:
         """Is not there."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Watch is not offered; use Check")
         yield

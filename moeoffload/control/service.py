@@ -84,12 +84,13 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         self._step_s = step_s
         self._working: dict[str, asyncio.Task[Any] | None] = {}
         """By lease the call that runs beside its stream: one at a time."""
-        self._closing: set[asyncio.Task[None]] = set()
+        self.closing: set[asyncio.Task[None]] = set()
+        """Leases that are being closed; not to be cancelled."""
 
     async def close(self) -> None:
         """Waits until all leases whose streams have ended are closed."""
-        while self._closing:
-            await asyncio.wait(self._closing)
+        while self.closing:
+            await asyncio.wait(self.closing)
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeReply:
         """See the proto file."""
@@ -221,8 +222,8 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self.closing.add(task)
+        task.add_done_callback(self.closing.discard)
         return task
 
 
