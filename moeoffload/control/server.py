@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -92,8 +92,10 @@ class ControlServer:
 
     async def _open(self, host: str, port: int, credentials: ServerCredentials) -> None:
         self._health = _Health()
-        # It writes a traceback for every text in the head of a call that is not UTF-8, and goes on.
-        logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+        # They write a traceback for every text in the head of a call that is not UTF-8, and for bytes that are no
+        # message of reflection, and go on.
+        for name in ("grpc._cython.cygrpc", "grpc._common"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self._server = grpc.server(
             ThreadPoolExecutor(MOST_CALLS, thread_name_prefix="call"),
             interceptors=[self._gate],
@@ -154,7 +156,8 @@ class ControlServer:
 class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Without Watch, with which a peer that shows no token would keep its connection for ever. Check is the way."""
 
-    statuses: ClassVar[dict[str, int]] = {}
+    def __init__(self) -> None:
+        self.statuses: dict[str, Any] = {}
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: CallContext

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
-import grpc
-
+from moeoffload.control.bridge import CallContext
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.status import refusal_of
 from moeoffload.control.v1 import expert_service_pb2 as pb
@@ -28,7 +27,6 @@ MAX_UNREAD: Final = 4
 """Steps of an attach that may wait while one is done; a host sends one at a time."""
 REASON_LENGTH: Final = 200
 _Event: TypeAlias = pb.AttachRequest | pb.AttachReply | Exception | str
-_Context: TypeAlias = grpc.aio.ServicerContext  # type: ignore[type-arg]
 _T = TypeVar("_T")
 
 
@@ -92,24 +90,24 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         while self.closing:
             await asyncio.wait(self.closing)
 
-    async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeReply:
+    async def Describe(self, request: pb.DescribeRequest, context: CallContext) -> pb.DescribeReply:
         """See the proto file."""
         return self._backend.describe(request)
 
-    async def Stats(self, request: pb.StatsRequest, context: _Context) -> pb.StatsReply:
+    async def Stats(self, request: pb.StatsRequest, context: CallContext) -> pb.StatsReply:
         """See the proto file."""
         return self._backend.stats()
 
-    async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainReply:
+    async def Drain(self, request: pb.DrainRequest, context: CallContext) -> pb.DrainReply:
         """See the proto file."""
         return pb.DrainReply(leases=self._backend.drain())
 
-    async def Calibrate(self, request: pb.CalibrateRequest, context: _Context) -> pb.CalibrateReply:
+    async def Calibrate(self, request: pb.CalibrateRequest, context: CallContext) -> pb.CalibrateReply:
         """See the proto file."""
         async with self._only_call(request.lease_id, "calibration") as lease:
             return await in_thread(lambda: lease.calibrate(request), "calibrate")
 
-    async def LoadExperts(self, request: pb.LoadExpertsRequest, context: _Context) -> AsyncIterator[pb.LoadProgress]:
+    async def LoadExperts(self, request: pb.LoadExpertsRequest, context: CallContext) -> AsyncIterator[pb.LoadProgress]:
         """See the proto file."""
         async with self._only_call(request.lease_id, "loading") as lease:
             steps: asyncio.Queue[pb.LoadProgress | None] = asyncio.Queue()
@@ -151,7 +149,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
             del self._working[lease_id]
 
     async def Attach(
-        self, requests: AsyncIterator[pb.AttachRequest], context: _Context
+        self, requests: AsyncIterator[pb.AttachRequest], context: CallContext
     ) -> AsyncIterator[pb.AttachReply]:
         """See the proto file."""
         loop = asyncio.get_running_loop()

@@ -8,6 +8,7 @@ from typing import Final, NoReturn
 
 import grpc
 
+from moeoffload.control.bridge import CallContext
 from moeoffload.errors import (
     BusyError,
     CapacityError,
@@ -37,10 +38,7 @@ def refusal_of(error: Exception) -> MoeOffloadError:
     return ServerError(f"the server failed ({type(error).__name__}); its log says more")
 
 
-async def abort(
-    context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
-    error: Exception,
-) -> NoReturn:
+async def abort(context: CallContext, error: Exception) -> NoReturn:
     """Ends a call with the status of ``error`` and one line of text, and says when to try again if that can help."""
     refusal = refusal_of(error)
     code = grpc.StatusCode.FAILED_PRECONDITION
