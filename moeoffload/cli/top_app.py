@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from moeoffload.cli.options import exit_on_error
-from moeoffload.control.credentials import read_token
 from moeoffload.errors import ServerError, SettingError
 
 if TYPE_CHECKING:
@@ -48,6 +47,8 @@ def top(
 
     if not LEAST_INTERVAL_S <= interval_s <= MOST_INTERVAL_S:
         raise SettingError(f"--interval-s: {interval_s:g} is not allowed; {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:g}")
+    from moeoffload.control.credentials import read_token  # gRPC is not imported for --help
+
     source = _Source(url, read_token(api_key_file, "--api-key-file") if api_key_file is not None else None)
     snapshot = source.ask()
     console = Console()
