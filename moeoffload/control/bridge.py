@@ -86,7 +86,11 @@ def on_loop(
         running.add_done_callback(lambda _: outgoing.put(_END))
         if not context.add_callback(running.cancel):
             running.cancel()
-        threading.Thread(target=read, name="call-reader", daemon=True).start()
+        try:
+            threading.Thread(target=read, name="call-reader", daemon=True).start()
+        except RuntimeError:
+            running.cancel()
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no further thread can be started on the server")
         try:
             while (reply := outgoing.get()) is not _END:
                 yield reply

@@ -26,6 +26,7 @@ from moeoffload.refusals import Refusals
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
 _START_S: Final = 30.0
+_READY_THREADS: Final = 3
 _STOP_S: Final = 2.0
 MOST_CALLS: Final = 64
 """Calls at a time, each of which holds a thread; further ones wait. Those that say nothing end after some seconds."""
@@ -96,8 +97,13 @@ class ControlServer:
         # message of reflection, and go on.
         for name in ("grpc._cython.cygrpc", "grpc._common"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+        calls = ThreadPoolExecutor(MOST_CALLS, thread_name_prefix="call")
+        # Made now, some threads can still refuse calls when the system gives no more.
+        made = threading.Barrier(_READY_THREADS)
+        for _ in range(_READY_THREADS):
+            calls.submit(made.wait, _START_S)
         self._server = grpc.server(
-            ThreadPoolExecutor(MOST_CALLS, thread_name_prefix="call"),
+            calls,
             interceptors=[self._gate],
             options=SERVER_OPTIONS,
         )
