@@ -141,8 +141,13 @@ class ControlServer:
 
     async def _close(self, grace_s: float) -> None:
         await self._set_serving(False)
-        stopped = self._server.stop(grace_s)
-        await asyncio.to_thread(stopped.wait, grace_s + _STOP_S / 2)
+        try:
+            stopped = self._server.stop(grace_s)
+        except RuntimeError:  # its wait takes a thread, and the system gives none
+            stopped = self._server.stop(None)
+        until = self._loop.time() + grace_s + _STOP_S / 2
+        while not stopped.is_set() and self._loop.time() < until:
+            await asyncio.sleep(0.02)
         rest = asyncio.all_tasks() - {asyncio.current_task()} - self._servicer.closing
         for task in rest:
             task.cancel()
