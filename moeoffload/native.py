@@ -24,7 +24,7 @@ class Features(enum.IntFlag):
 def native_library() -> ctypes.CDLL | None:
     """The loaded library, or None if it was not built or cannot be loaded here.
 
-    Calls of its functions release the interpreter lock. Whoever calls one declares its arguments.
+    Calls of its functions release the interpreter lock. Callers declare the arguments of a function.
     """
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_native{suffix}")

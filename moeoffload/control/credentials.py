@@ -18,7 +18,7 @@ from moeoffload.control.user_token import new_token, numeric_loopback, user_toke
 from moeoffload.errors import SettingError
 
 TOKEN_KEY: Final = "moeoffload-token"
-"""The metadata that carries a token; a call without TLS shows it to whoever can listen."""
+"""The metadata that carries a token; a call without TLS shows it on the wire."""
 LEAST_TOKEN: Final = 16
 MOST_TOKEN: Final = 1024
 

@@ -309,7 +309,7 @@ def pad_choices(
 
 
 def _add(sums: torch.Tensor, part: torch.Tensor, flight: Flight, *, overwrite: bool) -> None:
-    """Adds one server's sums for one chunk to ``sums`` (n, hidden); ``overwrite`` if nobody else has any."""
+    """Adds one server's sums for one chunk to ``sums`` (n, hidden); ``overwrite`` if these are the first."""
     if flight.index is not None and not overwrite:
         sums.index_add_(0, flight.index + flight.start, part.to(sums.device).float())
         return
