@@ -8,6 +8,7 @@ from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.huge_pages import prefer_huge_pages
 from moeoffload.kernels.layer import KernelChoice, LayerKernels, prepare_layer
 from moeoffload.kernels.local import local_experts, register_local_experts
+from moeoffload.kernels.packed_linear import PackedLinear
 from moeoffload.kernels.workspace import KernelWorkspace
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "KernelChoice",
     "KernelWorkspace",
     "LayerKernels",
+    "PackedLinear",
     "accelerate_dense",
     "cpu_attention",
     "few_row_linear",
