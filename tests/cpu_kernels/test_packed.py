@@ -206,14 +206,14 @@ def test_every_familys_layout(family: str, dtype: torch.dtype, tmp_path: Path) -
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
         same.copy_(parameter)
     up_name = "gate_up_proj" if plain.has_gate else "up_proj"
-    parts = []
+    parts: list[tuple[PackedWeights]] = []
     for name, form in ((up_name, BY_NAME["q4_k"]), ("down_proj", BY_NAME["int8 F16 32"])):
         weight = getattr(plain, name)
         n_experts, n_out, n_in = (weight.transpose(1, 2) if plain.is_transposed else weight).shape
         parts.append((random_packed(form, n_experts, n_out, n_in),))
         rows = unpacked(parts[-1], dtype)
         weight.copy_(rows.transpose(1, 2) if plain.is_transposed else rows)
-    assert_same_bits(pack_experts(packed, *parts, dtype), plain, dtype, (1, 20))
+    assert_same_bits(pack_experts(packed, parts[0], parts[1], dtype), plain, dtype, (1, 20))
 
 
 def test_threads_and_slices_do_not_change_bits() -> None:
