@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -35,7 +35,24 @@ def remote_experts(
     call: ExpertsCall | None = getattr(self, "moeoffload_call", None)
     if call is None:
         raise ModelError("this model's routed experts are not attached to expert servers; use moeoffload.open_model")
-    return call(hidden_states, top_k_index, top_k_weights)
+    sums = call(hidden_states, top_k_index, top_k_weights)
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+        return cast(torch.Tensor, _NoGradient.apply(sums, hidden_states, top_k_weights))  # type: ignore[no-untyped-call]
+    return sums
+
+
+class _NoGradient(torch.autograd.Function):
+    """Refuses a backward pass, which would leave out what the experts add to every gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        """Returns ``sums`` (n, hidden) as they are."""
+        return sums.view_as(sums)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Raises ModelError."""
+        raise ModelError("no gradient passes through routed experts on servers: train with transformers alone")
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, remote_experts)
@@ -72,6 +89,12 @@ def bind_experts(model: nn.Module, checkpoint: Checkpoint, call_for: Callable[[i
     for layer in checkpoint.layers:
         experts: Any = model.get_submodule(layer.module_name)
         experts.moeoffload_call = call_for(layer.index)
+    saving: Any = model
+    saving.save_pretrained = functools.partial(_refuse_to_save, checkpoint.path)
+
+
+def _refuse_to_save(folder: Path, *args: object, **kwargs: object) -> None:
+    raise ModelError(f"a model whose routed experts are on servers cannot be saved; copy {folder} instead")
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
