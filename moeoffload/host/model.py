@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
@@ -69,18 +69,19 @@ def load_dense_model(checkpoint: Checkpoint, device: torch.device) -> Any:
     with BUILDING, _without_expert_parameters(checkpoint.experts_classes), _quiet_transformers():
         try:
             model, info = checkpoint.model_class.from_pretrained(  # type: ignore[attr-defined]
-                checkpoint.path,
+                None,
+                config=checkpoint.config,
+                state_dict=checkpoint.dense_tensors(),
                 dtype=checkpoint.dtype,
                 experts_implementation=IMPLEMENTATION,
                 output_loading_info=True,
-                trust_remote_code=False,
-                local_files_only=True,
             )
         except Exception as error:  # transformers and safetensors raise anything over a damaged checkpoint
             raise ModelError(f"{checkpoint.path}: transformers cannot load it: {_one_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{checkpoint.path}: {len(missing)} dense tensors are missing, among them {missing[0]}")
+    model.generation_config = _generation_config(checkpoint.path)
     return model.to(device).eval()
 
 
@@ -129,6 +130,14 @@ def load_draft_model(folder: Path, model: Any) -> Any:
     if mine != other:
         raise ModelError(f"--draft-model: {folder} has a vocabulary of {other} tokens, the model one of {mine}")
     return draft.to(model.device).eval()
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    """What the model's publisher recommends for generation, as `from_pretrained` finds it beside weights."""
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:
+        return GenerationConfig.from_pretrained(folder, "config.json", local_files_only=True, _from_model_config=True)
 
 
 def _one_line(error: Exception) -> str:
