@@ -144,10 +144,7 @@ def place_replicas(
     """For each table the servers that hold it: its own first, then those of its replicas, ``n_copies`` in all.
 
     ``tables`` and ``offers`` go by server. Replicas go to the next servers in turn, so that the load of a lost one is
-    spread, or where there is room.
-
-    Raises:
-        PlacementError: there are too few servers, or they have too little memory.
+    spread, or where there is room. Raises PlacementError: there are too few servers, or they have too little memory.
     """
     n = len(offers)
     if n_copies > max(1, n):

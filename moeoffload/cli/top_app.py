@@ -88,10 +88,7 @@ class _Source:
 
     def ask(self) -> dict[str, Any]:
         """The snapshot of now.
-
-        Raises:
-            ServerError: the host is not there, wants another key, or answers something else.
-        """
+        Raises ServerError: the host is not there, wants another key, or answers something else."""
         try:
             with self._opener.open(self._request, timeout=ANSWER_S) as reply:
                 body = reply.read(MOST_BYTES + 1)

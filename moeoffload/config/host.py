@@ -189,10 +189,7 @@ class HostSettings(_Recovery, _Generation):
 
     def check_security(self, servers: Iterable[Address]) -> None:
         """Check that these settings may be used to reach ``servers``.
-
-        Raises:
-            SettingError: they do not go together, or rows or the token would travel in the clear.
-        """
+        Raises SettingError: they do not go together, or rows or the token would travel in the clear."""
         self.check_certificate_pair()
         if self.tls_cert is not None and self.tls_ca is None:
             raise SettingError(

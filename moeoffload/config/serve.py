@@ -43,10 +43,7 @@ class ServeSettings(HostSettings):
 
     def check_http(self) -> None:
         """Check that a server with these settings may listen for clients.
-
-        Raises:
-            SettingError: they do not go together, or the server would be open to others.
-        """
+        Raises SettingError: they do not go together, or the server would be open to others."""
         self.check_certificate_pair("http_")
         missing_flags = []
         if self.http_tls_cert is None:

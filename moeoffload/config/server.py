@@ -105,10 +105,7 @@ class ExpertServerSettings(CommonSettings):
 
     def check_security(self, listen: Address) -> None:
         """Check that a server with these settings may listen there.
-
-        Raises:
-            SettingError: they do not go together, or the server would be open to others.
-        """
+        Raises SettingError: they do not go together, or the server would be open to others."""
         self.check_certificate_pair()
         if self.client_ca is not None and self.tls_cert is None:
             raise SettingError(f"--client-ca needs --tls-cert and --tls-key: it is a part of TLS; {KEYS_HINT}")

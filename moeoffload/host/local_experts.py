@@ -15,11 +15,7 @@ class LocalExperts:
     """Holds the experts of ``table`` on ``device`` and adds their part of a layer's sum. Thread-safe."""
 
     def __init__(self, checkpoint: Checkpoint, table: ExpertTable, device: torch.device) -> None:
-        """Reads the experts.
-
-        Raises:
-            ModelError: the checkpoint cannot be read.
-        """
+        """Reads the experts. Raises ModelError: the checkpoint cannot be read."""
         self.table = table
         self._threads = _Workspaces()
         self._layers: list[LayerKernels | None] = [

@@ -28,10 +28,7 @@ def remote_experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Experts function for transformers' ``ExpertsInterface``; ``self`` is the experts module of one layer.
-
-    Raises:
-        ModelError: the module belongs to no open model.
-    """
+    Raises ModelError: the module belongs to no open model."""
     call: ExpertsCall | None = getattr(self, "moeoffload_call", None)
     if call is None:
         raise ModelError("this model's routed experts are not attached to expert servers; use moeoffload.open_model")
@@ -45,9 +42,7 @@ def load_dense_model(checkpoint: Checkpoint, device: torch.device) -> Any:
     """The transformers model of ``checkpoint`` on ``device``, with experts modules that have no expert parameters.
 
     Only dense tensors are read. The model is in eval mode; its experts modules cannot run before `bind_experts`.
-
-    Raises:
-        ModelError: dense tensors are missing or damaged, or transformers cannot load the model.
+    Raises ModelError: dense tensors are missing or damaged, or transformers cannot load the model.
     """
     with BUILDING, _without_expert_parameters(checkpoint.experts_classes), _quiet_transformers():
         try:
@@ -75,11 +70,7 @@ def bind_experts(model: nn.Module, checkpoint: Checkpoint, call_for: Callable[[i
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The tokenizer beside the checkpoint.
-
-    Raises:
-        ModelError: there is none that can be read.
-    """
+    """The tokenizer beside the checkpoint. Raises ModelError: there is none that can be read."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # depends on the tokenizer's kind
@@ -92,10 +83,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
 def load_draft_model(folder: Path, model: Any) -> Any:
     """The whole model in ``folder``, on the device and in the dtype of ``model``, to guess its tokens.
-
-    Raises:
-        ModelError: it cannot be loaded, or has another vocabulary.
-    """
+    Raises ModelError: it cannot be loaded, or has another vocabulary."""
     try:
         draft = AutoModelForCausalLM.from_pretrained(
             folder, dtype=model.dtype, trust_remote_code=False, local_files_only=True

@@ -44,10 +44,7 @@ class RoutingCounter:
 
 def read_routing_stats(path: Path, checkpoint: Checkpoint) -> list[list[int]]:
     """The counts of a file that `RoutingCounter.write` made: how often each expert of each layer was chosen.
-
-    Raises:
-        SettingError: the file is not one, or is of another model.
-    """
+    Raises SettingError: the file is not one, or is of another model."""
     try:
         with path.open("rb") as stream:
             data = json.loads(stream.read(MAX_BYTES + 1)[:MAX_BYTES])

@@ -118,10 +118,7 @@ class OffloadedModel:
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, read when it is asked for: a model without one can be used, too.
-
-        Raises:
-            ModelError: the checkpoint has none that can be read.
-        """
+        Raises ModelError: the checkpoint has none that can be read."""
         return load_tokenizer(self.checkpoint)
 
     @property

@@ -51,21 +51,13 @@ class Answering:
         self._reader.close()
 
     def check_model(self, name: str) -> None:
-        """Whether ``name`` is the model's.
-
-        Raises:
-            ApiError: 404.
-        """
+        """Whether ``name`` is the model's. Raises ApiError: 404."""
         if name != self.model_name:
             shown = one_line(name, 200)
             raise ApiError(404, f"The model '{shown}' does not exist.", param="model", code="model_not_found")
 
     async def chat(self, request: ChatRequest, receive: Receive) -> Response:
-        """The response to /v1/chat/completions.
-
-        Raises:
-            ApiError: there is no answer.
-        """
+        """The response to /v1/chat/completions. Raises ApiError: there is no answer."""
         self._check(request)
         prompt = await self._reader.read_chat(request)
         max_tokens = self._room(prompt, request.max_completion_tokens or request.max_tokens, None, "messages")
@@ -73,11 +65,7 @@ class Answering:
         return await self._answer(request, form, [(prompt, max_tokens)], request.alternatives, receive)
 
     async def complete(self, request: CompletionRequest, receive: Receive) -> Response:
-        """The response to /v1/completions.
-
-        Raises:
-            ApiError: there is no answer.
-        """
+        """The response to /v1/completions. Raises ApiError: there is no answer."""
         self._check(request)
         n = request.n or 1
         if len(request.prompt) * n > self._max_choices:

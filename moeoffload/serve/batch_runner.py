@@ -51,11 +51,7 @@ class BatchRunner:
 
     def __init__(self, offloaded: OffloadedModel, settings: ServeSettings) -> None:
         """Takes the model over until `close`.
-
-        Raises:
-            ModelError: requests of this model cannot be batched.
-            ServerError: an expert server failed.
-        """
+        Raises ModelError: requests of this model cannot be batched; ServerError: an expert server failed."""
         self._recorder = offloaded.recorder
         self._runner = ModelRunner(offloaded.model, PAGE_TOKENS, int(settings.kv_gib * GIB))
         self._blocks = BlockManager(self._runner.n_pages, PAGE_TOKENS, reuse=settings.prefix_reuse)
@@ -94,11 +90,7 @@ class BatchRunner:
         return self._scheduler.schedule()
 
     def compute(self, shares: list[Share]) -> Step:
-        """Computes a step.
-
-        Raises:
-            MoeOffloadError: an expert server failed; nothing of the step counts.
-        """
+        """Computes a step. Raises MoeOffloadError: an expert server failed; nothing of the step counts."""
         started = perf_counter()
         decoding = all(len(share.tokens) == max(1, share.n_logits) for share in shares)
         self._recorder.next_phase = DECODE if decoding else PREFILL

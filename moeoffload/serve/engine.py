@@ -63,11 +63,7 @@ class ServingEngine:
 
     def __init__(self, offloaded: OffloadedModel, settings: ServeSettings) -> None:
         """Starts the engine's thread, which runs the model once to warm up.
-
-        Raises:
-            ModelError: requests of this model cannot be batched.
-            ServerError: the first step failed.
-        """
+        Raises ModelError: requests of this model cannot be batched; ServerError: the first step failed."""
         self.stats = ServingStats()
         self._offloaded = offloaded
         self._settings = settings
@@ -112,12 +108,9 @@ class ServingEngine:
 
     def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> Ticket:
         """Queues a request.
-
-        Raises:
-            PromptError: the prompt is empty or does not fit, or has a token that the model does not.
-            BusyError: the queue is full or the engine drains; says after how many seconds to come again.
-            ServerError: the engine has failed.
-        """
+        Raises PromptError: the prompt is empty or does not fit, or has a token that the model does not; BusyError: the
+        queue is full or the engine drains; says after how many seconds to come again; ServerError: the engine has
+        failed."""
         if not prompt:
             raise PromptError("the prompt is empty")
         # A token that the model does not have would fail the step, and with it all requests.

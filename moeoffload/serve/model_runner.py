@@ -24,11 +24,7 @@ class ModelRunner:
 
     def __init__(self, model: Any, page_tokens: int, kv_bytes: int) -> None:
         """Takes the model over until `close`, and runs it once to learn what its layers keep.
-
-        Raises:
-            ModelError: requests of this model cannot be batched.
-            ServerError: an expert server failed.
-        """
+        Raises ModelError: requests of this model cannot be batched; ServerError: an expert server failed."""
         self._model = model
         self._device = model.device
         self._page_tokens = page_tokens

@@ -133,10 +133,7 @@ class GenerationRequest(_Strict):
 
     def check(self, n_vocabulary: int) -> None:
         """Refuses parameters that would change the answer and are not supported.
-
-        Raises:
-            ApiError: names the parameter.
-        """
+        Raises ApiError: names the parameter."""
         for name, value in (self.model_extra or {}).items():
             if value is None or name in IGNORED:
                 continue
