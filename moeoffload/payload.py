@@ -48,11 +48,7 @@ class PayloadDtype(IntEnum):
         return cls.from_torch(activations) if label == "auto" else cls[label.upper()]
 
 
-_TORCH: Final = {
-    PayloadDtype.F32: torch.float32,
-    PayloadDtype.F16: torch.float16,
-    PayloadDtype.BF16: torch.bfloat16,
-}
+_TORCH: Final = {PayloadDtype.F32: torch.float32, PayloadDtype.F16: torch.float16, PayloadDtype.BF16: torch.bfloat16}
 
 
 def first_bad_row(rows: torch.Tensor) -> int | None:

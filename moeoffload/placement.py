@@ -188,10 +188,7 @@ def _by_usage(
 
 
 def choose_local(
-    n_experts: Sequence[int],
-    expert_bytes: Sequence[int],
-    n_bytes: int,
-    usage: Sequence[Sequence[int]] | None = None,
+    n_experts: Sequence[int], expert_bytes: Sequence[int], n_bytes: int, usage: Sequence[Sequence[int]] | None = None
 ) -> ExpertTable:
     """The experts that stay on the host: as many as ``n_bytes`` hold.
 

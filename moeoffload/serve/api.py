@@ -75,12 +75,7 @@ def create_app(
 
 def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
     def card() -> dict[str, Any]:
-        return {
-            "id": answering.model_name,
-            "object": "model",
-            "created": answering.created,
-            "owned_by": "moeoffload",
-        }
+        return {"id": answering.model_name, "object": "model", "created": answering.created, "owned_by": "moeoffload"}
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
