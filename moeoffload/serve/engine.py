@@ -331,7 +331,7 @@ class ServingEngine:
             raise ServerError(f"the first step did not end within {timeout_s:g} s")
         if done[-1].error is not None:
             raise done[-1].error
-        self.stats.reset()
+        self.stats = ServingStats(self.stats.cache)
         self._offloaded.recorder.reset()
 
 
