@@ -116,7 +116,7 @@ class HostSettings(_Recovery, _Generation):
     mode: Mode = _channel(
         Mode.AUTO,
         "One dispatch of many rows a layer and server (batched), or small slices (stream).",
-        means="what measures fastest",
+        means="batched; a long prompt is cut in at least two chunks, which overlap",
     )
     dtype: DtypeChoice = _channel(
         DtypeChoice.AUTO,

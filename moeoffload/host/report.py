@@ -95,7 +95,6 @@ class Report:
             asdict(link.info)
             | {"batch_capacity": link.layout.capacity}
             | {"phases": {name: asdict(phase.servers[i]) for name, phase in totals.items()}}
-            | ({"auto": link.learner.describe()} if run["mode"] == "auto" else {})
             for i, link in enumerate(links)
         ]
         phases = {name: _phase(phase) for name, phase in totals.items()}
