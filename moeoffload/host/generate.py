@@ -97,8 +97,8 @@ def generate(offloaded: OffloadedModel, prompt: PreparedPrompt, stream: TextIO) 
     if not speculative:
         tokens = offloaded.model.generate(**prompt.inputs, **options, streamer=streamer)
     else:
-        with offloaded.recorder.speculating(n_prompt) as speculation:
-            streamer.on_tokens = speculation.got
+        with offloaded.recorder.speculating(n_prompt) as got:
+            streamer.on_tokens = got
             tokens = generate_speculatively(offloaded.model, prompt.inputs, options, speculative, streamer)
     completion: torch.Tensor = tokens[0, n_prompt:]
     return completion

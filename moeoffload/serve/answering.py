@@ -95,17 +95,11 @@ class Answering:
         most, n = self._engine.context_tokens, len(prompt)
         if not prompt:
             raise bad_request("The prompt is empty: it has no tokens.", param)
-        limit = f"This model's maximum context length is {most} tokens. However, "
-        if n >= most:
+        if n + (least := wanted or 1) > most:
             raise bad_request(
-                f"{limit}your {param} resulted in {n} tokens. Please reduce the length of the {param}.",
-                param,
-                "context_length_exceeded",
-            )
-        if wanted is not None and n + wanted > most:
-            raise bad_request(
-                f"{limit}you requested {n + wanted} tokens ({n} in the {param}, {wanted} in the completion). "
-                f"Please reduce the length of the {param} or the completion.",
+                f"This model's maximum context length is {most} tokens. However, you requested {n + least} tokens "
+                f"({n} in the {param}, {least} in the completion). Please reduce the length of the {param} or the "
+                "completion.",
                 param,
                 "context_length_exceeded",
             )

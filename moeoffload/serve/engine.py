@@ -117,10 +117,7 @@ class ServingEngine:
         for token in (min(prompt), max(prompt), *options.bias):
             if not 0 <= token < self._n_vocabulary:
                 raise PromptError(f"token {token} is none of the model's, which are 0 to {self._n_vocabulary - 1}")
-        room = self.context_tokens - len(prompt)
-        if room < 1:
-            raise PromptError(f"the prompt has {len(prompt)} tokens, the context holds {self.context_tokens}")
-        if options.max_tokens > room:
+        if len(prompt) + options.max_tokens > self.context_tokens:
             raise PromptError(
                 f"the prompt has {len(prompt)} tokens and the answer may have {options.max_tokens}; "
                 f"the context holds {self.context_tokens}"
