@@ -138,7 +138,7 @@ def _print_error(error: MoeOffloadError) -> None:
 
 
 def _discard_stdout() -> None:
-    """Nobody reads any more: let what is still buffered go nowhere, or the interpreter complains when it flushes."""
+    """Lets what is still buffered go nowhere; the interpreter would complain when it flushes into a closed pipe."""
     with contextlib.suppress(OSError, ValueError):  # stdout may be no real file
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())

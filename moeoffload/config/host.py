@@ -164,7 +164,7 @@ class HostSettings(_Recovery, _Generation):
         self.check_certificate_pair()
         if self.tls_cert is not None and self.tls_ca is None:
             raise SettingError(
-                f"--tls-cert needs --tls-ca, the certificate of who vouches for the servers; {KEYS_HINT}"
+                f"--tls-cert needs --tls-ca, the certificate of the authority that vouches for the servers; {KEYS_HINT}"
             )
         if self.tls_ca is not None or self.insecure:
             return
@@ -172,5 +172,5 @@ class HostSettings(_Recovery, _Generation):
             if not is_loopback(address.host):
                 raise SettingError(
                     f"--experts: {address} is on another machine and this host would talk to it without TLS; give "
-                    f"--tls-ca FILE ({KEYS_HINT}), or say --insecure if nobody else is on that network"
+                    f"--tls-ca FILE ({KEYS_HINT}), or say --insecure if no other machine is on that network"
                 )

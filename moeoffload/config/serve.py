@@ -5,8 +5,6 @@ from __future__ import annotations
 from moeoffload.config import values
 from moeoffload.config.base import Panel
 from moeoffload.config.host import HostSettings
-from moeoffload.config.values import is_loopback
-from moeoffload.errors import SettingError
 
 _serving = Panel.SERVING.setting
 
@@ -43,14 +41,9 @@ class ServeSettings(HostSettings):
         """Check that a server with these settings may listen for clients.
         Raises SettingError: they do not go together, or the server would be open to others."""
         self.check_certificate_pair("http_")
-        missing_flags = []
-        if self.http_tls_cert is None:
-            missing_flags.append("--http-tls-cert and --http-tls-key")
-        if self.api_key_file is None:
-            missing_flags.append("--api-key-file FILE")
-        if not missing_flags or self.insecure or is_loopback(self.bind):
-            return
-        raise SettingError(
-            f"--bind: {self.bind} can be reached from other machines, which needs {' and '.join(missing_flags)}; "
-            "`moeoffload keys new DIR` makes certificates, `openssl rand -hex 32` a key; --insecure lets everybody in"
-        )
+        needs = {
+            "--http-tls-cert and --http-tls-key": self.http_tls_cert is not None,
+            "--api-key-file FILE": self.api_key_file is not None,
+        }
+        advice = "`moeoffload keys new DIR` makes certificates, `openssl rand -hex 32` a key"
+        self.check_open("--bind", self.bind, self.bind, needs, advice)

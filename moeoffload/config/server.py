@@ -103,17 +103,12 @@ class ExpertServerSettings(CommonSettings):
         self.check_certificate_pair()
         if self.client_ca is not None and self.tls_cert is None:
             raise SettingError(f"--client-ca needs --tls-cert and --tls-key: it is a part of TLS; {KEYS_HINT}")
-        if is_loopback(listen.host) or self.insecure or (self.tls_cert is not None and self.has_credential):
-            return
-        missing = []
-        if self.tls_cert is None:
-            missing.append("--tls-cert and --tls-key")
-        if not self.has_credential:
-            missing.append("--client-ca (or --token-file FILE)")
-        raise SettingError(
-            f"--listen: {listen} can be reached from other machines, which needs {' and '.join(missing)}; "
-            "`moeoffload keys new DIR` makes the files and prints the commands; --insecure lets everybody in"
-        )
+        needs = {
+            "--tls-cert and --tls-key": self.tls_cert is not None,
+            "--client-ca (or --token-file FILE)": self.has_credential,
+        }
+        advice = "`moeoffload keys new DIR` makes the files and prints the commands"
+        self.check_open("--listen", listen, listen.host, needs, advice)
 
     @property
     def has_credential(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 from moeoffload.config.base import Panel, SettingsBase
-from moeoffload.config.values import FileToRead, Rows, SecretFile, Threads
+from moeoffload.config.values import FileToRead, Rows, SecretFile, Threads, is_loopback
 from moeoffload.errors import SettingError
 
 KEYS_HINT = "`moeoffload keys new DIR` makes them"
@@ -52,6 +53,16 @@ class CommonSettings(SettingsBase):
         1024, "The most rows in one dispatch; the smaller of the host's and the server's counts."
     )
     threads: Threads = _compute(None, "Compute threads on the CPU.", means="torch's default")
+
+    def check_open(self, flag: str, address: str, host: str, needs: Mapping[str, bool], advice: str) -> None:
+        """Check that a server which other machines can reach has all that it needs (by name whether it has it).
+        Raises SettingError."""
+        missing = " and ".join(name for name, is_there in needs.items() if not is_there)
+        if missing and not self.insecure and not is_loopback(host):
+            raise SettingError(
+                f"{flag}: {address} can be reached from other machines, which needs {missing}; {advice}; "
+                "--insecure lets anyone in"
+            )
 
     def check_certificate_pair(self, prefix: str = "") -> None:
         """Check that certificate and private key were given together. Raises SettingError."""

@@ -64,7 +64,7 @@ class Report:
     Attributes:
         prompt_tokens: tokens of prompts that were computed.
         completion_tokens: tokens that forward passes produced: one for each sequence of a prefill, one for each decoded
-            token, unless somebody packed requests or guesses into them and told how many.
+            token, unless requests or guesses were packed into them.
         recovery: the server events.
         guesses: None if nothing was guessed.
         layers: times by layer, None without ``profile``.

@@ -24,11 +24,7 @@ COMPLETION_TOKENS: Final = 16
 
 
 class Answering:
-    """Answers requests for one model; lives in the event loop.
-
-    Args:
-        max_choices: choices that one request may have in all; more could never be admitted together.
-    """
+    """Answers requests for one model, of up to ``max_choices`` choices each; lives in the event loop."""
 
     def __init__(self, engine: ServingEngine, tokenizer: Any, model_name: str, max_choices: int) -> None:
         self.model_name = model_name

@@ -46,13 +46,8 @@ def create_app(
 ) -> Api:
     """The app that answers clients with ``engine``.
 
-    Args:
-        tokenizer: the model's; copied for what is not the event loop's.
-        model_name: what clients call the model.
-        snapshot: for /stats and /metrics.
-
-    Raises:
-        SettingError: the file of the API key holds none, or the server would be open to others.
+    Clients call the model ``model_name``; its ``tokenizer`` is copied for what is not the event loop's.
+    Raises SettingError: the file of the API key holds none, or the server would be open to others.
     """
     settings.check_http()
     api_key = read_api_key(settings)
