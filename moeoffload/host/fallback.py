@@ -1,4 +1,4 @@
-"""The host as the last to compute a lost server's experts: same rows in, same rounding, same sums out."""
+"""Computes a lost server's experts on the host: same rows in, same rounding, same sums out."""
 
 from __future__ import annotations
 

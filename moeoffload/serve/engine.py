@@ -12,12 +12,13 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from moeoffload.config import ServeSettings
 from moeoffload.errors import BusyError, MoeOffloadError, PromptError, ServerError
+from moeoffload.host.model import eos_tokens
 from moeoffload.host.session import OffloadedModel
 from moeoffload.serve.batch_runner import PAGE_TOKENS, BatchRunner
 from moeoffload.serve.request import FinishReason, OnProgress, Progress, SamplingOptions, TokenChoice
@@ -67,7 +68,7 @@ class ServingEngine:
         self.stats = ServingStats()
         self._offloaded = offloaded
         self._settings = settings
-        self._eos = _eos_tokens(offloaded.model)
+        self._eos = eos_tokens(offloaded.model)
         self._batch = BatchRunner(offloaded, settings)
         most = getattr(offloaded.checkpoint.config.get_text_config(), "max_position_embeddings", None)
         room = self._batch.runner.n_pages * PAGE_TOKENS
@@ -339,12 +340,3 @@ def _tell(request: Ticket, progress: Progress) -> None:
         request.tell(progress)
     except Exception:
         logger.exception("%s was not told", request.request_id)
-
-
-def _eos_tokens(model: Any) -> tuple[int, ...]:
-    eos = model.generation_config.eos_token_id
-    if eos is None:
-        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
