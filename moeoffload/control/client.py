@@ -56,7 +56,7 @@ class ControlClient:
             ServerError: nothing listens there within ``timeout_s``, or one side does not accept the other.
         """
         deadline = monotonic() + timeout_s
-        ready = grpc.channel_ready_future(self._channel)
+        ready = self._begin(lambda stub, metadata: grpc.channel_ready_future(self._channel))
         try:
             look_s = LOOK_S
             while (left_s := deadline - monotonic()) > 0:
@@ -121,7 +121,9 @@ class ControlClient:
 
     def _call(self, method: str, request: Message, timeout_s: float) -> Any:
         """The reply to a call with one."""
-        call = self._begin(lambda stub: getattr(stub, method).future(request, timeout=timeout_s))
+        call = self._begin(
+            lambda stub, metadata: getattr(stub, method).future(request, timeout=timeout_s, metadata=metadata)
+        )
         try:
             return call.result()
         except grpc.RpcError as error:
@@ -129,12 +131,13 @@ class ControlClient:
         except grpc.FutureCancelledError:
             raise ServerError(f"expert server {self.address}: the connection to it was closed") from None
 
-    def _begin(self, begin: Callable[[Any], Any]) -> Any:
-        """What ``begin(stub)`` returns, a call under way. Every call begins here."""
+    def _begin(self, begin: Callable[[Any, Any], Any]) -> Any:
+        """What ``begin(stub, metadata)`` returns, a call under way. Every call begins here."""
+        metadata = self._credentials.metadata(self.address)
         with self._closing:
             if self._closed:
                 raise ServerError(f"expert server {self.address}: the connection to it is closed")
-            return begin(self._stub)
+            return begin(self._stub, metadata)
 
     def close(self) -> None:
         """Closes the connection and with it every lease. Idempotent."""
@@ -160,7 +163,9 @@ class Lease:
         self.end_reason: str | None = None
         """Why the lease ended, or None while it holds."""
         self._failure: ServerError | None = None
-        self._call = client._begin(lambda stub: stub.Attach(iter(self._outgoing.get, _END)))
+        self._call = client._begin(
+            lambda stub, metadata: stub.Attach(iter(self._outgoing.get, _END), metadata=metadata)
+        )
         self._reader = threading.Thread(target=self._read, name=f"lease-{client.address}", daemon=True)
         self._reader.start()
         hello = pb.Hello(
@@ -202,7 +207,10 @@ class Lease:
         request = pb.LoadExpertsRequest(lease_id=self.lease_id, model=model, layers=layers)
         table_digest = ""
         try:
-            for step in self._client._begin(lambda stub: stub.LoadExperts(request, timeout=timeout_s)):
+            steps = self._client._begin(
+                lambda stub, metadata: stub.LoadExperts(request, timeout=timeout_s, metadata=metadata)
+            )
+            for step in steps:
                 progress(step.loaded_bytes, step.total_bytes)
                 table_digest = step.table_digest or table_digest
         except grpc.RpcError as error:
