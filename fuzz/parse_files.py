@@ -11,7 +11,7 @@ from typing import Any
 
 from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, TensorIndex, TensorReader
 from moeoffload.errors import ModelError, SettingError
-from moeoffload.host.routing import VERSION, read_routing_stats
+from moeoffload.host.routing import read_routing_stats
 
 _SHARD = "model-00001-of-00001.safetensors"
 _HEADER = {"__metadata__": {"format": "pt"}, "a": {"dtype": "BF16", "shape": [2, 4], "data_offsets": [0, 16]}}
@@ -69,7 +69,7 @@ def seeds() -> dict[str, bytes]:
     """Inputs made of real files."""
     header = json.dumps(_HEADER).encode()
     index = json.dumps({"metadata": {"total_size": 16}, "weight_map": {"a": _SHARD}}).encode()
-    stats = json.dumps({"version": VERSION, "model_digest": _DIGEST, "tokens": 2, "counts": [[1, 0, 1]] * 2}).encode()
+    stats = json.dumps({"version": 1, "model_digest": _DIGEST, "tokens": 2, "counts": [[1, 0, 1]] * 2}).encode()
     return {
         "file": b"\0" + _safetensors(header),
         "header": b"\1" + header,

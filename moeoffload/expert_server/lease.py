@@ -22,6 +22,7 @@ from moeoffload.expert_server.agreement import (
     check_table,
     check_transport,
     compare,
+    read_format,
     read_payload,
 )
 from moeoffload.expert_server.calibrate import time_layer
@@ -128,7 +129,8 @@ class HostLease:
             dtype = read_payload("compute dtype", model.compute_dtype).torch_dtype
             revision = model.revision or None
             reference = self._settings.model or self._roots.resolve(model.reference, revision)
-            checkpoint = Checkpoint.open(reference, dtype=dtype, revision=revision)
+            packed = read_format(model.expert_format)
+            checkpoint = Checkpoint.open(reference, dtype=dtype, revision=revision, expert_format=packed)
         # Every time: hosts share experts by digest and dtype, and nobody may put others there under these names.
         check_model(model, checkpoint)
         self._opened = checkpoint
@@ -164,16 +166,16 @@ class HostLease:
                 continue
             try:
                 with lean_heap():
-                    self._load_layer(checkpoint, layer.index, experts)
+                    weight_error = self._load_layer(checkpoint, layer.index, experts)
             except CapacityError as error:
                 raise self._no_room(str(error)) from None
             loaded += len(experts) * layer.expert_bytes
-            yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
+            yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=weight_error)
         logger.info("%s: loaded in %.1f s", self.host, monotonic() - begun)
         self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
-    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> None:
+    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> float | None:
         key = LayerKey(checkpoint.digest, PayloadDtype.from_torch(checkpoint.dtype).label, layer, experts)
         device = self._device
         module = self._store.acquire(
@@ -189,7 +191,7 @@ class HostLease:
             if not self._closed:
                 self._keys.append(key)
                 self._modules[layer] = module
-                return
+                return module.weight_error
         self._store.release(key)
         raise ServerError("the lease ended while its experts were loading")
 

@@ -25,6 +25,7 @@ class LayerKernels:
         hidden: elements of a row.
         dtype: the compute dtype.
         falls_back: why only the grouped kernel serves this layer; None if the tiled one does.
+        weight_error: how far its weights are from the stored ones, relative; None if they were not packed here.
         is_batch_invariant: whether a row's bits are the same whatever is computed with it in one call.
         shape: of the layer, if calls can be prepared; layers of the same shape have the same object.
     """
@@ -45,6 +46,7 @@ class LayerKernels:
         self.falls_back = "chosen" if kernel == "grouped" else why_not(experts)
         if kernel == "tiled" and self.falls_back:
             raise ValueError(f"these experts cannot be computed by the tiled kernel: {self.falls_back}")
+        self.weight_error: float | None = getattr(experts, "weight_error", None)
         self.n_experts = n_experts_of(experts)
         self.dtype = module.down_proj.dtype
         self.hidden = module.down_proj.shape[-1 if module.is_transposed else -2]

@@ -159,6 +159,9 @@ def point_at(weight_map: object) -> Callable[[Path], object]:
     return damage
 
 
+EMPTY: tuple[object, ...] = ({}, [], None)
+
+
 @pytest.mark.parametrize(
     ("damage", "pattern"),
     [
@@ -171,7 +174,7 @@ def point_at(weight_map: object) -> Callable[[Path], object]:
             r"model-00001-of-\d+\.safetensors: truncated",
         ),
         (point_at({"more": "model-00001-of-00003.safetensors"}), r"has no tensor more, which .*index\.json promises"),
-        *((point_at(nothing), r"index\.json: has no weight_map") for nothing in ({}, [], None)),
+        *((point_at(nothing), r"index\.json: has no weight_map") for nothing in EMPTY),
     ],
 )
 def test_shards_that_are_not_what_the_index_promises(
