@@ -10,6 +10,7 @@ from torch import nn
 
 from moeoffload.kernels.activation import Activation, recognise
 from moeoffload.kernels.layout import rows_first, up_weight, why_not_weights
+from moeoffload.kernels.packing import first_tensor
 
 MAX_ROWS: Final = 16
 """Rows of the largest call; above, `moeoffload.kernels.grouped` reads each weight once, too, and multiplies faster."""
@@ -35,11 +36,12 @@ def why_not_triton(experts: nn.Module) -> str | None:
     """Why these experts cannot be computed by `TritonExperts`; None if they can. Wherever they can, ``auto`` does."""
     module: Any = experts
     up, down = up_weight(module), module.down_proj
-    if down.device.type != "cuda":
-        return f"device {down.device.type}"
+    device = first_tensor(down).device
+    if device.type != "cuda":
+        return f"device {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if torch.cuda.get_device_capability(down.device) < (8, 0):
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return "a GPU older than compute capability 8.0"
     if module.has_post_expert_norm:
         return "a norm after each expert"
