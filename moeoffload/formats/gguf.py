@@ -24,6 +24,9 @@ _E2M1_LEVELS: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, 
 _IQ4_LEVELS: Final = tuple(
     float(level) for level in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 )
+# Bytes of blocks at a time: on a CPU, what is made of them on the way stays in a core's cache.
+_AT_ONCE: Final = {"cpu": 1 << 18}
+_AT_ONCE_ELSEWHERE: Final = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +52,13 @@ def pack(blocks: torch.Tensor, kind: BlockType, out: PackedWeights, rows: slice 
     ``blocks`` is (n_experts, n_rows, bytes of a row) uint8, contiguous, on the device of ``out``; ``out`` has the
     format of ``kind``.
     """
-    parts = kind.split(blocks.unflatten(-1, (-1, kind.n_bytes)))
-    for name, part in parts.items():
-        out.section(name)[:, rows] = part.flatten(-2)
+    sections = {name: out.section(name)[:, rows] for name in kind.format.sections(out.n_in)}
+    step = max(1, _AT_ONCE.get(blocks.device.type, _AT_ONCE_ELSEWHERE) // max(1, blocks.shape[-1]))
+    for expert in range(blocks.shape[0]):
+        for start in range(0, blocks.shape[1], step):
+            piece = slice(start, start + step)
+            for name, part in kind.split(blocks[expert, piece].unflatten(-1, (-1, kind.n_bytes))).items():
+                sections[name][expert, piece] = part.flatten(-2)
 
 
 def _floats(blocks: torch.Tensor) -> Parts:
@@ -115,9 +122,9 @@ def _in_order(codes: torch.Tensor, width: int) -> torch.Tensor:
 
     (..., n) uint8 -> (..., n) uint8, where two neighbouring codes share a byte, the first in the low half.
     """
-    pairs = codes.unflatten(-1, (-1, width // 2, 2))
-    first, second = pairs[..., 0], pairs[..., 1]
-    return torch.cat(((first & 15) | second << 4, first >> 4 | (second & 240)), dim=-1).flatten(-2)
+    pairs = codes.contiguous().view(torch.int16).unflatten(-1, (-1, width // 2))
+    low, high = (pairs & 15) | (pairs >> 4 & 240), (pairs >> 4 & 15) | (pairs >> 8 & 240)
+    return torch.cat((low, high), dim=-1).to(torch.uint8).flatten(-2)
 
 
 def _transpose_bits(words: torch.Tensor) -> torch.Tensor:
