@@ -13,10 +13,10 @@ from typing import Final
 
 import torch
 
-from moeoffload.formats.packed import Codes, Offsets, PackedFormat, PackedWeights, Scales
+from moeoffload.formats.packed import Codes, Offsets, PackedFormat, Scales
 
 Parts = dict[str, torch.Tensor]
-"""Section of a packed row -> its bytes of each block, (..., n_blocks, bytes) uint8."""
+"""Section of a packed row -> its bytes, of each block (..., n_blocks, bytes) or of a row (..., bytes); uint8."""
 
 _Q4_0_LEVELS: Final = tuple(float(level) for level in range(-8, 8))
 _Q4_K_LEVELS: Final = tuple(float(level) for level in range(16))
@@ -46,19 +46,14 @@ class BlockType:
     split: Callable[[torch.Tensor], Parts]
 
 
-def pack(blocks: torch.Tensor, kind: BlockType, out: PackedWeights, rows: slice = slice(None)) -> None:
-    """Write rows as a file holds them into ``rows`` of all experts of ``out``.
-
-    ``blocks`` is (n_experts, n_rows, bytes of a row) uint8, contiguous, on the device of ``out``; ``out`` has the
-    format of ``kind``.
-    """
-    sections = {name: out.section(name)[:, rows] for name in kind.format.sections(out.n_in)}
-    step = max(1, _AT_ONCE.get(blocks.device.type, _AT_ONCE_ELSEWHERE) // max(1, blocks.shape[-1]))
-    for expert in range(blocks.shape[0]):
-        for start in range(0, blocks.shape[1], step):
-            piece = slice(start, start + step)
-            for name, part in kind.split(blocks[expert, piece].unflatten(-1, (-1, kind.n_bytes))).items():
-                sections[name][expert, piece] = part.flatten(-2)
+def split_rows(rows: torch.Tensor, kind: BlockType) -> Parts:
+    """Rows as a file holds them, (n, bytes) uint8 -> their sections, (n, bytes) uint8, see `PackedFormat.sections`."""
+    step = max(1, _AT_ONCE.get(rows.device.type, _AT_ONCE_ELSEWHERE) // max(1, rows.shape[-1]))
+    pieces = [
+        {name: part.flatten(-2) for name, part in kind.split(piece.unflatten(-1, (-1, kind.n_bytes))).items()}
+        for piece in rows.split(step)
+    ]
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
 def _floats(blocks: torch.Tensor) -> Parts:

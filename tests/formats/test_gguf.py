@@ -8,7 +8,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from moeoffload.formats.gguf import BLOCK_TYPES, pack
+from moeoffload.formats.gguf import BLOCK_TYPES, split_rows
 from moeoffload.formats.packed import PackedWeights
 
 CPU = torch.device("cpu")
@@ -38,7 +38,9 @@ def packed(raw: np.ndarray, name: str) -> PackedWeights:
     kind = BLOCK_TYPES[name]
     weights = PackedWeights.empty(kind.format, *SHAPE, CPU)
     weights.data.fill_(0xAA)
-    pack(torch.from_numpy(raw.copy()), kind, weights)
+    for expert, rows in enumerate(torch.from_numpy(raw.copy())):
+        for section, values in split_rows(rows, kind).items():
+            weights.section(section)[expert] = values
     return weights
 
 
@@ -78,12 +80,9 @@ def test_packed_weights_take_the_room_of_the_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
-def test_rows_of_two_matrices_are_interleaved(name: str) -> None:
-    gate, up = random_blocks(name, 1), random_blocks(name, 2)
-    kind = BLOCK_TYPES[name]
-    both = PackedWeights.empty(kind.format, SHAPE[0], 2 * SHAPE[1], SHAPE[2], CPU)
-    pack(torch.from_numpy(gate), kind, both, slice(0, None, 2))
-    pack(torch.from_numpy(up), kind, both, slice(1, None, 2))
-    unpacked = both.unpack(torch.float32)
-    assert torch.equal(unpacked[:, 0::2], reference(gate, name))
-    assert torch.equal(unpacked[:, 1::2], reference(up, name))
+def test_many_rows_are_split_as_a_few_are(name: str) -> None:
+    rows = torch.from_numpy(random_blocks(name, 5)).reshape(15, -1)
+    many = rows.repeat(300, 1)
+    few, all_of_them = (split_rows(each, BLOCK_TYPES[name]) for each in (rows, many))
+    for section, values in few.items():
+        assert torch.equal(all_of_them[section], values.repeat(300, 1))
