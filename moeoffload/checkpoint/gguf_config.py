@@ -84,9 +84,12 @@ FAMILIES: Final = {
 """By ``general.architecture``: those whose dense tensors are stored as transformers has them, under other names."""
 
 
+_OF_TRANSFORMERS: Final = frozenset(name for name in GGUF_CONFIG_ARCHS if name.endswith("moe"))
+
+
 def is_complete(architecture: str) -> bool:
     """Whether config and dense tensors of an architecture can be had from the GGUF file itself."""
-    return architecture in FAMILIES or architecture in GGUF_CONFIG_ARCHS
+    return architecture in FAMILIES or architecture in _OF_TRANSFORMERS
 
 
 def config_values(gguf: GgufFile) -> dict[str, Any]:
@@ -96,7 +99,7 @@ def config_values(gguf: GgufFile) -> dict[str, Any]:
     """
     name = gguf.architecture
     if not is_complete(name):
-        known = ", ".join(sorted({*FAMILIES, *GGUF_CONFIG_ARCHS}))
+        known = ", ".join(sorted({*FAMILIES, *_OF_TRANSFORMERS}))
         raise ModelError(
             f"{gguf.files[0]}: config and dense layers of architecture {name!r} cannot be had from a GGUF file (those "
             f"of {known} can); name the folder of the vendor's checkpoint with --dense DIR"

@@ -181,6 +181,8 @@ class _Header:
         if n_dimensions > _MAX_DIMENSIONS:
             raise ValueError(f"a tensor of {n_dimensions} dimensions")
         dimensions = self._unpack(f"<{n_dimensions}Q")
+        if 0 in dimensions:
+            raise ValueError("a tensor with a dimension of 0")
         kind, offset = self._unpack("<IQ")
         return name, dimensions[::-1], kind, offset
 
