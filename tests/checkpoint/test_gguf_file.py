@@ -163,8 +163,7 @@ def test_damaged_files_are_refused_or_keep_within_their_bounds(tmp_path: Path) -
         try:
             for each in GgufFile.open(path).tensors:
                 assert each.offset + each.nbytes <= len(data)
-        except ModelError as error:
-            assert str(error).isprintable()
+        except ModelError:
             n_refused += 1
     assert 200 < n_refused < 2000
 
