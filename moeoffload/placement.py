@@ -48,14 +48,12 @@ def slot_table(held: Sequence[int], n_experts: int) -> torch.Tensor:
     return table
 
 
-def batch_row_bytes(hidden: int, top_k: int, expert_bytes: int, itemsize: int, n_slots: int) -> int:
+def batch_row_bytes(hidden: int, top_k: int, intermediate: int, itemsize: int, n_slots: int) -> int:
     """Bytes a server needs for each row of its batch capacity.
 
     Counts the request and reply areas of ``n_slots`` slots and one workspace: gathered rows, gate/up and activation
-    values and expert outputs for ``top_k`` experts, the intermediate size being derived from ``expert_bytes`` (three
-    matrices of hidden x intermediate values of ``itemsize`` bytes).
+    values of ``intermediate`` elements and expert outputs for ``top_k`` experts, of ``itemsize`` bytes each.
     """
-    intermediate = expert_bytes // (3 * hidden * itemsize) + 1
     channel = n_slots * (2 * hidden * 4 + top_k * 6)
     workspace = top_k * (2 * hidden + 3 * intermediate) * itemsize + 2 * hidden * 4 + top_k * 12
     return channel + workspace
