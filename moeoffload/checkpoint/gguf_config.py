@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from transformers import CONFIG_MAPPING
 from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS, get_gguf_config
 
 from moeoffload.checkpoint.gguf_file import GgufFile
@@ -113,14 +112,6 @@ def config_values(gguf: GgufFile) -> dict[str, Any]:
     ends = [gguf.metadata.get(f"tokenizer.ggml.{key}") for key in _END_TOKENS]
     ids = sorted({end for end in ends if type(end) is int})
     return values | {"eos_token_id": ids[0] if len(ids) == 1 else ids or None}
-
-
-def make_config(gguf: GgufFile, values: dict[str, Any]) -> Any:
-    """The config object of ``values``; raises ModelError when its class does not take them."""
-    try:
-        return CONFIG_MAPPING[values["model_type"]](**values)
-    except Exception as error:  # as in `config_values`
-        raise ModelError(f"{gguf.files[0]}: its metadata gives no config: {one_line(str(error), 200)}") from error
 
 
 def _of_family(gguf: GgufFile, family: Family) -> dict[str, Any]:

@@ -107,12 +107,16 @@ def _layer_of(module_name: str) -> int:
 def _packed(tensor: StoredTensor, name: str) -> StoredWeight:
     if tensor.dtype in DTYPES:
         return StoredWeight(name, tensor.shape, {"weight": tensor})
-    kind = BLOCK_TYPES.get(tensor.dtype)
-    if kind is None:
+    if tensor.dtype not in BLOCK_TYPES:
         known = ", ".join(BLOCK_TYPES)
         raise ModelError(f"{tensor.name}: is of type {tensor.dtype}; experts are computed from {known}")
-    packing = Packing(kind.format, tensor.shape, partial(_sections, kind))
-    return StoredWeight(name, tensor.shape, {"weight": _as_bytes(tensor)}, packing)
+    return StoredWeight(name, tensor.shape, {"weight": _as_bytes(tensor)}, _packing(tensor.dtype, tensor.shape))
+
+
+@cache
+def _packing(type_name: str, shape: tuple[int, ...]) -> Packing:
+    kind = BLOCK_TYPES[type_name]
+    return Packing(kind.format, shape, partial(_sections, kind))
 
 
 def _sections(kind: BlockType, parts: Parts) -> dict[str, torch.Tensor]:

@@ -181,6 +181,13 @@ class HostSettings(_Recovery, _Generation):
         allowed=_DTYPES,
         means="the checkpoint's",
     )
+    dense: values.FolderToRead = setting(
+        None,
+        Panel.COMPUTE,
+        "For a model in a GGUF file: config, tokenizer and dense layers come from this folder, experts from the file.",
+        allowed="the folder of a transformers checkpoint",
+        means="all comes from the GGUF file, which is possible for some families",
+    )
     profile: bool = setting(False, Panel.REPORTING, "Also record each layer's times in the report.")
     report: values.FileToWrite = setting(
         None, Panel.REPORTING, "The file to write the run's report to, as JSON.", means="no report file"

@@ -128,7 +128,7 @@ class HostLease:
             dtype = read_dtype("compute dtype", model.compute_dtype)
             revision = model.revision or None
             reference = self._settings.model or self._roots.resolve(model.reference, revision)
-            checkpoint = Checkpoint.open(reference, dtype=dtype, revision=revision)
+            checkpoint = Checkpoint.open(reference, dtype=dtype, revision=revision, config_text=model.config)
         # Every time: hosts share experts by digest and dtype, and nobody may put others there under these names.
         check_model(model, checkpoint)
         self._opened = checkpoint

@@ -63,6 +63,7 @@ class AttachPlan:
             revision=self.revision,
             digest=self.checkpoint.digest,
             compute_dtype=dtype_label(self.checkpoint.dtype),
+            config=self.checkpoint.config_text,
         )
 
 
