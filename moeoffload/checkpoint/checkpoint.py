@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,12 +31,15 @@ from moeoffload.checkpoint.layout import (
 )
 from moeoffload.checkpoint.locate import locate
 from moeoffload.checkpoint.packed_rows import Piece
+from moeoffload.checkpoint.quantised import quantised_experts, quantised_pieces, refuse_packed
 from moeoffload.checkpoint.source import Readable, Source, open_folder
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorReader
 from moeoffload.errors import ModelError
+from moeoffload.formats.quantise import FORMATS
 
 # Experts are converted in groups, so that beside the finished experts only a few times this many bytes are held.
 _GROUP_BYTES = 16 << 20
+_CPU = torch.device("cpu")
 _MOST_THREADS = 8
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
 
@@ -71,7 +75,7 @@ class Checkpoint:
     layers: tuple[ExpertLayer, ...]
     dense_bytes: int
 
-    def __init__(self, source: Source, dtype: torch.dtype):
+    def __init__(self, source: Source, dtype: torch.dtype, quantised: str | None = None):
         model = build_meta_model(source.config, dtype)
         experts = find_experts(model)
         self.path = source.path
@@ -90,6 +94,9 @@ class Checkpoint:
         self._moulds = experts
         self._recipes, self._dense = source.sort(model, experts)
         self._model_config = model.config
+        self._quantised = quantised
+        if quantised is not None:
+            refuse_packed(self.path, self._recipes, quantised)
         self.layers = tuple(self._describe(number, name) for number, name in enumerate(experts))
 
     @classmethod
@@ -99,6 +106,7 @@ class Checkpoint:
         *,
         dtype: torch.dtype | None = None,
         revision: str | None = None,
+        expert_format: str | None = None,
         dense: Path | None = None,
         config_text: str = "",
     ) -> Checkpoint:
@@ -108,6 +116,8 @@ class Checkpoint:
             model: folder, hub id such as ``"org/name"``, or a file (any part) that ends in ``.gguf``.
             dtype: compute dtype (float32, float16, bfloat16 or float64); None takes the checkpoint's.
             revision: branch, tag or commit of a hub id.
+            expert_format: a name of `formats.quantise.FORMATS`, in which experts are packed while they are read; None
+                leaves them as they are stored.
             dense: folder with the config and the dense tensors of the model in a GGUF file.
             config_text: that config alone, for experts only.
 
@@ -123,15 +133,17 @@ class Checkpoint:
             raise ModelError(f"--dense: goes with a GGUF file, {path} has dense tensors itself")
         else:
             source = open_folder(path)
-        return cls(source, _compute_dtype(dtype, source))
+        return cls(source, _compute_dtype(dtype, source), expert_format)
 
     @cached_property
     def digest(self) -> str:
         """Hex SHA-256 of config, tensor names, dtypes and shapes, and a sample of every tensor's bytes.
 
         Equal for copies, other places and other shardings of the same checkpoint; the compute dtype does not enter.
+        Experts that are packed while they are read have another one for each format.
         """
-        return digest_checkpoint(self._source.values, self._source.index)
+        stored = digest_checkpoint(self._source.values, self._source.index)
+        return stored if self._quantised is None else hashlib.sha256(f"{stored} {self._quantised}".encode()).hexdigest()
 
     @property
     def experts_classes(self) -> tuple[type[nn.Module], ...]:
@@ -161,15 +173,27 @@ class Checkpoint:
         if wrong or not experts:
             asked = f"expert {wrong[0]}" if wrong else "no expert"
             raise ModelError(f"layer {layer}: {asked} was asked for, there are 0..{about.n_experts - 1}")
+        if self._quantised is not None:
+            pieces = self._pieces(about.module_name)
+            return quantised_experts(
+                self._cast(about, len(experts), device, pieces),
+                lambda some: self._read(about, some, _CPU),
+                [experts[group] for group in _groups(len(experts), about.n_weights * self.dtype.itemsize)],
+            )
+        return self._read(about, experts, device)
+
+    def _read(self, about: ExpertLayer, experts: Sequence[int], device: torch.device) -> nn.Module:
+        """The experts as they are stored."""
         with TensorReader() as reader, torch.no_grad():
-            module = self._cast(about, len(experts), device)
+            module = self._cast(about, len(experts), device, self._stored_pieces(about.module_name))
             for recipe in self._recipes[about.module_name]:
                 self._fill(module, about, recipe, experts, reader)
         return module
 
     def empty_experts(self, layer: int, n_experts: int, device: torch.device) -> nn.Module:
         """As `build_experts`, with room for any ``n_experts`` experts; the values of its parameters are undefined."""
-        return self._cast(self.layers[layer], n_experts, device)
+        about = self.layers[layer]
+        return self._cast(about, n_experts, device, self._pieces(about.module_name))
 
     def _describe(self, number: int, name: str) -> ExpertLayer:
         mould = self._moulds[name]
@@ -183,14 +207,21 @@ class Checkpoint:
         )
 
     def _pieces(self, module_name: str) -> dict[str, tuple[Piece, ...]]:
-        """The packed matrices of an experts module by the names of their parameters."""
+        """The matrices of an experts module that are packed in memory, by the names of their parameters."""
+        if self._quantised is not None:
+            return quantised_pieces(self._moulds[module_name], FORMATS[self._quantised])
+        return self._stored_pieces(module_name)
+
+    def _stored_pieces(self, module_name: str) -> dict[str, tuple[Piece, ...]]:
         return {
             target.removeprefix(f"{module_name}."): pieces
             for recipe in self._recipes[module_name]
             for target, pieces in recipe.pieces.items()
         }
 
-    def _cast(self, layer: ExpertLayer, n_experts: int, device: torch.device) -> nn.Module:
+    def _cast(
+        self, layer: ExpertLayer, n_experts: int, device: torch.device, packed: dict[str, tuple[Piece, ...]]
+    ) -> nn.Module:
         mould = self._moulds[layer.module_name]
         module: Any = copy.deepcopy(mould)
         # Whatever this process registered as its experts implementation must not be entered again from here.
@@ -198,7 +229,6 @@ class Checkpoint:
         module.num_experts = n_experts
         module.compute_dtype = self.dtype
         shapes = Shapes("", mould, n_experts)
-        packed = self._pieces(layer.module_name)
         for name, _ in mould.named_parameters():
             if name in packed:
                 delattr(module, name)

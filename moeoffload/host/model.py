@@ -28,10 +28,7 @@ def remote_experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Experts function for transformers' ``ExpertsInterface``; ``self`` is the experts module of one layer.
-
-    Raises:
-        ModelError: the module belongs to no open model.
-    """
+    Raises ModelError: the module belongs to no open model."""
     call: ExpertsCall | None = getattr(self, "moeoffload_call", None)
     if call is None:
         raise ModelError("this model's routed experts are not attached to expert servers; use moeoffload.open_model")
@@ -62,9 +59,7 @@ def load_dense_model(checkpoint: Checkpoint, device: torch.device) -> Any:
     """The transformers model of ``checkpoint`` on ``device``, with experts modules that have no expert parameters.
 
     Only dense tensors are read. The model is in eval mode; its experts modules cannot run before `bind_experts`.
-
-    Raises:
-        ModelError: dense tensors are missing or damaged, or transformers cannot load the model.
+    Raises ModelError: dense tensors are missing or damaged, or transformers cannot load the model.
     """
     with BUILDING, _without_expert_parameters(checkpoint.experts_classes), _quiet_transformers():
         try:
@@ -100,11 +95,7 @@ def _refuse_to_save(folder: Path, *args: object, **kwargs: object) -> None:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The tokenizer beside the checkpoint, or in the GGUF file.
-
-    Raises:
-        ModelError: there is none that can be read.
-    """
+    """The tokenizer beside the checkpoint, or in the GGUF file. Raises ModelError: there is none that can be read."""
     folder = checkpoint.folder
     try:
         if folder is None:
@@ -129,12 +120,17 @@ def _gguf_tokenizer(file: Path) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
 
 
+def eos_tokens(model: Any) -> tuple[int, ...]:
+    """The tokens that end an answer of a transformers model."""
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
 def load_draft_model(folder: Path, model: Any) -> Any:
     """The whole model in ``folder``, on the device and in the dtype of ``model``, to guess its tokens.
-
-    Raises:
-        ModelError: it cannot be loaded, or has another vocabulary.
-    """
+    Raises ModelError: it cannot be loaded, or has another vocabulary."""
     try:
         draft = AutoModelForCausalLM.from_pretrained(
             folder, dtype=model.dtype, trust_remote_code=False, local_files_only=True
