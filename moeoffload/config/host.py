@@ -167,6 +167,12 @@ class HostSettings(_Recovery, _Generation):
         "Experts stored in 16 or 32 bits are packed in this format while servers load them.",
         means="as they are stored",
     )
+    dense: values.FolderToRead = _compute(
+        None,
+        "For a model in a GGUF file: config, tokenizer and dense layers come from this folder, experts from the file.",
+        allowed="the folder of a transformers checkpoint",
+        means="all comes from the GGUF file, which is possible for some families",
+    )
     profile: bool = _reporting(False, "Also record each layer's times in the report.")
     report: values.FileToWrite = _reporting(
         None, "The file to write the run's report to, as JSON.", means="no report file"

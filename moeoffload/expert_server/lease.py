@@ -129,8 +129,13 @@ class HostLease:
             dtype = read_payload("compute dtype", model.compute_dtype).torch_dtype
             revision = model.revision or None
             reference = self._settings.model or self._roots.resolve(model.reference, revision)
-            packed = read_format(model.expert_format)
-            checkpoint = Checkpoint.open(reference, dtype=dtype, revision=revision, expert_format=packed)
+            checkpoint = Checkpoint.open(
+                reference,
+                dtype=dtype,
+                revision=revision,
+                expert_format=read_format(model.expert_format),
+                config_text=model.config,
+            )
         # Every time: hosts share experts by digest and dtype, and nobody may put others there under these names.
         check_model(model, checkpoint)
         self._opened = checkpoint

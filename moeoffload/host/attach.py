@@ -63,6 +63,7 @@ class AttachPlan:
             digest=self.checkpoint.digest,
             compute_dtype=dtype_label(self.checkpoint.dtype),
             expert_format="" if self.settings.expert_format is ExpertFormat.KEEP else self.settings.expert_format.value,
+            config=self.checkpoint.config_text,
         )
 
 

@@ -12,7 +12,9 @@ from synthetic import TINY_FAMILIES, write_tiny
 from moeoffload import native
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.formats.packed import Codes, Offsets, PackedFormat, PackedWeights, Scales
-from moeoffload.kernels import GroupedKernel, PackedLinear, few_row_linear, prepare_layer
+from moeoffload.kernels import GroupedKernel, prepare_layer
+from moeoffload.kernels.dense import few_row_linear
+from moeoffload.kernels.packed_linear import PackedLinear
 from moeoffload.native import Features
 
 from .experts import DTYPES, call, gated_experts, instruction_sets, random_rows, routes
