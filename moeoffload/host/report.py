@@ -20,8 +20,7 @@ from moeoffload.host.recorder import DECODE, PREFILL, GuessCounts, Recorder, Tok
 from moeoffload.payload import PayloadDtype
 
 REPORT_VERSION: Final = 1
-ACCOUNTED: Final = 0.95
-"""A phase whose parts add up to less of its time is marked incomplete."""
+ACCOUNTED: Final = 0.95  # a phase whose parts add up to less of its time is marked incomplete
 _MIB: Final = 1 << 20
 _HOST_FIELDS: Final = ("dense", "pack", "local", "wait", "wait_queue", "wait_compute", "turn", "combine", "other")
 _HOST_PARTS: Final = {"dense": "dense_s", "pack": "pack_s", "local experts": "local_s", "wait": "wait_s",
