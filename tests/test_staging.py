@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from moeoffload import open_model
 from moeoffload.expert_server.arena import DECODE_ROWS, HostArena
 from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.payload import PayloadDtype
+from moeoffload.transport.page_locked import PageLocked
 from moeoffload.wire import FrameLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,11 +33,13 @@ def a_frame(layout: FrameLayout, n_rows: int, seed: int = 0) -> Any:
 @pytest.mark.parametrize("back", list(PayloadDtype), ids=lambda dtype: f"back-{dtype.label}")
 @pytest.mark.parametrize("out", list(PayloadDtype), ids=lambda dtype: f"out-{dtype.label}")
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("locked", [False, True], ids=["", "locked"])
 def test_kernels_get_and_hosts_receive_the_same_as_on_a_cpu(
-    out: PayloadDtype, back: PayloadDtype, compute: torch.dtype
+    out: PayloadDtype, back: PayloadDtype, compute: torch.dtype, locked: bool
 ) -> None:
     layout = FrameLayout(hidden=6, top_k=3, dtype_out=out, dtype_back=back, capacity=33)
     staging, plain = DeviceArena(33, layout, compute, DEVICE), HostArena(33, layout, compute)
+    staging.frames_are_locked = locked
     for n_rows in (1, 5, 33, 7, 1):
         for weights_dtype in (torch.float32, compute):
             views = a_frame(layout, n_rows, seed=n_rows)
@@ -85,6 +90,51 @@ def test_decode_shaped_calls_make_nothing_new() -> None:
     for n_rows in range(1, DECODE_ROWS + 1):
         staging.fill(a_frame(layout, n_rows), n_rows, torch.float32, N_EXPERTS)
     assert staging.n_created == made
+
+
+class Runtime:
+    """Notes what CUDA would be asked to lock; fails at a given call."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.ranges: dict[int, int] = {}
+        self.n_calls = 0
+        self.fails_at = fails_at
+
+    def cudaHostRegister(self, start: int, n_bytes: int, flags: int) -> int:
+        self.n_calls += 1
+        if self.n_calls == self.fails_at:
+            return 2
+        assert flags == 0
+        assert all(start + n_bytes <= other or start >= other + size for other, size in self.ranges.items())
+        self.ranges[start] = n_bytes
+        return 0
+
+    def cudaHostUnregister(self, start: int) -> int:
+        return 0 if self.ranges.pop(start, None) is not None else 1
+
+
+def test_whole_pages_are_locked_once_and_given_back() -> None:
+    memory = memoryview(mmap.mmap(-1, 8 * mmap.PAGESIZE))
+    page = mmap.PAGESIZE
+    buffers = [memory[:100], memory[100:300], memory[3 * page : 5 * page], memory[6 * page : 6 * page + 1], memory[:0]]
+    runtime = Runtime()
+    locked = PageLocked(buffers, torch.device("cpu"), runtime)
+    assert locked.is_locked
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert runtime.ranges == {start: page, start + 3 * page: 2 * page, start + 6 * page: page}
+    locked.close()
+    locked.close()
+    assert runtime.ranges == {}
+    assert not locked.is_locked
+
+
+def test_memory_that_cannot_be_locked_is_used_as_it_is() -> None:
+    memory = memoryview(mmap.mmap(-1, 8 * mmap.PAGESIZE))
+    runtime = Runtime(fails_at=2)
+    locked = PageLocked([memory[:10], memory[5 * mmap.PAGESIZE :]], torch.device("cpu"), runtime)
+    assert not locked.is_locked
+    assert runtime.ranges == {}
+    locked.close()
 
 
 STAGED = """
