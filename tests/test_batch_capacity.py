@@ -42,8 +42,8 @@ def test_a_servers_own_limit_is_told(start_server: StartServer, caplog: pytest.L
 def test_too_little_memory_for_the_batch_is_told(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = Checkpoint.open(DEMO)
     experts = sum(layer.n_experts * layer.expert_bytes for layer in checkpoint.layers)
-    largest = max(layer.expert_bytes for layer in checkpoint.layers)
-    row = batch_row_bytes(checkpoint.hidden_size, checkpoint.top_k, largest, checkpoint.dtype.itemsize, 4)
+    widest = max(layer.intermediate for layer in checkpoint.layers)
+    row = batch_row_bytes(checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, 4)
     server = start_server("--memory-gib", str((experts + 300 * row) / GIB))
     rows = capacity_of(server.address)
     assert rows < 300

@@ -224,9 +224,9 @@ class HostLease:
         return offer
 
     def _capacity(self, request: pb.Activate, checkpoint: Checkpoint, n_slots: int) -> int:
-        largest = max(layer.expert_bytes for layer in checkpoint.layers)
+        widest = max(layer.intermediate for layer in checkpoint.layers)
         row_bytes = batch_row_bytes(
-            checkpoint.hidden_size, checkpoint.top_k, largest, checkpoint.dtype.itemsize, n_slots
+            checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, n_slots
         )
         room = max(0, self._store.free_bytes)
         rows = rows_that_fit(room, row_bytes)
