@@ -93,48 +93,34 @@ def test_decode_shaped_calls_make_nothing_new() -> None:
 
 
 class Runtime:
-    """Notes what CUDA would be asked to lock; fails at a given call."""
+    """CUDA's, which locks what it is told to, or fails."""
 
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.ranges: dict[int, int] = {}
-        self.n_calls = 0
-        self.fails_at = fails_at
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.locked: list[tuple[int, int]] = []
 
     def cudaHostRegister(self, start: int, n_bytes: int, flags: int) -> int:
-        self.n_calls += 1
-        if self.n_calls == self.fails_at:
-            return 2
         assert flags == 0
-        assert all(start + n_bytes <= other or start >= other + size for other, size in self.ranges.items())
-        self.ranges[start] = n_bytes
-        return 0
+        self.locked += [] if self.error else [(start, n_bytes)]
+        return self.error
 
     def cudaHostUnregister(self, start: int) -> int:
-        return 0 if self.ranges.pop(start, None) is not None else 1
+        return 0 if self.locked.pop()[0] == start else 1
 
 
-def test_whole_pages_are_locked_once_and_given_back() -> None:
+@pytest.mark.parametrize("error", [0, 2])
+def test_the_memory_of_all_buffers_is_locked_once_and_given_back(error: int) -> None:
     memory = memoryview(mmap.mmap(-1, 8 * mmap.PAGESIZE))
-    page = mmap.PAGESIZE
-    buffers = [memory[:100], memory[100:300], memory[3 * page : 5 * page], memory[6 * page : 6 * page + 1], memory[:0]]
-    runtime = Runtime()
+    runtime, page = Runtime(error), mmap.PAGESIZE
+    buffers = [memory[page + 100 : page + 300], memory[3 * page : 5 * page + 1]]
     locked = PageLocked(buffers, torch.device("cpu"), runtime)
-    assert locked.is_locked
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert runtime.ranges == {start: page, start + 3 * page: 2 * page, start + 6 * page: page}
+    assert runtime.locked == ([] if error else [(start + page, 4 * page + 1)])
+    assert locked.is_locked == (not error)
     locked.close()
     locked.close()
-    assert runtime.ranges == {}
+    assert runtime.locked == []
     assert not locked.is_locked
-
-
-def test_memory_that_cannot_be_locked_is_used_as_it_is() -> None:
-    memory = memoryview(mmap.mmap(-1, 8 * mmap.PAGESIZE))
-    runtime = Runtime(fails_at=2)
-    locked = PageLocked([memory[:10], memory[5 * mmap.PAGESIZE :]], torch.device("cpu"), runtime)
-    assert not locked.is_locked
-    assert runtime.ranges == {}
-    locked.close()
 
 
 STAGED = """
