@@ -27,7 +27,6 @@ from moeoffload.expert_server.agreement import (
 )
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory, rows_that_fit
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
@@ -35,12 +34,19 @@ from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
-from moeoffload.transport.base import ChannelSizes, ServerChannel
+from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel
 from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)
 
 GIB: Final = 1 << 30
+RETRY_AFTER_S: Final = 1.0
+"""When a host that found no room may ask again."""
+LEAST_ROWS: Final = 32
+ROWS_FOR_OTHERS: Final = 128
+"""No host takes the room for these rows, unless it is the last that there is."""
+ChannelFactory = Callable[[ChannelSizes, Deliver, str], ServerChannel]
+"""Opens the server's end of a transport: its sizes, who takes its requests, the public CURVE key of the host."""
 CALIBRATION_ROWS: Final = 64
 CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
@@ -236,7 +242,8 @@ class HostLease:
             checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, n_slots
         )
         room = max(0, self._store.free_bytes)
-        rows = rows_that_fit(room, row_bytes)
+        rows = room // row_bytes
+        rows = max(rows - ROWS_FOR_OTHERS, min(rows, LEAST_ROWS))
         capacity = min(request.batch_capacity, self._settings.batch_capacity, rows)
         if capacity < 1:
             raise self._no_room(
