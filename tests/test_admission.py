@@ -31,7 +31,7 @@ def budget_gib(n_rows: int) -> str:
     row = batch_row_bytes(
         about.hidden_size,
         about.top_k,
-        max(layer.expert_bytes for layer in about.layers),
+        max(layer.intermediate for layer in about.layers),
         about.dtype.itemsize,
         SLOTS,
     )

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from moeoffload.checkpoint.tensors import TensorIndex, read_json
 from moeoffload.errors import ModelError
+from moeoffload.formats.methods import file_formats
 
 CONFIG_FILE = "config.json"
 _COUNT = re.compile(r"(\w+_)?(num|n)_(\w*_)?(layers?|experts?|heads?|groups?)")
@@ -18,12 +19,13 @@ _MAX_COUNT = 32_767
 _CONFIG_BYTES = 4 << 20
 _MAX_LAYERS = 1_000
 _MAX_EXPERTS = 1 << 18  # of all layers together
+_QUANTISATION_KEYS = ("quantization_config", "compression_config")
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers config object of ``folder``; code that comes with a checkpoint is never run.
+    """The transformers config object of ``folder``, that of plain weights; code in a checkpoint is never run.
 
-    Raises ModelError when config.json is missing, damaged, of an unknown model_type, or describes quantised weights.
+    Raises ModelError when config.json is missing, damaged or of an unknown model_type.
     """
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder}: has no {CONFIG_FILE}; needed is a folder in the transformers format")
@@ -33,12 +35,12 @@ def read_config(folder: Path) -> Any:
         raise ModelError(
             f"{folder / CONFIG_FILE}: model_type {model_type!r} is not known to the installed transformers"
         )
-    _refuse_quantised(folder, model_type, raw)
     _refuse_absurd(folder, raw)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a config class may raise anything over a value that it does not expect
         raise ModelError(f"{folder / CONFIG_FILE}: not a valid {model_type} config: {first_line(error)}") from error
+    return _without_quantisation(config)
 
 
 def refuse_empty_claims(config: Any, index: TensorIndex) -> None:
@@ -89,13 +91,33 @@ def _refuse_absurd(folder: Path, raw: dict[str, Any]) -> None:
                 raise ModelError(f"{folder / CONFIG_FILE}: {key} is {str(value)[:20]}, allowed are 0 to {_MAX_COUNT}")
 
 
-def _refuse_quantised(folder: Path, model_type: str, raw: dict[str, Any]) -> None:
+def quantisation(folder: Path) -> dict[str, Any] | None:
+    """The quantization_config of config.json; None when it has none.
+
+    Raises ModelError when it is none that can be read.
+    """
+    raw = read_json(folder / CONFIG_FILE, _CONFIG_BYTES)
     for section in _sections(raw):
-        for key in ("quantization_config", "compression_config"):
+        for key in _QUANTISATION_KEYS:
             settings = section.get(key)
             if settings:
-                method = settings.get("quant_method", "unnamed method") if isinstance(settings, dict) else settings
-                raise ModelError(
-                    f"{folder}: this {model_type} checkpoint is quantised ({method}); "
-                    "needed is one with bfloat16, float16 or float32 weights"
-                )
+                try:
+                    if not isinstance(settings, dict):
+                        raise ValueError(str(settings)[:40])
+                    file_formats(settings)
+                except ValueError as error:
+                    raise ModelError(
+                        f"{folder}: this {raw.get('model_type')} checkpoint is quantised in a way that is "
+                        f"not supported ({error}); bfloat16, float16 and float32 weights always are"
+                    ) from error
+                return settings
+    return None
+
+
+def _without_quantisation(config: Any) -> Any:
+    """The config of the same model with plain weights: so it is built, whatever its weights are stored in."""
+    for section in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for key in _QUANTISATION_KEYS:
+            if getattr(section, key, None) is not None:
+                delattr(section, key)
+    return config

@@ -232,10 +232,10 @@ class Fleet:
     def _batch_bytes(self, candidate: Candidate) -> int:
         checkpoint = self._checkpoint
         rows = min(LEAST_BATCH_ROWS, self._settings.batch_capacity, candidate.info.batch_capacity)
-        largest = max(layer.expert_bytes for layer in checkpoint.layers)
+        widest = max(layer.intermediate for layer in checkpoint.layers)
         slots = min(self._settings.slots, candidate.info.max_slots)
         return rows * batch_row_bytes(
-            checkpoint.hidden_size, checkpoint.top_k, largest, checkpoint.dtype.itemsize, slots
+            checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, slots
         )
 
     def _stop(self) -> None:

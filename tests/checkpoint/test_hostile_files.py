@@ -117,6 +117,6 @@ def test_routing_statistics_that_are_none_are_refused(tmp_path: Path, counts: st
     with pytest.raises(SettingError, match="routing-stats") as caught:
         read_routing_stats(path, CHECKPOINT)
     assert len(str(caught.value)) < 1000
-    path.write_text('{"version": 1, "model_digest": 7, "tokens": 1, "counts": [[1, 2]]}')
+    path.write_text('{"version": 1, "model_digest": "7", "tokens": 1, "counts": [[1, 2]]}')
     with pytest.raises(SettingError, match="another model"):
         read_routing_stats(path, CHECKPOINT)

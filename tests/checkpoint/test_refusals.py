@@ -54,18 +54,17 @@ def test_config(content: str | None, pattern: str, tiny: Path) -> None:
     assert_refused(tiny, pattern)
 
 
-QUANTISED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-QUANTISED_TEXT = r"qwen3_moe checkpoint is quantised \(%s.*needed is one with bfloat16"
+QUANTISED_TEXT = r"qwen3_moe checkpoint is quantised in a way that is not supported \(%s"
 
 
 @pytest.mark.parametrize(
     ("values", "pattern"),
     [
         ({"num_attention_heads": 0}, r"cannot build a qwen3_moe model|not a valid qwen3_moe config"),
-        ({"quantization_config": QUANTISED}, QUANTISED_TEXT % "fp8"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, QUANTISED_TEXT % "mxfp4"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, QUANTISED_TEXT % "bitsandbytes"),
         ({"quantization_config": {"bits": 4}}, QUANTISED_TEXT % "unnamed"),
-        ({"text_config": {"quantization_config": QUANTISED}}, r"quantised \(fp8"),
+        ({"quantization_config": {"quant_method": ["fp8"]}}, QUANTISED_TEXT % r"\['fp8'\]"),
+        ({"text_config": {"quantization_config": {"bits": 4}}}, r"not supported \(unnamed"),
         ({"moe_intermediate_size": 16}, r"experts\.\w+_proj: the stored tensors give shape .*, the model needs"),
     ],
     ids=str,
@@ -73,6 +72,11 @@ QUANTISED_TEXT = r"qwen3_moe checkpoint is quantised \(%s.*needed is one with bf
 def test_values_of_a_config(values: dict[str, Any], pattern: str, tiny: Path) -> None:
     edit_config(tiny, **values)
     assert_refused(tiny, pattern)
+
+
+def test_quantised_without_saying_so(tiny: Path) -> None:
+    rewrite(tiny, lambda tensors: tensors.update({EXPERT_3: tensors[EXPERT_3].to(torch.float8_e4m3fn)}))
+    assert_refused(tiny, rf"{GATE_UP_1}: {EXPERT_3} is stored as F8_E4M3")
 
 
 @pytest.mark.parametrize(
