@@ -96,7 +96,8 @@ class Checkpoint:
 
         Raises:
             ModelError: no such model, damaged or missing files, weights of an unknown format, not a Mixture-of-Experts
-                model, or a family whose experts transformers does not route through its experts interface. One line says which.
+                model, or a family whose experts transformers does not route through its experts interface. One line
+                says which.
         """
         path = locate(model, revision)
         config = read_config(path)
@@ -210,7 +211,7 @@ class Checkpoint:
         """Several experts at a time: reading and copying do not hold the interpreter's lock."""
 
         def fill(slot: int) -> None:
-            weights = recipe.weights_of(experts[slot])
+            weights = [*recipe.weights_of(experts[slot]).values()]
             for target, pieces in recipe.pieces.items():
                 for piece, out in zip(pieces, getattr(module, target.removeprefix(prefix)), strict=True):
                     piece.fill(out, slot, reader, weights, experts[slot])
