@@ -142,10 +142,7 @@ def place_replicas(
     """For each table the servers that hold it: its own first, then those of its replicas, ``n_copies`` in all.
 
     ``tables`` and ``offers`` go by server. Replicas go to the next servers in turn, so that the load of a lost one is
-    spread, or where there is room.
-
-    Raises:
-        PlacementError: there are too few servers, or they have too little memory.
+    spread, or where there is room. Raises PlacementError: there are too few servers, or they have too little memory.
     """
     n = len(offers)
     if n_copies > max(1, n):
@@ -189,10 +186,7 @@ def _by_usage(
 
 
 def choose_local(
-    n_experts: Sequence[int],
-    expert_bytes: Sequence[int],
-    n_bytes: int,
-    usage: Sequence[Sequence[int]] | None = None,
+    n_experts: Sequence[int], expert_bytes: Sequence[int], n_bytes: int, usage: Sequence[Sequence[int]] | None = None
 ) -> ExpertTable:
     """The experts that stay on the host: as many as ``n_bytes`` hold.
 

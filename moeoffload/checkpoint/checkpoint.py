@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,12 +30,15 @@ from moeoffload.checkpoint.layout import (
 from moeoffload.checkpoint.locate import locate
 from moeoffload.checkpoint.model_config import quantisation, read_config, refuse_empty_claims
 from moeoffload.checkpoint.packed_rows import Piece
+from moeoffload.checkpoint.quantised import quantised_experts, quantised_pieces, refuse_packed
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorIndex, TensorReader
 from moeoffload.checkpoint.weights import DenseTensor, WeightIndex
 from moeoffload.errors import ModelError
+from moeoffload.formats.quantise import FORMATS
 
 # Experts are converted in groups, so that beside the finished experts only a few times this many bytes are held.
 _GROUP_BYTES = 16 << 20
+_CPU = torch.device("cpu")
 _MOST_THREADS = 8
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
 
@@ -66,7 +70,15 @@ class Checkpoint:
     layers: tuple[ExpertLayer, ...]
     dense_bytes: int
 
-    def __init__(self, path: Path, config: Any, dtype: torch.dtype, index: TensorIndex, weights: WeightIndex):
+    def __init__(
+        self,
+        path: Path,
+        config: Any,
+        dtype: torch.dtype,
+        index: TensorIndex,
+        weights: WeightIndex,
+        quantised: str | None = None,
+    ):
         model = build_meta_model(config, dtype)
         experts = find_experts(model)
         self.path = path
@@ -83,16 +95,28 @@ class Checkpoint:
         self._moulds = experts
         self._recipes, self._dense = make_recipes(model, experts, weights)
         self._model_config = model.config
+        self._quantised = quantised
+        if quantised is not None:
+            refuse_packed(path, self._recipes, quantised)
         self.layers = tuple(self._describe(number, name) for number, name in enumerate(experts))
 
     @classmethod
-    def open(cls, model: str | Path, *, dtype: torch.dtype | None = None, revision: str | None = None) -> Checkpoint:
+    def open(
+        cls,
+        model: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        revision: str | None = None,
+        expert_format: str | None = None,
+    ) -> Checkpoint:
         """Open a folder in the transformers format or a hub id; reads headers only.
 
         Args:
             model: folder, or hub id such as ``"org/name"``.
             dtype: compute dtype (float32, float16, bfloat16 or float64); None takes the checkpoint's.
             revision: branch, tag or commit of a hub id.
+            expert_format: a name of `formats.quantise.FORMATS`, in which experts are packed while they are read; None
+                leaves them as they are stored.
 
         Raises:
             ModelError: no such model, damaged or missing files, weights of an unknown format, not a Mixture-of-Experts
@@ -104,15 +128,17 @@ class Checkpoint:
         index = TensorIndex.open(path)
         refuse_empty_claims(config, index)
         weights = WeightIndex.of(index, quantisation(path))
-        return cls(path, config, _compute_dtype(dtype, config, index), index, weights)
+        return cls(path, config, _compute_dtype(dtype, config, index), index, weights, expert_format)
 
     @cached_property
     def digest(self) -> str:
         """Hex SHA-256 of config, tensor names, dtypes and shapes, and a sample of every tensor's bytes.
 
         Equal for copies, other places and other shardings of the same checkpoint; the compute dtype does not enter.
+        Experts that are packed while they are read have another one for each format.
         """
-        return digest_checkpoint(self.path, self._index)
+        stored = digest_checkpoint(self.path, self._index)
+        return stored if self._quantised is None else hashlib.sha256(f"{stored} {self._quantised}".encode()).hexdigest()
 
     @property
     def experts_classes(self) -> tuple[type[nn.Module], ...]:
@@ -142,15 +168,27 @@ class Checkpoint:
         if wrong or not experts:
             asked = f"expert {wrong[0]}" if wrong else "no expert"
             raise ModelError(f"layer {layer}: {asked} was asked for, there are 0..{about.n_experts - 1}")
+        if self._quantised is not None:
+            pieces = self._pieces(about.module_name)
+            return quantised_experts(
+                self._cast(about, len(experts), device, pieces),
+                lambda some: self._read(about, some, _CPU),
+                [experts[group] for group in _groups(len(experts), about.n_weights * self.dtype.itemsize)],
+            )
+        return self._read(about, experts, device)
+
+    def _read(self, about: ExpertLayer, experts: Sequence[int], device: torch.device) -> nn.Module:
+        """The experts as they are stored."""
         with TensorReader() as reader, torch.no_grad():
-            module = self._cast(about, len(experts), device)
+            module = self._cast(about, len(experts), device, self._stored_pieces(about.module_name))
             for recipe in self._recipes[about.module_name]:
                 self._fill(module, about, recipe, experts, reader)
         return module
 
     def empty_experts(self, layer: int, n_experts: int, device: torch.device) -> nn.Module:
         """As `build_experts`, with room for any ``n_experts`` experts; the values of its parameters are undefined."""
-        return self._cast(self.layers[layer], n_experts, device)
+        about = self.layers[layer]
+        return self._cast(about, n_experts, device, self._pieces(about.module_name))
 
     def _describe(self, number: int, name: str) -> ExpertLayer:
         mould = self._moulds[name]
@@ -164,14 +202,21 @@ class Checkpoint:
         )
 
     def _pieces(self, module_name: str) -> dict[str, tuple[Piece, ...]]:
-        """The packed matrices of an experts module by the names of their parameters."""
+        """The matrices of an experts module that are packed in memory, by the names of their parameters."""
+        if self._quantised is not None:
+            return quantised_pieces(self._moulds[module_name], FORMATS[self._quantised])
+        return self._stored_pieces(module_name)
+
+    def _stored_pieces(self, module_name: str) -> dict[str, tuple[Piece, ...]]:
         return {
             target.removeprefix(f"{module_name}."): pieces
             for recipe in self._recipes[module_name]
             for target, pieces in recipe.pieces.items()
         }
 
-    def _cast(self, layer: ExpertLayer, n_experts: int, device: torch.device) -> nn.Module:
+    def _cast(
+        self, layer: ExpertLayer, n_experts: int, device: torch.device, packed: dict[str, tuple[Piece, ...]]
+    ) -> nn.Module:
         mould = self._moulds[layer.module_name]
         module: Any = copy.deepcopy(mould)
         # Whatever this process registered as its experts implementation must not be entered again from here.
@@ -179,7 +224,6 @@ class Checkpoint:
         module.num_experts = n_experts
         module.compute_dtype = self.dtype
         shapes = Shapes("", mould, n_experts)
-        packed = self._pieces(layer.module_name)
         for name, _ in mould.named_parameters():
             if name in packed:
                 delattr(module, name)

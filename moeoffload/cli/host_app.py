@@ -115,11 +115,7 @@ def _answer(model: str, settings: HostSettings, prompts: list[str], chat: bool, 
 
 def _read_prompts(prompts: list[str], prompt_file: str | None) -> list[str]:
     """The prompts of a command line; ``-`` stands for stdin.
-
-    Raises:
-        SettingError: none was given, or the file or stdin cannot be read.
-        PromptError: one is empty or not UTF-8.
-    """
+    Raises SettingError: none was given, or the file or stdin cannot be read; PromptError: one is empty or not UTF-8."""
     texts = [_read_stdin() if text == "-" else text for text in prompts]
     if prompt_file == "-":
         texts.append(_read_stdin())

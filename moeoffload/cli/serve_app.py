@@ -65,9 +65,9 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
             contextlib.closing(BatchWatcher(offloaded)) as batches,
         ):
             snapshots = Snapshots(offloaded, engine.stats, batches)
-            api = create_app(engine, offloaded.tokenizer, name, settings, snapshots.take)
-            server = HttpServer(api, engine, settings, lambda: print(f"serving {name} at {url}", flush=True))
-            with contextlib.closing(api.answering):
+            app, answering = create_app(engine, offloaded.tokenizer, name, settings, snapshots.take)
+            server = HttpServer(app, answering, engine, settings, lambda: print(f"serving {name} at {url}", flush=True))
+            with contextlib.closing(answering):
                 server.run(sockets=[listener])
             write_report(offloaded.report(), settings)
     if not server.finished_all:

@@ -147,7 +147,7 @@ def _path(check: Callable[[Path], None]) -> AfterValidator:
                 check(path)
         except OSError as error:
             raise ValueError(error.strerror or type(error).__name__) from None
-        except RuntimeError as error:  # ~ of nobody
+        except RuntimeError as error:  # ~ of a user that does not exist
             raise ValueError(str(error)) from None
         return path
 

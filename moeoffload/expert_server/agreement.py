@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.control.protocol import dtype_of
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
 from moeoffload.payload import PayloadDtype
@@ -13,17 +10,12 @@ from moeoffload.placement import ExpertTable
 from moeoffload.wire import MAX_SLOTS
 
 
-def read_dtype(field: str, label: str) -> torch.dtype:
+def read_payload(field: str, label: str) -> PayloadDtype:
     """The dtype that a host has named; ``field`` is for the message."""
     try:
-        return dtype_of(label)
+        return PayloadDtype[label.upper()]
     except KeyError:
         raise ServerError(f"{field} is {label!r} (host), allowed are f32, f16 and bf16") from None
-
-
-def read_payload(field: str, label: str) -> PayloadDtype:
-    """As `read_dtype`, as a payload dtype."""
-    return PayloadDtype.from_torch(read_dtype(field, label))
 
 
 def compare(field: str, host: str | int, here: str | int) -> None:

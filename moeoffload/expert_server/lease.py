@@ -22,7 +22,7 @@ from moeoffload.expert_server.agreement import (
     check_table,
     check_transport,
     compare,
-    read_dtype,
+    read_payload,
 )
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import Engine
@@ -125,7 +125,7 @@ class HostLease:
         """The server's copy of the host's model; opened once."""
         checkpoint = self._opened
         if checkpoint is None:
-            dtype = read_dtype("compute dtype", model.compute_dtype)
+            dtype = read_payload("compute dtype", model.compute_dtype).torch_dtype
             revision = model.revision or None
             reference = self._settings.model or self._roots.resolve(model.reference, revision)
             checkpoint = Checkpoint.open(reference, dtype=dtype, revision=revision)

@@ -18,7 +18,6 @@ from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.validate import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.errors import BusyError, ServerError
-from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
@@ -214,7 +213,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         checkpoint.dtype,
         settings.dispatch_floor_s,
         settings.dispatch_timeout_s,
-        SliceLearner(timings, layout.capacity, settings.hot_slice),
+        timings,
     )
 
 

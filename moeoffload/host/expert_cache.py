@@ -47,17 +47,10 @@ class ExpertCache:
     def compute(
         self, layer: int, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Writes the weighted sum of some experts of one layer.
+        """Writes the weighted sum of some experts of one layer into ``out`` (n, hidden) float32.
 
-        Args:
-            layer: running number of the MoE layer.
-            rows: (n, hidden) in the compute dtype.
-            experts: (n, top_k) int64 expert numbers, -1 for those to leave out.
-            weights: (n, top_k) float32 or the compute dtype, see `LayerKernels`.
-            out: (n, hidden) float32; overwritten.
-
-        Raises:
-            ModelError: the checkpoint cannot be read.
+        ``rows`` (n, hidden) in the compute dtype, ``experts`` (n, top_k) int64 with -1 for those to leave out,
+        ``weights`` (n, top_k) float32 or the compute dtype. Raises ModelError: the checkpoint cannot be read.
         """
         with self._lock:
             pool = self._pool(layer)

@@ -27,10 +27,7 @@ def chunk_of(flight: Flight, hidden: torch.Tensor, ids: torch.Tensor, weights: t
 
 def receive_all(flight: Flight, to: CallCounters) -> torch.Tensor:
     """The sums that answer ``flight``, however long they take.
-
-    Raises:
-        ServerError: they do not come by the flight's deadline.
-    """
+    Raises ServerError: they do not come by the flight's deadline."""
     part = flight.link.receive(flight, to)
     if part is None:
         raise DeadlineError(f"{flight.link.name}: no reply in time")
@@ -59,10 +56,7 @@ class Hedging:
 
     def receive(self, shard: Shard, flight: Flight, chunk: Chunk, to: CallCounters) -> tuple[Flight, torch.Tensor]:
         """The sums that answer ``flight``, and the flight they came with: the other one is released.
-
-        Raises:
-            ServerError: the link of ``flight`` failed, and no replica answered instead.
-        """
+        Raises ServerError: the link of ``flight`` failed, and no replica answered instead."""
         part = flight.link.receive(flight, to, self._after_s)
         if part is not None:
             return flight, part
@@ -106,10 +100,7 @@ class Verification:
 
     def check(self, shard: Shard, flight: Flight, part: torch.Tensor, chunk: Chunk) -> None:
         """Compares ``part`` (n_rows, hidden), which answered ``flight``, with the sums of another holder.
-
-        Raises:
-            DisagreementError: they differ by more than rounding explains.
-        """
+        Raises DisagreementError: they differ by more than rounding explains."""
         if self._random.random() >= self._share:
             return
         checker = shard.checker(flight.link)

@@ -67,11 +67,8 @@ class OffloadedModel:
     """An open model; made by `open_model`. Use it in a ``with`` block, or `close` it.
 
     Attributes:
-        reference: folder or hub id, as it was given.
-        model: an ordinary transformers model.
+        model: an ordinary transformers model; ``reference`` is its folder or hub id as it was given.
         draft: the model that guesses tokens, or None.
-        settings: the settings it was opened with.
-        checkpoint: the files it came from.
         shards: the parts of the experts that servers compute, in order of placement.
     """
 
@@ -118,10 +115,7 @@ class OffloadedModel:
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, read when it is asked for: a model without one can be used, too.
-
-        Raises:
-            ModelError: the checkpoint has none that can be read.
-        """
+        Raises ModelError: the checkpoint has none that can be read."""
         return load_tokenizer(self.checkpoint)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -29,30 +28,13 @@ Snapshot = Callable[[bool], dict[str, Any]]
 """All figures as plain data. The argument: whether to add the times of each layer and the figures of now."""
 
 
-@dataclass(frozen=True)
-class Api:
-    """The app, and the two parts of it that a graceful stop needs."""
-
-    app: Guard
-    answering: Answering
-
-    def stop_taking(self) -> None:
-        """New requests are refused from now on; those that run go on."""
-        self.app.stopping = True
-
-
 def create_app(
     engine: ServingEngine, tokenizer: Any, model_name: str, settings: ServeSettings, snapshot: Snapshot
-) -> Api:
-    """The app that answers clients with ``engine``.
+) -> tuple[Guard, Answering]:
+    """The app that answers clients with ``engine``, and its part that gives running requests up.
 
-    Args:
-        tokenizer: the model's; copied for what is not the event loop's.
-        model_name: what clients call the model.
-        snapshot: for /stats and /metrics.
-
-    Raises:
-        SettingError: the file of the API key holds none, or the server would be open to others.
+    Clients call the model ``model_name``; its ``tokenizer`` is copied for what is not the event loop's.
+    Raises SettingError: the file of the API key holds none, or the server would be open to others.
     """
     settings.check_http()
     api_key = read_api_key(settings)
@@ -70,17 +52,12 @@ def create_app(
         max_open=room + _SPARE_PLACES,
     )
     _add_health(app, engine, guard)
-    return Api(guard, answering)
+    return guard, answering
 
 
 def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
     def card() -> dict[str, Any]:
-        return {
-            "id": answering.model_name,
-            "object": "model",
-            "created": answering.created,
-            "owned_by": "moeoffload",
-        }
+        return {"id": answering.model_name, "object": "model", "created": answering.created, "owned_by": "moeoffload"}
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:

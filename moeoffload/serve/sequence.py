@@ -39,14 +39,10 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of one step that is a sequence's.
+    """A sequence's part of one step: the next tokens of the prompt, or the last token and guesses behind it.
 
-    Attributes:
-        sequence: whose.
-        tokens: what goes in: the next tokens of the prompt, or the last token and the guesses behind it.
-        past: tokens before these.
-        n_guesses: how many of ``tokens`` are guesses.
-        has_token: whether a token of the answer comes out; not while a prompt has further parts.
+    ``past`` counts the tokens before these; ``has_token`` is whether a token of the answer comes out, which is not so
+    while a prompt has further parts.
     """
 
     sequence: Sequence

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from moeoffload import native
-from moeoffload.kernels import cpu_attention
-from moeoffload.kernels.attention import FEW_QUERIES
+from moeoffload.kernels.attention import FEW_QUERIES, cpu_attention
 from moeoffload.native import Features, cpu_features
 
 from .experts import DTYPES

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from moeoffload.kernels import few_row_linear
-from moeoffload.kernels.dense import MAX_ROWS, FewRowLinear, accelerate_linears
+from moeoffload.kernels.dense import MAX_ROWS, FewRowLinear, accelerate_linears, few_row_linear
 
 from .experts import DTYPES
 

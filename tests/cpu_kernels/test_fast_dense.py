@@ -12,8 +12,9 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from moeoffload.kernels import accelerate_dense, sdpa
+from moeoffload.kernels import sdpa
 from moeoffload.kernels.attention import FEW_QUERIES
+from moeoffload.kernels.fast_dense import accelerate_dense
 
 SMALL = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,

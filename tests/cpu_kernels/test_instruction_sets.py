@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moeoffload import native
-from moeoffload.kernels import KernelWorkspace, few_row_linear, prepare_layer
+from moeoffload.kernels import KernelWorkspace, prepare_layer
+from moeoffload.kernels.dense import few_row_linear
 from moeoffload.kernels.pack import SumEncoder
 from moeoffload.native import Features
 

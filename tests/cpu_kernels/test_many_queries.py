@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from moeoffload import native
-from moeoffload.kernels import attention, cpu_attention
-from moeoffload.kernels.attention import FEW_QUERIES, takes_many
+from moeoffload.kernels import attention
+from moeoffload.kernels.attention import FEW_QUERIES, cpu_attention, takes_many
 from moeoffload.native import Features, cpu_features
 
 from .test_attention import a_cpu_without_matrix_unit, operands, truth  # noqa: F401 (a fixture)

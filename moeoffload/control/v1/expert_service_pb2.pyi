@@ -170,16 +170,18 @@ class Closing(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class ModelReference(_message.Message):
-    __slots__ = ("reference", "revision", "digest", "compute_dtype")
+    __slots__ = ("reference", "revision", "digest", "compute_dtype", "expert_format")
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     reference: str
     revision: str
     digest: str
     compute_dtype: str
-    def __init__(self, reference: _Optional[str] = ..., revision: _Optional[str] = ..., digest: _Optional[str] = ..., compute_dtype: _Optional[str] = ...) -> None: ...
+    expert_format: str
+    def __init__(self, reference: _Optional[str] = ..., revision: _Optional[str] = ..., digest: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., expert_format: _Optional[str] = ...) -> None: ...
 
 class CalibrateRequest(_message.Message):
     __slots__ = ("lease_id", "model")
@@ -222,14 +224,16 @@ class LoadExpertsRequest(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., model: _Optional[_Union[ModelReference, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
-    __slots__ = ("loaded_bytes", "total_bytes", "table_digest")
+    __slots__ = ("loaded_bytes", "total_bytes", "table_digest", "weight_error")
     LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     TABLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_ERROR_FIELD_NUMBER: _ClassVar[int]
     loaded_bytes: int
     total_bytes: int
     table_digest: str
-    def __init__(self, loaded_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., table_digest: _Optional[str] = ...) -> None: ...
+    weight_error: float
+    def __init__(self, loaded_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., table_digest: _Optional[str] = ..., weight_error: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()
