@@ -45,11 +45,10 @@ class StoredWeight:
     def read_parts(self, reader: TensorReader, expert: int = 0) -> dict[str, torch.Tensor]:
         """The parts of one matrix; of ``expert`` where all experts are stored in one weight.
 
-        Raises ModelError when bytes are missing.
+        The same thread's next call overwrites them. Raises ModelError when bytes are missing.
         """
-        if len(self.shape) == 2:
-            return {role: reader.read(tensor) for role, tensor in self.parts.items()}
-        return {role: reader.read_rows(tensor, [expert])[0] for role, tensor in self.parts.items()}
+        row = None if len(self.shape) == 2 else expert
+        return {role: reader.read_part(tensor, role, row) for role, tensor in self.parts.items()}
 
     def unpack(self, reader: TensorReader, dtype: torch.dtype) -> torch.Tensor:
         """The whole weight: packed ones as ``dtype``, others in their stored dtype.
