@@ -74,7 +74,8 @@ class Piece:
         at = slot if room is out else 0
         for source in self.sources:
             weight, packing = as_packed(weights[source.number], source.is_transposed)
-            parts = weight.sections(weight.read_parts(reader, expert))
+            into = self._place(room, at, source, packing) if packing.is_verbatim else None
+            parts = weight.sections(weight.read_parts(reader, expert, into))
             shared = parts.pop(SHARED, None)
             if shared is not None and room.scales is not None:
                 n_shared = self.form.shared_rows
@@ -82,12 +83,21 @@ class Piece:
             elif shared is not None:
                 of_rows = shared.repeat_interleave(packing.packed.shared_rows, dim=0)
                 parts["scales"] = as_bytes(of_rows)[: packing.rows_first[0]]
+            if into is not None:
+                del parts["codes"]
             for name, values in parts.items():
                 room.section(name)[at, source.rows] = values[source.taken]
         if room is not out:
             out.data[slot].copy_(room.data[0])
             if out.scales is not None and room.scales is not None:
                 out.scales[slot].copy_(room.scales[0])
+
+    def _place(self, room: PackedWeights, slot: int, source: Source, packing: Packing) -> torch.Tensor | None:
+        """Where the codes of a whole weight lie one after the other; None if they do not."""
+        if not isinstance(source.rows, slice) or source.taken != slice(0, packing.rows_first[0], 1):
+            return None
+        place = room.section("codes")[slot, source.rows]
+        return place if place.is_contiguous() else None
 
 
 def as_packed(weight: StoredWeight, is_transposed: bool) -> tuple[StoredWeight, Packing]:

@@ -146,18 +146,22 @@ class TensorReader:
         self._read_into(tensor, 0, result)
         return result
 
-    def read_part(self, tensor: StoredTensor, role: str, row: int | None) -> torch.Tensor:
-        """The tensor, or one row of it, in memory that the same thread's next read for ``role`` overwrites.
+    def read_part(
+        self, tensor: StoredTensor, role: str, row: int | None, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The tensor, or one row of it, in ``into``, else in memory that the thread's next read for ``role`` takes.
 
-        Fresh memory costs more than the reading. Raises ModelError when bytes are missing.
+        Fresh memory costs more than the reading. ``into`` is contiguous uint8 of the right size. Raises ModelError when
+        bytes are missing.
         """
         shape = tensor.shape if row is None else tensor.shape[1:]
         n_bytes = tensor.nbytes if row is None else tensor.nbytes // tensor.shape[0]
-        buffer: torch.Tensor | None = getattr(self._scratch, role, None)
-        if buffer is None or buffer.nbytes < n_bytes:
-            buffer = torch.empty(n_bytes, dtype=torch.uint8)
-            setattr(self._scratch, role, buffer)
-        result = buffer[:n_bytes].view(tensor.torch_dtype).view(shape)
+        if into is None:
+            into = getattr(self._scratch, role, None)
+            if into is None or into.nbytes < n_bytes:
+                into = torch.empty(n_bytes, dtype=torch.uint8)
+                setattr(self._scratch, role, into)
+        result = into.view(-1)[:n_bytes].view(tensor.torch_dtype).view(shape)
         self._read_into(tensor, (row or 0) * n_bytes, result)
         return result
 
