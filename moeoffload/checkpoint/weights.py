@@ -42,14 +42,19 @@ class StoredWeight:
         """The stored tensor of a weight that is not packed."""
         return self.parts["weight"]
 
-    def read_parts(self, reader: TensorReader, expert: int = 0) -> dict[str, torch.Tensor]:
+    def read_parts(
+        self, reader: TensorReader, expert: int = 0, into: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         """The parts of one matrix; of ``expert`` where all experts are stored in one weight.
 
-        Raises ModelError when bytes are missing.
+        The same thread's next call overwrites them, but for ``weight`` if its bytes are read ``into`` a tensor. Raises
+        ModelError when bytes are missing.
         """
-        if len(self.shape) == 2:
-            return {role: reader.read(tensor) for role, tensor in self.parts.items()}
-        return {role: reader.read_rows(tensor, [expert])[0] for role, tensor in self.parts.items()}
+        row = None if len(self.shape) == 2 else expert
+        return {
+            role: reader.read_part(tensor, role, row, into if role == "weight" else None)
+            for role, tensor in self.parts.items()
+        }
 
     def unpack(self, reader: TensorReader, dtype: torch.dtype) -> torch.Tensor:
         """The whole weight: packed ones as ``dtype``, others in their stored dtype.
