@@ -14,7 +14,7 @@ from moeoffload.checkpoint.gguf_config import config_values
 from moeoffload.checkpoint.gguf_file import GgufFile
 from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, TensorIndex, TensorReader
 from moeoffload.errors import ModelError, SettingError
-from moeoffload.host.routing import VERSION, read_routing_stats
+from moeoffload.host.routing import read_routing_stats
 
 _SHARD = "model-00001-of-00001.safetensors"
 _HEADER = {"__metadata__": {"format": "pt"}, "a": {"dtype": "BF16", "shape": [2, 4], "data_offsets": [0, 16]}}
@@ -100,7 +100,7 @@ def seeds() -> dict[str, bytes]:
     """Inputs made of real files."""
     header = json.dumps(_HEADER).encode()
     index = json.dumps({"metadata": {"total_size": 16}, "weight_map": {"a": _SHARD}}).encode()
-    stats = json.dumps({"version": VERSION, "model_digest": _DIGEST, "tokens": 2, "counts": [[1, 0, 1]] * 2}).encode()
+    stats = json.dumps({"version": 1, "model_digest": _DIGEST, "tokens": 2, "counts": [[1, 0, 1]] * 2}).encode()
     return {
         "file": b"\0" + _safetensors(header),
         "header": b"\1" + header,

@@ -15,8 +15,7 @@ from moeoffload.config import ServeSettings
 from moeoffload.errors import SettingError
 from moeoffload.logs import log_to
 
-EXIT_GAVE_UP = 1
-"""Some requests did not finish before the stop."""
+EXIT_GAVE_UP = 1  # some requests did not finish before the stop
 
 
 @with_settings(ServeSettings)

@@ -17,8 +17,7 @@ from transformers.utils import logging as transformers_logging
 from moeoffload.checkpoint import BUILDING, Checkpoint
 from moeoffload.errors import ModelError
 
-IMPLEMENTATION: Final = "moeoffload"
-"""Name under which transformers knows the function (``experts_implementation``)."""
+IMPLEMENTATION: Final = "moeoffload"  # name under which transformers knows the function (`experts_implementation`)
 
 ExpertsCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """hidden (n, hidden), top-k ids (n, top_k) int64, weights (n, top_k) -> (n, hidden) in the dtype of hidden."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config import DtypeChoice, HostSettings
+from moeoffload.config import DtypeChoice, ExpertFormat, HostSettings
 from moeoffload.devices import resolve_device
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.fleet import Fleet, OnProgress
@@ -85,8 +85,13 @@ class OffloadedModel:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._device = resolve_device(settings.device, last=False)
+        expert_format = None if settings.expert_format is ExpertFormat.KEEP else settings.expert_format.value
         self.checkpoint = Checkpoint.open(
-            reference, dtype=_model_dtype(settings), revision=revision, dense=settings.dense
+            reference,
+            dtype=_model_dtype(settings),
+            revision=revision,
+            expert_format=expert_format,
+            dense=settings.dense,
         )
         self._payload = PayloadDtype.from_label(settings.dtype.value, self.checkpoint.dtype)
         with contextlib.ExitStack() as stack:
