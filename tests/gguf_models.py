@@ -68,7 +68,7 @@ def experts_of(tensors: dict[str, torch.Tensor], layer: int, *, interleaved: boo
 
 
 def reference_model(folder: Path, path: Path, dtype: torch.dtype) -> Any:
-    """The model of ``folder`` with the numbers of its GGUF file, put in place by hand."""
+    """The model of ``folder`` with the numbers of its GGUF file (all parts beside it), put in place by hand."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -77,7 +77,8 @@ def reference_model(folder: Path, path: Path, dtype: torch.dtype) -> Any:
         gguf.GGUFReader(path).fields["general.architecture"].contents()
     ]
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
-    tensors = unpacked(path)
+    parts = path.name.replace("-00001-of-", "-*-of-")
+    tensors = unpacked(*sorted(path.parent.glob(parts)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".experts." in name:
