@@ -64,6 +64,7 @@ BAD = {
     "device": ["tpu", "cuda:", "cuda:-1", "cuda:01", "gpu"],
     "model_dtype": ["f8"],
     "draft_model": [__file__, "no/such/folder"],
+    "dense": [__file__, "no/such/folder"],
     "seed": ["x", "9223372036854775808"],
     "report": [".", "no/such/folder/report.json"],
     "log_level": ["loud"],
