@@ -35,12 +35,7 @@ def test_guesses_change_no_text_and_save_calls(three_servers: list[str], how: st
     n_tokens, n_servers = 60, 2
     # One open model for both: where experts are placed changes the order of sums.
     with open_model(
-        DEMO,
-        experts=three_servers[:n_servers],
-        device="cpu",
-        max_new_tokens=n_tokens,
-        draft_model=DEMO,
-        mode="batched",
+        DEMO, experts=three_servers[:n_servers], device="cpu", max_new_tokens=n_tokens, draft_model=DEMO, mode="batched"
     ) as offloaded:
         offloaded.model.generation_config.eos_token_id = None  # so that there is much to guess
         draft, offloaded.draft = offloaded.draft, None
