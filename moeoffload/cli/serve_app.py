@@ -76,4 +76,4 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
 def _model_name(reference: str) -> str:
     """The default name of a model for clients: the name of its folder, or its hub id."""
     folder = Path(reference).expanduser()
-    return folder.resolve().name if folder.is_dir() else reference
+    return folder.resolve().name if folder.exists() else reference

@@ -15,9 +15,9 @@ import torch
 from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape
 from moeoffload.formats.packed import Codes, PackedFormat, Scales
 
-_POSITIVE: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+POSITIVE: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FORMAT: Final = PackedFormat(
-    "mxfp4", Codes.LEVELS4, Scales.E8M0, group=32, levels=(*_POSITIVE, *(-level for level in _POSITIVE))
+    "mxfp4", Codes.LEVELS4, Scales.E8M0, group=32, levels=(*POSITIVE, *(-level for level in POSITIVE))
 )
 _SCALES: Final = (torch.uint8, torch.float8_e8m0fnu)
 
