@@ -60,7 +60,7 @@ def few_rows_kernel(experts: nn.Module) -> TritonExperts | None:
 
 def why_not_triton(experts: nn.Module) -> str | None:
     """Why these experts cannot be computed by `TritonExperts`; None if they can. Wherever they can, ``auto`` does."""
-    device = first_tensor(module.down_proj).device
+    device = first_tensor(experts.down_proj).device
     if device.type != "cuda":
         return f"device {device.type}"
     if torch.cuda.get_device_capability(device) < (8, 0):
