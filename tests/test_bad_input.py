@@ -162,13 +162,6 @@ def test_a_server_with_too_little_memory(commands: Commands, start_server: Start
     assert needed - offered == pytest.approx(missing, abs=2e-6)
 
 
-def test_a_spawned_server_with_too_little_memory(commands: Commands) -> None:
-    arguments = ["--device", "cpu", "--prompt", "hi", "--server-memory-gib", "0.001"]
-    result = commands.run("moeoffload", "run", DEMO, *arguments)
-    assert (result.code, result.out) == (PLACEMENT, "")
-    assert result.err.count("missing") == 1
-
-
 def test_a_server_says_no_more_than_a_warning_to_a_client_that_talks_nonsense(server: RunningServer) -> None:
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), timeout=10) as client:

@@ -60,14 +60,6 @@ def test_guesses_change_no_text_and_save_calls(three_servers: list[str], how: st
     assert guesses["passes"] < 0.7 * guesses["tokens"]
 
 
-def test_guesses_from_the_command_line(commands: Commands, three_servers: list[str]) -> None:
-    words = ["run", str(DEMO), "--experts", three_servers[0], "--no-chat", "--prompt", "reverse abababa ="]
-    plain = commands.run("moeoffload", *words)
-    guessed = commands.run("moeoffload", *words, "--prompt-lookup", "5")
-    assert (guessed.code, guessed.out) == (0, plain.out)
-    assert "tokens per pass" in guessed.err
-
-
 def test_a_draft_model_that_does_not_fit_is_refused(commands: Commands, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     refused = commands.run("moeoffload", "run", str(DEMO), "--prompt", "x", "--draft-model", str(tmp_path / "empty"))
