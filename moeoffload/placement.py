@@ -94,15 +94,9 @@ def place_experts(
     holds a contiguous range of a layer's experts; with it, those whose rows it is expected to finish when the others
     finish theirs.
 
-    Args:
-        experts: the routed experts of each MoE layer that are to be placed.
-        expert_bytes: bytes of one expert of each MoE layer.
-        offers: one for each server, in the order of the result.
-        speeds: of the servers, in any common unit.
-        usage: how often each expert of each MoE layer was chosen, all experts of the layer.
-
-    Raises:
-        PlacementError: the experts do not fit; the message holds a table of needed, offered and missing memory.
+    ``experts`` are those of each MoE layer that are to be placed, ``expert_bytes`` bytes of one of each layer;
+    ``offers`` and ``speeds`` (in any unit) are by server; ``usage`` is how often each expert of each layer was chosen.
+    Raises PlacementError: the experts do not fit; the message holds a table of needed, offered and missing memory.
     """
     need = sum(len(each) * size for each, size in zip(experts, expert_bytes, strict=True))
     limits = [max(0, offer.n_bytes) for offer in offers]

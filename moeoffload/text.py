@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-MAX_TEXT: Final = 500
-"""Characters that are kept of a text of the other side where nothing else is said."""
+MAX_TEXT: Final = 500  # characters that are kept of a text of the other side where nothing else is said
 
 
 def one_line(text: str, limit: int = MAX_TEXT) -> str:

@@ -170,9 +170,8 @@ def test_reads_text(name: str, text: str, value: Any) -> None:
 
 def test_address_has_host_and_port() -> None:
     named, ipv6 = HostSettings.load({"experts": ["Node1:50051", "[0:0::1]:5"]}).experts
-    assert (named, named.host, named.port) == ("node1:50051", "node1", 50051)
-    assert (ipv6, ipv6.host, ipv6.port) == ("[::1]:5", "::1", 5)
-    assert isinstance(named, Address)
+    assert (named, named.host, named.port) == (Address("node1:50051"), "node1", 50051)
+    assert (ipv6, ipv6.host, ipv6.port) == (Address("[::1]:5"), "::1", 5)
 
 
 def test_folder_that_can_be_made_is_allowed_and_not_made(tmp_path: Path) -> None:
@@ -299,8 +298,7 @@ def test_gpu_is_short_for_a_device_and_what_is_typed_silences_the_environment(
 
 
 def test_page_is_fresh() -> None:
-    page = ROOT / "docs" / "settings.md"
-    assert page.read_text(encoding="utf-8") == markdown(), "run: make docs"
+    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == markdown(), "run: make docs"
 
 
 def call(app: typer.Typer, *words: str) -> Any:

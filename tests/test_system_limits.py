@@ -86,7 +86,7 @@ def listen(keys):
     StreamListener(max_request_bytes=4096, encrypted=keys is not None).close()
 
 def connect(keys):
-    parameters = {"port": "9", "server_key": keys.public} if keys else {"port": "9", "routing_id": "6d" * 32}
+    parameters = {"port": "9", "routing_id": "6d" * 32, **({"server_key": keys.public} if keys else {})}
     offer = ChannelOffer("stream", ChannelSizes(1, 4096, 4096), parameters)
     open_stream(offer, "127.0.0.1", timeout_s=0.02, keys=keys)
 

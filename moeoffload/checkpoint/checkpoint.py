@@ -1,11 +1,11 @@
-"""A checkpoint folder as hosts and expert servers see it: its MoE layers, any subset of their experts as a module."""
+"""A checkpoint as hosts and expert servers see it: its MoE layers, any subset of their experts as a module."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeoffload.checkpoint.convert import Recipe, Shapes, make_recipes
+from moeoffload.checkpoint.convert import Recipe, Shapes
 from moeoffload.checkpoint.digest import digest_checkpoint
+from moeoffload.checkpoint.gguf import open_gguf
+from moeoffload.checkpoint.gguf_file import is_gguf
 from moeoffload.checkpoint.layout import (
     ExpertLayer,
     build_meta_model,
@@ -28,11 +30,10 @@ from moeoffload.checkpoint.layout import (
     top_k_of,
 )
 from moeoffload.checkpoint.locate import locate
-from moeoffload.checkpoint.model_config import quantisation, read_config, refuse_empty_claims
 from moeoffload.checkpoint.packed_rows import Piece
 from moeoffload.checkpoint.quantised import quantised_experts, quantised_pieces, refuse_packed
-from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorIndex, TensorReader
-from moeoffload.checkpoint.weights import DenseTensor, WeightIndex
+from moeoffload.checkpoint.source import Readable, Source, open_folder
+from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorReader
 from moeoffload.errors import ModelError
 from moeoffload.formats.quantise import FORMATS
 
@@ -47,7 +48,9 @@ class Checkpoint:
     """A Mixture-of-Experts model on disk. Made by :meth:`open`; holds no weights.
 
     Attributes:
-        path: the local folder.
+        path: the local folder, or the GGUF file.
+        folder: where tokenizer and generation config are; None if the GGUF file itself has them.
+        config_text: config.json, if a server that has only the GGUF file needs to be sent it.
         config: the transformers config as ``AutoConfig`` reads it (for multimodal models the whole one).
         model_type: its ``model_type``.
         model_class: the transformers class in whose ``named_modules()`` the layers' names are found.
@@ -61,6 +64,8 @@ class Checkpoint:
     """
 
     path: Path
+    folder: Path | None
+    config_text: str
     config: Any
     model_type: str
     model_class: type[nn.Module]
@@ -70,34 +75,28 @@ class Checkpoint:
     layers: tuple[ExpertLayer, ...]
     dense_bytes: int
 
-    def __init__(
-        self,
-        path: Path,
-        config: Any,
-        dtype: torch.dtype,
-        index: TensorIndex,
-        weights: WeightIndex,
-        quantised: str | None = None,
-    ):
-        model = build_meta_model(config, dtype)
+    def __init__(self, source: Source, dtype: torch.dtype, quantised: str | None = None):
+        model = build_meta_model(source.config, dtype)
         experts = find_experts(model)
-        self.path = path
-        self.config = config
-        self.model_type = config.model_type
+        self.path = source.path
+        self.folder = source.folder
+        self.config_text = source.config_text
+        self.config = source.config
+        self.model_type = self.config.model_type
         self.model_class = type(model)
         self.dtype = dtype
         self.hidden_size = _only({row_width_of(module) for module in experts.values()}, "row widths", self.model_type)
         self.top_k = _only({top_k_of(model, name) for name in experts}, "top_k values", self.model_type)
         self.dense_bytes = dense_bytes_of(model, experts)
-        self._index = index
+        self._source = source
         # The modules stay on the meta device and are the moulds from which subsets are cast; the rest of the model
         # goes.
         self._moulds = experts
-        self._recipes, self._dense = make_recipes(model, experts, weights)
+        self._recipes, self._dense = source.sort(model, experts)
         self._model_config = model.config
         self._quantised = quantised
         if quantised is not None:
-            refuse_packed(path, self._recipes, quantised)
+            refuse_packed(self.path, self._recipes, quantised)
         self.layers = tuple(self._describe(number, name) for number, name in enumerate(experts))
 
     @classmethod
@@ -108,27 +107,33 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         revision: str | None = None,
         expert_format: str | None = None,
+        dense: Path | None = None,
+        config_text: str = "",
     ) -> Checkpoint:
-        """Open a folder in the transformers format or a hub id; reads headers only.
+        """Open a folder in the transformers format, a hub id, or a GGUF file; reads headers only.
 
         Args:
-            model: folder, or hub id such as ``"org/name"``.
+            model: folder, hub id such as ``"org/name"``, or a file (any part) that ends in ``.gguf``.
             dtype: compute dtype (float32, float16, bfloat16 or float64); None takes the checkpoint's.
             revision: branch, tag or commit of a hub id.
             expert_format: a name of `formats.quantise.FORMATS`, in which experts are packed while they are read; None
                 leaves them as they are stored.
+            dense: folder with the config and the dense tensors of the model in a GGUF file.
+            config_text: that config alone, for experts only.
 
         Raises:
             ModelError: no such model, damaged or missing files, weights of an unknown format, not a Mixture-of-Experts
-                model, or a family whose experts transformers does not route through its experts interface. One line
-                says which.
+                model, a family whose experts transformers does not route through its experts interface, or ``dense`` of
+                another model. One line says which.
         """
         path = locate(model, revision)
-        config = read_config(path)
-        index = TensorIndex.open(path)
-        refuse_empty_claims(config, index)
-        weights = WeightIndex.of(index, quantisation(path))
-        return cls(path, config, _compute_dtype(dtype, config, index), index, weights, expert_format)
+        if is_gguf(path):
+            source = open_gguf(path, dense, config_text)
+        elif dense is not None:
+            raise ModelError(f"--dense: goes with a GGUF file, {path} has dense tensors itself")
+        else:
+            source = open_folder(path)
+        return cls(source, _compute_dtype(dtype, source), expert_format)
 
     @cached_property
     def digest(self) -> str:
@@ -137,7 +142,7 @@ class Checkpoint:
         Equal for copies, other places and other shardings of the same checkpoint; the compute dtype does not enter.
         Experts that are packed while they are read have another one for each format.
         """
-        stored = digest_checkpoint(self.path, self._index)
+        stored = digest_checkpoint(self._source.values, self._source.index)
         return stored if self._quantised is None else hashlib.sha256(f"{stored} {self._quantised}".encode()).hexdigest()
 
     @property
@@ -145,9 +150,9 @@ class Checkpoint:
         """The classes of the experts modules, each once."""
         return tuple(dict.fromkeys(type(mould) for mould in self._moulds.values()))
 
-    def dense_tensors(self) -> dict[str, DenseTensor]:
+    def dense_tensors(self) -> Mapping[str, Readable]:
         """Everything but the routed experts by stored name, to be read one by one; packed weights are unpacked then."""
-        return {weight.name: DenseTensor(weight, self.dtype) for weight in self._dense}
+        return self._dense(self.dtype)
 
     def build_experts(self, layer: int, experts: Sequence[int], device: torch.device) -> nn.Module:
         """The model's own experts module of MoE layer ``layer`` with only ``experts``, in this order.
@@ -278,8 +283,10 @@ def _only(values: set[int], what: str, model_type: str) -> int:
     return value
 
 
-def _compute_dtype(given: torch.dtype | None, config: Any, index: TensorIndex) -> torch.dtype:
-    stated = given or config.dtype or config.get_text_config().dtype or index.main_dtype() or torch.float32
+def _compute_dtype(given: torch.dtype | None, source: Source) -> torch.dtype:
+    config = source.config
+    stated = given or config.dtype or config.get_text_config().dtype
+    stated = stated or source.dtype or source.index.main_dtype() or torch.float32
     dtype = getattr(torch, stated, stated) if isinstance(stated, str) else stated
     if dtype not in COMPUTE_DTYPES:
         allowed = ", ".join(str(allowed).removeprefix("torch.") for allowed in COMPUTE_DTYPES)

@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     dot_natural_key,
     rename_source_key,
 )
@@ -121,17 +122,19 @@ class Shapes:
 
 
 def make_recipes(
-    model: nn.Module, experts: dict[str, nn.Module], weights: WeightIndex
+    model: nn.Module,
+    experts: dict[str, nn.Module],
+    weights: WeightIndex,
+    mapping: Sequence[WeightTransform] | None = None,
 ) -> tuple[dict[str, list[Recipe]], list[StoredWeight]]:
     """For every experts module the recipes that give all its parameters, and the weights of the rest of ``model``.
 
-    ``model`` is the whole model on the meta device. Raises ModelError naming the parameter when stored weights are
-    missing, have another shape or dtype than needed, or would have to be mixed across experts.
+    ``model`` is the whole model on the meta device; ``mapping`` converts stored weights into its parameters, by default
+    transformers' own for the family. Raises ModelError naming the parameter when stored weights are missing, have
+    another shape or dtype than needed, or would have to be mixed across experts.
     """
-    owners = {
-        f"{name}.{parameter}": name for name, module in experts.items() for parameter, _ in module.named_parameters()
-    }
-    by_target, dense = _match(model, experts, owners, weights)
+    owners = _owners(experts)
+    by_target, dense = _match(model, experts, owners, weights, mapping)
     recipes: dict[str, list[Recipe]] = {name: [] for name in experts}
     for recipe in by_target.values():
         recipes[owners[recipe.targets[0]]].append(recipe)
@@ -146,13 +149,29 @@ def make_recipes(
     return recipes, dense
 
 
+def dense_weights(model: nn.Module, experts: dict[str, nn.Module], weights: WeightIndex) -> list[StoredWeight]:
+    """The weights of ``model`` but for its experts, of which there may be none."""
+    return _match(model, experts, _owners(experts), weights, None)[1]
+
+
+def _owners(experts: dict[str, nn.Module]) -> dict[str, str]:
+    """The experts module of each of their parameters, by full names."""
+    return {
+        f"{name}.{parameter}": name for name, module in experts.items() for parameter, _ in module.named_parameters()
+    }
+
+
 def _match(
-    model: nn.Module, experts: dict[str, nn.Module], owners: dict[str, str], weights: WeightIndex
+    model: nn.Module,
+    experts: dict[str, nn.Module],
+    owners: dict[str, str],
+    weights: WeightIndex,
+    mapping: Sequence[WeightTransform] | None,
 ) -> tuple[dict[str, Recipe], list[StoredWeight]]:
     """Sort the stored weights under the expert parameters that they become, as transformers does when it loads."""
     known = model.state_dict()
     prefix = model.base_model_prefix
-    mapping = get_model_conversion_mapping(model)
+    mapping = get_model_conversion_mapping(model) if mapping is None else mapping
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
     converters = [step for step in mapping if isinstance(step, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}

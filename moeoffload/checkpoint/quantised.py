@@ -28,7 +28,7 @@ def refuse_packed(path: Path, recipes: Mapping[str, Sequence[Recipe]], name: str
 def quantised_pieces(mould: nn.Module, form: PackedFormat) -> dict[str, tuple[Piece, ...]]:
     """The matrices of an experts module, by the names of their parameters, in ``form``."""
     module: Any = mould
-    pieces = {}
+    pieces: dict[str, tuple[Piece, ...]] = {}
     for name, shape in per_expert_parameters(mould).items():
         if len(shape) == 3:
             n_out, n_in = (shape[2], shape[1]) if module.is_transposed else (shape[1], shape[2])

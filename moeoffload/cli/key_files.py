@@ -49,7 +49,8 @@ def make_keys(folder: Path, names: Sequence[str]) -> list[str]:
     ca = _certificate("moeoffload private CA", ca_key, None, ca_key)
     server = _certificate("moeoffload server", server_key, ca, ca_key, subjects)
     host = _certificate("moeoffload host", host_key, ca, ca_key)
-    for name, content in zip(NAMES, (ca, server, server_key, host, host_key), strict=True):
+    contents: tuple[x509.Certificate | ec.EllipticCurvePrivateKey, ...] = ca, server, server_key, host, host_key
+    for name, content in zip(NAMES, contents, strict=True):
         _write(folder / name, content)
     return subjects
 

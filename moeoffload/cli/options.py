@@ -21,7 +21,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 ModelName = Annotated[
-    str, typer.Argument(help="Folder of a transformers checkpoint, or an id of the Hugging Face hub.")
+    str, typer.Argument(help="Folder of a transformers checkpoint, an id of the Hugging Face hub, or a GGUF file.")
 ]
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")]
 Chat = Annotated[

@@ -15,8 +15,7 @@ from moeoffload.config import ServeSettings
 from moeoffload.errors import SettingError
 from moeoffload.logs import log_to
 
-EXIT_GAVE_UP = 1
-"""Some requests did not finish before the stop."""
+EXIT_GAVE_UP = 1  # some requests did not finish before the stop
 
 
 @with_settings(ServeSettings)
@@ -77,4 +76,4 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
 def _model_name(reference: str) -> str:
     """The default name of a model for clients: the name of its folder, or its hub id."""
     folder = Path(reference).expanduser()
-    return folder.resolve().name if folder.is_dir() else reference
+    return folder.resolve().name if folder.exists() else reference

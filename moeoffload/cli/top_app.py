@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 ANSWER_S: Final = 5.0
 LEAST_INTERVAL_S: Final = 0.1
 MOST_INTERVAL_S: Final = 60.0
-MOST_BYTES: Final = 16 << 20
-"""Of an answer: thousands of layers and servers fit."""
+MOST_BYTES: Final = 16 << 20  # of an answer: thousands of layers and servers fit
 
 
 @exit_on_error()

@@ -17,8 +17,7 @@ from moeoffload.text import one_line
 
 _MIB: Final = 1 << 20
 _STATE_COLORS: Final = {"up": "green", "replaced": "yellow"}
-_MOST_LAYERS: Final = 16
-"""Shown at once; of more layers neighbours share a line."""
+_MOST_LAYERS: Final = 16  # shown at once; of more layers neighbours share a line
 
 Json = dict[str, Any]
 

@@ -40,6 +40,16 @@ class DtypeChoice(StrEnum):
     BF16 = "bf16"
 
 
+class ExpertFormat(StrEnum):
+    """What experts are packed in while they are loaded; KEEP is as they are stored."""
+
+    KEEP = "keep"
+    INT8 = "int8"
+    INT4 = "int4"
+    FP8 = "fp8"
+    MXFP4 = "mxfp4"
+
+
 class Pipeline(StrEnum):
     """Whether the chunks of a long prompt follow each other through the layers; AUTO is on."""
 
@@ -151,6 +161,17 @@ class HostSettings(_Recovery, _Generation):
     device: values.Device = _compute("auto", "Where the dense layers run.", means="the first CUDA device, else the CPU")
     model_dtype: DtypeChoice = _compute(
         DtypeChoice.AUTO, "The dtype the model computes in.", allowed=_DTYPES, means="the checkpoint's"
+    )
+    expert_format: ExpertFormat = _compute(
+        ExpertFormat.KEEP,
+        "Experts stored in 16 or 32 bits are packed in this format while servers load them.",
+        means="as they are stored",
+    )
+    dense: values.FolderToRead = _compute(
+        None,
+        "For a model in a GGUF file: config, tokenizer and dense layers come from this folder, experts from the file.",
+        allowed="the folder of a transformers checkpoint",
+        means="all comes from the GGUF file, which is possible for some families",
     )
     profile: bool = _reporting(False, "Also record each layer's times in the report.")
     report: values.FileToWrite = _reporting(

@@ -197,8 +197,11 @@ class Lease:
         *,
         progress: Callable[[int, int], None],
         timeout_s: float,
-    ) -> None:
+    ) -> list[float] | None:
         """Makes the experts of ``table`` resident; calls ``progress(loaded bytes, total bytes)`` meanwhile.
+
+        Returns:
+            how far the weights of each layer are from the stored ones, if they were packed; see `LoadProgress`.
 
         Raises:
             ServerError: the server cannot load them, or holds another model or table than was asked for.
@@ -206,6 +209,7 @@ class Lease:
         layers = [pb.LayerExperts(layer=i, experts=experts) for i, experts in enumerate(table.layers)]
         request = pb.LoadExpertsRequest(lease_id=self.lease_id, model=model, layers=layers)
         table_digest = ""
+        errors: list[float] = []
         try:
             steps = self._client._begin(
                 lambda stub, metadata: stub.LoadExperts(request, timeout=timeout_s, metadata=metadata)
@@ -213,10 +217,13 @@ class Lease:
             for step in steps:
                 progress(step.loaded_bytes, step.total_bytes)
                 table_digest = step.table_digest or table_digest
+                if step.HasField("weight_error") and len(errors) < len(layers):
+                    errors.append(step.weight_error)
         except grpc.RpcError as error:
             raise error_of(error, self._client.address, "LoadExperts") from None
         if table_digest != table.digest:
             raise ServerError(f"expert server {self._client.address}: its expert table differs from what was asked for")
+        return errors or None
 
     def activate(self, request: pb.Activate) -> pb.Offer:
         """Agrees on everything that does not change from call to call.

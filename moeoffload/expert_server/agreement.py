@@ -5,9 +5,18 @@ from __future__ import annotations
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
+from moeoffload.formats.quantise import FORMATS
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
+from moeoffload.text import one_line
 from moeoffload.wire import MAX_SLOTS
+
+
+def read_format(name: str) -> str | None:
+    """What experts are to be packed in; None: as they are stored. Raises ServerError for a format that is not known."""
+    if name and name not in FORMATS:
+        raise ServerError(f"expert format is {one_line(name, 24)!r} (host), known here are {', '.join(FORMATS)}")
+    return name or None
 
 
 def read_payload(field: str, label: str) -> PayloadDtype:

@@ -12,8 +12,7 @@ import torch
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
 
-READ_BYTES: Final = 256 << 20
-"""Experts are read in groups of at most so many bytes, beside the cache itself."""
+READ_BYTES: Final = 256 << 20  # experts are read in groups of at most so many bytes, beside the cache itself
 _META: Final = torch.device("meta")
 
 _Shape = tuple[int | None, tuple[tuple[str, tuple[int, ...]], ...]]

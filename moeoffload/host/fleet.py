@@ -182,7 +182,7 @@ class Fleet:
                 leases.callback(lease.close)
                 servers.append(functools.partial(lease.calibrate, plan.model, plan.settings.load_timeout_s))
             timings, equal = measure(servers, [candidate.address for candidate in self._candidates])
-        return placement_speeds(timings, self._checkpoint.top_k, equal)
+        return placement_speeds(timings, equal)
 
     def _open_shard(
         self, table: ExpertTable, servers: list[Candidate], plan: AttachPlan, cache: ExpertCache | None

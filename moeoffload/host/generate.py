@@ -32,8 +32,7 @@ class _Streamer(TextStreamer):
     def __init__(self, tokenizer: Any, stream: TextIO) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stream = stream
-        self.on_tokens: Callable[[int], None] | None = None
-        """Told how many tokens have come, the prompt's aside."""
+        self.on_tokens: Callable[[int], None] | None = None  # told how many tokens have come, the prompt's aside
 
     def put(self, value: torch.Tensor) -> None:
         """See `TextStreamer`, which takes one token at a time."""

@@ -38,8 +38,7 @@ class Granularity:
     mode: Mode
     hot_slice: int
     pipeline: Pipeline = Pipeline.OFF
-    chunk_rows: int | None = CHUNK_ROWS
-    """See the function of that name."""
+    chunk_rows: int | None = CHUNK_ROWS  # see the function of that name
 
     def slice_rows(self, capacity: int) -> int:
         """Most rows in one dispatch to a server whose effective batch capacity is ``capacity``."""

@@ -54,6 +54,8 @@ class LinkInfo:
     kernel: str
     n_experts: int
     resident_bytes: int
+    weight_errors: list[float] | None = None
+    """Of each layer with experts there: how far packed weights are from the stored ones; None if not packed."""
 
 
 @dataclass(slots=True, eq=False)

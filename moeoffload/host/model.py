@@ -10,15 +10,14 @@ from typing import Any, Final, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from moeoffload.checkpoint import BUILDING, Checkpoint
 from moeoffload.errors import ModelError
 
-IMPLEMENTATION: Final = "moeoffload"
-"""Name under which transformers knows the function (``experts_implementation``)."""
+IMPLEMENTATION: Final = "moeoffload"  # name under which transformers knows the function (`experts_implementation`)
 
 ExpertsCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """hidden (n, hidden), top-k ids (n, top_k) int64, weights (n, top_k) -> (n, hidden) in the dtype of hidden."""
@@ -76,7 +75,8 @@ def load_dense_model(checkpoint: Checkpoint, device: torch.device) -> Any:
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{checkpoint.path}: {len(missing)} dense tensors are missing, among them {missing[0]}")
-    model.generation_config = _generation_config(checkpoint.path)
+    if checkpoint.folder is not None:
+        model.generation_config = _generation_config(checkpoint.folder)
     return model.to(device).eval()
 
 
@@ -94,15 +94,29 @@ def _refuse_to_save(folder: Path, *args: object, **kwargs: object) -> None:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The tokenizer beside the checkpoint. Raises ModelError: there is none that can be read."""
+    """The tokenizer beside the checkpoint, or in the GGUF file. Raises ModelError: there is none that can be read."""
+    folder = checkpoint.folder
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+        if folder is None:
+            tokenizer = _gguf_tokenizer(checkpoint.path)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # depends on the tokenizer's kind
         raise ModelError(f"{checkpoint.path}: its tokenizer cannot be read: {_one_line(error)}") from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         # For some families transformers makes up an empty tokenizer where there is no file of one.
         raise ModelError(f"{checkpoint.path}: there is no tokenizer beside the model")
     return tokenizer
+
+
+def _gguf_tokenizer(file: Path) -> Any:
+    """The tokenizer in a GGUF file, whose header was found to be whole before."""
+    # It imports the tokenizers of half a dozen families.
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    architecture, vocabulary, settings = get_gguf_tokenizer(str(file))
+    backend, more = convert_gguf_tokenizer(architecture, vocabulary)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
 
 
 def eos_tokens(model: Any) -> tuple[int, ...]:

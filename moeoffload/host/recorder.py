@@ -63,10 +63,8 @@ class Recorder:
         self._phase = PREFILL
         self._started = 0.0
         self._last_end = 0.0
-        self.tokens: TokenTotals | None = None
-        """Told by who packs several requests, or guesses, into one pass."""
-        self.guesses: GuessCounts | None = None
-        """Of answers with guesses; None if there were none."""
+        self.tokens: TokenTotals | None = None  # told by who packs several requests, or guesses, into one pass
+        self.guesses: GuessCounts | None = None  # of answers with guesses; None if there were none
 
     @property
     def counters(self) -> PhaseCounters:

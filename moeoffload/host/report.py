@@ -20,8 +20,7 @@ from moeoffload.host.recorder import DECODE, PREFILL, GuessCounts, Recorder, Tok
 from moeoffload.payload import PayloadDtype
 
 REPORT_VERSION: Final = 1
-ACCOUNTED: Final = 0.95
-"""A phase whose parts add up to less of its time is marked incomplete."""
+ACCOUNTED: Final = 0.95  # a phase whose parts add up to less of its time is marked incomplete
 _MIB: Final = 1 << 20
 _HOST_FIELDS: Final = ("dense", "pack", "local", "wait", "wait_queue", "wait_compute", "turn", "combine", "other")
 _HOST_PARTS: Final = {"dense": "dense_s", "pack": "pack_s", "local experts": "local_s", "wait": "wait_s",
@@ -40,7 +39,9 @@ def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "top_k": checkpoint.top_k,
         "hidden_size": checkpoint.hidden_size,
         "dense_bytes": checkpoint.dense_bytes,
-        "expert_bytes": sum(layer.n_experts * layer.expert_bytes for layer in layers),
+        "expert_bytes": (n_bytes := sum(layer.n_experts * layer.expert_bytes for layer in layers)),
+        "expert_format": "+".join(sorted({name for layer in layers for name in layer.format.split("+")})),
+        "bits_per_weight": 8 * n_bytes / sum(layer.n_experts * layer.n_weights for layer in layers),
     }
 
 
@@ -121,7 +122,9 @@ class Report:
 
     def table(self) -> RenderableType:
         """Tables for a terminal: the phases, then the servers."""
-        title = f"{self.model['model_type']} · mode {self.run['mode']} · payload {self.run['payload_dtype']}"
+        model, run = self.model, self.run
+        weights = f"experts in {model['expert_format']}, {model['bits_per_weight']:.3g} bits a weight"
+        title = f"{model['model_type']} · {weights} · mode {run['mode']} · payload {run['payload_dtype']}"
         tables = [
             _table(title, {name: _phase_cells(phase) for name, phase in self.phases.items()}),
             _table(None, {server["address"]: _server_cells(server) for server in self.servers}),
@@ -168,6 +171,7 @@ def _server_cells(server: dict[str, Any]) -> dict[str, str]:
         "kernel": server["kernel"],
         "experts": f"{server['n_experts']:,}",
         "resident MiB": f"{server['resident_bytes'] / _MIB:,.1f}",
+        "weight error": f"{max(server['weight_errors'] or [0.0]):.2%}",
         "batch capacity": f"{server['batch_capacity']:,}",
         "calls": f"{total['calls']:,}",
         "rows": f"{total['rows']:,}",

@@ -13,8 +13,7 @@ from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import Shard
 
-POLL_S: Final = 0.001
-"""How long each of two servers is waited for in turn."""
+POLL_S: Final = 0.001  # how long each of two servers is waited for in turn
 ROUNDINGS: Final = 8.0
 """Sums of one row may differ by this many roundings of its largest value: kernels add in different orders."""
 

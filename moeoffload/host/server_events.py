@@ -11,8 +11,7 @@ from typing import Any, Final
 
 logger = logging.getLogger(__name__)
 
-KEPT_EVENTS: Final = 256
-"""The newest events; a report does not grow without bound."""
+KEPT_EVENTS: Final = 256  # the newest events; a report does not grow without bound
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def bind_socket(settings: ServeSettings) -> socket.socket:
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
-        # A server that was stopped a moment ago does not keep the next one from its port.
+        # a server that was stopped a moment ago does not keep the next one from its port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:

@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from moeoffload.config import ServeSettings, is_loopback
 from moeoffload.serve.access import read_api_key
 from moeoffload.serve.answering import Answering
-from moeoffload.serve.api_errors import ApiError, of_exception, of_validation
+from moeoffload.serve.api_errors import ApiError, of_exception
 from moeoffload.serve.dashboard import dashboard_page
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.guard import Guard
@@ -108,22 +108,13 @@ def _add_health(app: FastAPI, engine: ServingEngine, guard: Guard) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response()
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return of_validation(error).response()
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
+    async def tell(request: Request, error: Exception) -> Response:
+        if not isinstance(error, HTTPException):
+            return of_exception(error).response()
+        message, code = str(error.detail), None
         if error.status_code in (404, 405):
-            url = one_line(request.url.path, 200)
-            message, code = f"Unknown request URL: {request.method} {url}.", "unknown_url"
-            return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
-        return ApiError(error.status_code, str(error.detail)).response()
+            message, code = f"Unknown request URL: {request.method} {one_line(request.url.path, 200)}.", "unknown_url"
+        return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
 
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return of_exception(error).response()
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, tell)

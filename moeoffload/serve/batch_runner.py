@@ -19,8 +19,7 @@ from moeoffload.serve.scheduler import Scheduler
 from moeoffload.serve.sequence import Share
 from moeoffload.serve.speculative import IDLE_REQUESTS, PromptLookup, accept
 
-PAGE_TOKENS: Final = 16
-"""A beginning is used again in pages of so many tokens."""
+PAGE_TOKENS: Final = 16  # a beginning is used again in pages of so many tokens
 _MOST_GUESSES: Final = FEW_QUERIES // IDLE_REQUESTS - 1
 """So many that a step of guesses is computed like one token: kernels for few rows do not round by their number."""
 

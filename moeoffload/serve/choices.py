@@ -25,8 +25,7 @@ class Piece:
 
     index: int
     text: str
-    tokens: Sequence[tuple[int, TokenChoice]] = ()
-    """Each with where its text begins, in characters of the choice."""
+    tokens: Sequence[tuple[int, TokenChoice]] = ()  # each with where its text begins, in characters of the choice
     finish: FinishReason | None = None
 
 

@@ -60,8 +60,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.found = False
-        """Whether a stop string has come; nothing comes out any more."""
+        self.found = False  # whether a stop string has come; nothing comes out any more
 
     def push(self, piece: str) -> str:
         """The text that is certain to stand before any stop string."""

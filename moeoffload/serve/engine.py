@@ -44,10 +44,8 @@ class Ticket:
     last_token: float = 0.0
     n_tokens: int = 0
     is_over: bool = False
-    is_scheduled: bool = False
-    """Whether the batch has been told of it."""
-    reused: int | None = None
-    """None until its first step."""
+    is_scheduled: bool = False  # whether the batch has been told of it
+    reused: int | None = None  # None until its first step
 
     @property
     def request_id(self) -> str:
@@ -72,8 +70,7 @@ class ServingEngine:
         self._batch = BatchRunner(offloaded, settings)
         most = getattr(offloaded.checkpoint.config.get_text_config(), "max_position_embeddings", None)
         room = self._batch.runner.n_pages * PAGE_TOKENS
-        self.context_tokens = min(most or room, room)
-        """Tokens that prompt and answer of one request may have together."""
+        self.context_tokens = min(most or room, room)  # tokens that prompt and answer of one request may have together
         self.stats.cache.total_tokens = room
         self.stats.cache.total_bytes = self._batch.runner.total_bytes
         self._n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size

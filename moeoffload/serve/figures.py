@@ -6,17 +6,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-NOW_S: Final = 3.0
-"""Rates "now" are over so many seconds."""
-STEP_S: Final = 10.0
-"""Where the time of steps goes is over so many seconds."""
-LATENCY_S: Final = 60.0
-"""Latencies and batch sizes are over so many seconds."""
+NOW_S: Final = 3.0  # rates "now" are over so many seconds
+STEP_S: Final = 10.0  # where the time of steps goes is over so many seconds
+LATENCY_S: Final = 60.0  # latencies and batch sizes are over so many seconds
 PARTS: Final = ("dense", "pack", "wire", "queue", "compute", "local", "combine", "other")
 """Of a step, in the order in which they are shown."""
 LAYER_PARTS: Final = PARTS[:-1]
-PAUSE_S: Final = 10.0
-"""The history begins anew when no snapshot was asked for in so many seconds."""
+PAUSE_S: Final = 10.0  # the history begins anew when no snapshot was asked for in so many seconds
 _EPSILON_S: Final = 1e-6
 _LEAST_STEP_S: Final = 0.25
 

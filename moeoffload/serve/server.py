@@ -22,10 +22,8 @@ from moeoffload.serve.guard import Guard
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 512
-"""More are answered 503: descriptors are needed to reach expert servers, too."""
-_LAST_BYTES_S: Final = 5
-"""The longest wait for responses to be sent when all requests have ended."""
+MAX_CONNECTIONS: Final = 512  # more are answered 503: descriptors are needed to reach expert servers, too
+_LAST_BYTES_S: Final = 5  # the longest wait for responses to be sent when all requests have ended
 
 
 class HttpServer(uvicorn.Server):
@@ -46,8 +44,7 @@ class HttpServer(uvicorn.Server):
         self._drain_s = settings.drain_seconds
         self._on_ready = on_ready
         self._draining: threading.Thread | None = None
-        self.finished_all = True
-        """Whether all requests that had been taken were answered."""
+        self.finished_all = True  # whether all requests that had been taken were answered
         tls = tls_context(settings)
         connections = IdleConnections(app)
         super().__init__(

@@ -64,8 +64,7 @@ class CacheUse:
     """Memory of keys and values."""
 
     used_tokens: int = 0
-    kept_tokens: int = 0
-    """Of no running request, kept to be reused."""
+    kept_tokens: int = 0  # of no running request, kept to be reused
     total_tokens: int = 0
     total_bytes: int = 0
 

@@ -25,7 +25,6 @@ from moeoffload.transport.zmq_socket import (
     FrameSocket,
     IncomingFrame,
     OutgoingFrame,
-    new_routing_id,
     slot_buffers,
 )
 from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
@@ -265,8 +264,7 @@ def open_stream(
     pair = (keys, check_key(server_key, "server")) if server_key and keys is not None else None
     try:
         port = int(offer.parameters["port"])
-        # Under encryption the routing id is nobody's business but ZeroMQ's: it never crosses the control plane.
-        routing_id = new_routing_id() if pair else bytes.fromhex(offer.parameters["routing_id"])
+        routing_id = bytes.fromhex(offer.parameters["routing_id"])
     except (KeyError, ValueError) as error:
         raise ProtocolError(f"the offer of a stream channel has no valid {error}") from error
     if not 0 < port < 65_536 or len(routing_id) != ROUTING_ID_BYTES:
