@@ -31,9 +31,7 @@ def tokens_of(model: Any) -> list[int]:
 def check(path: Path, reference: Any, server: str, transport: str, **options: Any) -> None:
     """The model in ``path`` gives the logits and the greedy tokens of ``reference``."""
     with (
-        open_model(
-            path, experts=[server], transport=transport, device="cpu", model_dtype="f32", **options
-        ) as offloaded,
+        open_model(path, experts=[server], transport=transport, device="cpu", model_dtype="f32", **options) as opened,
         torch.inference_mode(),
     ):
         assert [link.info.transport for link in opened.links] == [transport]
