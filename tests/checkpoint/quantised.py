@@ -101,7 +101,7 @@ def write(case: Case, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path
     return write_checkpoint(config, folder, dtype=dtype, form=case.form)
 
 
-def reference(folder: Path, case: Case, dtype: torch.dtype = torch.bfloat16) -> Any:
+def reference(folder: Path, case: Case) -> Any:
     """The model as the format's library unpacks it."""
     if case.form in (Quantised.GPTQ, Quantised.AWQ):
         return load(folder, unpacked_by_hand(folder, case.form))
@@ -112,7 +112,7 @@ def reference(folder: Path, case: Case, dtype: torch.dtype = torch.bfloat16) -> 
     if settings["quant_method"] == "compressed-tensors":
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     with without_accelerate():
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+        model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(report.values()), report
     return model
 
