@@ -31,9 +31,7 @@ def tokens_of(model: Any) -> list[int]:
 def check(path: Path, reference: Any, server: str, transport: str, **options: Any) -> None:
     """The model in ``path`` gives the logits and the greedy tokens of ``reference``."""
     with (
-        open_model(
-            path, experts=[server], transport=transport, device="cpu", model_dtype="f32", **options
-        ) as offloaded,
+        open_model(path, experts=[server], transport=transport, device="cpu", model_dtype="f32", **options) as opened,
         torch.inference_mode(),
     ):
         assert [link.info.transport for link in opened.links] == [transport]
@@ -61,6 +59,12 @@ def test_tokens_are_those_of_a_local_run_on_the_unpacked_weights(
     alone = tmp_path / "alone"
     alone.mkdir()
     check(Path(shutil.move(path, alone)), reference, three_servers[0], transport)
+
+
+def test_tokens_of_a_family_that_transformers_converts(three_servers: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    models.write_qwen35(path)
+    check(path, models.loaded_by_transformers(path, torch.float32), three_servers[0], "shared")
 
 
 def test_a_family_with_dense_layers_from_its_vendors_folder(start_server: StartServer, tmp_path: Path) -> None:
