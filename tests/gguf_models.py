@@ -163,7 +163,7 @@ def write_qwen35(path: Path) -> None:
     for name, value in {
         "context_length": config.max_position_embeddings, "block_count": 2, "embedding_length": WIDTH,
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim, "full_attention_interval": 2, "rope.dimension_count": 4,
+        "attention.key_length": config.head_dim, "full_attention_interval": 2, "rope.dimension_count": 8,
         "ssm.conv_kernel": config.linear_conv_kernel_dim, "ssm.state_size": config.linear_key_head_dim,
         "ssm.group_count": config.linear_num_key_heads, "ssm.time_step_rank": config.linear_num_value_heads,
         "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
@@ -173,7 +173,7 @@ def write_qwen35(path: Path) -> None:
         writer.add_uint32(f"qwen35moe.{name}", value)
     writer.add_float32("qwen35moe.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32("qwen35moe.rope.freq_base", 1e6)
-    writer.add_array("qwen35moe.rope.dimension_sections", [1, 1, 0, 0])
+    writer.add_array("qwen35moe.rope.dimension_sections", [2, 1, 1, 0])
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
     writer.add_token_scores([0.0] * config.vocab_size)
