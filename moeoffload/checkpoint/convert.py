@@ -263,7 +263,7 @@ def _plan(
         matrices = {
             target: traced[target][0].t() if module.is_transposed else traced[target][0] for target in recipe.targets
         }
-        plans[key] = {leaves[target]: plan(target, matrix, firsts) for target, matrix in matrices.items()}
+        plans[key] = {leaves[target]: plan(target, matrix, [*firsts.values()]) for target, matrix in matrices.items()}
     recipe.pieces = {target: plans[key][leaf] for target, leaf in leaves.items()}
 
 

@@ -53,14 +53,15 @@ def few_rows_kernel(experts: nn.Module) -> TritonExperts | None:
     reason = why_not_triton(experts)
     if reason is None:
         return TritonExperts(experts)
-    if first_tensor(experts.down_proj).device.type == "cuda":
+    if not reason.startswith("device"):
         _warn_once(reason)
     return None
 
 
 def why_not_triton(experts: nn.Module) -> str | None:
     """Why these experts cannot be computed by `TritonExperts`; None if they can. Wherever they can, ``auto`` does."""
-    device = first_tensor(experts.down_proj).device
+    module: Any = experts
+    device = first_tensor(module.down_proj).device
     if device.type != "cuda":
         return f"device {device.type}"
     if torch.cuda.get_device_capability(device) < (8, 0):
