@@ -61,6 +61,12 @@ def test_tokens_are_those_of_a_local_run_on_the_unpacked_weights(
     check(Path(shutil.move(path, alone)), reference, three_servers[0], transport)
 
 
+def test_tokens_of_a_family_that_transformers_converts(three_servers: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    models.write_qwen35(path)
+    check(path, models.loaded_by_transformers(path, torch.float32), three_servers[0], "shared")
+
+
 def test_a_family_with_dense_layers_from_its_vendors_folder(start_server: StartServer, tmp_path: Path) -> None:
     """The server has nothing but a copy of the file, in two parts, and is sent the config."""
     vendor, alone = tmp_path / "vendor", tmp_path / "alone"
