@@ -190,9 +190,9 @@ def compare(tools: Path, kind: str, file: Path, ours: Path, turns: int, limit: f
                 if turn:
                     found[name].append(speeds)
     rows = []
-    for (system, where), speeds in found.items():
-        spreads = {task: Spread.of([each[task] for each in speeds]) for task in speeds[0]}
-        rows.append(Row(kind, system, where, **spreads, decode_limit=limit, turns=speeds))
+    for (system, where), done in found.items():
+        spreads = {task: Spread.of([each[task] for each in done]) for task in done[0]}
+        rows.append(Row(kind, system, where, **spreads, decode_limit=limit, turns=done))
     return rows
 
 

@@ -11,6 +11,7 @@ from synthetic import (
     GEOMETRIES,
     TINY_FAMILIES,
     Layout,
+    Quantised,
     geometry_config,
     tiny_config,
     write_checkpoint,
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, help="vocabulary entries (default: 32000; tiny: 320)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--layout", choices=[*Layout], default=Layout.PER_EXPERT.value, help="how experts are stored")
+    parser.add_argument("--format", choices=[*Quantised], help="store quantised weights, as their publishers do")
     parser.add_argument("--sharded-mb", type=int, default=2000, metavar="MB", help="most data in one file, 10^6 bytes")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -52,6 +54,7 @@ def main() -> None:
         dtype=DTYPES[args.dtype],
         layout=args.layout,
         shard_bytes=args.sharded_mb * 10**6,
+        form=args.format,
     )
     files = sorted(folder.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)

@@ -11,7 +11,6 @@ import torch
 from shapes import EPOCH, LAYOUT, N_EXPERTS, ScriptedSocket, pack_messages, reply_frame, seal, unpack_messages
 
 from moeoffload.errors import MoeOffloadError
-from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.placement import ExpertTable
@@ -71,7 +70,7 @@ class _Host:
             torch.bfloat16,
             timeout_s,
             timeout_s,
-            SliceLearner([], LAYOUT.capacity, 1),
+            [],
         )
 
     def exchange(self, mode: int, data: bytes) -> None:

@@ -6,8 +6,8 @@ from time import perf_counter, sleep
 from typing import Any
 
 import pytest
-from test_coalescing import Host as RealHost
-from test_coalescing import Server, make
+from engine_kit import Host as RealHost
+from engine_kit import Server, make
 from test_fairness import BRIEF, LARGE, Engine, Host, engine
 from transport.conftest import OpenEnds, open_ends
 from transport.ends import SOON_S, OnDemand, echo, eventually, receive, send
@@ -55,12 +55,11 @@ def test_a_request_that_its_host_has_cancelled_is_not_computed(engine: Engine) -
     assert log == ["a64"]
 
 
-@pytest.mark.parametrize("transport", ["loopback", "shared"])
 def test_what_a_host_gives_up_while_it_waits_its_turn_is_not_computed_and_its_slot_comes_back(
-    make: Any, transport: str
+    make: Any,
 ) -> None:
     server = make(Server)
-    host = make(RealHost, server, "a", transport, n_slots=1)
+    host = make(RealHost, server, "a", n_slots=1)
     host.alone(1, 0)
     server.calls.clear()
     with server.busy():

@@ -140,7 +140,7 @@ def server_error(commands: Commands, address: str, *options: str) -> str:
 def test_a_server_of_another_protocol_version(commands: Commands, start_server: StartServer) -> None:
     other = PROTOCOL_VERSION + 41
     patch = f"import moeoffload.control.protocol\nmoeoffload.control.protocol.PROTOCOL_VERSION = {other}"
-    server = start_server(patch=patch)
+    server = start_server(patch=patch, warm=False)
     line = server_error(commands, server.address)
     assert f"protocol version is {other}" in line
     assert f"speaks {PROTOCOL_VERSION} " in line

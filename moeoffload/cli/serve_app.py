@@ -15,8 +15,7 @@ from moeoffload.config import ServeSettings
 from moeoffload.errors import SettingError
 from moeoffload.logs import log_to
 
-EXIT_GAVE_UP = 1
-"""Some requests did not finish before the stop."""
+EXIT_GAVE_UP = 1  # some requests did not finish before the stop
 
 
 @with_settings(ServeSettings)
@@ -65,9 +64,9 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
             contextlib.closing(BatchWatcher(offloaded)) as batches,
         ):
             snapshots = Snapshots(offloaded, engine.stats, batches)
-            api = create_app(engine, offloaded.tokenizer, name, settings, snapshots.take)
-            server = HttpServer(api, engine, settings, lambda: print(f"serving {name} at {url}", flush=True))
-            with contextlib.closing(api.answering):
+            app, answering = create_app(engine, offloaded.tokenizer, name, settings, snapshots.take)
+            server = HttpServer(app, answering, engine, settings, lambda: print(f"serving {name} at {url}", flush=True))
+            with contextlib.closing(answering):
                 server.run(sockets=[listener])
             write_report(offloaded.report(), settings)
     if not server.finished_all:
@@ -77,4 +76,4 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
 def _model_name(reference: str) -> str:
     """The default name of a model for clients: the name of its folder, or its hub id."""
     folder = Path(reference).expanduser()
-    return folder.resolve().name if folder.is_dir() else reference
+    return folder.resolve().name if folder.exists() else reference

@@ -57,28 +57,22 @@ class Panel(StrEnum):
     TIME_LIMITS = "Time limits"
     REPORTING = "Reporting"
 
+    def setting(
+        self,
+        default: Any,
+        description: str,
+        *,
+        means: str | None = None,
+        allowed: str | None = None,
+        choices: tuple[str, ...] | None = None,
+    ) -> Any:
+        """Declare a setting of this group; ``description`` is one sentence, bounds and unit are in its type.
 
-def setting(
-    default: Any,
-    panel: Panel,
-    description: str,
-    *,
-    means: str | None = None,
-    allowed: str | None = None,
-    choices: tuple[str, ...] | None = None,
-) -> Any:
-    """Declare a setting; bounds and unit are in its type.
-
-    Args:
-        default: the value when no source has one.
-        panel: the group that it is shown in.
-        description: one sentence.
-        means: what the default does, where the value does not say it.
-        allowed: what is allowed, in words; None where type and bounds say it.
-        choices: the words of an enum that a user may write; None for all of them.
-    """
-    words: Any = {"panel": panel, "means": means, "allowed": allowed, "choices": choices}
-    return Field(default, description=description, json_schema_extra=words)
+        ``means`` is what the default does, and ``allowed`` what is allowed in words, where value and type do not say
+        it; ``choices`` are the words of an enum that a user may write, None for all of them.
+        """
+        words: Any = {"panel": self, "means": means, "allowed": allowed, "choices": choices}
+        return Field(default, description=description, json_schema_extra=words)
 
 
 def env_names(name: str) -> tuple[str, ...]:

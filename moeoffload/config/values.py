@@ -147,7 +147,7 @@ def _path(check: Callable[[Path], None]) -> AfterValidator:
                 check(path)
         except OSError as error:
             raise ValueError(error.strerror or type(error).__name__) from None
-        except RuntimeError as error:  # ~ of nobody
+        except RuntimeError as error:  # ~ of a user that does not exist
             raise ValueError(str(error)) from None
         return path
 
@@ -214,7 +214,7 @@ FolderToFill = Annotated[Path | None, _path(_folder_to_fill), Words(_TO_FILL, "F
 FileToRead = Annotated[Path | None, _path(_file_to_read), Words("a file that can be read", "FILE")]
 SecretFile = Annotated[Path | None, _path(_secret_file), Words(_SECRET, "FILE")]
 FileToWrite = Annotated[Path | None, _path(_file_to_write), Words(_TO_WRITE, "FILE")]
-ModelName = Annotated[str | None, Words("a folder or a model id of the Hugging Face hub", "MODEL")]
+ModelName = Annotated[str | None, Words("a folder, a model id of the Hugging Face hub or a GGUF file", "MODEL")]
 Name = Annotated[str | None, Field(max_length=200), Words("a text of 1 to 200 characters", "NAME")]
 
 Rows = Annotated[int, Field(ge=1, le=4096), Words(unit="rows")]

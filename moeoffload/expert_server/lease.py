@@ -22,11 +22,11 @@ from moeoffload.expert_server.agreement import (
     check_table,
     check_transport,
     compare,
-    read_dtype,
+    read_format,
+    read_payload,
 )
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory, rows_that_fit
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
@@ -34,12 +34,19 @@ from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
-from moeoffload.transport.base import ChannelSizes, ServerChannel
+from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel
 from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)
 
 GIB: Final = 1 << 30
+RETRY_AFTER_S: Final = 1.0
+"""When a host that found no room may ask again."""
+LEAST_ROWS: Final = 32
+ROWS_FOR_OTHERS: Final = 128
+"""No host takes the room for these rows, unless it is the last that there is."""
+ChannelFactory = Callable[[ChannelSizes, Deliver, str], ServerChannel]
+"""Opens the server's end of a transport: its sizes, who takes its requests, the public CURVE key of the host."""
 CALIBRATION_ROWS: Final = 64
 CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
@@ -125,10 +132,16 @@ class HostLease:
         """The server's copy of the host's model; opened once."""
         checkpoint = self._opened
         if checkpoint is None:
-            dtype = read_dtype("compute dtype", model.compute_dtype)
+            dtype = read_payload("compute dtype", model.compute_dtype).torch_dtype
             revision = model.revision or None
             reference = self._settings.model or self._roots.resolve(model.reference, revision)
-            checkpoint = Checkpoint.open(reference, dtype=dtype, revision=revision)
+            checkpoint = Checkpoint.open(
+                reference,
+                dtype=dtype,
+                revision=revision,
+                expert_format=read_format(model.expert_format),
+                config_text=model.config,
+            )
         # Every time: hosts share experts by digest and dtype, and nobody may put others there under these names.
         check_model(model, checkpoint)
         self._opened = checkpoint
@@ -164,16 +177,16 @@ class HostLease:
                 continue
             try:
                 with lean_heap():
-                    self._load_layer(checkpoint, layer.index, experts)
+                    weight_error = self._load_layer(checkpoint, layer.index, experts)
             except CapacityError as error:
                 raise self._no_room(str(error)) from None
             loaded += len(experts) * layer.expert_bytes
-            yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
+            yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=weight_error)
         logger.info("%s: loaded in %.1f s", self.host, monotonic() - begun)
         self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
-    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> None:
+    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> float | None:
         key = LayerKey(checkpoint.digest, PayloadDtype.from_torch(checkpoint.dtype).label, layer, experts)
         device = self._device
         module = self._store.acquire(
@@ -189,7 +202,7 @@ class HostLease:
             if not self._closed:
                 self._keys.append(key)
                 self._modules[layer] = module
-                return
+                return module.weight_error
         self._store.release(key)
         raise ServerError("the lease ended while its experts were loading")
 
@@ -224,12 +237,13 @@ class HostLease:
         return offer
 
     def _capacity(self, request: pb.Activate, checkpoint: Checkpoint, n_slots: int) -> int:
-        largest = max(layer.expert_bytes for layer in checkpoint.layers)
+        widest = max(layer.intermediate for layer in checkpoint.layers)
         row_bytes = batch_row_bytes(
-            checkpoint.hidden_size, checkpoint.top_k, largest, checkpoint.dtype.itemsize, n_slots
+            checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, n_slots
         )
         room = max(0, self._store.free_bytes)
-        rows = rows_that_fit(room, row_bytes)
+        rows = room // row_bytes
+        rows = max(rows - ROWS_FOR_OTHERS, min(rows, LEAST_ROWS))
         capacity = min(request.batch_capacity, self._settings.batch_capacity, rows)
         if capacity < 1:
             raise self._no_room(

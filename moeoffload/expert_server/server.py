@@ -24,8 +24,7 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import device_name, free_now, memory_budget, resolve_device
 from moeoffload.errors import BusyError, ServerError
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.lease import HostLease
-from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory
+from moeoffload.expert_server.lease import RETRY_AFTER_S, ChannelFactory, HostLease
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.refusals import Refusals

@@ -12,8 +12,7 @@ import torch
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
 
-READ_BYTES: Final = 256 << 20
-"""Experts are read in groups of at most so many bytes, beside the cache itself."""
+READ_BYTES: Final = 256 << 20  # experts are read in groups of at most so many bytes, beside the cache itself
 _META: Final = torch.device("meta")
 
 _Shape = tuple[int | None, tuple[tuple[str, tuple[int, ...]], ...]]
@@ -47,17 +46,10 @@ class ExpertCache:
     def compute(
         self, layer: int, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Writes the weighted sum of some experts of one layer.
+        """Writes the weighted sum of some experts of one layer into ``out`` (n, hidden) float32.
 
-        Args:
-            layer: running number of the MoE layer.
-            rows: (n, hidden) in the compute dtype.
-            experts: (n, top_k) int64 expert numbers, -1 for those to leave out.
-            weights: (n, top_k) float32 or the compute dtype, see `LayerKernels`.
-            out: (n, hidden) float32; overwritten.
-
-        Raises:
-            ModelError: the checkpoint cannot be read.
+        ``rows`` (n, hidden) in the compute dtype, ``experts`` (n, top_k) int64 with -1 for those to leave out,
+        ``weights`` (n, top_k) float32 or the compute dtype. Raises ModelError: the checkpoint cannot be read.
         """
         with self._lock:
             pool = self._pool(layer)

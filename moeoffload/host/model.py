@@ -10,15 +10,14 @@ from typing import Any, Final, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from moeoffload.checkpoint import BUILDING, Checkpoint
 from moeoffload.errors import ModelError
 
-IMPLEMENTATION: Final = "moeoffload"
-"""Name under which transformers knows the function (``experts_implementation``)."""
+IMPLEMENTATION: Final = "moeoffload"  # name under which transformers knows the function (`experts_implementation`)
 
 ExpertsCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """hidden (n, hidden), top-k ids (n, top_k) int64, weights (n, top_k) -> (n, hidden) in the dtype of hidden."""
@@ -28,10 +27,7 @@ def remote_experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Experts function for transformers' ``ExpertsInterface``; ``self`` is the experts module of one layer.
-
-    Raises:
-        ModelError: the module belongs to no open model.
-    """
+    Raises ModelError: the module belongs to no open model."""
     call: ExpertsCall | None = getattr(self, "moeoffload_call", None)
     if call is None:
         raise ModelError("this model's routed experts are not attached to expert servers; use moeoffload.open_model")
@@ -62,25 +58,25 @@ def load_dense_model(checkpoint: Checkpoint, device: torch.device) -> Any:
     """The transformers model of ``checkpoint`` on ``device``, with experts modules that have no expert parameters.
 
     Only dense tensors are read. The model is in eval mode; its experts modules cannot run before `bind_experts`.
-
-    Raises:
-        ModelError: dense tensors are missing or damaged, or transformers cannot load the model.
+    Raises ModelError: dense tensors are missing or damaged, or transformers cannot load the model.
     """
     with BUILDING, _without_expert_parameters(checkpoint.experts_classes), _quiet_transformers():
         try:
             model, info = checkpoint.model_class.from_pretrained(  # type: ignore[attr-defined]
-                checkpoint.path,
+                None,
+                config=checkpoint.config,
+                state_dict=checkpoint.dense_tensors(),
                 dtype=checkpoint.dtype,
                 experts_implementation=IMPLEMENTATION,
                 output_loading_info=True,
-                trust_remote_code=False,
-                local_files_only=True,
             )
         except Exception as error:  # transformers and safetensors raise anything over a damaged checkpoint
             raise ModelError(f"{checkpoint.path}: transformers cannot load it: {_one_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{checkpoint.path}: {len(missing)} dense tensors are missing, among them {missing[0]}")
+    if checkpoint.folder is not None:
+        model.generation_config = _generation_config(checkpoint.folder)
     return model.to(device).eval()
 
 
@@ -98,13 +94,13 @@ def _refuse_to_save(folder: Path, *args: object, **kwargs: object) -> None:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The tokenizer beside the checkpoint.
-
-    Raises:
-        ModelError: there is none that can be read.
-    """
+    """The tokenizer beside the checkpoint, or in the GGUF file. Raises ModelError: there is none that can be read."""
+    folder = checkpoint.folder
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+        if folder is None:
+            tokenizer = _gguf_tokenizer(checkpoint.path)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # depends on the tokenizer's kind
         raise ModelError(f"{checkpoint.path}: its tokenizer cannot be read: {_one_line(error)}") from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -113,12 +109,27 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     return tokenizer
 
 
+def _gguf_tokenizer(file: Path) -> Any:
+    """The tokenizer in a GGUF file, whose header was found to be whole before."""
+    # It imports the tokenizers of half a dozen families.
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    architecture, vocabulary, settings = get_gguf_tokenizer(str(file))
+    backend, more = convert_gguf_tokenizer(architecture, vocabulary)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
+
+
+def eos_tokens(model: Any) -> tuple[int, ...]:
+    """The tokens that end an answer of a transformers model."""
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
 def load_draft_model(folder: Path, model: Any) -> Any:
     """The whole model in ``folder``, on the device and in the dtype of ``model``, to guess its tokens.
-
-    Raises:
-        ModelError: it cannot be loaded, or has another vocabulary.
-    """
+    Raises ModelError: it cannot be loaded, or has another vocabulary."""
     try:
         draft = AutoModelForCausalLM.from_pretrained(
             folder, dtype=model.dtype, trust_remote_code=False, local_files_only=True
@@ -129,6 +140,14 @@ def load_draft_model(folder: Path, model: Any) -> Any:
     if mine != other:
         raise ModelError(f"--draft-model: {folder} has a vocabulary of {other} tokens, the model one of {mine}")
     return draft.to(model.device).eval()
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    """What the model's publisher recommends for generation, as `from_pretrained` finds it beside weights."""
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:
+        return GenerationConfig.from_pretrained(folder, "config.json", local_files_only=True, _from_model_config=True)
 
 
 def _one_line(error: Exception) -> str:

@@ -16,12 +16,11 @@ from moeoffload.config import HostSettings
 from moeoffload.devices import device_name
 from moeoffload.host.counters import CallCounters, PhaseCounters, add_fields
 from moeoffload.host.link import ExpertLink
-from moeoffload.host.recorder import DECODE, PREFILL, Recorder, TokenTotals
+from moeoffload.host.recorder import DECODE, PREFILL, GuessCounts, Recorder, TokenTotals
 from moeoffload.payload import PayloadDtype
 
 REPORT_VERSION: Final = 1
-ACCOUNTED: Final = 0.95
-"""A phase whose parts add up to less of its time is marked incomplete."""
+ACCOUNTED: Final = 0.95  # a phase whose parts add up to less of its time is marked incomplete
 _MIB: Final = 1 << 20
 _HOST_FIELDS: Final = ("dense", "pack", "local", "wait", "wait_queue", "wait_compute", "turn", "combine", "other")
 _HOST_PARTS: Final = {"dense": "dense_s", "pack": "pack_s", "local experts": "local_s", "wait": "wait_s",
@@ -40,7 +39,9 @@ def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "top_k": checkpoint.top_k,
         "hidden_size": checkpoint.hidden_size,
         "dense_bytes": checkpoint.dense_bytes,
-        "expert_bytes": sum(layer.n_experts * layer.expert_bytes for layer in layers),
+        "expert_bytes": (n_bytes := sum(layer.n_experts * layer.expert_bytes for layer in layers)),
+        "expert_format": "+".join(sorted({name for layer in layers for name in layer.format.split("+")})),
+        "bits_per_weight": 8 * n_bytes / sum(layer.n_experts * layer.n_weights for layer in layers),
     }
 
 
@@ -64,7 +65,7 @@ class Report:
     Attributes:
         prompt_tokens: tokens of prompts that were computed.
         completion_tokens: tokens that forward passes produced: one for each sequence of a prefill, one for each decoded
-            token, unless somebody packed requests or guesses into them and told how many.
+            token, unless requests or guesses were packed into them.
         recovery: the server events.
         guesses: None if nothing was guessed.
         layers: times by layer, None without ``profile``.
@@ -95,23 +96,23 @@ class Report:
             asdict(link.info)
             | {"batch_capacity": link.layout.capacity}
             | {"phases": {name: asdict(phase.servers[i]) for name, phase in totals.items()}}
-            | ({"auto": link.learner.describe()} if run["mode"] == "auto" else {})
             for i, link in enumerate(links)
         ]
         phases = {name: _phase(phase) for name, phase in totals.items()}
         layers = {name: [asdict(times) for times in phase.layers] for name, phase in totals.items()}
         if told is None:
             told = TokenTotals(totals[PREFILL].tokens, totals[PREFILL].sequences + totals[DECODE].tokens)
+        guesses = _guesses(recorder.guesses, sum(phase["calls"] for phase in phases.values()))
         return cls(
-            model=model,
-            run=run,
-            prompt_tokens=told.prompt,
-            completion_tokens=told.completion,
-            phases=phases,
-            servers=servers,
-            recovery=recovery,
-            guesses=_guesses(recorder, phases),
-            layers=layers if recorder.profile else None,
+            model,
+            run,
+            told.prompt,
+            told.completion,
+            phases,
+            servers,
+            recovery,
+            guesses,
+            layers if recorder.profile else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -121,63 +122,61 @@ class Report:
 
     def table(self) -> RenderableType:
         """Tables for a terminal: the phases, then the servers."""
-        tables = [self._phase_table(), self._server_table()]
+        model, run = self.model, self.run
+        weights = f"experts in {model['expert_format']}, {model['bits_per_weight']:.3g} bits a weight"
+        title = f"{model['model_type']} · {weights} · mode {run['mode']} · payload {run['payload_dtype']}"
+        tables = [
+            _table(title, {name: _phase_cells(phase) for name, phase in self.phases.items()}),
+            _table(None, {server["address"]: _server_cells(server) for server in self.servers}),
+        ]
         if self.guesses is not None:
-            tables.append(_row("guesses", _guess_cells(self.guesses)))
-        faults = {name.replace("_", " "): f"{n:,}" for name, n in self.recovery.items() if name != "events" and n}
+            tables.append(
+                _table(
+                    None,
+                    {"guesses": {name: f"{n:,.{0 if type(n) is int else 2}f}" for name, n in self.guesses.items()}},
+                )
+            )
+        faults = {name: f"{n:,}" for name, n in self.recovery.items() if name != "events" and n}
         if faults:
-            tables.append(_row("faults", faults))
+            tables.append(_table(None, {"faults": faults}))
         return Group(*tables)
 
-    def _phase_table(self) -> Table:
-        cells = {}
-        for name, phase in self.phases.items():
-            host, server = phase["host"], phase["server"]
-            accounted = f"{phase['accounted']:.0%}"
-            cells[name] = {
-                "tokens": f"{phase['tokens']:,}",
-                "seconds": f"{phase['seconds']:.3f}",
-                "tok/s": f"{phase['tokens_per_s']:.1f}",
-                "calls": f"{phase['calls']:,}",
-                "rows": f"{phase['rows']:,}",
-                "MiB out": f"{phase['bytes_out'] / _MIB:.2f}",
-                "MiB back": f"{phase['bytes_back'] / _MIB:.2f}",
-                **{f"host: {label} s": f"{host[key]:.3f}" for label, key in _HOST_PARTS.items()},
-                "accounted": accounted if phase["complete"] else f"incomplete: {accounted}",
-                "server: queue s": f"{server['queue_s']:.3f}",
-                "server: compute s": f"{server['compute_s']:.3f}",
-            }
-        return _table(
-            f"{self.model['model_type']} · mode {self.run['mode']} · payload {self.run['payload_dtype']}", cells
-        )
 
-    def _server_table(self) -> Table:
-        cells = {}
-        for server in self.servers:
-            phases = server["phases"].values()
-            cells[server["address"]] = {
-                "transport": server["transport"],
-                "because": server["transport_reason"],
-                "device": server["device"],
-                "kernel": server["kernel"],
-                "experts": f"{server['n_experts']:,}",
-                "resident MiB": f"{server['resident_bytes'] / _MIB:,.1f}",
-                "batch capacity": f"{server['batch_capacity']:,}",
-                "calls": f"{sum(phase['calls'] for phase in phases):,}",
-                "rows": f"{sum(phase['rows'] for phase in phases):,}",
-                "queue s": f"{sum(phase['queue_s'] for phase in phases):.3f}",
-                "compute s": f"{sum(phase['compute_s'] for phase in phases):.3f}",
-            }
-        return _table(None, cells)
-
-
-def _guess_cells(guesses: dict[str, Any]) -> dict[str, str]:
+def _phase_cells(phase: dict[str, Any]) -> dict[str, str]:
+    accounted = f"{phase['accounted']:.0%}"
     return {
-        "guessed": f"{guesses['guessed']:,}",
-        "right": f"{guesses['right']:,}",
-        "accepted": f"{guesses['acceptance']:.0%}",
-        "tokens per pass": f"{guesses['tokens_per_pass']:.2f}",
-        "calls per token": f"{guesses['calls_per_token']:.2f}",
+        "tokens": f"{phase['tokens']:,}",
+        "seconds": f"{phase['seconds']:.3f}",
+        "tok/s": f"{phase['tokens_per_s']:.1f}",
+        "calls": f"{phase['calls']:,}",
+        "rows": f"{phase['rows']:,}",
+        "MiB out": f"{phase['bytes_out'] / _MIB:.2f}",
+        "MiB back": f"{phase['bytes_back'] / _MIB:.2f}",
+        **{f"host: {label} s": f"{phase['host'][key]:.3f}" for label, key in _HOST_PARTS.items()},
+        "accounted": accounted if phase["complete"] else f"incomplete: {accounted}",
+        "server: queue s": f"{phase['server']['queue_s']:.3f}",
+        "server: compute s": f"{phase['server']['compute_s']:.3f}",
+    }
+
+
+def _server_cells(server: dict[str, Any]) -> dict[str, str]:
+    total = {
+        name: sum(phase[name] for phase in server["phases"].values())
+        for name in ("calls", "rows", "queue_s", "compute_s")
+    }
+    return {
+        "transport": server["transport"],
+        "because": server["transport_reason"],
+        "device": server["device"],
+        "kernel": server["kernel"],
+        "experts": f"{server['n_experts']:,}",
+        "resident MiB": f"{server['resident_bytes'] / _MIB:,.1f}",
+        "weight error": f"{max(server['weight_errors'] or [0.0]):.2%}",
+        "batch capacity": f"{server['batch_capacity']:,}",
+        "calls": f"{total['calls']:,}",
+        "rows": f"{total['rows']:,}",
+        "queue s": f"{total['queue_s']:.3f}",
+        "compute s": f"{total['compute_s']:.3f}",
     }
 
 
@@ -187,24 +186,13 @@ def _table(title: str | None, columns: dict[str, dict[str, str]]) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     for row in next(iter(columns.values()), {}):
-        table.add_row(row, *(cells[row] for cells in columns.values()))
+        table.add_row(row.replace("_", " "), *(cells[row] for cells in columns.values()))
     return table
 
 
-def _row(title: str, cells: dict[str, str]) -> Table:
-    """A table of one row: by column its cell."""
-    table = Table(title=title)
-    for name in cells:
-        table.add_column(name, justify="right")
-    table.add_row(*cells.values())
-    return table
-
-
-def _guesses(recorder: Recorder, phases: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    counts = recorder.guesses
+def _guesses(counts: GuessCounts | None, calls: int) -> dict[str, Any] | None:
     if counts is None:
         return None
-    calls = sum(phase["calls"] for phase in phases.values())
     return asdict(counts) | {
         "acceptance": counts.right / counts.guessed if counts.guessed else 0.0,
         "tokens_per_pass": counts.tokens / counts.passes,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config import DtypeChoice, HostSettings
+from moeoffload.config import DtypeChoice, ExpertFormat, HostSettings
 from moeoffload.devices import resolve_device
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.fleet import Fleet, OnProgress
@@ -45,7 +45,7 @@ def open_model(
     """Opens a Mixture-of-Experts model whose routed experts live on expert servers.
 
     Args:
-        model: folder of a transformers checkpoint, or hub id.
+        model: folder of a transformers checkpoint, hub id, or a GGUF file.
         settings: all settings at once; or give single ones as keywords (``experts=["127.0.0.1:50051"]``,
             ``mode="batched"``, ``dtype="bf16"``, ...; docs/settings.md lists them).
         revision: branch, tag or commit of a hub id.
@@ -67,11 +67,8 @@ class OffloadedModel:
     """An open model; made by `open_model`. Use it in a ``with`` block, or `close` it.
 
     Attributes:
-        reference: folder or hub id, as it was given.
-        model: an ordinary transformers model.
+        model: an ordinary transformers model; ``reference`` is its folder, hub id or file as it was given.
         draft: the model that guesses tokens, or None.
-        settings: the settings it was opened with.
-        checkpoint: the files it came from.
         shards: the parts of the experts that servers compute, in order of placement.
     """
 
@@ -88,7 +85,14 @@ class OffloadedModel:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._device = resolve_device(settings.device, last=False)
-        self.checkpoint = Checkpoint.open(reference, dtype=_model_dtype(settings), revision=revision)
+        expert_format = None if settings.expert_format is ExpertFormat.KEEP else settings.expert_format.value
+        self.checkpoint = Checkpoint.open(
+            reference,
+            dtype=_model_dtype(settings),
+            revision=revision,
+            expert_format=expert_format,
+            dense=settings.dense,
+        )
         self._payload = PayloadDtype.from_label(settings.dtype.value, self.checkpoint.dtype)
         with contextlib.ExitStack() as stack:
             stats = settings.routing_stats
@@ -118,10 +122,7 @@ class OffloadedModel:
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, read when it is asked for: a model without one can be used, too.
-
-        Raises:
-            ModelError: the checkpoint has none that can be read.
-        """
+        Raises ModelError: the checkpoint has none that can be read."""
         return load_tokenizer(self.checkpoint)
 
     @property

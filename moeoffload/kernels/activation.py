@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from moeoffload.kernels.packing import dtype_of, first_tensor
+
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 FUNCTIONS: Final[dict[str, Function]] = {
@@ -37,27 +39,13 @@ class Activation:
     alpha: float = 0.0
 
 
-def compute_dtype_of(experts: nn.Module) -> torch.dtype:
-    """The dtype that a module computes in: of its weights, unless they are packed."""
-    module: Any = experts
-    dtype: torch.dtype = module.compute_dtype if isinstance(module.down_proj, tuple) else module.down_proj.dtype
-    return dtype
-
-
-def device_of(experts: nn.Module) -> torch.device:
-    """Where the weights of a module are, packed or not."""
-    down: Any = experts.down_proj
-    device: torch.device = down[0].device if isinstance(down, tuple) else down.device
-    return device
-
-
 def recognise(experts: nn.Module) -> Activation | None:
     """The formula of ``experts``: the one that gives its bits for values of all sizes and signs; None if none does.
 
     Every rounding step counts, in the dtype and on the device of its weights. Waits for the device.
     """
     module: Any = experts
-    values = _probe(compute_dtype_of(module), device_of(module))
+    values = _probe(dtype_of(module), first_tensor(module.down_proj).device)
     if not module.has_gate:
         for name, function in FUNCTIONS.items():
             if _same(module.act_fn, values, function(values)):

@@ -36,12 +36,24 @@ class Step(IntFlag):
     ALL = PLAN | UP | ACTIVATE | DOWN | SUM
 
 
+class Matrix(ctypes.Structure):
+    """One matrix of every expert in few bits; see `moeoffload.kernels.packing`."""
+
+    _fields_ = (
+        *((name, _Pointer) for name in ("data", "shared")),
+        *((name, _Word) for name in ("n_out", "n_in", "row_bytes", "codes", "scales", "offsets", "shift")),
+        *((name, _Word) for name in ("n_groups", "shared_rows")),
+        *((name, _Word) for name in ("high", "factors", "min_factors", "scales_at", "offsets_at")),
+        ("levels", ctypes.c_float * 16),
+    )
+
+
 class Layer(ctypes.Structure):
     """A layer's sizes and weights."""
 
     _fields_ = (
         *((name, _Word) for name in ("n_experts", "hidden", "inter", "up_columns", "dtype", "features")),
-        *((name, _Pointer) for name in ("up", "up_bias", "down", "down_bias")),
+        *((name, _Pointer) for name in ("up", "up_bias", "down", "down_bias", "up_parts", "down_parts")),
     )
 
 
@@ -57,8 +69,8 @@ class ExpertsCall(ctypes.Structure):
         *((name, _Word) for name in ("begin", "end", "begin_row", "end_row", "n_threads")),
         ("parallel", _Pointer),
         *((name, _Pointer) for name in ("hit", "first", "row_of", "position_of")),
-        *((name, _Pointer) for name in ("values", "activated", "operands", "packed")),
-        *((name, _Word) for name in ("n_hit", "n_present")),
+        *((name, _Pointer) for name in ("values", "activated", "operands", "packed", "scratch")),
+        *((name, _Word) for name in ("n_hit", "n_present", "n_started")),
         ("counters", _Word * _N_COUNTER_WORDS),
     )
 
@@ -68,10 +80,10 @@ class LinearCall(ctypes.Structure):
 
     _fields_ = (
         *((name, _Word) for name in ("dtype", "features")),
-        *((name, _Pointer) for name in ("weight", "bias", "rows", "out")),
+        *((name, _Pointer) for name in ("weight", "parts", "bias", "rows", "out")),
         *((name, _Word) for name in ("n_in", "n_out", "n_rows", "n_threads")),
-        *((name, _Pointer) for name in ("parallel", "operands")),
-        ("claimed", _Word),
+        *((name, _Pointer) for name in ("parallel", "operands", "scratch")),
+        *((name, _Word) for name in ("claimed", "n_started")),
     )
 
 
@@ -124,7 +136,9 @@ class NormCall(ctypes.Structure):
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     # name: (result, *arguments)
     "moe_uses_matrix_unit": (_Word, _Pointer),
+    "moe_scratch_bytes": (_Word, _Pointer),
     "moe_operand_bytes": (_Word, _Word, _Word, _Word),
+    "moe_linear_scratch_bytes": (_Word, _Word, _Word, _Word),
     "moe_experts": (_Word, _Pointer),
     "moe_linear": (None, _Pointer),
     "moe_pack_rows": (_Word, _Pointer),

@@ -25,12 +25,13 @@ MAX_ROWS: Final = 16
 
 
 class _Thread(threading.local):
-    """A thread's call, and its memory for operands."""
+    """A thread's call, and its memory for operands and to unpack weights."""
 
     def __init__(self) -> None:
         self.call = LinearCall()
         self.address = ctypes.addressof(self.call)
         self.operands = torch.empty(0, dtype=torch.uint8)
+        self.scratch = torch.empty(0, dtype=torch.uint8)
 
 
 _thread = _Thread()
@@ -56,9 +57,15 @@ def few_row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    n_out, n_in = weight.shape
+    return product(x, (weight.data_ptr(), 0), weight.shape[0], weight.nbytes, bias)
+
+
+def product(
+    x: torch.Tensor, addresses: tuple[int, int], n_out: int, weight_bytes: int, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The C library's product of rows ``x`` (..., in) and a matrix (out, in), see `KernelMatrix.addresses`."""
+    dtype, n_in = x.dtype, x.shape[-1]
     n_rows = x.numel() // n_in
-    dtype = weight.dtype
     x = x.contiguous()
     out = torch.empty((*x.shape[:-1], n_out), dtype=dtype)
     if not n_rows:
@@ -68,12 +75,18 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     call.dtype, call.features = code, features = DTYPE_CODES[dtype], native.cpu_features()
     n_bytes = n_rows * library.moe_operand_bytes(code, features, n_in)
     if thread.operands.numel() < n_bytes:
-        thread.operands = torch.empty(n_bytes // n_rows * MAX_ROWS, dtype=torch.uint8)
+        thread.operands = torch.empty(max(n_bytes, n_bytes // n_rows * MAX_ROWS), dtype=torch.uint8)
         call.operands = thread.operands.data_ptr()
-    call.weight, call.bias = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+    call.weight, call.parts = addresses
+    call.bias = 0 if bias is None else bias.data_ptr()
     call.rows, call.out = x.data_ptr(), out.data_ptr()
     call.n_in, call.n_out, call.n_rows = n_in, n_out, n_rows
-    call.n_threads = threads_for(n_out * n_in * dtype.itemsize)
+    call.n_threads = n_threads = threads_for(weight_bytes)
+    if call.parts:
+        n_bytes = n_threads * library.moe_linear_scratch_bytes(code, features, n_in)
+        if thread.scratch.numel() < n_bytes:
+            thread.scratch = torch.empty(n_bytes, dtype=torch.uint8)
+            call.scratch = thread.scratch.data_ptr()
     call.parallel = parallel_address() if call.n_threads > 1 else 0
     library.moe_linear(thread.address)
     return out

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from moeoffload.formats.packed import PackedWeights
 from moeoffload.kernels.layout import up_weight
+from moeoffload.kernels.packing import Weights, first_tensor
 
 
 class GroupedKernel:
@@ -47,7 +49,9 @@ class GroupedKernel:
         module: Any = experts
         top_k = slots.shape[1]
         weight = up_weight(module)
-        slot_of_route, route, offsets, absent = self._sort(slots.reshape(-1), weight.shape[0])
+        # What is packed is unpacked expert by expert, so the host has to know which are hit.
+        sort = _sort_and_cut if isinstance(weight, tuple) else self._sort
+        slot_of_route, route, offsets, absent = sort(slots.reshape(-1), first_tensor(weight).shape[0])
 
         values = _grouped_linear(rows[route // top_k], weight, offsets, module.is_transposed)
         if module.has_bias:
@@ -99,8 +103,21 @@ def sort_without_waiting(slots: torch.Tensor, n_experts: int) -> _Sorted:
     return _Sorted(sorted_slots.clamp(max=n_experts - 1), routes, offsets, sorted_slots == n_experts)
 
 
-def _grouped_linear(
-    values: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, is_transposed: bool
-) -> torch.Tensor:
-    """(routes, in) x (experts, out, in) -> (routes, out); ``is_transposed`` means weights are (experts, in, out)."""
+def _grouped_linear(values: torch.Tensor, weight: Weights, offsets: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    """(routes, in) x (experts, out, in) -> (routes, out); ``is_transposed``: plain weights are (experts, in, out)."""
+    if isinstance(weight, tuple):
+        return _unpacking_linear(values, weight, offsets)
     return functional.grouped_mm(values, weight if is_transposed else weight.transpose(-2, -1), offs=offsets)
+
+
+def _unpacking_linear(values: torch.Tensor, parts: tuple[PackedWeights, ...], offsets: torch.Tensor) -> torch.Tensor:
+    """The same with packed weights; those of one expert at a time are unpacked, beside the packed ones."""
+    out = values.new_empty(len(values), sum(part.shape[1] for part in parts))
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > start:
+            one = slice(expert, expert + 1)
+            weight = torch.cat([part.unpack(values.dtype, one) for part in parts], dim=1)
+            out[start:end] = _grouped_linear(values[start:end], weight, offsets.new_tensor([end - start]), False)
+        start = end
+    return out

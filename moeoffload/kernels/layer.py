@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from moeoffload.kernels.grouped import GroupedKernel
-from moeoffload.kernels.layout import lay_out, n_experts_of, why_not
+from moeoffload.kernels.layout import hidden_of, lay_out, n_experts_of, why_not
+from moeoffload.kernels.packing import dtype_of, first_tensor
 from moeoffload.kernels.tiled import TiledExperts
 from moeoffload.kernels.triton_experts import few_rows_kernel
 from moeoffload.kernels.workspace import KernelWorkspace, LayerShape, PreparedCall
@@ -25,6 +26,7 @@ class LayerKernels:
         hidden: elements of a row.
         dtype: the compute dtype.
         falls_back: why only the grouped kernel serves this layer; None if the tiled one does.
+        weight_error: how far its weights are from the stored ones, relative; None if they were not packed here.
         is_batch_invariant: whether a row's bits are the same whatever is computed with it in one call.
         shape: of the layer, if calls can be prepared; layers of the same shape have the same object.
     """
@@ -40,14 +42,15 @@ class LayerKernels:
         module: Any = experts
         self._experts = module
         self._workspace = workspace
-        self._grouped = GroupedKernel(may_wait=module.down_proj.device.type == "cpu")
+        self._grouped = GroupedKernel(may_wait=first_tensor(module.down_proj).device.type == "cpu")
         self._few_rows = few_rows_kernel(experts) if kernel == "auto" else None
         self.falls_back = "chosen" if kernel == "grouped" else why_not(experts)
         if kernel == "tiled" and self.falls_back:
             raise ValueError(f"these experts cannot be computed by the tiled kernel: {self.falls_back}")
+        self.weight_error: float | None = getattr(experts, "weight_error", None)
         self.n_experts = n_experts_of(experts)
-        self.dtype = module.down_proj.dtype
-        self.hidden = module.down_proj.shape[-1 if module.is_transposed else -2]
+        self.dtype = dtype_of(experts)
+        self.hidden = hidden_of(experts)
         if self.falls_back is None:
             self._tiled = TiledExperts(experts, lay_out(experts))
         is_tiled = self.falls_back is None and self._few_rows is None

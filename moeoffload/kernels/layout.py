@@ -11,17 +11,18 @@ from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
 from moeoffload.kernels import calls
-from moeoffload.kernels.calls import COMPUTE_DTYPES
 from moeoffload.kernels.huge_pages import prefer_huge_pages
+from moeoffload.kernels.packing import KernelMatrix, Weights, dtype_of, first_tensor, why_not_dtype, why_not_packed
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsLayout:
-    """Weights of a module in the layout of the tile: (n_experts, out, in), contiguous, on the CPU."""
+    """Weights of a module as the C kernels read them: (n_experts, out, in), contiguous, on the CPU."""
 
-    up: torch.Tensor
+    dtype: torch.dtype
+    up: KernelMatrix
     up_bias: torch.Tensor | None
-    down: torch.Tensor
+    down: KernelMatrix
     down_bias: torch.Tensor | None
     fuses_activation: bool
     """Whether the activation is silu(gate) * up on [gate | up], which the kernels compute themselves."""
@@ -29,22 +30,41 @@ class ExpertsLayout:
 
 def n_experts_of(experts: nn.Module) -> int:
     """Number of experts that the module holds."""
-    return up_weight(experts).shape[0]
+    return first_tensor(up_weight(experts)).shape[0]
+
+
+def hidden_of(experts: nn.Module) -> int:
+    """Elements of a row that enters and leaves an expert."""
+    module: Any = experts
+    down: Weights = module.down_proj
+    if isinstance(down, tuple):
+        return sum(part.shape[1] for part in down)
+    return down.shape[-1 if module.is_transposed else -2]
 
 
 def why_not(experts: nn.Module) -> str | None:
     """Why the module's products cannot be computed by the C kernels; None if they can."""
     module: Any = experts
     up, down = up_weight(module), module.down_proj
-    if up.device.type != "cpu":
-        return f"device {up.device.type}"
-    return why_not_weights(up, down) or (None if calls.library() is not None else "CPU kernels are not built")
+    device = first_tensor(up).device.type
+    reason = None if calls.library() is not None else "CPU kernels are not built"
+    if device != "cpu":
+        reason = f"device {device}"
+    elif isinstance(up, tuple):
+        reason = why_not_dtype(dtype_of(module)) or why_not_packed(up) or why_not_packed(down) or reason
+    else:
+        reason = why_not_weights(up, down) or reason
+    return f"{reason}; weights are unpacked in every call" if reason and isinstance(up, tuple) else reason
 
 
-def why_not_weights(up: torch.Tensor, down: torch.Tensor) -> str | None:
-    """Why no kernel of ours computes weights of such dtypes and shapes; None if one may."""
-    if up.dtype not in COMPUTE_DTYPES or down.dtype != up.dtype:
-        return f"dtype {up.dtype}"
+def why_not_weights(up: Weights, down: Weights) -> str | None:
+    """Why no kernel of ours computes plain weights of such dtypes and shapes; None if one may."""
+    if isinstance(up, tuple) or isinstance(down, tuple):
+        return "packed weights"
+    if down.dtype != up.dtype:
+        return f"dtypes {up.dtype} and {down.dtype}"
+    if reason := why_not_dtype(up.dtype):
+        return reason
     return f"weights of {up.dim()} dimensions" if up.dim() != 3 or down.dim() != 3 else None
 
 
@@ -57,21 +77,24 @@ def lay_out(experts: nn.Module) -> ExpertsLayout:
     module: Any = experts
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
     bias = module.has_bias
-    layout = ExpertsLayout(
-        up=_contiguous_rows(module, up_name),
+    dtype = dtype_of(module)
+    up, down = (_rows_of(module, name) for name in (up_name, "down_proj"))
+    for weights in (up, down):
+        for tensor in [part.data for part in weights] if isinstance(weights, tuple) else [weights]:
+            prefer_huge_pages(tensor)
+    return ExpertsLayout(
+        dtype=dtype,
+        up=KernelMatrix(up, dtype),
         up_bias=getattr(module, f"{up_name}_bias").detach().contiguous() if bias else None,
-        down=_contiguous_rows(module, "down_proj"),
+        down=KernelMatrix(down, dtype),
         down_bias=module.down_proj_bias.detach().contiguous() if bias else None,
         fuses_activation=_is_gated_silu(module),
     )
-    prefer_huge_pages(layout.up)
-    prefer_huge_pages(layout.down)
-    return layout
 
 
-def up_weight(module: Any) -> torch.Tensor:
+def up_weight(module: Any) -> Weights:
     """The weight of the first projection."""
-    weight: torch.Tensor = module.gate_up_proj if module.has_gate else module.up_proj
+    weight: Weights = module.gate_up_proj if module.has_gate else module.up_proj
     return weight
 
 
@@ -80,8 +103,10 @@ def rows_first(weight: torch.Tensor, module: Any) -> torch.Tensor:
     return weight.detach().transpose(-2, -1) if module.is_transposed else weight.detach()
 
 
-def _contiguous_rows(module: Any, name: str) -> torch.Tensor:
+def _rows_of(module: Any, name: str) -> Weights:
     parameter = getattr(module, name)
+    if isinstance(parameter, tuple):
+        return parameter
     weight = rows_first(parameter, module)
     if weight.is_contiguous():
         return weight

@@ -12,6 +12,7 @@ from transformers.integrations import moe
 
 from moeoffload.kernels.layer import LayerKernels, prepare_layer
 from moeoffload.kernels.layout import up_weight
+from moeoffload.kernels.packing import first_tensor
 from moeoffload.kernels.workspace import KernelWorkspace
 
 NAME: Final = "moeoffload_local"
@@ -40,7 +41,7 @@ _prepared: weakref.WeakKeyDictionary[nn.Module, _Prepared] = weakref.WeakKeyDict
 
 
 def _places(module: Any) -> tuple[int, int]:
-    return up_weight(module).data_ptr(), module.down_proj.data_ptr()
+    return first_tensor(up_weight(module)).data_ptr(), first_tensor(module.down_proj).data_ptr()
 
 
 def local_experts(
@@ -62,7 +63,7 @@ def local_experts(
     """
     module: Any = self
     if torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and (hidden_states.requires_grad or module.down_proj.requires_grad)
+        torch.is_grad_enabled() and (hidden_states.requires_grad or first_tensor(module.down_proj).requires_grad)
     ):
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     prepared = _prepared.get(self)

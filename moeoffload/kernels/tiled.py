@@ -37,14 +37,17 @@ class TiledExperts:
     def __init__(self, experts: nn.Module, layout: ExpertsLayout) -> None:
         self._experts: Any = experts
         self._layout = layout
-        self._dtype = layout.up.dtype
+        self._dtype = layout.dtype
         library, features = calls.library(), native.cpu_features()
         code = DTYPE_CODES[self._dtype]
-        n_experts, up_columns, hidden = layout.up.shape
-        inter = layout.down.shape[2]
-        sizes = n_experts, hidden, inter, up_columns, code, features
-        tensors = layout.up, layout.up_bias, layout.down, layout.down_bias
-        self._layer = Layer(*sizes, *(0 if each is None else each.data_ptr() for each in tensors))
+        n_experts, hidden, inter = layout.down.shape
+        up_columns = layout.up.shape[1]
+        self._layer = Layer(n_experts, hidden, inter, up_columns, code, features)
+        self._layer.up, self._layer.up_parts = layout.up.addresses()
+        self._layer.down, self._layer.down_parts = layout.down.addresses()
+        self._layer.up_bias, self._layer.down_bias = (
+            0 if each is None else each.data_ptr() for each in (layout.up_bias, layout.down_bias)
+        )
         self._layer_address = ctypes.addressof(self._layer)
         self._run = library.moe_experts
         self.shape = layer_shape(
@@ -56,8 +59,9 @@ class TiledExperts:
             library.moe_operand_bytes(code, features, hidden),
             library.moe_operand_bytes(code, features, inter),
             bool(library.moe_uses_matrix_unit(self._layer_address)),
+            library.moe_scratch_bytes(self._layer_address),
         )
-        self._expert_bytes = (up_columns + inter) * hidden * self._dtype.itemsize
+        self._expert_bytes = (layout.up.nbytes + layout.down.nbytes) // n_experts
         self.is_fused = layout.fuses_activation and not self._experts.has_post_expert_norm
         self.is_batch_invariant = self.is_fused or bears_company(
             self._experts, up_columns=up_columns, hidden=hidden, dtype=self._dtype
@@ -142,7 +146,8 @@ class TiledExperts:
         call.out, call.values = out.data_ptr(), arena.buffers["values"].data_ptr()
         call.n_rows, call.top_k = n_rows, top_k
         call.weights_are_f32 = weights.dtype == torch.float32
-        call.n_threads = threads_for(min(n_rows * top_k, self.shape.n_experts) * self._expert_bytes)
+        n_threads = threads_for(min(n_rows * top_k, self.shape.n_experts) * self._expert_bytes)
+        call.n_threads = min(n_threads, arena.most_threads(self.shape))
         call.parallel = parallel_address() if call.n_threads > 1 else 0
         return arena
 

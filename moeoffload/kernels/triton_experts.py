@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from moeoffload.formats.packed import PackedWeights
-from moeoffload.kernels.activation import Activation, compute_dtype_of, device_of, recognise
+from moeoffload.kernels.activation import Activation, recognise
 from moeoffload.kernels.grouped import sort_without_waiting
 from moeoffload.kernels.layout import rows_first, why_not_weights
+from moeoffload.kernels.packing import dtype_of, first_tensor
 
 if TYPE_CHECKING:
     from moeoffload.kernels.triton_ops import Matrix
@@ -27,8 +28,8 @@ MAX_ROWS: Final = 16
 """Rows of the largest call whose routes are not sorted first."""
 ANY_ROWS: Final = 1 << 30
 
-# Rows of a tile in calls with more rows. Up to 32 the same instruction as for 16 computes a row on all GPUs, so that its
-# bits do not depend on how many there are.
+# Rows of a tile in calls with more rows. Up to 32 the same instruction as for 16 computes a row on all GPUs, so that
+# its bits do not depend on how many there are.
 _TILE_ROWS: Final = 32
 # Weight columns of one tile: the widest that still gives each multiprocessor two tiles, so that one's loads are under
 # way while the other computes. Transposed weights lie along their columns, where a line of the cache has 128 bytes.
@@ -52,14 +53,15 @@ def few_rows_kernel(experts: nn.Module) -> TritonExperts | None:
     reason = why_not_triton(experts)
     if reason is None:
         return TritonExperts(experts)
-    if device_of(experts).type == "cuda":
+    if not reason.startswith("device"):
         _warn_once(reason)
     return None
 
 
 def why_not_triton(experts: nn.Module) -> str | None:
     """Why these experts cannot be computed by `TritonExperts`; None if they can. Wherever they can, ``auto`` does."""
-    device = device_of(experts)
+    module: Any = experts
+    device = first_tensor(module.down_proj).device
     if device.type != "cuda":
         return f"device {device.type}"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -147,7 +149,7 @@ class TritonExperts:
         if activation is None:
             raise ValueError("these experts have an activation of their own")
         self._activation: Activation = activation
-        self.dtype, self.device = compute_dtype_of(experts), device_of(experts)
+        self.dtype, self.device = dtype_of(experts), first_tensor(experts.down_proj).device
         up, down = _projections(module)
         is_packed = isinstance(down, tuple)
         self._up = [_matrix(each, module) for each in (up if isinstance(up, tuple) else (up,))]

@@ -9,8 +9,8 @@ it: weights are read once for a tile of rows. A position is the number of a rout
 - More rows: routes come sorted by expert, with the end of each expert's; an instance finds its tile of rows in them.
 
 The host waits for nothing. A row's bits are the same in every tile. Rounding follows transformers' ``grouped_mm``
-(``transformers.integrations.moe``): sums are float32, every tensor that is written there in the compute dtype is rounded
-to it here; packed weights are rounded to it when they are unpacked.
+(``transformers.integrations.moe``): sums are float32, every tensor that is written there in the compute dtype is
+rounded to it here; packed weights are rounded to it when they are unpacked.
 
 Checked in Triton's interpreter (where bf16 has neither products nor rounding: `INTERPRETED` makes up for both) and
 compiled for sm_80, 86, 89, 90, 100 and 120, not run on a GPU.

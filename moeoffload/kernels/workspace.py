@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -27,6 +28,8 @@ class LayerShape:
     operand_bytes: int
     activated_bytes: int
     uses_matrix_unit: bool
+    scratch_bytes: int
+    """Of one thread, to unpack weights."""
 
 
 layer_shape = functools.cache(LayerShape)
@@ -59,6 +62,7 @@ class Arena:
             "activated": n_routes * shape.activated_bytes,
             "operands": n_rows * shape.operand_bytes,
             "packed": n_routes * max(shape.hidden, shape.inter) * shape.item_bytes * shape.uses_matrix_unit,
+            "scratch": shape.scratch_bytes * torch.get_num_threads(),
         }
         for name, size in n_bytes.items():
             old = self.buffers.get(name)
@@ -68,6 +72,10 @@ class Arena:
                 self.n_created += 1
         most_rows, most_routes = self.fits.get(shape, (0, 0))
         self.fits[shape] = max(n_rows, most_rows), max(n_routes, most_routes)
+
+    def most_threads(self, shape: LayerShape) -> int:
+        """Threads that have scratch memory."""
+        return self.buffers["scratch"].numel() // shape.scratch_bytes if shape.scratch_bytes else sys.maxsize
 
     def copy(self) -> Arena:
         """The same buffers with a call of their own, as it is now."""

@@ -12,8 +12,7 @@ from moeoffload.host.session import OffloadedModel
 
 MEMBER_BOUNDS: Final = (1, 2, 3, 4, 8)
 """Of the histogram that servers give: 1, 2, 3, 4, 5 to 8, and more requests in one call."""
-ASK_S: Final = 1.0
-"""A server that does not answer within so many seconds is left out."""
+ASK_S: Final = 1.0  # a server that does not answer within so many seconds is left out
 PAUSE_S: Final = 0.5
 
 

@@ -12,14 +12,15 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from moeoffload.config import ServeSettings
 from moeoffload.errors import BusyError, MoeOffloadError, PromptError, ServerError
+from moeoffload.host.model import eos_tokens
 from moeoffload.host.session import OffloadedModel
-from moeoffload.serve.batch_runner import BatchRunner, Step
+from moeoffload.serve.batch_runner import PAGE_TOKENS, BatchRunner
 from moeoffload.serve.request import FinishReason, OnProgress, Progress, SamplingOptions, TokenChoice
 from moeoffload.serve.sampling import Sampler
 from moeoffload.serve.sequence import Sequence, Share
@@ -43,10 +44,8 @@ class Ticket:
     last_token: float = 0.0
     n_tokens: int = 0
     is_over: bool = False
-    is_scheduled: bool = False
-    """Whether the batch has been told of it."""
-    reused: int | None = None
-    """None until its first step."""
+    is_scheduled: bool = False  # whether the batch has been told of it
+    reused: int | None = None  # None until its first step
 
     @property
     def request_id(self) -> str:
@@ -63,21 +62,17 @@ class ServingEngine:
 
     def __init__(self, offloaded: OffloadedModel, settings: ServeSettings) -> None:
         """Starts the engine's thread, which runs the model once to warm up.
-
-        Raises:
-            ModelError: requests of this model cannot be batched.
-            ServerError: the first step failed.
-        """
+        Raises ModelError: requests of this model cannot be batched; ServerError: the first step failed."""
         self.stats = ServingStats()
         self._offloaded = offloaded
         self._settings = settings
-        self._eos = _eos_tokens(offloaded.model)
+        self._eos = eos_tokens(offloaded.model)
         self._batch = BatchRunner(offloaded, settings)
         most = getattr(offloaded.checkpoint.config.get_text_config(), "max_position_embeddings", None)
-        self.context_tokens = min(most or self._batch.capacity_tokens, self._batch.capacity_tokens)
-        """Tokens that prompt and answer of one request may have together."""
-        self.stats.cache.total_tokens = self._batch.capacity_tokens
-        self.stats.cache.total_bytes = self._batch.total_bytes
+        room = self._batch.runner.n_pages * PAGE_TOKENS
+        self.context_tokens = min(most or room, room)  # tokens that prompt and answer of one request may have together
+        self.stats.cache.total_tokens = room
+        self.stats.cache.total_bytes = self._batch.runner.total_bytes
         self._n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size
         self._numbers = itertools.count()
         self._requests: dict[str, Ticket] = {}
@@ -112,22 +107,16 @@ class ServingEngine:
 
     def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> Ticket:
         """Queues a request.
-
-        Raises:
-            PromptError: the prompt is empty or does not fit, or has a token that the model does not.
-            BusyError: the queue is full or the engine drains; says after how many seconds to come again.
-            ServerError: the engine has failed.
-        """
+        Raises PromptError: the prompt is empty or does not fit, or has a token that the model does not; BusyError: the
+        queue is full or the engine drains; says after how many seconds to come again; ServerError: the engine has
+        failed."""
         if not prompt:
             raise PromptError("the prompt is empty")
         # A token that the model does not have would fail the step, and with it all requests.
         for token in (min(prompt), max(prompt), *options.bias):
             if not 0 <= token < self._n_vocabulary:
                 raise PromptError(f"token {token} is none of the model's, which are 0 to {self._n_vocabulary - 1}")
-        room = self.context_tokens - len(prompt)
-        if room < 1:
-            raise PromptError(f"the prompt has {len(prompt)} tokens, the context holds {self.context_tokens}")
-        if options.max_tokens > room:
+        if len(prompt) + options.max_tokens > self.context_tokens:
             raise PromptError(
                 f"the prompt has {len(prompt)} tokens and the answer may have {options.max_tokens}; "
                 f"the context holds {self.context_tokens}"
@@ -170,7 +159,7 @@ class ServingEngine:
         self._stopping = True
         self._wake.set()
         self._thread.join(_STOP_TIMEOUT_S)
-        self._batch.close()
+        self._batch.runner.close()
 
     def __enter__(self) -> ServingEngine:
         return self
@@ -226,15 +215,15 @@ class ServingEngine:
         if not shares:
             return False
         try:
-            step = self._batch.compute(shares)
+            per_share, took_s = self._batch.compute(shares)
         except MoeOffloadError as error:
             logger.warning("a step of %d requests failed: %s", len(shares), error)
             for share in shares:
                 self._end(self._request_of(share), Progress(finish=FinishReason.ERROR, error=error))
             return True
-        self._count_step(step)
+        self._count_step(shares, per_share, took_s)
         now = perf_counter()
-        for share, choices in zip(step.shares, step.choices, strict=True):
+        for share, choices in zip(shares, per_share, strict=True):
             request = self._request_of(share)
             if request.reused is None:
                 request.reused = share.past
@@ -255,24 +244,24 @@ class ServingEngine:
             cancelled, self._cancelled = self._cancelled, deque()
         for request in new:
             request.is_scheduled = True
-            self._batch.add(request.sequence)
+            self._batch.scheduler.add(request.sequence)
             self.stats.tokens.prompt += request.sequence.n_prompt
         for request in cancelled:
             if request.request_id in self._requests:
                 self._end(request, Progress(finish=FinishReason.CANCELLED))
 
     def _count_requests(self) -> None:
-        counts, cache = self.stats.requests, self.stats.cache
-        counts.running, counts.waiting = self._batch.n_running, self._batch.n_waiting
-        cache.used_tokens, cache.kept_tokens = self._batch.cache_tokens()
+        counts, cache, scheduler = self.stats.requests, self.stats.cache, self._batch.scheduler
+        counts.running, counts.waiting = len(scheduler.running), len(scheduler.waiting)
+        cache.used_tokens, cache.kept_tokens = self._batch.blocks.cache_tokens()
 
-    def _count_step(self, step: Step) -> None:
+    def _count_step(self, shares: list[Share], per_share: list[list[TokenChoice]], took_s: float) -> None:
         steps, tokens = self.stats.steps, self.stats.tokens
         steps.steps += 1
-        steps.seconds += step.seconds
-        self.stats.step_rows.add(sum(len(share.tokens) for share in step.shares))
-        tokens.guessed += sum(share.n_guesses for share in step.shares)
-        tokens.guessed_right += sum(max(0, len(choices) - 1) for choices in step.choices)
+        steps.seconds += took_s
+        self.stats.step_rows.add(sum(len(share.tokens) for share in shares))
+        tokens.guessed += sum(share.n_guesses for share in shares)
+        tokens.guessed_right += sum(max(0, len(choices) - 1) for choices in per_share)
 
     def _take_token(self, request: Ticket, choice: TokenChoice, now: float) -> None:
         request.n_tokens += 1
@@ -297,7 +286,7 @@ class ServingEngine:
     def _end(self, request: Ticket, progress: Progress) -> None:
         request.is_over = True
         if request.is_scheduled:
-            self._batch.remove(request.sequence)
+            self._batch.scheduler.remove(request.sequence)
         counts = self.stats.requests
         if progress.finish is FinishReason.CANCELLED:
             counts.cancelled += 1
@@ -317,7 +306,7 @@ class ServingEngine:
             left = [request for request in self._requests.values() if request.is_scheduled]
         for request in left:
             self._end(request, Progress(finish=FinishReason.ERROR, error=told))
-        self._batch.reset()
+        self._batch.scheduler.reset()
 
     def _warm_up(self) -> None:
         """A request of a few tokens: what is compiled or allocated at first is so before the first client comes."""
@@ -338,7 +327,7 @@ class ServingEngine:
             raise ServerError(f"the first step did not end within {timeout_s:g} s")
         if done[-1].error is not None:
             raise done[-1].error
-        self.stats.reset()
+        self.stats = ServingStats(self.stats.cache)
         self._offloaded.recorder.reset()
 
 
@@ -348,12 +337,3 @@ def _tell(request: Ticket, progress: Progress) -> None:
         request.tell(progress)
     except Exception:
         logger.exception("%s was not told", request.request_id)
-
-
-def _eos_tokens(model: Any) -> tuple[int, ...]:
-    eos = model.generation_config.eos_token_id
-    if eos is None:
-        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)

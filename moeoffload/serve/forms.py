@@ -13,8 +13,7 @@ from moeoffload.serve.choices import Piece
 from moeoffload.serve.detokenizer import TokenTexts
 from moeoffload.serve.request import TokenChoice
 
-_LEAST_LOGPROB: Final = -9999.0
-"""What stands for minus infinity, which JSON does not have."""
+_LEAST_LOGPROB: Final = -9999.0  # what stands for minus infinity, which JSON does not have
 
 Json = dict[str, Any]
 

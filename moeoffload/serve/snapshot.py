@@ -28,11 +28,8 @@ def serving_snapshot(
 ) -> dict[str, Any]:
     """The figures as they stand, in seconds and bytes since the model was opened; from any thread.
 
-    Args:
-        offloaded: the open model.
-        stats: what its engine has counted.
-        watch: also have the times of each layer kept for the next `PAUSE_S`; not for scrapers, which do not use them.
-        batches: by address what expert servers say of their kernel calls, for the servers for which it is known.
+    With ``watch`` the times of each layer are kept for the next `PAUSE_S`; scrapers do not use them. ``batches`` is by
+    address what expert servers say of their kernel calls, where that is known.
     """
     recorder = offloaded.recorder
     if watch:

@@ -1,4 +1,4 @@
-"""Synthetic checkpoints load in transformers as real ones do and compute sane numbers."""
+"""Synthetic checkpoints, by which families are tested and servers measured, load in transformers as real ones do."""
 
 from __future__ import annotations
 
@@ -9,16 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from synthetic import (
-    GEOMETRIES,
-    TINY_FAMILIES,
-    Layout,
-    geometry_config,
-    tiny_config,
-    write_checkpoint,
-    write_tiny,
-)
-from transformers import AutoTokenizer
+from synthetic import geometry_config, tiny_config, write_checkpoint, write_tiny
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import ModelError
@@ -28,49 +19,12 @@ from .conftest import reference_model
 SCRIPT = Path(__file__).parents[2] / "bench" / "make_checkpoint.py"
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_tiny_models_load_without_a_missing_key_and_stay_sane(family: str, tmp_path: Path) -> None:
-    write_tiny(family, tmp_path, layout=Layout.PER_EXPERT)
-    model = reference_model(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    ids = tokenizer("A mixture of experts.", return_tensors="pt").input_ids
-    with torch.no_grad():
-        logits = model(ids).logits
-    assert logits.isfinite().all()
-    assert 0.1 < logits.std() < 10
-
-
-def test_tokenizer_takes_and_gives_back_any_text(tiny: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    text = "Größe 42 — 数据 \n\t🦀"
-    ids = tokenizer(text).input_ids
-    assert tokenizer.decode(ids) == text
-    assert max(ids) < 320
-    assert all(tokenizer.decode([number]) is not None for number in range(320))
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False).startswith("user: hi")
-
-
 def test_equal_arguments_give_equal_bytes(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         write_tiny("mixtral", tmp_path / name, seed=seed)
     first, again, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert first == again
     assert first != other
-
-
-@pytest.mark.parametrize("name", GEOMETRIES)
-def test_geometries_have_the_experts_of_the_originals(name: str) -> None:
-    config = geometry_config(name)
-    experts, top_k, width = {
-        "qwen3-30b-a3b": (128, 8, 768),
-        "mixtral-8x7b": (8, 2, 14336),
-        "deepseek-v3": (256, 8, 2048),
-        "gpt-oss-20b": (32, 4, 2880),
-        "olmoe-1b-7b": (64, 8, 1024),
-    }[name]
-    assert (config.num_local_experts, config.num_experts_per_tok) == (experts, top_k)
-    assert width == getattr(config, "moe_intermediate_size", config.intermediate_size)
-    assert config.vocab_size == 32000
 
 
 @pytest.mark.parametrize(

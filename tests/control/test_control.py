@@ -6,8 +6,9 @@ import contextlib
 import queue
 import runpy
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -24,7 +25,6 @@ from moeoffload.control.protocol import PROTOCOL_VERSION, dtype_label
 from moeoffload.control.server import SERVICE_NAME
 from moeoffload.control.status import RETRY_AFTER
 from moeoffload.control.v1 import expert_service_pb2 as pb
-from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.errors import ServerError
 from moeoffload.expert_server.server import MAX_LEASES, MAX_LEASES_OF_ONE
 from moeoffload.host.generate import prepare_prompt
@@ -54,11 +54,16 @@ class RawHost:
     """A host that says what it likes: one Attach stream and plain calls beside it."""
 
     def __init__(self, address: str) -> None:
-        self._channel = HostCredentials().channel(address, [])
-        grpc.channel_ready_future(self._channel).result(STEP_TIMEOUT_S)
-        self.stub = pb_grpc.ExpertServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._client = ControlClient(address)
+        self._client.connect(STEP_TIMEOUT_S)
         self._outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
-        self._stream = self.stub.Attach(iter(self._outgoing.get, None), timeout=STEP_TIMEOUT_S)
+        self._stream = self.call("Attach", iter(self._outgoing.get, None))
+
+    def call(self, method: str, request: Any) -> Any:
+        def begin(stub: Any, metadata: Any) -> Any:
+            return getattr(stub, method)(request, timeout=STEP_TIMEOUT_S, metadata=metadata)
+
+        return self._client._begin(begin)
 
     def send(self, **step: object) -> pb.AttachReply:
         self._outgoing.put(pb.AttachRequest(**step))  # type: ignore[arg-type]
@@ -69,19 +74,17 @@ class RawHost:
         return self.send(hello=pb.Hello(protocol_version=PROTOCOL_VERSION, host=name)).welcome.lease_id
 
     def load(self, request: pb.LoadExpertsRequest) -> list[pb.LoadProgress]:
-        return list(self.stub.LoadExperts(request, timeout=STEP_TIMEOUT_S))
+        return list(self.call("LoadExperts", request))
 
     def describe(self) -> pb.DescribeReply:
-        reply: pb.DescribeReply = self.stub.Describe(pb.DescribeRequest(), timeout=STEP_TIMEOUT_S)
-        return reply
+        return self._client.describe(STEP_TIMEOUT_S)
 
     def stats(self) -> pb.StatsReply:
-        reply: pb.StatsReply = self.stub.Stats(pb.StatsRequest(), timeout=STEP_TIMEOUT_S)
-        return reply
+        return self._client.stats(STEP_TIMEOUT_S)
 
     def close(self) -> None:
         self._outgoing.put(None)
-        self._channel.close()
+        self._client.close()
 
 
 @contextlib.contextmanager
@@ -175,10 +178,11 @@ def test_health_watch_is_not_offered(server: RunningServer) -> None:
 
 
 def test_reflection_lists_the_services(server: RunningServer) -> None:
-    with HostCredentials().channel(server.address, []) as channel:
+    with grpc.insecure_channel(server.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        (reply,) = stub.ServerReflectionInfo(requests, timeout=STEP_TIMEOUT_S)
+        shown = HostCredentials().metadata(server.address)
+        (reply,) = stub.ServerReflectionInfo(requests, timeout=STEP_TIMEOUT_S, metadata=shown)
     names = {service.name for service in reply.list_services_response.service}
     assert {SERVICE_NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
 
@@ -202,7 +206,7 @@ def test_describe_and_stats_follow_a_host_from_load_to_leave(
             assert loaded.resident_bytes == watcher.stats().resident_bytes == expert_bytes
             assert loaded.offered_bytes == free.offered_bytes - expert_bytes
             asked = pb.DescribeRequest(model_digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype))
-            again = watcher.stub.Describe(asked, timeout=STEP_TIMEOUT_S)
+            again = watcher.call("Describe", asked)
             assert again.offered_bytes == free.offered_bytes, "experts of the same model are shared"
             offer = host.send(activate=activate_request(checkpoint, table)).offer
             assert offer.batch_capacity == 64
@@ -238,7 +242,7 @@ def test_draining_keeps_attached_hosts_refuses_new_ones_and_ends_with_the_last(s
 def test_draining_a_server_without_hosts_ends_it(start_server: StartServer) -> None:
     server = start_server()
     with raw_host(server.address) as host:
-        assert host.stub.Drain(pb.DrainRequest(), timeout=STEP_TIMEOUT_S).leases == 0
+        assert host.call("Drain", pb.DrainRequest()).leases == 0
         assert server.process.wait(READY_TIMEOUT_S) == 0
 
 
@@ -417,6 +421,25 @@ def test_absurdly_large_wishes_are_cut_to_what_the_server_allows(
         assert {channel.n_slots for channel in offer.channels} == {limits.max_slots}
     with raw_host(server.address) as host:
         wait_until(lambda: host.stats().leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.connect(STEP_TIMEOUT_S),
+        lambda client: client.describe(STEP_TIMEOUT_S),
+        lambda client: client.attach(STEP_TIMEOUT_S),
+        lambda client: client.stats(STEP_TIMEOUT_S),
+        lambda client: client.drain(STEP_TIMEOUT_S),
+    ],
+    ids=["connect", "describe", "attach", "stats", "drain"],
+)
+def test_a_call_on_a_connection_that_was_closed_meanwhile_is_an_error(call: Callable[[ControlClient], object]) -> None:
+    """gRPC ends the process when one is begun there."""
+    client = ControlClient("127.0.0.1:9")
+    client.close()
+    with pytest.raises(ServerError, match=r"127\.0\.0\.1:9: the connection to it is closed"):
+        call(client)
 
 
 def test_after_all_of_this_the_server_still_serves(server: RunningServer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +14,18 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moeoffload.native import Features, cpu_features
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
+
+
+@contextlib.contextmanager
+def threads(n: int) -> Iterator[None]:
+    """Computes with ``n`` threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def instruction_sets() -> list[Features]:

@@ -12,7 +12,7 @@ from moeoffload import native
 from moeoffload.kernels.attention import FEW_QUERIES, cpu_attention
 from moeoffload.native import Features, cpu_features
 
-from .experts import DTYPES
+from .experts import DTYPES, threads
 
 EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 # (heads, key heads, dim, value dim)
@@ -151,12 +151,8 @@ def test_bits_do_not_depend_on_other_queries_heads_or_threads(dtype: torch.dtype
             query[:1, 3 * head : 3 * head + 1], key[:1, head : head + 1], value[:1, head : head + 1], mask[:1]
         )
         assert torch.equal(one[0, :, 0], together[0, :, 3 * head])
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         assert all(torch.equal(cpu_attention(query, key, value, mask), together) for _ in range(10))
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("n_queries", [2, MANY[1]])

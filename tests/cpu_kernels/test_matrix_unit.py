@@ -8,7 +8,7 @@ import torch
 from moeoffload.kernels import KernelWorkspace, prepare_layer
 from moeoffload.native import Features, cpu_features
 
-from .experts import call, exact, gated_experts, random_rows, routes
+from .experts import call, exact, gated_experts, random_rows, routes, threads
 
 pytestmark = pytest.mark.skipif(Features.MATRIX_UNIT not in cpu_features(), reason="no usable matrix unit")
 
@@ -38,9 +38,7 @@ def test_any_number_of_rows_of_an_expert(n_threads: int) -> None:
     experts = gated_experts(3, 96, 64, torch.bfloat16, integers=True)
     experts.gate_up_proj.copy_(experts.gate_up_proj.sign())
     layer = prepare_layer(experts, kernel="tiled")
-    before = torch.get_num_threads()
-    torch.set_num_threads(n_threads)
-    try:
+    with threads(n_threads):
         for n_rows in (*range(1, 36), 47, 48, 49, 63, 64, 65, 128, 200):
             rows = random_rows(n_rows, 96, torch.bfloat16, seed=n_rows)
             slots = torch.zeros(n_rows, 2, dtype=torch.int64)
@@ -53,8 +51,6 @@ def test_any_number_of_rows_of_an_expert(n_threads: int) -> None:
             for row in range(0, n_rows, 7):
                 one = slice(row, row + 1)
                 assert torch.equal(call(layer, rows[one], slots[one], weights[one]), result[one]), (n_rows, row)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_rows_that_are_not_finite_stay_so_and_alone() -> None:

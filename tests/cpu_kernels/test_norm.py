@@ -14,6 +14,7 @@ from moeoffload import native
 from moeoffload.kernels.norm import FusedNorm, NormKind, accelerate_norms, rms_norm
 from moeoffload.native import Features, cpu_features
 
+from .experts import threads
 from .test_attention import LESS
 
 FAMILIES = {
@@ -82,14 +83,10 @@ def test_rows_do_not_change_each_other(dtype: torch.dtype, kind: NormKind) -> No
     bad = rms_norm(x, weight, 1e-6, kind)
     assert not bad[3].isfinite().any()
     assert torch.equal(bad[4:], together[4:])
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         assert torch.equal(
             rms_norm(together.repeat(1000, 1), weight, 1e-6, kind)[-40:], rms_norm(together, weight, 1e-6, kind)
         )
-    finally:
-        torch.set_num_threads(before)
 
 
 class OddRMSNorm(nn.Module):

@@ -12,7 +12,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from moeoffload.kernels import KernelWorkspace, LayerKernels, calls, prepare_layer, tiled
 
-from .experts import DTYPES, call, gated_experts, random_rows, routes
+from .experts import DTYPES, call, gated_experts, random_rows, routes, threads
 
 
 @pytest.fixture
@@ -41,14 +41,10 @@ def sliced(layer: LayerKernels, inputs: tuple[torch.Tensor, ...], between: Any =
 def test_slices_have_the_bits_of_one_call(dtype: torch.dtype, n_rows: int, n_threads: int) -> None:
     layer = prepare_layer(gated_experts(16, 320, 160, dtype), kernel="tiled")
     inputs = (random_rows(n_rows, 320, dtype), *routes(n_rows, 8, 16, absent=0.2))
-    before = torch.get_num_threads()
-    torch.set_num_threads(n_threads)
-    try:
+    with threads(n_threads):
         whole = call(layer, *inputs)
         assert torch.equal(sliced(layer, inputs), whole)
         assert torch.equal(call(layer, *inputs), whole), "a whole call after one in slices"
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_slice_is_bounded_and_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ typedef struct {
     const char *up_bias;    // (n_experts, up_columns), or NULL
     const char *down;       // (n_experts, hidden, inter)
     const char *down_bias;  // (n_experts, hidden), or NULL
+    // Instead of `up` and `down`, or NULL: packed weights, see Product.
+    const Matrix *up_parts, *down_parts;
 } Layer;
 
 typedef struct {
@@ -49,8 +51,10 @@ typedef struct {
     char *activated;       // (n_routes) operands of inter elements
     char *operands;        // (n_rows) operands of hidden elements
     char *packed;          // (n_routes, max(hidden, inter)) for the matrix unit
+    char *scratch;         // (n_threads, moe_scratch_bytes) for packed weights
     // Results of the plan.
     int64_t n_hit, n_present;
+    _Atomic int64_t n_started;  // threads
     Counter counters[N_COUNTERS];
 } Call;
 
@@ -61,8 +65,12 @@ static bool uses_matrix_unit(const Layer *layer) {
            matrix_unit_fits(layer->dtype, layer->features, layer->inter, layer->hidden);
 }
 
-// What a workspace has to know of a layer.
+// What a workspace has to know of a layer: whether it uses the matrix unit, and what a thread needs to unpack weights.
 int64_t moe_uses_matrix_unit(const Layer *layer) { return uses_matrix_unit(layer); }
+int64_t moe_scratch_bytes(const Layer *l) {
+    const Kernels *kernels = kernels_for(l->dtype, l->features);
+    return l->up_parts || l->down_parts ? scratch_bytes(kernels, at_least(l->hidden, l->inter)) : 0;
+}
 
 static int64_t claim(Counter *counter) { return atomic_fetch_add_explicit(&counter->claimed, 1, memory_order_relaxed); }
 static void finish(Counter *counter) { atomic_fetch_add_explicit(&counter->finished, 1, memory_order_release); }
@@ -120,20 +128,29 @@ static void groups_of(const Call *c, int64_t *from, int64_t *to) {
 }
 
 // The product of one group, both projections' alike but for `is_up`.
-static Product product_of(const Call *c, int64_t group, bool is_up) {
+static Product product_of(const Call *c, int64_t group, bool is_up, int64_t thread) {
     const Layer *l = c->layer;
     const Kernels *kernels = kernels_for(l->dtype, l->features);
     const int64_t n_out = is_up ? l->up_columns : l->hidden, inner = is_up ? l->hidden : l->inter;
     const int64_t expert = c->hit[group], matrix_bytes = n_out * inner * kernels->item_bytes;
-    const char *weights = is_up ? l->up : l->down, *bias = is_up ? l->up_bias : l->down_bias;
+    const char *weights = is_up ? l->up : l->down, *bias = is_up ? l->up_bias : l->down_bias, *following = NULL;
+    const Matrix *parts = is_up ? l->up_parts : l->down_parts;
+    if (group + 1 < c->n_hit) {
+        const int64_t next = c->hit[group + 1];
+        following = parts ? packed_row(parts, next, 0) : weights + next * matrix_bytes;
+    }
     return (Product){
-        .weights = weights + expert * matrix_bytes,
+        .kernels = kernels,
+        .weights = parts ? NULL : weights + expert * matrix_bytes,
+        .parts = parts,
+        .expert = expert,
+        .scratch = parts ? c->scratch + thread * moe_scratch_bytes(l) : NULL,
         .bias = bias ? bias + expert * n_out * kernels->item_bytes : NULL,
         .operands = !is_up ? c->activated : uses_matrix_unit(l) ? c->rows : c->operands,
         .index = is_up ? c->row_of : NULL,
         .packed = c->packed,
         .out = c->values,
-        .following = group + 1 < c->n_hit ? weights + c->hit[group + 1] * matrix_bytes : NULL,
+        .following = following,
         .n_out = n_out,
         .inner = inner,
         .stride = operand_bytes(kernels, inner, uses_matrix_unit(l)),
@@ -145,7 +162,7 @@ static Product product_of(const Call *c, int64_t group, bool is_up) {
 }
 
 // Returns the number of items, all of which are claimed.
-static int64_t project(Call *c, bool is_up) {
+static int64_t project(Call *c, bool is_up, int64_t thread) {
     const Layer *l = c->layer;
     const Kernels *kernels = kernels_for(l->dtype, l->features);
     const int64_t n_out = is_up ? l->up_columns : l->hidden;
@@ -155,7 +172,7 @@ static int64_t project(Call *c, bool is_up) {
     const bool by_matrix_unit = uses_matrix_unit(l);
     if (by_matrix_unit) {
         for (int64_t item; (item = claim(packing)) < to - from;) {
-            const Product product = product_of(c, from + item, is_up);
+            const Product product = product_of(c, from + item, is_up, thread);
             pack_operands(&product, c->packed);
             finish(packing);
         }
@@ -164,7 +181,7 @@ static int64_t project(Call *c, bool is_up) {
     const int64_t item_rows = c->n_threads > 1 ? ITEM_ROWS : n_out, per_group = ceil_div(n_out, item_rows);
     const int64_t n_items = (to - from) * per_group;
     for (int64_t item; (item = claim(counter)) < n_items;) {
-        Product product = product_of(c, from + item / per_group, is_up);
+        Product product = product_of(c, from + item / per_group, is_up, thread);
         product.from = item % per_group * item_rows;
         product.to = at_most(product.from + item_rows, n_out);
         if (c->n_threads > 1) product.following = NULL;
@@ -221,15 +238,16 @@ static void sum(Call *c) {
 
 static void run(void *argument) {
     Call *c = argument;
+    const int64_t thread = atomic_fetch_add_explicit(&c->n_started, 1, memory_order_relaxed);
     int64_t n_items = 0;
-    if (c->steps & UP) n_items = project(c, true);
+    if (c->steps & UP) n_items = project(c, true, thread);
     if (c->steps & (ACTIVATE | TAKE)) {
         if (c->steps & UP) wait_for(&c->counters[COMPUTE_UP], n_items);
         n_items = activate(c);
     }
     if (c->steps & DOWN) {
         if (c->steps & (ACTIVATE | TAKE)) wait_for(&c->counters[ACTIVATED], n_items);
-        n_items = project(c, false);
+        n_items = project(c, false, thread);
     }
     if (c->steps & SUM) {
         if (c->steps & DOWN) wait_for(&c->counters[COMPUTE_DOWN], n_items);
@@ -253,6 +271,7 @@ int64_t moe_experts(Call *c) {
                 kernels->prepare(c->rows + row * row_bytes, c->operands + row * stride, l->hidden);
     }
     memset(c->counters, 0, sizeof c->counters);
+    c->n_started = 0;
     run_in_threads(c->parallel, c->n_threads, run, c);
     return -1;
 }

@@ -4,14 +4,20 @@
 
 #include <stdatomic.h>
 
-#include "common.h"
+#include "packed.h"
 
 // How a bias is added to a float32 sum: rounded to the dtype first, as a product and a sum of their own do, or not.
 enum { NO_BIAS, EXACT_BIAS, ROUNDED_BIAS };
 
+typedef struct Kernels Kernels;
+
 // Rows of operands times rows of one matrix of weights. A result is `out[position, weight row]`.
 typedef struct {
-    const void *weights;     // (n_out, inner)
+    const Kernels *kernels;
+    const void *weights;     // (n_out, inner); NULL: packed
+    const Matrix *parts;     // packed weights: rows of the first matrix, then those of the second, if there is one
+    int64_t expert;          // whose rows of the parts
+    void *scratch;           // of this thread, scratch_bytes()
     const void *bias;        // (n_out)
     const void *operands;    // rows as `prepare` of the kernels makes them, `stride` bytes apart
     const int32_t *index;    // the operand of a position; NULL: its own number
@@ -25,7 +31,7 @@ typedef struct {
 } Product;
 
 // The functions of one instruction set for one dtype of weights. Elements are of that dtype unless a type says more.
-typedef struct {
+struct Kernels {
     int64_t item_bytes;     // of an element
     int64_t operand_bytes;  // of an element of an operand
     int64_t block;          // operands are filled with zeros up to a multiple of so many elements
@@ -38,7 +44,11 @@ typedef struct {
     void (*widen)(const void *row, float *out, int64_t n);
     // Returns whether all values are finite as they were rounded.
     bool (*narrow)(const float *row, void *out, int64_t n);
-} Kernels;
+    // Columns from..to of packed rows as elements, rows `stride` elements apart. `from` is a multiple of SPAN; where it
+    // is one of SEGMENT, `scales` become those of the segment, one for each row; otherwise they are still those.
+    void (*unpack)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, int64_t to, Scales *scales,
+                   void *out, int64_t stride);
+};
 
 extern const Kernels *const portable_kernels[N_TYPES];
 #if defined(__x86_64__)
@@ -60,7 +70,32 @@ bool matrix_unit_fits(int64_t dtype, int64_t features, int64_t inner, int64_t n_
 void pack_operands(const Product *product, void *packed);
 void project_by_matrix_unit(const Product *product);
 
-enum { ITEM_ROWS = 64 };  // weight rows that a thread claims at a time
+enum { ITEM_ROWS = 64 };     // weight rows that a thread claims at a time
+enum { BLOCK_ROWS = 32 };    // weight rows that meet all operands of an expert while they are near
+enum { AHEAD_BYTES = 2048 };
+
+// Bytes that a thread needs to unpack weights into: a block of rows, from an address of whole lines of the cache on.
+static inline int64_t scratch_bytes(const Kernels *kernels, int64_t inner) {
+    return padded(BLOCK_ROWS * inner * kernels->item_bytes, 64);
+}
+
+// As `unpack` of the kernels for rows of the product, which may lie in both parts.
+static inline void unpack_rows(const Product *p, int64_t row, int64_t n_rows, int64_t from, int64_t to, Scales *scales,
+                               char *out, int64_t stride) {
+    for (int64_t some; n_rows > 0; n_rows -= some, row += some, scales += some) {
+        const bool is_second = row >= p->parts->n_out;
+        const Matrix *m = p->parts + is_second;
+        const int64_t own = is_second ? row - p->parts->n_out : row;
+        some = at_most(n_rows, m->n_out - own);
+        p->kernels->unpack(m, p->expert, own, some, from, to, scales, out, stride);
+        out += some * stride * p->kernels->item_bytes;
+    }
+}
+
+// Where a packed row of the product begins.
+static inline const char *row_of_parts(const Matrix *parts, int64_t expert, int64_t row) {
+    return row < parts->n_out ? packed_row(parts, expert, row) : packed_row(parts + 1, expert, row - parts->n_out);
+}
 
 // Bytes of an operand of n elements; one of the matrix unit is a row as it is.
 static inline int64_t operand_bytes(const Kernels *kernels, int64_t n, bool by_matrix_unit) {

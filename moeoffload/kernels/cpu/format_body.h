@@ -10,7 +10,8 @@
 //   GET         OPERANDS of those at an address
 //   MULTIPLY    adds the products of WEIGHTS and OPERANDS to two vectors of sums
 //   PREPARE     writes a block of elements as operands
-// Another format of weights is another LOAD. FORMAT, TYPE, ELEMENT and LOAD are undefined at the end.
+//   WORDS       maybe, see unpack_body.h
+// Another format of weights is another LOAD. FORMAT, TYPE, ELEMENT, LOAD and WORDS are undefined at the end.
 //
 // Every dot product is two vectors of sums that run over the inner dimension in order, added and folded in one fixed
 // tree. So a result's bits depend on its two operands only, not on what is computed beside it.
@@ -18,6 +19,8 @@
 #define PASTE_(a, b) a##_##b
 #define PASTE(a, b) PASTE_(a, b)
 #define NAME(name) PASTE(name, FORMAT)
+
+#include "unpack_body.h"
 
 // Adds the products of n_w weight rows, `inner` elements apart, and n_x operands over from..to to their sums.
 // As many rows at `ahead` are prefetched meanwhile, into the second-level cache: into the first one fewer reads can be
@@ -71,7 +74,7 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int n_ahead, cons
 #define STREAMED(n)                                                                                                  \
     case n:                                                                                                          \
         for (int w = 0; w < n_w; w++) {                                                                              \
-            const ELEMENT *row = weights + w * inner;                                                                \
+            const ELEMENT *row = weights ? weights + w * inner : NAME(unpacked)(p, weight_row + w, 1);               \
             NAME(products)(1, n, 1, row, inner, x, 0, inner, (const char *)row + AHEAD_BYTES, sums + w);          \
         }                                                                                                            \
         break;
@@ -94,15 +97,27 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int n_ahead, cons
             }                                                                                                        \
         break;
 
+// Packed rows as elements, in the scratch memory; brings what comes next of them into the second-level cache.
+static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row, int64_t n_rows) {
+    Scales scales;
+    for (int64_t row = 0; row < n_rows; row++) {
+        const char *ahead = row_of_parts(p->parts, p->expert, weight_row + row) + 2 * AHEAD_BYTES;
+        for (int64_t line = 0; line < p->parts->row_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+        char *out = (char *)p->scratch + row * p->inner * sizeof(ELEMENT);
+        unpack_rows(p, weight_row + row, 1, 0, p->inner, &scales, out, p->inner);
+    }
+    return p->scratch;
+}
+
 // At most LANES weight rows times n_x operands: the results of positions first..first + n_x. Meanwhile as many rows at
 // `ahead` are prefetched: n_ahead for each two weight rows, or, if the weights are read ONCE, those that come next.
-static TARGET void NAME(group)(const Product *p, int64_t weight_row, int n_w, int64_t first, int n_x, int n_ahead,
-                               const char *ahead) {
+// `weights` are those rows; NULL: packed, and read ONCE.
+static TARGET void NAME(group)(const Product *p, const ELEMENT *weights, int64_t weight_row, int n_w, int64_t first, int n_x,
+                               int n_ahead, const char *ahead) {
     enum { PART = 2048 / sizeof(OPERAND) };
     SUMS sums[LANES];
     const OPERAND *x[TILE_ROWS];
     const int64_t inner = p->inner;
-    const ELEMENT *weights = (const ELEMENT *)p->weights + weight_row * inner;
     for (int i = 0; i < n_x; i++) {
         const int64_t number = p->index ? p->index[first + i] : first + i;
         x[i] = (const OPERAND *)((const char *)p->operands + number * p->stride);
@@ -127,21 +142,23 @@ static TARGET void NAME(group)(const Product *p, int64_t weight_row, int n_w, in
 #undef TILED
 
 // With more operands than a tile has, a block of weight rows meets all of them while it lies in the second-level cache,
-// and the second or the next two tiles bring the next block there.
+// and the second or the next two tiles bring the next block there. Packed weights are unpacked to there.
 static TARGET void NAME(project)(const Product *p) {
     const int64_t n_tiles = ceil_div(p->last - p->first, TILE_ROWS), row_bytes = p->inner * sizeof(ELEMENT);
     const int64_t block_rows = n_tiles > 1 ? BLOCK_ROWS : p->to - p->from;
     for (int64_t start = p->from; start < p->to; start += block_rows) {
         const int64_t end = at_most(start + block_rows, p->to);
         int64_t first = p->first;
+        const ELEMENT *weights = p->parts ? NULL : (const ELEMENT *)p->weights + start * p->inner;
+        if (p->parts && n_tiles > 1) weights = NAME(unpacked)(p, start, end - start);
         for (int64_t tile = 0; tile < n_tiles; tile++) {
             const int n_x = (int)((p->last - first + n_tiles - tile - 1) / (n_tiles - tile));
-            const bool brings = tile > 0 && tile <= 2 && end < p->to;
+            const bool brings = !p->parts && tile > 0 && tile <= 2 && end < p->to;
             const int n_ahead = n_tiles == 1 ? ONCE : !brings ? 0 : n_tiles == 2 ? 2 : 1;
             const char *next = (const char *)p->weights + (end + (tile == 2 ? block_rows / 2 : 0)) * row_bytes;
             for (int64_t row = start; row < end; row += LANES)
-                NAME(group)(p, row, (int)at_most(LANES, end - row), first, n_x, n_ahead,
-                            brings ? next + (row - start) / 2 * n_ahead * row_bytes : NULL);
+                NAME(group)(p, weights ? weights + (row - start) * p->inner : NULL, row, (int)at_most(LANES, end - row), first,
+                            n_x, n_ahead, brings ? next + (row - start) / 2 * n_ahead * row_bytes : NULL);
             first += n_x;
         }
     }
@@ -195,7 +212,7 @@ static TARGET bool NAME(narrow_row)(const float *row, void *out, int64_t n) {
 
 static const Kernels NAME(kernels) = {
     sizeof(ELEMENT),     sizeof(OPERAND),    BLOCK,       NAME(project), NAME(prepare),
-    NAME(silu_times_up), NAME(add_weighted), NAME(widen_row), NAME(narrow_row),
+    NAME(silu_times_up), NAME(add_weighted), NAME(widen_row), NAME(narrow_row), NAME(unpack),
 };
 
 #undef PASTE_
@@ -205,3 +222,4 @@ static const Kernels NAME(kernels) = {
 #undef TYPE
 #undef ELEMENT
 #undef LOAD
+#undef WORDS

@@ -1,9 +1,11 @@
 // Instantiates the kernels of one instruction set for bfloat16, float16 and float32; see vectors.h and format_body.h.
 //
 // The includer also defines TILE_ROWS (operands whose sums stay in registers beside two weight rows), EACH_TILE (a
-// macro for each number of them), BLOCK_ROWS and AHEAD_BYTES.
+// macro for each number of them).
 
 #include "vectors.h"
+
+#include "unpack.h"
 
 // Operands that meet two weight rows are loaded once, not with each product, where there are registers enough.
 #if LANES == 16
@@ -60,12 +62,18 @@ INLINE void store_pair(float *to, pair values) {
 #define TYPE BF16
 #define ELEMENT uint16_t
 #define LOAD load_bf16
+#if LANES == 16
+#define WORDS words_bf16
+#endif
 #include "format_body.h"
 
 #define FORMAT f16
 #define TYPE F16
 #define ELEMENT uint16_t
 #define LOAD load_f16
+#if LANES == 16
+#define WORDS words_f16
+#endif
 #include "format_body.h"
 
 #define FORMAT f32

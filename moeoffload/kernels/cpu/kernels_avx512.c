@@ -9,8 +9,6 @@
 #define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl")))
 #define TILE_ROWS 6
 #define EACH_TILE(each) each(1) each(2) each(3) each(4) each(5) each(6)
-#define BLOCK_ROWS 32
-#define AHEAD_BYTES 2048
 #include "formats.h"
 
 #define KEY_ROWS 6
@@ -38,7 +36,11 @@ INLINE void multiply_raw(vec *sums, raw_pair weights, raw_pair operands) {
     sums[1] = (vec)_mm512_dpbf16_ps((__m512)sums[1], (__m512bh)weights.b, (__m512bh)operands.b);
 }
 
+// It takes subnormal numbers for zero, as the products do.
+INLINE __m512i words_bf16_dot(vec a, vec b) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a); }
+
 #define FORMAT bf16_dot
+#define WORDS words_bf16_dot
 #define TYPE BF16
 #define ELEMENT uint16_t
 #define OPERAND uint16_t

@@ -10,8 +10,6 @@
 #define TARGET
 #define TILE_ROWS 3
 #define EACH_TILE(each) each(1) each(2) each(3)
-#define BLOCK_ROWS 32
-#define AHEAD_BYTES 2048
 #include "formats.h"
 
 #define KEY_ROWS 2

@@ -4,14 +4,16 @@
 
 typedef struct {
     int64_t dtype, features;
-    const char *weight;  // (n_out, n_in)
+    const char *weight;  // (n_out, n_in); NULL: packed
+    const Matrix *parts;
     const char *bias;    // (n_out), or NULL
     const char *rows;    // (n_rows, n_in)
     char *out;           // (n_rows, n_out)
     int64_t n_in, n_out, n_rows, n_threads;
     Parallel parallel;
     char *operands;  // of moe_operand_bytes(.., n_in) for each row
-    _Atomic int64_t claimed;
+    char *scratch;   // (n_threads, moe_linear_scratch_bytes) for packed weights
+    _Atomic int64_t claimed, n_started;
 } LinearCall;
 
 // Of an operand of n elements, whatever unit computes.
@@ -19,12 +21,21 @@ int64_t moe_operand_bytes(int64_t dtype, int64_t features, int64_t n) {
     return operand_bytes(kernels_for(dtype, features), n, false);
 }
 
+// What a thread needs to unpack rows of n weights.
+int64_t moe_linear_scratch_bytes(int64_t dtype, int64_t features, int64_t n) {
+    return scratch_bytes(kernels_for(dtype, features), n);
+}
+
 static void run(void *argument) {
     LinearCall *c = argument;
     const Kernels *kernels = kernels_for(c->dtype, c->features);
     const bool by_matrix_unit = matrix_unit_fits(c->dtype, c->features, c->n_in, c->n_out);
+    const int64_t thread = atomic_fetch_add_explicit(&c->n_started, 1, memory_order_relaxed);
     Product product = {
+        .kernels = kernels,
         .weights = c->weight,
+        .parts = c->parts,
+        .scratch = c->parts ? c->scratch + thread * scratch_bytes(kernels, c->n_in) : NULL,
         .bias = c->bias,
         .operands = by_matrix_unit ? c->rows : c->operands,
         .packed = c->operands,
@@ -57,6 +68,6 @@ void moe_linear(LinearCall *c) {
         for (int64_t row = 0; row < c->n_rows; row++)
             kernels->prepare(c->rows + row * c->n_in * kernels->item_bytes, c->operands + row * stride, c->n_in);
     }
-    c->claimed = 0;
+    c->claimed = c->n_started = 0;
     run_in_threads(c->parallel, c->n_threads, run, c);
 }

@@ -124,6 +124,47 @@ INLINE void products(const int n_weights, const int n_operands, const Tiles *t, 
     if (n_weights > 1 && n_operands > 1) _tile_stored(3, sums[1][1], LINE_BYTES);
 }
 
+// As products of two weight tiles, for packed rows: SPAN columns of the next ones are unpacked while a chunk is
+// multiplied. Prefetches n_ahead lines of what is read next at every step.
+INLINE void products_of_packed(const int n_operands, const Product *p, const Tiles *t, int64_t row, float sums[2][2][16][16]) {
+    uint16_t chunks[2][2 * MATRIX_ROWS][SPAN] __attribute__((aligned(64)));
+    Scales scales[2 * MATRIX_ROWS];
+    const int64_t n_rows = at_most(2 * MATRIX_ROWS, p->to - row);
+    const char *ahead = t->ahead;
+    const char *some = t->operands[0], *others = t->operands[1];
+    const int64_t width = 4 * t->columns[0], other_width = 4 * t->columns[1];
+    _tile_zero(0);
+    if (n_operands > 1) _tile_zero(1);
+    _tile_zero(2);
+    if (n_operands > 1) _tile_zero(3);
+    unpack_rows(p, row, n_rows, 0, at_most(SPAN, p->inner), scales, (char *)chunks[0], SPAN);
+    for (int64_t at = 0; at < p->inner; at += SPAN) {
+        uint16_t(*chunk)[SPAN] = chunks[at / SPAN % 2];
+        const int64_t next = at + SPAN;
+        if (next < p->inner)
+            unpack_rows(p, row, n_rows, next, at_most(next + SPAN, p->inner), scales, (char *)chunks[next / SPAN % 2], SPAN);
+        for (int64_t line = 0; line < t->n_ahead; line++, ahead += LINE_BYTES) _mm_prefetch(ahead, _MM_HINT_T1);
+        for (int64_t step = 0; step < SPAN && at + step < p->inner; step += MATRIX_STEP) {
+            _tile_loadd(4, &chunk[0][step], sizeof *chunk);
+            _tile_loadd(5, &chunk[MATRIX_ROWS][step], sizeof *chunk);
+            _tile_loadd(6, some, width);
+            some += MATRIX_ROWS * width;
+            if (n_operands > 1) {
+                _tile_loadd(7, others, other_width);
+                others += MATRIX_ROWS * other_width;
+            }
+            _tile_dpbf16ps(0, 4, 6);
+            if (n_operands > 1) _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            if (n_operands > 1) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums[0][0], LINE_BYTES);
+    if (n_operands > 1) _tile_stored(1, sums[0][1], LINE_BYTES);
+    _tile_stored(2, sums[1][0], LINE_BYTES);
+    if (n_operands > 1) _tile_stored(3, sums[1][1], LINE_BYTES);
+}
+
 // Writes the results of one accumulator, a line for each of 16 weight rows, as rows of 16 results.
 INLINE void write_results(const Product *p, const float sums[16][16], int64_t position, int64_t count, int64_t row) {
     __m512i lines[16];
@@ -142,6 +183,21 @@ INLINE void write_results(const Product *p, const float sums[16][16], int64_t po
     }
 }
 
+// Lines of the cache in which about so many columns of 32 packed rows lie.
+static int64_t packed_lines(const Product *p, int64_t columns) {
+    return ceil_div(2 * MATRIX_ROWS * p->parts->row_bytes * columns, p->inner * LINE_BYTES);
+}
+
+// Unpacks rows into the scratch memory and prefetches as many at `ahead`.
+static void unpack_block(const Product *p, int64_t row, int64_t n_rows, const char *ahead) {
+    Scales scales;
+    for (int64_t i = 0; i < n_rows; i++) {
+        if (ahead)
+            for (int64_t line = 0; line < p->parts->row_bytes; line += LINE_BYTES, ahead += LINE_BYTES) _mm_prefetch(ahead, _MM_HINT_T1);
+        unpack_rows(p, row + i, 1, 0, p->inner, &scales, (char *)p->scratch + i * p->inner * ITEM_BYTES, p->inner);
+    }
+}
+
 TARGET void project_by_matrix_unit(const Product *p) {
     float sums[2][2][16][16] __attribute__((aligned(64)));
     Tiles t = {.row_bytes = p->inner * ITEM_BYTES};
@@ -149,11 +205,16 @@ TARGET void project_by_matrix_unit(const Product *p) {
     int64_t columns[2] = {0, 0};
     for (int64_t row = p->from; row < p->to; row += 2 * MATRIX_ROWS) {
         const int n_weights = p->to - row > MATRIX_ROWS ? 2 : 1;
-        t.weights = (const char *)p->weights + row * t.row_bytes;
         // While these rows are multiplied, those that are read next come into the second-level cache.
-        const bool is_last = row + n_weights * MATRIX_ROWS >= p->to;
+        const bool is_last = row + n_weights * MATRIX_ROWS >= p->to, is_chunked = p->parts && n_groups <= 2;
+        t.weights = (const char *)p->weights + row * t.row_bytes;
         t.ahead = is_last ? p->following : t.weights + n_weights * MATRIX_ROWS * t.row_bytes;
-        int64_t lines = t.ahead ? STREAM_ROWS : 0;
+        if (p->parts) {
+            t.weights = p->scratch;
+            if (!is_last) t.ahead = row_of_parts(p->parts, p->expert, row + n_weights * MATRIX_ROWS);
+            if (!is_chunked) unpack_block(p, row, n_weights * MATRIX_ROWS, t.ahead);
+        }
+        int64_t lines = t.ahead && !p->parts ? STREAM_ROWS : 0;
         const int64_t each = ceil_div(lines, ceil_div(n_groups, 2));
         for (int64_t group = 0; group < n_groups; group += 2) {
             const int64_t first = p->first + group * MATRIX_ROWS, second = first + MATRIX_ROWS;
@@ -170,7 +231,10 @@ TARGET void project_by_matrix_unit(const Product *p) {
                     t.columns[i] > 1 ? (const char *)p->packed + position * t.row_bytes : operand_of(p, position);
             }
             t.n_ahead = at_most(each, lines);
-            if (n_weights > 1 && n_operands > 1)
+            if (is_chunked) {
+                t.n_ahead = t.ahead ? packed_lines(p, SPAN) : 0;
+                n_operands > 1 ? products_of_packed(2, p, &t, row, sums) : products_of_packed(1, p, &t, row, sums);
+            } else if (n_weights > 1 && n_operands > 1)
                 products(2, 2, &t, sums);
             else if (n_weights > 1)
                 products(2, 1, &t, sums);

@@ -1,0 +1,55 @@
+"""Linear layers whose weights stay packed in memory."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import nn
+
+from moeoffload.formats.packed import PackedWeights
+from moeoffload.kernels import calls
+from moeoffload.kernels.dense import product
+from moeoffload.kernels.packing import KernelMatrix, why_not_dtype, why_not_packed
+
+MAX_ROWS: Final = 64
+"""In calls of more rows weights are unpacked for torch's product."""
+
+
+class PackedLinear(nn.Module):
+    """A linear layer without gradient that computes with the numbers that its packed weights stand for.
+
+    Attributes:
+        weight: (1, out, in).
+        bias: (out) of the compute dtype, or None.
+        falls_back: why weights are unpacked in every call; None if the C kernels compute few rows.
+    """
+
+    def __init__(self, weight: PackedWeights, bias: torch.Tensor | None = None) -> None:
+        """Args: see the attributes. Raises ValueError for weights of more than one matrix, or of a wrong size."""
+        super().__init__()
+        n_matrices, self.out_features, self.in_features = weight.shape
+        if n_matrices != 1:
+            raise ValueError(f"packed weights {tuple(weight.shape)} are not one matrix")
+        self.weight = weight
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.falls_back = why_not_packed((weight,))
+        if weight.device.type != "cpu":
+            self.falls_back = f"device {weight.device.type}"
+        elif calls.library() is None:
+            self.falls_back = "CPU kernels are not built"
+        self._matrices: dict[torch.dtype, KernelMatrix] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) of a compute dtype -> (..., out) of it."""
+        is_few = x.numel() <= MAX_ROWS * self.in_features and x.shape[-1] == self.in_features
+        if self.falls_back or not is_few or why_not_dtype(x.dtype) or not x.is_cpu:
+            return nn.functional.linear(x, self.weight.unpack(x.dtype)[0], self.bias)
+        matrix = self._matrices.get(x.dtype)
+        if matrix is None:
+            matrix = self._matrices[x.dtype] = KernelMatrix((self.weight,), x.dtype)
+        return product(x, matrix.addresses(), self.out_features, matrix.nbytes, self.bias)
+
+    def extra_repr(self) -> str:
+        """As `torch.nn.Linear`, and the format."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.weight.format.name}"

@@ -1,0 +1,120 @@
+"""Matrices of a layer as the C kernels read them: plain, or packed in parts; and what an experts module holds."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from moeoffload.formats.packed import SUPER_GROUP, Codes, Offsets, PackedFormat, PackedWeights, Scales
+from moeoffload.kernels.calls import COMPUTE_DTYPES, Matrix
+
+Weights = torch.Tensor | tuple[PackedWeights, ...]
+"""Of all experts: a parameter, or packed: rows of the first part, then those of the second, if there is one."""
+
+_PLAIN: Final = {torch.bfloat16: Codes.BFLOAT16, torch.float16: Codes.FLOAT16, torch.float32: Codes.FLOAT32}
+_LEAST_GROUP: Final = 16
+_MOST_PARTS: Final = 2
+
+
+def first_tensor(weights: Weights) -> torch.Tensor:
+    """Where the weights begin; its device is theirs."""
+    return weights[0].data if isinstance(weights, tuple) else weights
+
+
+def dtype_of(experts: nn.Module) -> torch.dtype:
+    """The compute dtype of an experts module."""
+    module: Any = experts
+    dtype: torch.dtype = module.compute_dtype if isinstance(module.down_proj, tuple) else module.down_proj.dtype
+    return dtype
+
+
+def why_not_packed(parts: tuple[PackedWeights, ...]) -> str | None:
+    """Why the C kernels do not compute weights packed like this; None if they do."""
+    if len(parts) > _MOST_PARTS:
+        return f"{len(parts)} parts"
+    return next((reason for part in parts if (reason := _why_not_format(part.format))), None)
+
+
+def _why_not_format(form: PackedFormat) -> str | None:
+    group, is_plain = form.group, form.codes in _PLAIN.values()
+    if is_plain != (form.scales is Scales.NONE) or (form.codes is Codes.LEVELS4) != (form.levels is not None):
+        return f"{form.name}: {form.codes.name} codes with {form.scales.name} scales"
+    if group and (group < _LEAST_GROUP or group & (group - 1)):
+        return f"{form.name}: groups of {group} weights"
+    if form.scales is Scales.SUPER and not _LEAST_GROUP <= group <= SUPER_GROUP:
+        return f"{form.name}: groups of {group} weights with two scales"
+    if form.offsets is not Offsets.NONE and (
+        form.codes is Codes.FP8
+        or is_plain
+        or form.shared_rows > 1
+        or (form.offsets is Offsets.MIN) != (form.scales is Scales.SUPER)
+    ):
+        return f"{form.name}: offsets {form.offsets.name}"
+    return None
+
+
+class KernelMatrix:
+    """One matrix of every expert, and the memory that describes it to the kernels.
+
+    Attributes:
+        shape: (n_experts, n_out, n_in).
+        nbytes: of all experts.
+    """
+
+    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+        """Args: weights: (n_experts, n_out, n_in) contiguous, or packed as `why_not_packed` allows.
+
+        Raises:
+            ValueError: parts that do not fit together.
+        """
+        self._kept = weights
+        if not isinstance(weights, tuple):
+            self.shape, self.nbytes = weights.shape, weights.nbytes
+            self._addresses = weights.data_ptr(), 0
+            return
+        first = weights[0]
+        n_experts, _, n_in = first.shape
+        self.shape = torch.Size((n_experts, sum(part.shape[1] for part in weights), n_in))
+        self.nbytes = sum(part.nbytes for part in weights)
+        if any(part.shape[0] != n_experts or part.n_in != n_in or not _is_whole(part) for part in weights):
+            raise ValueError(f"packed weights {[tuple(part.shape) for part in weights]} are not parts of one matrix")
+        if len(weights) == 1 and first.format.codes is _PLAIN[dtype] and not first.data.data_ptr() % dtype.itemsize:
+            self._addresses = first.data.data_ptr(), 0
+            return
+        self._parts = (Matrix * len(weights))(*map(_describe, weights))
+        self._addresses = 0, ctypes.addressof(self._parts)
+
+    def addresses(self) -> tuple[int, int]:
+        """Of plain weights, and of the description of packed ones; one of the two is 0."""
+        return self._addresses
+
+
+def _is_whole(part: PackedWeights) -> bool:
+    form, (n_experts, n_out, n_in) = part.format, part.shape
+    whole = part.data.shape[2] == form.row_bytes(n_in) and part.data.is_contiguous()
+    if form.shared_rows == 1:
+        return whole
+    shape = n_experts, -(-n_out // form.shared_rows), form.n_groups(n_in)
+    return whole and part.scales is not None and part.scales.shape == shape and part.scales.is_contiguous()
+
+
+def _describe(part: PackedWeights) -> Matrix:
+    form = part.format
+    places = {name: place.start for name, place in form.sections(part.n_in).items()}
+    return Matrix(
+        part.data.data_ptr(),
+        0 if part.scales is None else part.scales.data_ptr(),
+        *(part.shape[1], part.n_in, part.data.shape[2], form.codes, form.scales, form.offsets),
+        form.group.bit_length() - 1 if form.group else 62,
+        *(form.n_groups(part.n_in), form.shared_rows),
+        *(places.get(name, 0) for name in ("high", "factors", "min_factors", "scales", "offsets")),
+        (ctypes.c_float * 16)(*(form.levels or ())),
+    )
+
+
+def why_not_dtype(dtype: torch.dtype) -> str | None:
+    """Why no kernel of ours computes in ``dtype``; None if one does."""
+    return None if dtype in COMPUTE_DTYPES else f"dtype {dtype}"

@@ -1,0 +1,271 @@
+"""Packed weights: the bits of the plain kernels on the weights unpacked, in every format, dtype and number of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from synthetic import TINY_FAMILIES, write_tiny
+
+from moeoffload import native
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.formats.packed import Codes, Offsets, PackedFormat, PackedWeights, Scales
+from moeoffload.kernels import GroupedKernel, prepare_layer
+from moeoffload.kernels.dense import few_row_linear
+from moeoffload.kernels.packed_linear import PackedLinear
+from moeoffload.native import Features
+
+from .experts import DTYPES, call, gated_experts, instruction_sets, random_rows, routes
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+INT4 = tuple(float(level) for level in range(-8, 8))
+UINT4 = tuple(float(level) for level in range(16))
+IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
+PLAIN = {torch.bfloat16: Codes.BFLOAT16, torch.float16: Codes.FLOAT16, torch.float32: Codes.FLOAT32}
+
+FORMATS = (
+    PackedFormat("fp8 blocks", Codes.FP8, Scales.F32, group=128, shared_rows=128),
+    PackedFormat("fp8 channels", Codes.FP8, Scales.F32),
+    PackedFormat("mxfp8", Codes.FP8, Scales.E8M0, group=32),
+    *(
+        PackedFormat(f"int8 {scales.name} {group}", Codes.INT8, scales, group=group)
+        for scales in (Scales.F16, Scales.BF16, Scales.F32)
+        for group in (32, 128, 0)
+    ),
+    PackedFormat("int8 zero", Codes.INT8, Scales.F16, Offsets.ZERO, 128),
+    PackedFormat("mxfp4", Codes.LEVELS4, Scales.E8M0, group=32, levels=E2M1),
+    *(
+        PackedFormat(f"int4 {scales.name} {group} {offsets.name}", Codes.LEVELS4, scales, offsets, group, levels)
+        for scales in (Scales.F16, Scales.BF16)
+        for group in (32, 64, 128)
+        for offsets, levels in ((Offsets.NONE, INT4), (Offsets.ZERO, UINT4))
+    ),
+    PackedFormat("nvfp4-like", Codes.LEVELS4, Scales.BF16, group=16, levels=E2M1),
+    PackedFormat("q4_k", Codes.LEVELS4, Scales.SUPER, Offsets.MIN, 32, UINT4),
+    PackedFormat("iq4_xs", Codes.LEVELS4, Scales.SUPER, group=32, levels=IQ4),
+    PackedFormat("q5_k", Codes.UINT5, Scales.SUPER, Offsets.MIN, 32),
+    PackedFormat("q6_k", Codes.INT6, Scales.SUPER, group=16),
+    *(PackedFormat(code.name, code) for code in PLAIN.values()),
+)
+BY_NAME = {form.name: form for form in FORMATS}
+MIXES = (("q4_k", "q6_k"), ("BFLOAT16", "fp8 blocks"), ("mxfp4", "q5_k"))
+
+
+def random_packed(form: PackedFormat, n_experts: int, n_out: int, n_in: int, seed: int = 0) -> PackedWeights:
+    """All codes, and scales of all sizes, zero and the least that there are; none so large that sums overflow."""
+    generator = torch.Generator().manual_seed(seed)
+    packed = PackedWeights.empty(form, n_experts, n_out, n_in, torch.device("cpu"))
+    packed.data.copy_(torch.randint(0, 256, packed.data.shape, generator=generator, dtype=torch.uint8))
+
+    def scales(shape: tuple[int, ...]) -> torch.Tensor:
+        # Levels reach 448, and 2 ** -6 of that times sqrt(n_in) is no overflow in float16.
+        values = torch.exp2(-14 + 6 * torch.rand(shape, generator=generator))
+        values[torch.rand(shape, generator=generator) < 0.1] *= 2.0**-11
+        values[torch.rand(shape, generator=generator) < 0.05] *= 2.0**-110
+        values[torch.rand(shape, generator=generator) < 0.05] = 0.0
+        return values
+
+    codes = packed.section("codes")
+    if form.codes is Codes.FP8:
+        codes[(codes & 0x7F) == 0x7F] -= 1
+    if form.codes in PLAIN.values():
+        dtype = next(dtype for dtype, code in PLAIN.items() if code is form.codes)
+        weights = torch.randn(n_experts, n_out, n_in, generator=generator) / n_in**0.5
+        codes.copy_(weights.to(dtype).view(torch.uint8))
+    elif form.scales is Scales.SUPER:
+        for name in ("factors", "min_factors") if form.offsets is Offsets.MIN else ("factors",):
+            part = packed.section(name)
+            values = scales((*part.shape[:2], part.shape[2] // 2)) * 2.0**-6
+            part.copy_(values.to(torch.float16).view(torch.uint8))
+    elif packed.scales is not None:
+        packed.scales.copy_(scales(tuple(packed.scales.shape)))
+    elif form.scales is Scales.E8M0:
+        part = packed.section("scales")
+        part.copy_(torch.randint(0, 120, part.shape, generator=generator, dtype=torch.uint8))
+        part[torch.rand(part.shape, generator=generator) < 0.7] = 118
+    else:
+        dtype = {Scales.F32: torch.float32, Scales.F16: torch.float16, Scales.BF16: torch.bfloat16}[form.scales]
+        part = packed.section("scales")
+        part.copy_(scales((*part.shape[:2], part.shape[2] // dtype.itemsize)).to(dtype).view(torch.uint8))
+    return packed
+
+
+def pack_experts(
+    experts: Any, up: tuple[PackedWeights, ...], down: tuple[PackedWeights, ...], dtype: torch.dtype
+) -> Any:
+    up_name = "gate_up_proj" if experts.has_gate else "up_proj"
+    delattr(experts, up_name)
+    delattr(experts, "down_proj")
+    setattr(experts, up_name, up)
+    experts.down_proj, experts.compute_dtype = down, dtype
+    return experts
+
+
+def unpacked(parts: tuple[PackedWeights, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([part.unpack(dtype) for part in parts], dim=1)
+
+
+def two_modules(
+    up_forms: tuple[PackedFormat, ...], down_form: PackedFormat, shape: tuple[int, int, int], dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """The same experts packed, and unpacked."""
+    n_experts, hidden, inter = shape
+    up = tuple(
+        random_packed(form, n_experts, 2 * inter // len(up_forms), hidden, seed) for seed, form in enumerate(up_forms)
+    )
+    down = (random_packed(down_form, n_experts, hidden, inter, 7),)
+    plain = gated_experts(n_experts, hidden, inter, dtype)
+    plain.gate_up_proj.copy_(unpacked(up, dtype))
+    plain.down_proj.copy_(unpacked(down, dtype))
+    return pack_experts(gated_experts(n_experts, hidden, inter, dtype), up, down, dtype), plain
+
+
+def assert_same_bits(packed: Any, plain: Any, dtype: torch.dtype, all_rows: tuple[int, ...]) -> None:
+    layers = prepare_layer(packed, kernel="tiled"), prepare_layer(plain, kernel="tiled")
+    n_experts, hidden = layers[1].n_experts, layers[1].hidden
+    for n_rows in all_rows:
+        rows = random_rows(n_rows, hidden, dtype, seed=n_rows)
+        slots, weights = routes(n_rows, 2, n_experts, seed=n_rows, absent=0.1)
+        result, expected = (call(layer, rows, slots, weights) for layer in layers)
+        assert result.isfinite().all()
+        assert result.abs().max() > 2.0**-20, "else this compares zeros"
+        assert torch.equal(result, expected), n_rows
+        for row in range(0, n_rows, 1 + n_rows // 3):
+            one = slice(row, row + 1)
+            assert torch.equal(call(layers[0], rows[one], slots[one], weights[one]), result[one]), (n_rows, row)
+
+
+@pytest.fixture(params=instruction_sets(), ids=str)
+def features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Features:
+    monkeypatch.setattr(native, "cpu_features", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("features")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_experts(form: PackedFormat, dtype: torch.dtype) -> None:
+    # The second shape fits no tile, chunk, segment or group, and is none for the matrix unit.
+    assert_same_bits(*two_modules((form,), form, (3, 672, 288), dtype), dtype, (1, 3, 16, 200))
+    assert_same_bits(*two_modules((form,), form, (3, 581, 77), dtype), dtype, (1, 16))
+
+
+@pytest.mark.usefixtures("features")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("names", MIXES, ids=str)
+def test_gate_and_up_of_two_formats(names: tuple[str, str], dtype: torch.dtype) -> None:
+    forms = BY_NAME[names[0]], BY_NAME[names[1]]
+    # 72 + 72 rows: the boundary lies within a tile.
+    assert_same_bits(*two_modules(forms, forms[1], (3, 288, 72), dtype), dtype, (1, 16, 200))
+    assert_same_bits(*two_modules(forms, forms[0], (3, 96, 40), dtype), dtype, (1, 5))
+
+
+@pytest.mark.usefixtures("features")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_linear_layers(form: PackedFormat, dtype: torch.dtype) -> None:
+    for n_in, n_out in ((544, 96), (75, 33)):
+        packed = random_packed(form, 1, n_out, n_in)
+        bias = random_rows(1, n_out, dtype)[0]
+        layer, weight = PackedLinear(packed, bias), packed.unpack(dtype)[0]
+        assert layer.falls_back is None
+        for n_rows in (1, 3, 16, 200):
+            x = random_rows(n_rows, n_in, dtype, seed=1)
+            result = layer(x)
+            if n_rows <= 16:
+                assert torch.equal(result, few_row_linear(x, weight, bias))
+            truth = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+            assert (result - truth).abs().max() <= 2**-7 * truth.abs().max()
+
+
+@pytest.mark.usefixtures("features")
+def test_largest_scales_and_not_a_number() -> None:
+    x = torch.eye(64, dtype=torch.bfloat16)
+    packed = random_packed(BY_NAME["mxfp8"], 1, 64, 64)
+    packed.section("scales").copy_(torch.arange(128, dtype=torch.uint8).view(1, 64, 2) + 126)
+    packed.section("codes")[:, ::7, 5] = 0xFF
+    packed.section("codes")[:, ::5, 40] = 0x7F
+    expected = packed.unpack(torch.bfloat16)[0].T
+    expected = torch.where(expected.isinf(), torch.nan, expected)  # times 0 in the same sum
+    got = PackedLinear(packed)(x)
+    rows = expected.isfinite().all(dim=0)  # a weight row with an infinite weight has no finite sum
+    assert rows.sum() > 10
+    assert torch.equal(got[:, rows], expected[:, rows])
+    assert not got[:, ~rows].isfinite().all(dim=0).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_every_familys_layout(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_tiny(family, tmp_path / family), dtype=dtype)
+    packed, plain = (
+        checkpoint.build_experts(len(checkpoint.layers) - 1, [5, 0, 3, 6, 1], torch.device("cpu")) for _ in range(2)
+    )
+    generator = torch.Generator().manual_seed(0)
+    for parameter, same in zip(packed.parameters(), plain.parameters(), strict=True):
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        same.copy_(parameter)
+    up_name = "gate_up_proj" if plain.has_gate else "up_proj"
+    parts = []
+    for name, form in ((up_name, BY_NAME["q4_k"]), ("down_proj", BY_NAME["int8 F16 32"])):
+        weight = getattr(plain, name)
+        n_experts, n_out, n_in = (weight.transpose(1, 2) if plain.is_transposed else weight).shape
+        parts.append((random_packed(form, n_experts, n_out, n_in),))
+        rows = unpacked(parts[-1], dtype)
+        weight.copy_(rows.transpose(1, 2) if plain.is_transposed else rows)
+    assert_same_bits(pack_experts(packed, *parts, dtype), plain, dtype, (1, 20))
+
+
+def test_threads_and_slices_do_not_change_bits() -> None:
+    packed, plain = two_modules((BY_NAME["q4_k"], BY_NAME["q6_k"]), BY_NAME["mxfp4"], (4, 512, 384), torch.bfloat16)
+    before = torch.get_num_threads()
+    expected = prepare_layer(plain, kernel="tiled")
+    inputs = [(random_rows(n, 512, torch.bfloat16), *routes(n, 2, 4, absent=0.1)) for n in (1, 5, 90)]
+    torch.set_num_threads(2)
+    try:
+        layer = prepare_layer(packed, kernel="tiled")
+        for some in inputs:
+            out = torch.empty(len(some[0]), 512)
+            for _ in layer.in_slices(*some, out):
+                pass
+            assert torch.equal(out, call(expected, *some))
+            torch.set_num_threads(8)  # more than there is scratch memory for
+            assert torch.equal(call(layer, *some), out)
+            torch.set_num_threads(2)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grouped_kernel_unpacks(dtype: torch.dtype) -> None:
+    packed, plain = two_modules((BY_NAME["mxfp4"], BY_NAME["q4_k"]), BY_NAME["fp8 blocks"], (4, 288, 96), dtype)
+    layer = prepare_layer(packed, kernel="grouped")
+    assert (layer.n_experts, layer.hidden, layer.dtype) == (4, 288, dtype)
+    for n_rows in (1, 40):
+        inputs = (random_rows(n_rows, 288, dtype), *routes(n_rows, 2, 4, absent=0.2))
+        assert torch.equal(call(layer, *inputs), GroupedKernel()(plain, *inputs))
+
+
+def test_combinations_without_a_kernel_fall_back() -> None:
+    odd = PackedFormat("odd", Codes.INT8, Scales.F16, group=48)
+    packed, plain = two_modules((odd,), odd, (3, 96, 48), torch.bfloat16)
+    layer = prepare_layer(packed)
+    assert layer.falls_back == "odd: groups of 48 weights; weights are unpacked in every call"
+    inputs = (random_rows(5, 96, torch.bfloat16), *routes(5, 2, 3))
+    assert torch.equal(call(layer, *inputs), GroupedKernel()(plain, *inputs))
+    with pytest.raises(ValueError, match="groups of 48"):
+        prepare_layer(packed, kernel="tiled")
+    linear = PackedLinear(random_packed(odd, 1, 32, 96))
+    assert linear.falls_back == "odd: groups of 48 weights"
+    x = random_rows(3, 96, torch.bfloat16)
+    assert torch.equal(linear(x), torch.nn.functional.linear(x, linear.weight.unpack(torch.bfloat16)[0]))
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    form = BY_NAME["mxfp4"]
+    parts = random_packed(form, 3, 96, 64), random_packed(form, 3, 96, 96)
+    experts = pack_experts(gated_experts(3, 64, 96, torch.bfloat16), parts, parts[:1], torch.bfloat16)
+    with pytest.raises(ValueError, match="not parts of one matrix"):
+        prepare_layer(experts)
