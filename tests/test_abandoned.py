@@ -12,15 +12,9 @@ from test_fairness import BRIEF, LARGE, Engine, Host, engine
 from transport.conftest import OpenEnds, open_ends
 from transport.ends import SOON_S, OnDemand, echo, eventually, receive, send
 
-from moeoffload.wire import ErrorCode, FrameHeader, Kind
+from moeoffload.wire import ErrorCode, FrameHeader
 
 __all__ = ["engine", "make", "open_ends"]
-
-
-def code_of(host: Host, number: int) -> int:
-    header = FrameHeader()
-    header.unpack_from(host.channel.slots[number].reply)
-    return header.code if header.kind == Kind.ERROR else 0
 
 
 @pytest.mark.parametrize("n_rows", [BRIEF, LARGE])
@@ -38,7 +32,7 @@ def test_a_request_whose_time_limit_passes_in_the_queue_is_not_computed(engine: 
     engine.start()
     engine.run(lambda: None, host.share, SOON_S)
     host.wait(3)
-    assert [code_of(host, number) for number in range(3)] == [ErrorCode.TOO_LATE, 0, 0]
+    assert [host.code_of(number) for number in range(3)] == [ErrorCode.TOO_LATE, 0, 0]
     assert log == [f"a{n_rows}"] * 2
     assert (engine.counters.skipped, engine.counters.errors) == (1, 0)
 
@@ -51,7 +45,7 @@ def test_a_request_that_its_host_has_cancelled_is_not_computed(engine: Engine) -
     host.channel.cancelled.add(0)
     engine.start()
     host.wait(2)
-    assert [code_of(host, number) for number in range(2)] == [ErrorCode.TOO_LATE, 0]
+    assert [host.code_of(number) for number in range(2)] == [ErrorCode.TOO_LATE, 0]
     assert log == ["a64"]
 
 
