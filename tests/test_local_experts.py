@@ -68,11 +68,7 @@ def test_profile_counts_routes_and_the_most_used_experts_stay(
     assert len({sum(layer) for layer in counts}) == 1
     hottest = sorted(((-count, layer, e) for layer, each in enumerate(counts) for e, count in enumerate(each)))[:10]
     with open_model(
-        DEMO,
-        experts=three_servers[:1],
-        local_experts_gib=expert_gib(10) * 1.001,
-        routing_stats=stats,
-        device="cpu",
+        DEMO, experts=three_servers[:1], local_experts_gib=expert_gib(10) * 1.001, routing_stats=stats, device="cpu"
     ) as offloaded:
         remote = offloaded.links[0].table
         assert all(expert not in remote.layers[layer] for _, layer, expert in hottest)
