@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from triton.language import target_info
 
-from moeoffload.formats.quantise import E2M1
 from moeoffload.formats.packed import SUPER_GROUP, Codes, Offsets, PackedFormat, PackedWeights, Scales
+from moeoffload.formats.quantise import E2M1
 
 _FP8: Final = tl.constexpr(int(Codes.FP8))
 _INT8: Final = tl.constexpr(int(Codes.INT8))
@@ -106,7 +106,12 @@ def _halves(each: tl.tensor, n_bits: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _fields(
-    at: tl.tensor, row_exists: tl.tensor, start: tl.tensor, form: tl.constexpr, n_bits: tl.constexpr, depth: tl.constexpr
+    at: tl.tensor,
+    row_exists: tl.tensor,
+    start: tl.tensor,
+    form: tl.constexpr,
+    n_bits: tl.constexpr,
+    depth: tl.constexpr,
 ) -> tl.tensor:
     """Fields ``start`` to ``start + depth`` of ``n_bits`` each, lowest first, of rows of bytes: (rows, depth) int32."""
     n_fields: tl.constexpr = 8 // n_bits
