@@ -65,7 +65,16 @@ def parse_config(text: str, most_characters: int) -> dict[str, Any]:
         raise ModelError("the host's config is not valid JSON") from error
     if not isinstance(values, dict):
         raise ModelError("the host's config is no JSON object")
+    for section in _sections(values):
+        for key, value in section.items():
+            # Some families build as many modules as a list says.
+            if isinstance(value, list) and "token" not in key and any(_is_many(each) for each in value):
+                raise ModelError(f"the host's config: {one_line(key, 60)} has numbers above {_MAX_COUNT}")
     return values
+
+
+def _is_many(value: object) -> bool:
+    return not isinstance(value, str) and (not isinstance(value, int | float) or abs(value) > _MAX_COUNT)
 
 
 def _refuse_wrong(where: str, raw: dict[str, Any]) -> None:
