@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -86,13 +85,9 @@ class OffloadedModel:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._device = resolve_device(settings.device, last=False)
-        expert_format = None if settings.expert_format is ExpertFormat.KEEP else settings.expert_format.value
+        packed = None if settings.expert_format is ExpertFormat.KEEP else settings.expert_format.value
         self.checkpoint = Checkpoint.open(
-            reference,
-            dtype=_model_dtype(settings),
-            revision=revision,
-            expert_format=expert_format,
-            dense=settings.dense,
+            reference, dtype=_model_dtype(settings), revision=revision, expert_format=packed, dense=settings.dense
         )
         self._payload = PayloadDtype.from_label(settings.dtype.value, self.checkpoint.dtype)
         with contextlib.ExitStack() as stack:
@@ -187,9 +182,7 @@ class OffloadedModel:
     def __enter__(self) -> OffloadedModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
