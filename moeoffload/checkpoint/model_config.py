@@ -35,6 +35,7 @@ def read_config(folder: Path) -> Any:
     _refuse_wrong(str(folder / CONFIG_FILE), raw)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config.get_text_config()  # refuses models of several parts that generate
     except Exception as error:  # a config class may raise anything over a value that it does not expect
         raise ModelError(
             f"{folder / CONFIG_FILE}: not a valid {raw['model_type']} config: {first_line(error)}"
@@ -49,7 +50,9 @@ def config_of(values: dict[str, Any], where: str) -> Any:
     """
     _refuse_wrong(where, values)
     try:
-        return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        config.get_text_config()
+        return config
     except Exception as error:  # as in `read_config`
         reason = one_line(first_line(error), 200)
         raise ModelError(f"{where}: not a valid {values['model_type']} config: {reason}") from error
