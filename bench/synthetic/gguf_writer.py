@@ -183,7 +183,10 @@ def _tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list([tokens[number] for number in numbers])
     writer.add_token_types(kinds)
-    writer.add_token_merges(merges)
+    if merges:
+        writer.add_token_merges(merges)
+    else:  # transformers would derive merges from scores
+        writer.add_token_scores([0.0] * len(tokens))
     template = folder / "chat_template.jinja"
     if template.is_file():
         writer.add_chat_template(template.read_text())

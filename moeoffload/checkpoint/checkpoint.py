@@ -260,7 +260,7 @@ class Checkpoint:
         """Several experts at a time: reading and copying do not hold the interpreter's lock."""
 
         def fill(slot: int) -> None:
-            weights = recipe.weights_of(experts[slot])
+            weights = [*recipe.weights_of(experts[slot]).values()]
             for target, pieces in recipe.pieces.items():
                 for piece, out in zip(pieces, getattr(module, target.removeprefix(prefix)), strict=True):
                     piece.fill(out, slot, reader, weights, experts[slot])

@@ -50,6 +50,14 @@ class ExpertFormat(StrEnum):
     MXFP4 = "mxfp4"
 
 
+class DenseFormat(StrEnum):
+    """What the host's linear layers on a CPU are packed in; KEEP is as they are stored."""
+
+    KEEP = "keep"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 class Pipeline(StrEnum):
     """Whether the chunks of a long prompt follow each other through the layers; AUTO is on."""
 
@@ -153,6 +161,11 @@ class HostSettings(_Recovery, _Generation):
         "For a model in a GGUF file: config, tokenizer and dense layers come from this folder, experts from the file.",
         allowed="the folder of a transformers checkpoint",
         means="all comes from the GGUF file, which is possible for some families",
+    )
+    dense_format: DenseFormat = _compute(
+        DenseFormat.KEEP,
+        "On a CPU, linear layers of the host are packed in this format while they are loaded; the head in 8 bits.",
+        means="as they are stored",
     )
     profile: bool = _reporting(False, "Also record each layer's times in the report.")
     report: values.FileToWrite = _reporting(None, "The file for the run's report, as JSON.", means="no report file")

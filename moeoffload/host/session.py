@@ -19,6 +19,7 @@ from moeoffload.host.granularity import Granularity, chunk_rows
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.model import bind_experts, load_dense_model, load_draft_model, load_tokenizer
+from moeoffload.host.packed_dense import pack_linears
 from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.report import Report, model_facts, run_facts
@@ -107,6 +108,7 @@ class OffloadedModel:
             fleet.attach(remote, Path(reference), revision, on_progress, usage)
             # The dense layers load while the servers load theirs.
             self.model = load_dense_model(self.checkpoint, self._device)
+            self._dense_format = pack_linears(self.model, self.checkpoint, settings.dense_format)
             folder = settings.draft_model
             self.draft = load_draft_model(folder, self.model) if folder is not None else None
             self._local = LocalExperts(self.checkpoint, local, self._device) if local.n_experts else None
@@ -161,7 +163,8 @@ class OffloadedModel:
     def report(self) -> Report:
         """Collects what has been done since the model was opened (or since ``recorder.reset()``)."""
         run = run_facts(self.settings, self._payload, self._device)
-        return Report.collect(model_facts(self.checkpoint), run, self.recorder, self.links, self.recovery())
+        model = model_facts(self.checkpoint) | {"dense_format": self._dense_format}
+        return Report.collect(model, run, self.recorder, self.links, self.recovery())
 
     def recovery(self) -> dict[str, Any]:
         """Collects the server events so far, as the report has them."""

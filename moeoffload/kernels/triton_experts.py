@@ -53,14 +53,15 @@ def few_rows_kernel(experts: nn.Module) -> TritonExperts | None:
     reason = why_not_triton(experts)
     if reason is None:
         return TritonExperts(experts)
-    if first_tensor(experts.down_proj).device.type == "cuda":
+    if not reason.startswith("device"):
         _warn_once(reason)
     return None
 
 
 def why_not_triton(experts: nn.Module) -> str | None:
     """Why these experts cannot be computed by `TritonExperts`; None if they can. Wherever they can, ``auto`` does."""
-    device = first_tensor(experts.down_proj).device
+    module: Any = experts
+    device = first_tensor(module.down_proj).device
     if device.type != "cuda":
         return f"device {device.type}"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -292,14 +293,9 @@ def _matrix(weights: torch.Tensor | PackedWeights, module: Any) -> tuple[Matrix,
     if isinstance(weights, torch.Tensor):
         weights = rows_first(weights, module)
         return Matrix(weights, *weights.stride()), None
-    shared, levels, device = weights.scales, weights.format.levels, weights.device
-    return Matrix(
-        weights.data,
-        *weights.data.stride(),
-        shared,
-        0 if shared is None else shared.stride(0),
-        None if levels is None else torch.tensor(levels, dtype=torch.float32, device=device),
-    ), row_format(weights)
+    shared = weights.scales
+    stride_shared = 0 if shared is None else shared.stride(0)
+    return Matrix(weights.data, *weights.data.stride(), shared, stride_shared), row_format(weights)
 
 
 def _power_of_two(n: int) -> int:

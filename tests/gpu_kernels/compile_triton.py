@@ -1,6 +1,6 @@
 """Compiles what `TritonExperts` launches for a GPU that need not be here, and says what the programs take of it.
 
-In the folder of the tests, ``python -m gpu_kernels.compile_triton 90 bf16`` prints a line per program: registers, bytes
+In the folder of the tests, ``python -m gpu_kernels.compile_triton bf16 90`` prints a line per program: registers, bytes
 of registers spilt, shared memory, bytes of each asynchronous copy, whether tensor cores are used. Capability 90
 is sm_90.
 """
@@ -65,19 +65,19 @@ def resources(compiled: Any) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
-def main(capability: int, dtype: str) -> None:
-    target = GPUTarget("cuda", capability, 32)
-    triton.runtime.driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+def main(dtype: str, capabilities: list[int]) -> None:
+    for capability in capabilities:
+        target = GPUTarget("cuda", capability, 32)
+        current = {"target": target, "device": 0, "stream": 0}
+        triton.runtime.driver.set_active(
+            SimpleNamespace(**{f"get_current_{name}": lambda *_, value=value: value for name, value in current.items()})
         )
-    )
-    for name, compiled in compile_all(DTYPES[dtype]):
-        used, ptx = resources(compiled), compiled.asm["ptx"]
-        copies = sorted({int(size, 0) for size in re.findall(r"cp\.async\.c.*, (0x\w+|\d+), ", ptx)})
-        print(f"{name}: {used['REG']} registers, {used['STACK'] + used['LOCAL']} bytes spilt, ", end="")
-        print(f"{compiled.metadata.shared} bytes shared, copies of {copies} bytes, tensor cores {'mma.' in ptx}")
+        for name, compiled in compile_all(DTYPES[dtype]):
+            used, ptx = resources(compiled), compiled.asm["ptx"]
+            copies = sorted({int(size, 0) for size in re.findall(r"cp\.async\.c.*, (0x\w+|\d+), ", ptx)})
+            print(f"{name}: {used['REG']} registers, {used['STACK'] + used['LOCAL']} bytes spilt, ", end="")
+            print(f"{compiled.metadata.shared} bytes shared, copies of {copies} bytes, tensor cores {'mma.' in ptx}")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1], [int(word) for word in sys.argv[2:]])
