@@ -93,9 +93,7 @@ class OffloadedModel:
         with contextlib.ExitStack() as stack:
             stats = settings.routing_stats
             usage = read_routing_stats(stats, self.checkpoint) if stats else None
-            counts, sizes = zip(
-                *((layer.n_experts, layer.expert_bytes) for layer in self.checkpoint.layers), strict=True
-            )
+            counts, sizes = zip(*((each.n_experts, each.expert_bytes) for each in self.checkpoint.layers), strict=True)
             local = choose_local(counts, sizes, int(settings.local_experts_gib * GIB), usage)
             remote = [
                 [expert for expert in range(layer.n_experts) if expert not in set(held)]
