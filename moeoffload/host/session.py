@@ -52,11 +52,8 @@ def open_model(
         servers: the servers to start when ``experts`` names none; default: one for each spare GPU, or one on the CPU.
         on_progress: told while servers load.
 
-    Raises:
-        SettingError: a setting has a value that is not allowed.
-        ModelError: the model cannot be used.
-        PlacementError: its experts do not fit on the servers.
-        ServerError: a server cannot be reached or refuses.
+    Raises SettingError: a setting has a value that is not allowed; ModelError: the model cannot be used;
+    PlacementError: its experts do not fit on the servers; ServerError: a server cannot be reached or refuses.
     """
     if settings is not None and keywords:
         raise TypeError("give either settings or single settings as keywords, not both")
