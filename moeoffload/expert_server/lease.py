@@ -8,7 +8,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from time import monotonic
-from typing import Any, Final
+from typing import Final
 
 import torch
 

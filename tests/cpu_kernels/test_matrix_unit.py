@@ -40,7 +40,7 @@ def test_any_number_of_rows_of_an_expert(n_threads: int) -> None:
     experts.gate_up_proj.copy_(experts.gate_up_proj.sign())
     layer = prepare_layer(experts, kernel="tiled")
     with threads(n_threads):
-        for n_rows in (*range(1, 36), 47, 48, 49, 63, 64, 65, 128, 200):
+        for n_rows in (*range(1, 19), 31, 32, 33, 47, 48, 49, 64, 65, 130):
             rows = random_rows(n_rows, 96, torch.bfloat16, seed=n_rows)
             slots = torch.zeros(n_rows, 2, dtype=torch.int64)
             slots[:, 1] = torch.arange(n_rows) % 5 - 2  # -2 is no slot
@@ -49,7 +49,7 @@ def test_any_number_of_rows_of_an_expert(n_threads: int) -> None:
             truth = reference(experts, rows, slots, weights)
             result = call(layer, rows, slots, weights)
             assert (result - truth).abs().max() <= 2**-5 * truth.abs().max(), n_rows
-            for row in range(0, n_rows, 7):
+            for row in range(0, n_rows, 11):
                 one = slice(row, row + 1)
                 assert torch.equal(call(layer, rows[one], slots[one], weights[one]), result[one]), (n_rows, row)
 
