@@ -48,6 +48,7 @@ def check(path: Path, reference: Any, server: str, transport: str, **options: An
         ("qwen2_moe", "IQ4_XS", "Q5_K", "stream"),
         ("gpt_oss", "MXFP4", "MXFP4", "stream"),
         ("gpt_oss", "Q8_0", "Q4_0", "shared"),
+        ("qwen3_moe", "Q5_0", "Q8_0", "shared"),
         ("qwen3_moe", "BF16", "IQ4_NL", "shared"),
     ],
 )

@@ -11,6 +11,9 @@ from checkpoint.quantised import CASES, Case, reference, save_plain, write
 from synthetic import Quantised
 
 from moeoffload import open_model
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.host.expert_cache import ExpertCache
+from moeoffload.kernels import prepare_layer
 
 BOUND = 1e-5
 """Largest difference of logits relative to the largest logit, in float32."""
@@ -48,3 +51,22 @@ def test_tokens_are_those_of_transformers(case: Case, three_servers: list[str], 
     with torch.inference_mode():
         expected = model(PROMPT).logits
     assert (logits - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[5], CASES[8]], ids=str)
+def test_a_cache_of_packed_experts_gives_the_bits_of_all_of_them(case: Case, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write(case, tmp_path))
+    device, layer = torch.device("cpu"), checkpoint.layers[0]
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(40, checkpoint.hidden_size, generator=generator).to(checkpoint.dtype)
+    ids = torch.stack([torch.randperm(layer.n_experts, generator=generator)[:2] for _ in range(40)])
+    weights = torch.rand(40, 2, generator=generator)
+    cache = ExpertCache(checkpoint, 3 * layer.expert_bytes, device)
+    for index in (0, 1):
+        expected, out = torch.empty(rows.shape), torch.empty(rows.shape)
+        with torch.inference_mode():
+            every = checkpoint.build_experts(index, range(layer.n_experts), device)
+            prepare_layer(every)(rows, ids, weights, expected)
+            cache.compute(index, rows, ids, weights, out)
+        assert torch.equal(out, expected)
+    assert cache.resident_bytes <= 3 * layer.expert_bytes

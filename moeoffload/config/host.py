@@ -76,12 +76,8 @@ class _Recovery(CommonSettings):
         means="needed at the start; the host computes the experts of one that is lost later",
     )
     replicas: values.Copies = _recovery(1, "Expert servers that hold each expert; one of them computes it.")
-    fallback_gib: values.GibOrZero = _recovery(
-        4.0, "The most memory for experts of lost servers that the host computes."
-    )
-    hedge_ms: values.MinuteMs = _recovery(
-        0.0, "A later reply makes a replica compute, too; the first wins.", means="never"
-    )
+    fallback_gib: values.GibOrZero = _recovery(4.0, "Memory for experts of lost servers that the host computes.")
+    hedge_ms: values.MinuteMs = _recovery(0.0, "A later reply makes a replica compute; the first wins.", means="never")
     verify_percent: values.Percent = _recovery(
         0.0, "Share of dispatches that a replica or the host computes again; a difference ends the run.", means="none"
     )
@@ -114,9 +110,7 @@ class HostSettings(_Recovery, _Generation):
 
     experts: values.Addresses = _servers((), "The expert servers to use.", means="start servers on this machine")
     gpu: values.Gpu = _servers(None, "The CUDA device of a server started here.", means="the server's choice")
-    server_memory_gib: values.GibOrAll = _servers(
-        None, "Memory of each server started here.", means="what is free there"
-    )
+    server_memory_gib: values.GibOrAll = _servers(None, "Memory of each server started here.", means="what is free")
     work_dir: values.FolderToFill = _servers(
         None, "The folder for logs and temporary files of servers started on this machine.", means="a temporary folder"
     )
@@ -148,9 +142,7 @@ class HostSettings(_Recovery, _Generation):
         "placed so that all servers finish together.",
         means="all experts count the same",
     )
-    fast_dense: bool = _compute(
-        True, "On CPUs, dense layers, norms and attention by own kernels (other order of sums)."
-    )
+    fast_dense: bool = _compute(True, "On CPUs, dense layers, norms, attention by own kernels (other order of sums).")
     device: values.Device = _compute("auto", "Where the dense layers run.", means="the first CUDA device, else the CPU")
     model_dtype: DtypeChoice = _compute(DtypeChoice.AUTO, "Compute dtype.", allowed=_DTYPES, means="the checkpoint's")
     expert_format: ExpertFormat = _compute(

@@ -17,9 +17,7 @@ class ServeSettings(HostSettings):
     api_key_file: values.SecretFile = _serving(None, "The file of the key that clients show (Bearer).", means="no key")
     http_tls_cert: values.FileToRead = _serving(None, "The certificate for clients, PEM: HTTPS.", means="no TLS")
     http_tls_key: values.SecretFile = _serving(None, "The private key of that certificate, PEM.")
-    served_model_name: values.Name = _serving(
-        None, "The model's name for clients.", means="its folder's name, or hub id"
-    )
+    served_model_name: values.Name = _serving(None, "Model name for clients.", means="its folder's name, or hub id")
     max_running: values.Requests = _serving(32, "The most requests that are computed at a time.")
     max_waiting: values.RequestsOrNone = _serving(64, "The most requests that wait for their turn; others are refused.")
     kv_gib: values.Gib = _serving(1.0, "The memory for keys and values of all requests.")

@@ -52,11 +52,8 @@ def open_model(
         servers: the servers to start when ``experts`` names none; default: one for each spare GPU, or one on the CPU.
         on_progress: told while servers load.
 
-    Raises:
-        SettingError: a setting has a value that is not allowed.
-        ModelError: the model cannot be used.
-        PlacementError: its experts do not fit on the servers.
-        ServerError: a server cannot be reached or refuses.
+    Raises SettingError: a setting has a value that is not allowed; ModelError: the model cannot be used;
+    PlacementError: its experts do not fit on the servers; ServerError: a server cannot be reached or refuses.
     """
     if settings is not None and keywords:
         raise TypeError("give either settings or single settings as keywords, not both")
@@ -93,9 +90,7 @@ class OffloadedModel:
         with contextlib.ExitStack() as stack:
             stats = settings.routing_stats
             usage = read_routing_stats(stats, self.checkpoint) if stats else None
-            counts, sizes = zip(
-                *((layer.n_experts, layer.expert_bytes) for layer in self.checkpoint.layers), strict=True
-            )
+            counts, sizes = zip(*((each.n_experts, each.expert_bytes) for each in self.checkpoint.layers), strict=True)
             local = choose_local(counts, sizes, int(settings.local_experts_gib * GIB), usage)
             remote = [
                 [expert for expert in range(layer.n_experts) if expert not in set(held)]

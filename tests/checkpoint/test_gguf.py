@@ -201,8 +201,8 @@ def test_a_config_from_the_network_that_is_none_is_refused(tmp_path: Path, text:
 
 
 def test_experts_of_a_type_without_kernels_are_refused_by_name(tmp_path: Path) -> None:
-    path = models.write_model("qwen3_moe", tmp_path, "Q5_0")
-    with pytest.raises(ModelError, match=r"blk\.0\.ffn_gate_exps\.weight: is of type Q5_0; experts are computed from"):
+    path = models.write_model("qwen3_moe", tmp_path, "Q5_1")
+    with pytest.raises(ModelError, match=r"blk\.0\.ffn_gate_exps\.weight: is of type Q5_1; experts are computed from"):
         Checkpoint.open(path)
 
 
