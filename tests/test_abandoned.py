@@ -14,15 +14,9 @@ from transport.conftest import OpenEnds, open_ends
 from transport.ends import SOON_S, OnDemand, echo, eventually, receive, send
 
 from moeoffload.expert_server import batcher
-from moeoffload.wire import ErrorCode, FrameHeader, Kind
+from moeoffload.wire import ErrorCode, FrameHeader
 
 __all__ = ["engine", "make", "open_ends"]
-
-
-def code_of(host: Host, number: int) -> int:
-    header = FrameHeader()
-    header.unpack_from(host.channel.slots[number].reply)
-    return header.code if header.kind == Kind.ERROR else 0
 
 
 @pytest.mark.parametrize("n_rows", [BRIEF, LARGE])
@@ -40,7 +34,7 @@ def test_a_request_whose_time_limit_passes_in_the_queue_is_not_computed(engine: 
     engine.start()
     engine.run(lambda: None, host.share, SOON_S)
     host.wait(3)
-    assert [code_of(host, number) for number in range(3)] == [ErrorCode.TOO_LATE, 0, 0]
+    assert [host.code_of(number) for number in range(3)] == [ErrorCode.TOO_LATE, 0, 0]
     assert log == [f"a{n_rows}"] * 2
     assert (engine.counters.skipped, engine.counters.errors) == (1, 0)
 
@@ -53,7 +47,7 @@ def test_a_request_that_its_host_has_cancelled_is_not_computed(engine: Engine) -
     host.channel.cancelled.add(0)
     engine.start()
     host.wait(2)
-    assert [code_of(host, number) for number in range(2)] == [ErrorCode.TOO_LATE, 0]
+    assert [host.code_of(number) for number in range(2)] == [ErrorCode.TOO_LATE, 0]
     assert log == ["a64"]
 
 
@@ -164,4 +158,4 @@ def test_what_goes_wrong_between_two_slices_is_not_blamed_on_the_slots_of_the_lo
     long.submit(LARGE)
     engine.start()
     long.wait(1)
-    assert code_of(long, 0) == ErrorCode.INTERNAL
+    assert long.code_of(0) == ErrorCode.INTERNAL

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import grpc
 import pytest
 import torch
 from command_lines import Commands, one_line_error
-from conftest import DEMO, RunningServer, StartServer, expert_server
+from conftest import DEMO, RunningServer, StartServer
 from grpc_health.v1 import health, health_pb2_grpc
 from synthetic import write_checkpoint, write_tiny
 from transformers import AutoConfig
@@ -24,12 +24,6 @@ from moeoffload.control.protocol import PROTOCOL_VERSION
 
 SETTING, MODEL, PROMPT, PLACEMENT, SERVER = 2, 3, 3, 4, 5
 TINY_CONTEXT = 512
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with expert_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,7 @@ def check(path: Path, reference: Any, server: str, transport: str, **options: An
         ("qwen2_moe", "IQ4_XS", "Q5_K", "stream"),
         ("gpt_oss", "MXFP4", "MXFP4", "stream"),
         ("gpt_oss", "Q8_0", "Q4_0", "shared"),
+        ("qwen3_moe", "Q5_0", "Q8_0", "shared"),
         ("qwen3_moe", "BF16", "IQ4_NL", "shared"),
     ],
 )
@@ -59,6 +60,12 @@ def test_tokens_are_those_of_a_local_run_on_the_unpacked_weights(
     alone = tmp_path / "alone"
     alone.mkdir()
     check(Path(shutil.move(path, alone)), reference, three_servers[0], transport)
+
+
+def test_tokens_of_a_family_that_transformers_converts(three_servers: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    models.write_qwen35(path)
+    check(path, models.loaded_by_transformers(path, torch.float32), three_servers[0], "shared")
 
 
 def test_a_family_with_dense_layers_from_its_vendors_folder(start_server: StartServer, tmp_path: Path) -> None:

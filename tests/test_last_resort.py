@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import DEMO, StartServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from test_abandoned import code_of
 from test_fairness import BRIEF, LARGE, Engine, Host, engine
 from transport.ends import SIZES, SOON_S, OnDemand, echo, eventually, send
 
@@ -57,7 +56,7 @@ def test_when_the_compute_thread_fails_all_that_waits_and_all_that_comes_is_told
     for n_rows in (BRIEF, LARGE):
         host.submit(n_rows)
         host.wait(1)
-    assert [code_of(host, number) for number in range(3)] == [ErrorCode.INTERNAL] * 3
+    assert [host.code_of(number) for number in range(3)] == [ErrorCode.INTERNAL] * 3
 
 
 def test_when_the_reader_of_a_shared_channel_fails_its_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

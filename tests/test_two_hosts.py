@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, wait_until
-from conftest import DEMO, RunningServer, StartServer, expert_server, local_model
+from conftest import DEMO, RunningServer, StartServer, connected, local_model
 from synthetic import write_tiny
 
 from moeoffload.control.client import ControlClient
@@ -20,12 +20,6 @@ WAIT_S = 100
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with expert_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("mixtral", tmp_path_factory.mktemp("mixtral"), dtype=torch.float32)
 
@@ -33,15 +27,11 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def stats(server: RunningServer) -> Iterator[ControlClient]:
     """A client of a server that nobody uses, neither before the test nor after it."""
-    client = ControlClient(server.address)
-    client.connect(STEP_TIMEOUT_S)
-    try:
+    with connected(server.address) as client:
         wait_until(lambda: client.stats(STEP_TIMEOUT_S).leases == 0, "no hosts", CLEAN_TIMEOUT_S)
         yield client
         wait_until(lambda: client.stats(STEP_TIMEOUT_S).leases == 0, "the end of all leases", CLEAN_TIMEOUT_S)
         assert client.stats(STEP_TIMEOUT_S).resident_bytes == 0
-    finally:
-        client.close()
 
 
 def prompt(first: int, n: int = 16) -> torch.Tensor:

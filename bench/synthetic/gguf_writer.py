@@ -72,8 +72,13 @@ def write_gguf(
     for _, parameter, shape, each, cut in tensors:
         if source is None or source[0] != parameter:
             source = parameter, values(parameter, tuple(model.state_dict()[parameter].shape))
-        rows = cut(source[1]).float().reshape(shape).numpy()
-        writer.write_tensor_data(to_blocks(np.ascontiguousarray(rows), each))
+        # An expert at a time: on the way there are several copies in float32.
+        rows = cut(source[1]).reshape(shape).split(1)
+        blocks = [
+            to_blocks(np.ascontiguousarray(part.float().numpy()), each)
+            for part in (rows if len(shape) > 2 else [torch.cat(rows)])
+        ]
+        writer.write_tensor_data(np.concatenate(blocks))
     writer.close()
 
 

@@ -184,7 +184,8 @@ class Checkpoint:
 
     def _read(self, about: ExpertLayer, experts: Sequence[int], device: torch.device) -> nn.Module:
         """The experts as they are stored."""
-        with TensorReader() as reader, torch.no_grad():
+        # Tensors of inference mode could be filled by no other thread.
+        with TensorReader() as reader, torch.inference_mode(False), torch.no_grad():
             module = self._cast(about, len(experts), device, self._stored_pieces(about.module_name))
             for recipe in self._recipes[about.module_name]:
                 self._fill(module, about, recipe, experts, reader)

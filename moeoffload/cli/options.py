@@ -24,9 +24,7 @@ ModelName = Annotated[
     str, typer.Argument(help="Folder of a transformers checkpoint, an id of the Hugging Face hub, or a GGUF file.")
 ]
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")]
-Chat = Annotated[
-    bool, typer.Option("--chat/--no-chat", help="Put prompts into the model's chat template, if it has one.")
-]
+Chat = Annotated[bool, typer.Option("--chat/--no-chat", help="Put prompts into the model's chat template, if any.")]
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)

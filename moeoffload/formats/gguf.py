@@ -68,6 +68,12 @@ def _q4_0(blocks: torch.Tensor) -> Parts:
     return {"scales": blocks[..., :2], "codes": _in_order(blocks[..., 2:], 16)}
 
 
+def _q5_0(blocks: torch.Tensor) -> Parts:
+    zeros = torch.full_like(blocks[..., :1], 16)
+    codes = _in_order(blocks[..., 6:], 16)
+    return {"scales": blocks[..., :2], "high": blocks[..., 2:6], "codes": codes, "offsets": zeros}
+
+
 def _mxfp4(blocks: torch.Tensor) -> Parts:
     return {"scales": blocks[..., :1], "codes": _in_order(blocks[..., 1:], 16)}
 
@@ -149,6 +155,8 @@ BLOCK_TYPES: Final = {
     "BF16": BlockType(1, 2, PackedFormat("bf16", Codes.BFLOAT16), _floats),
     "Q8_0": BlockType(32, 34, PackedFormat("q8_0", Codes.INT8, Scales.F16, group=32), _q8_0),
     "Q4_0": BlockType(32, 18, PackedFormat("q4_0", Codes.LEVELS4, Scales.F16, group=32, levels=_Q4_0_LEVELS), _q4_0),
+    # What llama.cpp takes instead of Q4_K for rows of other lengths than multiples of 256.
+    "Q5_0": BlockType(32, 22, PackedFormat("q5_0", Codes.UINT5, Scales.F16, Offsets.ZERO, 32), _q5_0),
     "IQ4_NL": BlockType(32, 18, PackedFormat("iq4_nl", Codes.LEVELS4, Scales.F16, group=32, levels=_IQ4_LEVELS), _q4_0),
     "MXFP4": BlockType(
         32, 17, PackedFormat("mxfp4", Codes.LEVELS4, Scales.E8M0, group=32, levels=_E2M1_LEVELS), _mxfp4

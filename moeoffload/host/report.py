@@ -63,13 +63,9 @@ def run_facts(settings: HostSettings, payload: PayloadDtype, device: torch.devic
 class Report:
     """One run. Times are seconds, sizes bytes; phases are prefill and decode.
 
-    Attributes:
-        prompt_tokens: tokens of prompts that were computed.
-        completion_tokens: tokens that forward passes produced: one for each sequence of a prefill, one for each decoded
-            token, unless requests or guesses were packed into them.
-        recovery: the server events.
-        guesses: None if nothing was guessed.
-        layers: times by layer, None without ``profile``.
+    ``prompt_tokens`` were computed; ``completion_tokens`` are those that forward passes produced: one for each sequence
+    of a prefill, one for each decoded token, unless requests or guesses were packed into them. ``recovery`` has the
+    server events; ``layers``, times by layer, is None without ``profile``, and ``guesses`` if there were none.
     """
 
     model: dict[str, Any]

@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -53,11 +52,8 @@ def open_model(
         servers: the servers to start when ``experts`` names none; default: one for each spare GPU, or one on the CPU.
         on_progress: told while servers load.
 
-    Raises:
-        SettingError: a setting has a value that is not allowed.
-        ModelError: the model cannot be used.
-        PlacementError: its experts do not fit on the servers.
-        ServerError: a server cannot be reached or refuses.
+    Raises SettingError: a setting has a value that is not allowed; ModelError: the model cannot be used;
+    PlacementError: its experts do not fit on the servers; ServerError: a server cannot be reached or refuses.
     """
     if settings is not None and keywords:
         raise TypeError("give either settings or single settings as keywords, not both")
@@ -86,21 +82,15 @@ class OffloadedModel:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._device = resolve_device(settings.device, last=False)
-        expert_format = None if settings.expert_format is ExpertFormat.KEEP else settings.expert_format.value
+        packed = None if settings.expert_format is ExpertFormat.KEEP else settings.expert_format.value
         self.checkpoint = Checkpoint.open(
-            reference,
-            dtype=_model_dtype(settings),
-            revision=revision,
-            expert_format=expert_format,
-            dense=settings.dense,
+            reference, dtype=_model_dtype(settings), revision=revision, expert_format=packed, dense=settings.dense
         )
         self._payload = PayloadDtype.from_label(settings.dtype.value, self.checkpoint.dtype)
         with contextlib.ExitStack() as stack:
             stats = settings.routing_stats
             usage = read_routing_stats(stats, self.checkpoint) if stats else None
-            counts, sizes = zip(
-                *((layer.n_experts, layer.expert_bytes) for layer in self.checkpoint.layers), strict=True
-            )
+            counts, sizes = zip(*((each.n_experts, each.expert_bytes) for each in self.checkpoint.layers), strict=True)
             local = choose_local(counts, sizes, int(settings.local_experts_gib * GIB), usage)
             remote = [
                 [expert for expert in range(layer.n_experts) if expert not in set(held)]
@@ -187,9 +177,7 @@ class OffloadedModel:
     def __enter__(self) -> OffloadedModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

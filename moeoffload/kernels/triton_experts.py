@@ -293,14 +293,9 @@ def _matrix(weights: torch.Tensor | PackedWeights, module: Any) -> tuple[Matrix,
     if isinstance(weights, torch.Tensor):
         weights = rows_first(weights, module)
         return Matrix(weights, *weights.stride()), None
-    shared, levels, device = weights.scales, weights.format.levels, weights.device
-    return Matrix(
-        weights.data,
-        *weights.data.stride(),
-        shared,
-        0 if shared is None else shared.stride(0),
-        None if levels is None else torch.tensor(levels, dtype=torch.float32, device=device),
-    ), row_format(weights)
+    shared = weights.scales
+    stride_shared = 0 if shared is None else shared.stride(0)
+    return Matrix(weights.data, *weights.data.stride(), shared, stride_shared), row_format(weights)
 
 
 def _power_of_two(n: int) -> int:

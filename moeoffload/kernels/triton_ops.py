@@ -38,7 +38,6 @@ class Matrix(NamedTuple):
         stride_expert, stride_out, stride_in: of ``data``; the last is not used if it is packed.
         shared: float32 scales that rows of packed weights share.
         stride_shared: of ``shared`` from one expert to the next.
-        levels: (16,) float32, values of codes of four bits.
     """
 
     data: torch.Tensor
@@ -47,7 +46,6 @@ class Matrix(NamedTuple):
     stride_in: int
     shared: torch.Tensor | None = None
     stride_shared: int = 0
-    levels: torch.Tensor | None = None
 
 
 class SortedRoutes(NamedTuple):
@@ -131,7 +129,8 @@ def _routing(
     """The expert of this instance, (tile_rows,) positions, which of them are rows of it, and if there is work."""
     if by_expert is None:
         return _first_of_expert(slots, tl.program_id(0), n_rows, top_k, n_experts, top_k_padded, tile_rows)
-    return _tile_of_expert(by_expert, tl.program_id(0), n_experts, n_experts_padded, tile_rows)
+    else:
+        return _tile_of_expert(by_expert, tl.program_id(0), n_experts, n_experts_padded, tile_rows)
 
 
 @triton.jit
@@ -171,8 +170,8 @@ def _product(
             )
             weight_at += depth * matrix.stride_in
         else:
-            numbers = unpacked(weights, shared, matrix.levels, column, column_exists, start, length, form, depth)
-            tile = _rounded(numbers, values.dtype) if INTERPRETED else numbers.to(values.dtype)
+            numbers = unpacked(weights, shared, column, column_exists, start, form, depth)
+            tile = tl.trans(_rounded(numbers, values.dtype) if INTERPRETED else numbers.to(values.dtype))
         if INTERPRETED:
             values, tile = values.to(tl.float32), tile.to(tl.float32)
         total = tl.dot(values, tile, total, input_precision="ieee")
@@ -192,10 +191,10 @@ def _biased(
 ) -> tl.tensor:
     """Sums rounded, and the columns of an expert's bias (n_experts, n_all), if there is one, added, and rounded."""
     values = _rounded(sums, dtype)
-    if bias is None:
-        return values
-    added = tl.load(bias + expert * n_all + column, mask=exists, other=0.0)
-    return _rounded(values + added.to(tl.float32)[None, :], dtype)
+    if bias is not None:
+        added = tl.load(bias + expert * n_all + column, mask=exists, other=0.0)
+        values = _rounded(values + added.to(tl.float32)[None, :], dtype)
+    return values
 
 
 @triton.jit

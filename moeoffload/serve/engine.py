@@ -82,7 +82,7 @@ class ServingEngine:
         """Guards the three above and the three below; never held across a wait or a step."""
         self._draining = False
         self._stopping = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # what ended the engine for good
         self._idle = threading.Condition(self._changing)
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
@@ -96,14 +96,9 @@ class ServingEngine:
     # -- for any thread
 
     @property
-    def failure(self) -> BaseException | None:
-        """What ended the engine for good; None as long as it goes on."""
-        return self._failure
-
-    @property
     def is_ready(self) -> bool:
         """Whether requests are taken: warmed up, not draining, not failed."""
-        return self._thread.is_alive() and not (self._failure or self._draining or self._stopping)
+        return self._thread.is_alive() and not (self.failure or self._draining or self._stopping)
 
     def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> Ticket:
         """Queues a request.
@@ -125,8 +120,8 @@ class ServingEngine:
         sequence = Sequence(name, list(prompt), len(prompt), options.max_tokens, Sampler(options))
         request = Ticket(sequence, options, on_progress, self, perf_counter())
         with self._changing:
-            if self._failure is not None:
-                raise ServerError(f"the engine has failed: {self._failure}")
+            if self.failure is not None:
+                raise ServerError(f"the engine has failed: {self.failure}")
             if self._draining or self._stopping:
                 self.stats.requests.rejected += 1
                 raise BusyError("the server is shutting down", self._retry_after_s())
@@ -187,7 +182,7 @@ class ServingEngine:
             logger.critical("the engine has failed and answers no more requests", exc_info=True)
             last = Progress(finish=FinishReason.ERROR, error=ServerError(f"the engine has failed: {error}"))
             with self._changing:
-                self._failure = error
+                self.failure = error
         with self._idle:
             left = list(self._requests.values())
             self._requests.clear()

@@ -76,7 +76,7 @@ def test_matrices_of_different_types_are_read_together(tmp_path: Path) -> None:
         assert torch.equal(values, expected[name].bfloat16())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "gpt_oss", "minimax_m2"])
 def test_config_and_dense_tensors_are_those_of_the_model(tmp_path: Path, family: str) -> None:
     path = models.write_model(family, tmp_path, "Q8_0", dense_kind="Q5_K")
     checkpoint = Checkpoint.open(path, dtype=torch.float32)
@@ -112,6 +112,20 @@ def test_transformers_own_reader_finds_the_same(tmp_path: Path, family: str) -> 
         assert torch.equal(got, values), name
         n_compared += 1
     assert n_compared == len(dict(whole.named_parameters()))
+
+
+def test_a_family_whose_dense_tensors_transformers_converts(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    models.write_qwen35(path)
+    whole = models.loaded_by_transformers(path, torch.float32)
+    checkpoint = Checkpoint.open(path, dtype=torch.float32)
+    dense = load_dense_model(checkpoint, CPU).state_dict()
+    for name, values in whole.state_dict().items():
+        if ".experts." in name:
+            module = checkpoint.build_experts(int(name.split(".")[2]), range(8), CPU)
+            assert torch.equal(matrices(module)[name.rpartition(".")[2]], values), name
+        else:
+            assert torch.equal(dense[name], values), name
 
 
 def test_the_tokenizer_is_in_the_file(tmp_path: Path) -> None:
@@ -187,8 +201,8 @@ def test_a_config_from_the_network_that_is_none_is_refused(tmp_path: Path, text:
 
 
 def test_experts_of_a_type_without_kernels_are_refused_by_name(tmp_path: Path) -> None:
-    path = models.write_model("qwen3_moe", tmp_path, "Q5_0")
-    with pytest.raises(ModelError, match=r"blk\.0\.ffn_gate_exps\.weight: is of type Q5_0; experts are computed from"):
+    path = models.write_model("qwen3_moe", tmp_path, "Q5_1")
+    with pytest.raises(ModelError, match=r"blk\.0\.ffn_gate_exps\.weight: is of type Q5_1; experts are computed from"):
         Checkpoint.open(path)
 
 
