@@ -6,7 +6,7 @@ import contextlib
 import queue
 import runpy
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
