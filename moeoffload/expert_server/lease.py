@@ -8,11 +8,10 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from time import monotonic
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from moeoffload.checkpoint import Checkpoint
 from moeoffload.config import ExpertServerSettings
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
@@ -37,6 +36,9 @@ from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
 from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel
 from moeoffload.wire import FrameLayout
+
+if TYPE_CHECKING:
+    from moeoffload.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +135,8 @@ class HostLease:
         """The server's copy of the host's model; opened once."""
         checkpoint = self._opened
         if checkpoint is None:
+            from moeoffload.checkpoint import Checkpoint
+
             dtype = read_payload("compute dtype", model.compute_dtype).torch_dtype
             revision = model.revision or None
             reference = self._settings.model or self._roots.resolve(model.reference, revision)
