@@ -24,9 +24,7 @@ _E2M1_LEVELS: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, 
 _IQ4_LEVELS: Final = tuple(
     float(level) for level in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 )
-# Bytes of blocks at a time: on a CPU, what is made of them on the way stays in a core's cache.
-_AT_ONCE: Final = {"cpu": 1 << 18}
-_AT_ONCE_ELSEWHERE: Final = 1 << 26
+_AT_ONCE: Final = 1 << 18  # bytes of blocks: what is made of them on the way stays in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class BlockType:
 
 def split_rows(rows: torch.Tensor, kind: BlockType) -> Parts:
     """Rows as a file holds them, (n, bytes) uint8 -> their sections, (n, bytes) uint8, see `PackedFormat.sections`."""
-    step = max(1, _AT_ONCE.get(rows.device.type, _AT_ONCE_ELSEWHERE) // max(1, rows.shape[-1]))
+    step = max(1, _AT_ONCE // rows.shape[-1])
     pieces = [
         {name: part.flatten(-2) for name, part in kind.split(piece.unflatten(-1, (-1, kind.n_bytes))).items()}
         for piece in rows.split(step)

@@ -87,6 +87,7 @@ def test_config_and_dense_tensors_are_those_of_the_model(tmp_path: Path, family:
     assert (checkpoint.top_k, checkpoint.hidden_size, len(checkpoint.layers)) == (2, models.WIDTH, 2)
     model = load_dense_model(checkpoint, CPU)
     reference = models.reference_model(tmp_path, path, torch.float32)
+    assert not [name for name in checkpoint.dense_tensors() if "experts" in name.split(".")]
     dense = {name: value for name, value in reference.named_parameters() if ".experts." not in name}
     assert dense.keys() == dict(model.named_parameters()).keys()
     for name, value in model.named_parameters():
