@@ -174,8 +174,8 @@ def _pack(
     main: StoredTensor, form: FileFormat, parts: Mapping[str, StoredTensor], settings: Mapping[str, Any]
 ) -> Packing:
     on_meta = {role: torch.empty(part.shape, dtype=part.torch_dtype, device="meta") for role, part in parts.items()}
-    if main.shape and not all(main.shape):
-        raise ModelError(f"{main.name}: has shape {main.shape}")
+    if len(main.shape) < 2 or not all(main.shape):
+        raise ModelError(f"{main.name}: has shape {main.shape}, needed is one matrix, or one for each expert")
     try:
         packing = form.pack(on_meta, settings)
     except (ValueError, IndexError) as error:
