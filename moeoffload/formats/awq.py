@@ -12,7 +12,10 @@ from typing import Any, Final
 import torch
 
 from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape
-from moeoffload.formats.int4 import int4_format
+from moeoffload.formats.int4 import int4_format, nibbles
+
+_PLACES: Final = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Which nibble of a word holds its first row, its second, and so on."""
 
 
 def check(settings: Mapping[str, Any]) -> None:
@@ -41,24 +44,25 @@ def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
 
 
 def _sections(parts: Parts) -> dict[str, torch.Tensor]:
-    zeros = torch.stack(_halves(parts["zeros"]), dim=-1)
-    even, odd = parts["weight"][::2], parts["weight"][1::2]
-    (low, high), (next_low, next_high) = _halves(even), _halves(odd)
-    codes = torch.stack((low | next_low << 4, high | next_high << 4), dim=-1)
-    return {"codes": _rows(codes), "scales": as_bytes(parts["scale"].t()), "offsets": _rows(zeros)}
+    zeros = nibbles(as_bytes(parts["zeros"])).unflatten(-1, (-1, 8))[..., _PLACES].flatten(-2)
+    # (in / 8, 8, out / 8) words of eight rows -> words of eight columns, (out, in / 8)
+    words = _exchanged(parts["weight"].unflatten(0, (-1, 8)))[:, _PLACES].permute(2, 1, 0)
+    return {
+        "codes": as_bytes(words.flatten(0, 1)),
+        "scales": as_bytes(parts["scale"].t()),
+        "offsets": zeros.t(),
+    }
 
 
-def _halves(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, n) int32 -> the low and the high half of each byte, (rows, n, 4) uint8."""
-    each = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
-    return each & 15, each >> 4
-
-
-def _rows(columns: torch.Tensor) -> torch.Tensor:
-    """(n, out / 8, bytes of a word, halves) -> (out, n) in the order of rows."""
-    # Bytes 0 and 1 hold the even rows, 2 and 3 the odd ones: bits of b, and the half, are the bits of a row's number.
-    n, n_words = columns.shape[:2]
-    return columns.view(n, n_words, 2, 2, 2).permute(1, 3, 4, 2, 0).reshape(8 * n_words, n)
+def _exchanged(words: torch.Tensor) -> torch.Tensor:
+    """(n, 8, m) int32: nibble i of word k and nibble k of word i change places, halves of words first."""
+    words = words.clone()
+    for distance, mask in ((4, 0xFFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+        first, second = words.unflatten(1, (-1, 2, distance)).unbind(2)
+        moved = (first >> 4 * distance ^ second) & mask
+        second ^= moved
+        first ^= moved << 4 * distance
+    return words
 
 
 FILE_FORMATS: Final = (FileFormat(".qweight", (torch.int32,), {"scale": (".scales",), "zeros": (".qzeros",)}, pack),)

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import runpy
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -302,29 +302,35 @@ def test_activate_after_a_load_that_failed_is_refused(
         host.send(activate=activate_request(checkpoint, table))
 
 
-def layers(*held: tuple[int, list[int]]) -> Any:
+Change = Callable[[pb.LoadExpertsRequest], None]
+
+
+def layers(*held: tuple[int, list[int]]) -> Change:
     """Asks for these experts of these layers."""
-    return lambda request: (
-        request.ClearField("layers"),
-        request.layers.extend(pb.LayerExperts(layer=layer, experts=experts) for layer, experts in held),
-    )
+
+    def change(request: pb.LoadExpertsRequest) -> None:
+        del request.layers[:]
+        request.layers.extend(pb.LayerExperts(layer=layer, experts=experts) for layer, experts in held)
+
+    return change
 
 
-def model(**changes: str) -> Any:
+def model(**values: str) -> Change:
     """Names another model."""
-    return lambda request: [setattr(request.model, name, value) for name, value in changes.items()]
 
+    def change(request: pb.LoadExpertsRequest) -> None:
+        for name, value in values.items():
+            setattr(request.model, name, value)
 
-def lease(lease_id: str) -> Any:
-    return lambda request: setattr(request, "lease_id", lease_id)
+    return change
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lease(""), ["no such lease"]),
-        (lease("0" * 32), ["no such lease"]),
-        (lease("\N{SNOWMAN}"), ["no such lease"]),
+        (lambda request: request.ClearField("lease_id"), ["no such lease"]),
+        (lambda request: request.MergeFrom(pb.LoadExpertsRequest(lease_id="0" * 32)), ["no such lease"]),
+        (lambda request: request.MergeFrom(pb.LoadExpertsRequest(lease_id="\N{SNOWMAN}")), ["no such lease"]),
         (model(reference="/no/such/folder"), ["/no/such/folder"]),
         (model(reference=""), ["config.json"]),
         (model(reference="\0"), []),

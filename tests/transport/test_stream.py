@@ -136,9 +136,9 @@ def test_a_host_with_more_in_flight_than_slots_is_told_busy(listener: StreamList
         dealer.send_multipart(message(8, b"refused" * 100))
         tag, header = reply_to(dealer)
         assert (tag, header.request_id, header.kind, header.code) == (8, 8, Kind.ERROR, ErrorCode.BUSY)
-        dealer.send_multipart(message(4, kind=Kind.PING))
+        dealer.send_multipart(message(4, kind=Kind.CANCEL))
         dealer.send_multipart(message(12))
-        assert reply_to(dealer)[0] == 12, "a ping about a request that is being worked on is not answered"
+        assert reply_to(dealer)[0] == 12, "a cancellation of a request that is being worked on is not sent back"
         echo(*taken)
         assert dealer.recv_multipart() == message(4, b"kept")
         dealer.send_multipart(message(8))
@@ -230,13 +230,13 @@ def test_replies_that_nobody_asked_for_are_dropped_and_counted(listener: StreamL
     with both_ends("stream") as ends:
         server = ends.server
         assert isinstance(server, StreamServerEnd)
-        for tag in (1, 5, 9, 2**64 - 1):  # 4 was the ping's
+        for tag in (1, 5, 9, 2**64 - 1):  # 4 was the greeting's
             server._listener.send(server, tag, *outgoing(tag))
         assert call(ends.host, b"mine") == b"mine"
         assert ends.host.n_stale == 4
 
 
-def test_the_pings_of_a_host_that_a_busy_server_answers_late_are_nothing_stale(listener: StreamListener) -> None:
+def test_the_greetings_of_a_host_that_a_busy_server_answers_late_are_nothing_stale(listener: StreamListener) -> None:
     channel = opened(listener)
     with ThreadPoolExecutor(1) as pool:
         with listener._using:
