@@ -154,13 +154,15 @@ class TritonExperts:
         if activation is None:
             raise ValueError("these experts have an activation of their own")
         self._activation: Activation = activation
-        self.dtype, self.device = dtype_of(experts), first_tensor(experts.down_proj).device
+        self.dtype, self.device = dtype_of(experts), first_tensor(module.down_proj).device
         is_packed = isinstance(module.down_proj, tuple)
         self._up, (self._down,) = _matrices(up_weight(module), module), _matrices(module.down_proj, module)
         self._up_bias = _bias(module, "gate_up_proj_bias" if module.has_gate else "up_proj_bias")
         self._down_bias = _bias(module, "down_proj_bias")
         down = module.down_proj[0] if is_packed else rows_first(module.down_proj, module)
-        self.n_experts, self.hidden, self.inter = down.shape
+        self.n_experts: int = down.shape[0]
+        self.hidden: int = down.shape[1]
+        self.inter: int = down.shape[2]
         self._up_columns = self.inter * (2 if module.has_gate else 1)
         is_transposed = module.is_transposed and not is_packed
         self._tile_columns = _TRANSPOSED_TILE_COLUMNS if is_transposed else _TILE_COLUMNS
@@ -290,15 +292,14 @@ def _matrices(weights: Weights, module: Any) -> list[tuple[Matrix, RowFormat | N
     from moeoffload.kernels.triton_packed import row_format
 
     if not isinstance(weights, tuple):
-        weights = rows_first(weights, module)
-        return [(Matrix(weights, *weights.stride()), None)]
-    return [
-        (
-            Matrix(part.data, *part.data.stride(), part.scales, 0 if part.scales is None else part.scales.stride(0)),
-            row_format(part),
-        )
-        for part in weights
-    ]
+        data = rows_first(weights, module)
+        return [(Matrix(data, data.stride(0), data.stride(1), data.stride(2)), None)]
+    matrices: list[tuple[Matrix, RowFormat | None]] = []
+    for part in weights:
+        data, shared = part.data, part.scales
+        matrix = Matrix(data, data.stride(0), data.stride(1), 1, shared, 0 if shared is None else shared.stride(0))
+        matrices.append((matrix, row_format(part)))
+    return matrices
 
 
 def _power_of_two(n: int) -> int:

@@ -72,7 +72,10 @@ def why_not_levels(parts: tuple[PackedWeights, ...]) -> str | None:
 def row_format(packed: PackedWeights) -> RowFormat:
     """The format of the rows of ``packed``, for which `why_not_levels` says None."""
     form, sections = packed.format, packed.format.sections(packed.n_in)
-    names = ("high", "factors", "min_factors", "scales", "offsets")
+    high, factors, min_factors, scales, offsets = (
+        sections[name].start if name in sections else 0
+        for name in ("high", "factors", "min_factors", "scales", "offsets")
+    )
     plain = RowFormat(
         int(form.codes),
         int(form.scales),
@@ -82,7 +85,7 @@ def row_format(packed: PackedWeights) -> RowFormat:
         form.shared_rows,
         packed.n_in,
         form.row_bytes(packed.n_in),
-        *(sections[name].start if name in sections else 0 for name in names),
+        *(high, factors, min_factors, scales, offsets),
     )
     if form.levels is None:
         return plain

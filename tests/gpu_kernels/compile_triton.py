@@ -29,7 +29,7 @@ from .experts_modules import make_experts, make_packed
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 PROGRAMS = ("up_program", "down_program", "sum_program")
 PLAIN = (("silu", 16), ("silu", 1), ("gpt_oss", 1), ("silu", 40))
-PACKED = ("fp8 blocks", "mxfp8", "int8 BF16 0", "mxfp4", "int4 F16 128 ZERO", "iq4_xs", "q4_k", "q5_k", "q6_k")
+PACKED = ("fp8 blocks", "int8 BF16 0", "mxfp4", "int4 F16 128 ZERO", "iq4_xs", "q4_k", "q5_k", "q6_k")
 WIDTH = 2304
 """Of rows. A whole number of groups of all kinds, but rows of Q6_K begin at multiples of 4 bytes only."""
 
@@ -55,9 +55,11 @@ def compile_all(dtype: torch.dtype, *, only_some: bool) -> Iterator[tuple[str, A
     for kind, n_rows in PLAIN[-1:] if only_some else PLAIN:
         experts = TritonExperts(make_experts(kind, n_experts=8, hidden=256, inter=256, dtype=dtype))
         yield from _compiled(experts, n_rows, f"{kind} of {n_rows} rows", PROGRAMS)
-    for name in ("mxfp8", "q4_k") if only_some else PACKED:
+    for name in ("fp8 blocks", "q4_k") if only_some else PACKED:
         packed, _ = make_packed("silu", (BY_NAME[name],), (1, WIDTH, WIDTH), dtype)
-        yield from _compiled(TritonExperts(packed), 16, name, PROGRAMS[:2] if name == "q4_k" else PROGRAMS[1:2])
+        yield from _compiled(TritonExperts(packed), 16, name, PROGRAMS[1:2])
+        if name == "q4_k":
+            yield from _compiled(TritonExperts(packed), 40, "q4_k of 40 rows", PROGRAMS[:1])
 
 
 def _compiled(experts: TritonExperts, n_rows: int, name: str, wanted: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

@@ -224,7 +224,7 @@ def compiled(cache: Path, *arguments: str) -> list[str]:
     """What `compile_triton` prints, in a process without the interpreter."""
     tests = Path(__file__).parents[1]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(tests.parent)}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests.parent / 'bench'}"}
     command = [sys.executable, "-m", "gpu_kernels.compile_triton", *arguments]
     text = subprocess.run(command, check=True, cwd=tests, env=environment, stdout=subprocess.PIPE, text=True).stdout
     return text.splitlines()
