@@ -45,7 +45,8 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _in_the_pipe)
 
-    if not Path("/dev/nvidiactl").exists() and "TRITON_INTERPRET" not in os.environ:
+    has_gpu = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg"))  # the second in WSL2
+    if not has_gpu and "TRITON_INTERPRET" not in os.environ:
         # transformers imports Triton where it finds it; without a GPU that is 130 MiB for nothing.
         sys.modules["triton"] = None  # type: ignore[assignment]
 

@@ -15,8 +15,8 @@ from torch import nn
 from moeoffload.formats.packed import PackedWeights
 from moeoffload.kernels.activation import Activation, recognise
 from moeoffload.kernels.grouped import sort_without_waiting
-from moeoffload.kernels.layout import rows_first, why_not_weights
-from moeoffload.kernels.packing import dtype_of, first_tensor
+from moeoffload.kernels.layout import rows_first, up_weight, why_not_weights
+from moeoffload.kernels.packing import Weights, dtype_of, first_tensor, why_not_packed
 
 if TYPE_CHECKING:
     from moeoffload.kernels.triton_ops import Matrix
@@ -66,7 +66,7 @@ def why_not_triton(experts: nn.Module) -> str | None:
         return f"device {device.type}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "a GPU older than compute capability 8.0"
-    return why_no_program_runs(device) or _why_not(experts)
+    return why_no_program_runs(device) or why_not_computed(experts)
 
 
 @functools.cache
@@ -93,23 +93,28 @@ def why_no_program_runs(device: torch.device) -> str | None:
     return None
 
 
-def _why_not(experts: nn.Module) -> str | None:
-    """Why the programs cannot compute such experts, wherever they are."""
-    from moeoffload.kernels import triton_packed
-
+def why_not_computed(experts: nn.Module) -> str | None:
+    """Why the programs cannot compute such experts, wherever they are; None if they can."""
     module: Any = experts
     if module.has_post_expert_norm:
         return "a norm after each expert"
-    up, down = _projections(module)
-    activation = recognise(module)
-    if isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor):
-        reason = why_not_weights(up, down)
+    up, down, activation = up_weight(module), module.down_proj, recognise(module)
+    if isinstance(up, tuple) and isinstance(down, tuple):
+        reason = _why_not_packed(up, down, activation)
     else:
-        reason = next(filter(None, (triton_packed.why_not_packed(each.format) for each in (*up, *down))), None)
-        in_halves = activation and activation.is_gated and not activation.is_interleaved
-        if len(down) != 1 or (len(up) > 1 and not (in_halves and len(up) == 2 and up[0].shape == up[1].shape)):
-            reason = reason or "a projection in several formats"
+        reason = why_not_weights(up, down)
     return reason or (None if activation else "an activation of its own")
+
+
+def _why_not_packed(
+    up: tuple[PackedWeights, ...], down: tuple[PackedWeights, ...], activation: Activation | None
+) -> str | None:
+    from moeoffload.kernels.triton_packed import why_not_levels
+
+    in_halves = activation is not None and activation.is_gated and not activation.is_interleaved
+    if len(down) > 1 or (len(up) > 1 and not (in_halves and up[0].shape == up[1].shape)):
+        return "a projection in two formats"
+    return why_not_packed(up) or why_not_packed(down) or why_not_levels((*up, *down))
 
 
 @functools.cache
@@ -149,14 +154,15 @@ class TritonExperts:
         if activation is None:
             raise ValueError("these experts have an activation of their own")
         self._activation: Activation = activation
-        self.dtype, self.device = dtype_of(experts), first_tensor(experts.down_proj).device
-        up, down = _projections(module)
-        is_packed = isinstance(down, tuple)
-        self._up = [_matrix(each, module) for each in (up if isinstance(up, tuple) else (up,))]
-        [self._down] = [_matrix(each, module) for each in (down if isinstance(down, tuple) else (down,))]
+        self.dtype, self.device = dtype_of(experts), first_tensor(module.down_proj).device
+        is_packed = isinstance(module.down_proj, tuple)
+        self._up, (self._down,) = _matrices(up_weight(module), module), _matrices(module.down_proj, module)
         self._up_bias = _bias(module, "gate_up_proj_bias" if module.has_gate else "up_proj_bias")
         self._down_bias = _bias(module, "down_proj_bias")
-        self.n_experts, self.hidden, self.inter = (down[0] if is_packed else rows_first(down, module)).shape
+        down = module.down_proj[0] if is_packed else rows_first(module.down_proj, module)
+        self.n_experts: int = down.shape[0]
+        self.hidden: int = down.shape[1]
+        self.inter: int = down.shape[2]
         self._up_columns = self.inter * (2 if module.has_gate else 1)
         is_transposed = module.is_transposed and not is_packed
         self._tile_columns = _TRANSPOSED_TILE_COLUMNS if is_transposed else _TILE_COLUMNS
@@ -281,21 +287,19 @@ class TritonExperts:
         return self._tile_columns[-1]
 
 
-def _projections(module: Any) -> tuple[Any, Any]:
-    """The weights of up and down: each a parameter, or a tuple of `PackedWeights`."""
-    return module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
-
-
-def _matrix(weights: torch.Tensor | PackedWeights, module: Any) -> tuple[Matrix, RowFormat | None]:
+def _matrices(weights: Weights, module: Any) -> list[tuple[Matrix, RowFormat | None]]:
     from moeoffload.kernels.triton_ops import Matrix
     from moeoffload.kernels.triton_packed import row_format
 
-    if isinstance(weights, torch.Tensor):
-        weights = rows_first(weights, module)
-        return Matrix(weights, *weights.stride()), None
-    shared = weights.scales
-    stride_shared = 0 if shared is None else shared.stride(0)
-    return Matrix(weights.data, *weights.data.stride(), shared, stride_shared), row_format(weights)
+    if not isinstance(weights, tuple):
+        data = rows_first(weights, module)
+        return [(Matrix(data, data.stride(0), data.stride(1), data.stride(2)), None)]
+    matrices: list[tuple[Matrix, RowFormat | None]] = []
+    for part in weights:
+        data, shared = part.data, part.scales
+        matrix = Matrix(data, data.stride(0), data.stride(1), 1, shared, 0 if shared is None else shared.stride(0))
+        matrices.append((matrix, row_format(part)))
+    return matrices
 
 
 def _power_of_two(n: int) -> int:

@@ -129,7 +129,7 @@ def _routing(
     """The expert of this instance, (tile_rows,) positions, which of them are rows of it, and if there is work."""
     if by_expert is None:
         return _first_of_expert(slots, tl.program_id(0), n_rows, top_k, n_experts, top_k_padded, tile_rows)
-    else:
+    else:  # what follows a return would be compiled, too
         return _tile_of_expert(by_expert, tl.program_id(0), n_experts, n_experts_padded, tile_rows)
 
 

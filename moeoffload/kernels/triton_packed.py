@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from triton.language import target_info
 
-from moeoffload.formats.packed import SUPER_GROUP, Codes, Offsets, PackedFormat, PackedWeights, Scales
-from moeoffload.formats.quantise import E2M1
+from moeoffload.formats.mxfp4 import FORMAT as MXFP4
+from moeoffload.formats.packed import SUPER_GROUP, Codes, Offsets, PackedWeights, Scales
 
 _FP8: Final = tl.constexpr(int(Codes.FP8))
 _INT8: Final = tl.constexpr(int(Codes.INT8))
@@ -37,8 +37,8 @@ _WHOLE_ROW: Final = 1 << 30
 class RowFormat(NamedTuple):
     """A `PackedFormat` for rows of one length, in numbers that a program is compiled for.
 
-    ``group`` is a power of two, larger than any row if a row has one scale; ``*_at`` is where a section of a row begins,
-    in bytes. Levels of 4-bit codes are one more than the one before, or E2M1 (OCP MX), or bytes, four in a word.
+    ``group`` is a power of two, larger than any row if a row has one scale; ``*_at`` is the byte where a section of a
+    row begins. Levels of 4-bit codes are one more than the one before, or E2M1 (OCP MX), or bytes, four in a word.
     """
 
     codes: int
@@ -59,20 +59,23 @@ class RowFormat(NamedTuple):
     words: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
-def why_not_packed(form: PackedFormat) -> str | None:
-    """Why no program reads such weights; None if one does."""
-    if form.group & (form.group - 1):
-        return f"groups of {form.group} weights"
-    is_table = form.levels is not None and not _is_linear(form.levels) and form.levels != E2M1
-    if is_table and any(level not in range(-128, 128) for level in form.levels or ()):
-        return "levels that are no bytes"
+def why_not_levels(parts: tuple[PackedWeights, ...]) -> str | None:
+    """Why no program computes the 4-bit codes of these; None if one does, or there are none."""
+    for form in (part.format for part in parts):
+        levels = form.levels or (0.0,)
+        is_known = _is_linear(levels) or levels == MXFP4.levels
+        if not is_known and any(level not in range(-128, 128) for level in levels):
+            return f"{form.name}: levels that are no bytes"
     return None
 
 
 def row_format(packed: PackedWeights) -> RowFormat:
-    """The format of the rows of ``packed``, for which `why_not_packed` says None."""
+    """The format of the rows of ``packed``, for which `why_not_levels` says None."""
     form, sections = packed.format, packed.format.sections(packed.n_in)
-    names = ("high", "factors", "min_factors", "scales", "offsets")
+    high, factors, min_factors, scales, offsets = (
+        sections[name].start if name in sections else 0
+        for name in ("high", "factors", "min_factors", "scales", "offsets")
+    )
     plain = RowFormat(
         int(form.codes),
         int(form.scales),
@@ -82,13 +85,13 @@ def row_format(packed: PackedWeights) -> RowFormat:
         form.shared_rows,
         packed.n_in,
         form.row_bytes(packed.n_in),
-        *(sections[name].start if name in sections else 0 for name in names),
+        *(high, factors, min_factors, scales, offsets),
     )
     if form.levels is None:
         return plain
     if _is_linear(form.levels):
         return plain._replace(first_level=form.levels[0])
-    if form.levels == E2M1:
+    if form.levels == MXFP4.levels:
         return plain._replace(is_e2m1=True)
     words = struct.unpack("<4i", struct.pack("<16b", *map(int, form.levels)))
     return plain._replace(words=words)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from moeoffload.kernels import GroupedKernel
 from moeoffload.kernels.activation import recognise
-from moeoffload.kernels.triton_experts import MAX_ROWS, TritonExperts
+from moeoffload.kernels.triton_experts import MAX_ROWS, TritonExperts, why_no_program_runs
 
 from .experts_modules import make_experts, reference
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
+from moeoffload.kernels import triton_ops  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
@@ -77,6 +81,14 @@ def test_roundings_are_those_of_the_grouped_kernel(kind: str, dtype: torch.dtype
             assert (out != expected).float().mean() < (0.05 if route_weights is weights else 0.02)
 
 
+@pytest.mark.parametrize("n_rows", [1, 2, 15, MAX_ROWS, MAX_ROWS + 1, 40, 75])
+def test_every_number_of_rows(n_rows: int) -> None:
+    experts = make_experts("silu", n_experts=7, hidden=64, inter=32, dtype=torch.float32, device=DEVICE)
+    rows, slots, weights = random_call(n_rows, 3, 7, 64, torch.float32, seed=n_rows)
+    out = compute(experts, rows, slots, weights)
+    assert_close(out, reference(experts, rows, slots, weights), BOUNDS[torch.float32])
+
+
 @pytest.mark.parametrize(
     ("kind", "n_rows", "hidden", "inter", "top_k", "n_experts"),
     [
@@ -108,6 +120,18 @@ def test_nothing_is_read_of_experts_that_nobody_uses_nor_for_absent_routes() -> 
     out = compute(experts, rows, slots, weights)
     assert torch.equal(out, clean)
     assert not out[1].any()
+
+
+def test_many_rows_give_what_few_give() -> None:
+    """Three experts: tiles that are full, and others; duplicates and slots that do not exist among them."""
+    experts = make_experts("gpt_oss", n_experts=3, hidden=64, inter=32, dtype=torch.float32, device=DEVICE)
+    rows, slots, weights = random_call(75, 3, 3, 64, torch.float32)
+    slots[3], slots[4], slots[5] = torch.tensor([[1, 1, 1], [3, 1 << 40, -2], [2, 0, 2]], device=DEVICE)
+    together = compute(experts, rows, slots, weights)
+    assert_close(together, reference(experts, rows, torch.where(slots > 2, -1, slots), weights), BOUNDS[torch.float32])
+    for part in (slice(0, 16), slice(70, 75)):
+        few = compute(experts, rows[part], slots[part], weights[part])
+        assert_close(few, together[part], BOUNDS[torch.float32])
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -149,18 +173,57 @@ def test_the_formula_is_found_by_asking_the_module() -> None:
         assert found("quick_gelu", dtype) == "none"
 
 
-def test_the_programs_compile_for_gpus(tmp_path: Path) -> None:
-    """Without a GPU, in a process without the interpreter: no spilt registers, whole 16 bytes in each copy."""
+def test_triton_that_cannot_run_a_program_is_found_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device(DEVICE)
+    try_out = why_no_program_runs.__wrapped__
+    assert try_out(device) is None
+
+    class Broken:
+        def __getitem__(self, grid: tuple[int, ...]) -> None:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+    monkeypatch.setattr(triton_ops, "sum_program", Broken())
+    assert "Failed to find C compiler." in try_out(device)
+    assert "gcc" in try_out(device)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert try_out(device) == "triton is not installed"
+
+
+def test_warming_up_compiles_what_calls_of_any_size_need() -> None:
+    experts = TritonExperts(make_experts("silu", n_experts=40, hidden=256, inter=64, dtype=torch.bfloat16))
+    experts._n_processors = 16
+    noted: set[Any] = set()
+    programs = {name: Noted(name, noted) for name in ("up_program", "down_program", "sum_program")}
+    experts._ops = SimpleNamespace(SortedRoutes=triton_ops.SortedRoutes, **programs)  # type: ignore[assignment]
+    experts.warm_up(4, 100)
+    warm = set(noted)
+    assert warm
+    noted.clear()
+    for n_rows in (1, 2, 3, 5, 8, 16, 17, 30, 100):
+        rows, slots, weights = random_call(n_rows, 4, 40, 256, torch.bfloat16)
+        experts(rows, slots, weights, torch.empty(rows.shape))
+    assert noted <= warm
+
+
+class Noted:
+    """Stands for a program: notes what it would be compiled for."""
+
+    def __init__(self, name: str, noted: set[Any]) -> None:
+        self._name, self._noted = name, noted
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            types = tuple(each.dtype if isinstance(each, torch.Tensor) else each is None for each in arguments)
+            self._noted.add((self._name, types, *sorted(options.items())))
+
+        return launch
+
+
+def compiled(cache: Path, *arguments: str) -> list[str]:
+    """What `compile_triton` prints, in a process without the interpreter."""
     tests = Path(__file__).parents[1]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(tests.parent)}
-    command = [sys.executable, "-m", "gpu_kernels.compile_triton", "bf16", "80", "90"]
-    lines = subprocess.run(
-        command, check=True, cwd=tests, env=environment, stdout=subprocess.PIPE, text=True
-    ).stdout.splitlines()
-    assert len(lines) == 2 * 9
-    for line in lines:
-        assert " 0 bytes spilt" in line, line
-        if not line.startswith("sum_program"):
-            assert "copies of [16] bytes" in line, line
-            assert "tensor cores True" in line, line
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests.parent / 'bench'}"}
+    command = [sys.executable, "-m", "gpu_kernels.compile_triton", *arguments]
+    text = subprocess.run(command, check=True, cwd=tests, env=environment, stdout=subprocess.PIPE, text=True).stdout
+    return text.splitlines()
