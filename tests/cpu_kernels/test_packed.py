@@ -12,7 +12,7 @@ from synthetic import TINY_FAMILIES, write_tiny
 
 from moeoffload import native
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.formats.packed import Codes, PackedFormat, Scales
+from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights, Scales
 from moeoffload.kernels import GroupedKernel, prepare_layer
 from moeoffload.kernels.dense import few_row_linear
 from moeoffload.kernels.packed_linear import PackedLinear
