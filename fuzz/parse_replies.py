@@ -153,7 +153,7 @@ def make() -> Callable[[bytes], None]:
 def seeds() -> dict[str, bytes]:
     """Inputs made of real frames."""
     ping = bytearray(64)
-    FrameHeader(Kind.PING, request_id=2).pack_into(memoryview(ping))
+    FrameHeader(Kind.CANCEL, request_id=2).pack_into(memoryview(ping))
     frames = {
         "sum": reply_frame(2, ROWS),
         "payload": reply_frame(2, 1, Kind.ERROR, b"holds a value that is not finite", ErrorCode.PAYLOAD),

@@ -8,11 +8,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_lines import Commands, running_commands
+from command_lines import STEP_TIMEOUT_S, Commands, running_commands
 from server_processes import DEMO, READY_TIMEOUT_S, ROOT, ServerProcess
+
+if TYPE_CHECKING:
+    from moeoffload.control.client import ControlClient
 
 __all__ = ["DEMO", "READY_TIMEOUT_S", "ROOT"]
 
@@ -41,6 +44,23 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
     """Starts servers that live as long as the test: ``start_server("--batch-capacity", "64")``."""
     with contextlib.ExitStack() as stack:
         yield lambda *options, **how: stack.enter_context(ServerProcess(tmp_path, *options, **how))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server that the tests of a module share."""
+    with ServerProcess(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[ControlClient]:
+    """A client of the control plane."""
+    from moeoffload.control.client import ControlClient  # not before the environment above is set
+
+    with contextlib.closing(ControlClient(address)) as client:
+        client.connect(STEP_TIMEOUT_S)
+        yield client
 
 
 @pytest.fixture(scope="session")

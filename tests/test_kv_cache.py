@@ -33,57 +33,6 @@ def new(n_tokens: int, batch: int = 2, dim: int = 5) -> torch.Tensor:
     return torch.randn(batch, 3, n_tokens, dim).bfloat16()
 
 
-class Pair:
-    """Both kinds of layer, to which the same is done."""
-
-    def __init__(self) -> None:
-        self.ours, self.theirs = GrowingLayer(), DynamicLayer()
-
-    def update(self, n_tokens: int, batch: int = 2) -> None:
-        keys, values = new(n_tokens, batch), new(n_tokens, batch, dim=7)
-        for ours, theirs in zip(self.ours.update(keys, values), self.theirs.update(keys, values), strict=True):
-            assert torch.equal(ours, theirs)
-            assert ours.dtype == theirs.dtype
-        self.check()
-
-    def do(self, name: str, *args: Any) -> None:
-        getattr(self.ours, name)(*args)
-        getattr(self.theirs, name)(*args)
-        self.check()
-
-    def check(self) -> None:
-        assert self.ours.get_mask_sizes(3) == self.theirs.get_mask_sizes(3)
-        if self.theirs.keys is None:
-            assert self.ours.keys is None
-        else:
-            assert torch.equal(self.ours.keys, self.theirs.keys)
-            assert torch.equal(self.ours.values, self.theirs.values)
-
-
-def test_a_layer_does_what_transformers_layer_does() -> None:
-    pair = Pair()
-    for n_tokens in (7, 1, 1, 90, 1, 200, *[1] * 200):
-        pair.update(n_tokens)
-    pair.do("crop", -3)
-    pair.update(2)
-    pair.do("crop", 0)
-    pair.do("crop", -pair.ours.get_seq_length() + 1)
-    pair.update(5)
-    pair.do("reorder_cache", torch.tensor([1, 1]))
-    pair.update(1)
-    pair.do("batch_repeat_interleave", 2)
-    pair.update(1, batch=4)
-    pair.do("batch_select_indices", torch.tensor([3, 0]))
-    pair.update(1)
-    pair.do("offload")
-    pair.do("prefetch")
-    pair.update(1)
-    pair.do("reset")
-    pair.update(4, batch=1)
-    pair.do("crop", -4)
-    pair.update(4, batch=1)
-
-
 def test_a_step_copies_only_its_own_rows() -> None:
     layer = GrowingLayer()
     layer.update(new(100), new(100))

@@ -39,7 +39,7 @@ def host(pipe: Connection, checkpoint: Path, experts: list[str]) -> None:
 
 def test_peak_memory_stays_near_what_each_process_must_hold(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
-    write_checkpoint(geometry_config("qwen3-30b-a3b", layers=1, experts=N_EXPERTS, vocab=32000), checkpoint)
+    write_checkpoint(geometry_config("qwen3-30b-a3b", layers=1, experts=N_EXPERTS, vocab=1000), checkpoint)
     pipe, theirs = WARM.Pipe()
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(ServerProcess(tmp_path)) for _ in range(2)]
@@ -54,5 +54,6 @@ def test_peak_memory_stays_near_what_each_process_must_hold(tmp_path: Path) -> N
         dense_mib, held_mib = pipe.recv()
         assert sum(held_mib) == pytest.approx(EXPERT_MIB)
         grown = [peak_mib(pid) - was for pid, was in zip(pids, before, strict=True)]
-        assert all(got < holds + SPARE_MIB for got, holds in zip(grown, [dense_mib, *held_mib], strict=True))
+        over = [got - holds for got, holds in zip(grown, [dense_mib, *held_mib], strict=True)]
+        assert max(over) < SPARE_MIB, over
         pipe.send("the end")

@@ -95,11 +95,7 @@ def test_shares_follow_the_speeds_within_the_memory() -> None:
     assert [table.n_experts for table in tables] == [150, 150]
 
 
-@given(
-    need=st.floats(0, 1000),
-    limits=st.lists(st.floats(0, 1000), min_size=1, max_size=5),
-    data=st.data(),
-)
+@given(need=st.floats(0, 1000), limits=st.lists(st.floats(0, 1000), min_size=1, max_size=5), data=st.data())
 def test_fair_shares_add_up_and_respect_limits(need: float, limits: list[float], data: st.DataObject) -> None:
     speeds = data.draw(st.lists(st.floats(0.01, 100), min_size=len(limits), max_size=len(limits)))
     shares = fair_shares(need, limits, speeds)

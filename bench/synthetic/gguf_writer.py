@@ -72,8 +72,13 @@ def write_gguf(
     for _, parameter, shape, each, cut in tensors:
         if source is None or source[0] != parameter:
             source = parameter, values(parameter, tuple(model.state_dict()[parameter].shape))
-        rows = cut(source[1]).float().reshape(shape).numpy()
-        writer.write_tensor_data(to_blocks(np.ascontiguousarray(rows), each))
+        # An expert at a time: on the way there are several copies in float32.
+        rows = cut(source[1]).reshape(shape).split(1)
+        blocks = [
+            to_blocks(np.ascontiguousarray(part.float().numpy()), each)
+            for part in (rows if len(shape) > 2 else [torch.cat(rows)])
+        ]
+        writer.write_tensor_data(np.concatenate(blocks))
     writer.close()
 
 
@@ -183,7 +188,10 @@ def _tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list([tokens[number] for number in numbers])
     writer.add_token_types(kinds)
-    writer.add_token_merges(merges)
+    if merges:
+        writer.add_token_merges(merges)
+    else:  # transformers would derive merges from scores
+        writer.add_token_scores([0.0] * len(tokens))
     template = folder / "chat_template.jinja"
     if template.is_file():
         writer.add_chat_template(template.read_text())

@@ -95,7 +95,10 @@ def write_checkpoint(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
     for name, shard in zip(names, shards, strict=True):
-        values = ((tensor, stored(tensor, _random(tensor, plain[tensor], seed))) for tensor in shard)
+        values = (
+            (tensor, stored(tensor, random_values(tensor, tuple(plain[tensor].shape), plain[tensor].dtype, seed)))
+            for tensor in shard
+        )
         _write_file(folder / name, shard, values)
     return folder
 
@@ -150,12 +153,13 @@ def _write_file(
                 stream.write(part.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def _random(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
-    tensor = torch.empty(like.shape, dtype=like.dtype)
-    if not like.is_floating_point():
+def random_values(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """The values of one tensor of a checkpoint; see `write_checkpoint`."""
+    tensor = torch.empty(shape, dtype=dtype)
+    if not tensor.is_floating_point():
         return tensor.zero_()
-    if like.ndim == 1 and "norm" in name:
+    if tensor.ndim == 1 and "norm" in name:
         return tensor.fill_(1)
     # The name is part of the seed, so that a tensor does not depend on what else is written.
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]))
-    return tensor.normal_(0, like.shape[-1] ** -0.5 if like.ndim > 1 else 0.02, generator=generator)
+    return tensor.normal_(0, shape[-1] ** -0.5 if tensor.ndim > 1 else 0.02, generator=generator)

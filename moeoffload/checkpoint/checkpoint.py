@@ -184,7 +184,8 @@ class Checkpoint:
 
     def _read(self, about: ExpertLayer, experts: Sequence[int], device: torch.device) -> nn.Module:
         """The experts as they are stored."""
-        with TensorReader() as reader, torch.no_grad():
+        # Tensors of inference mode could be filled by no other thread.
+        with TensorReader() as reader, torch.inference_mode(False), torch.no_grad():
             module = self._cast(about, len(experts), device, self._stored_pieces(about.module_name))
             for recipe in self._recipes[about.module_name]:
                 self._fill(module, about, recipe, experts, reader)
@@ -260,7 +261,7 @@ class Checkpoint:
         """Several experts at a time: reading and copying do not hold the interpreter's lock."""
 
         def fill(slot: int) -> None:
-            weights = recipe.weights_of(experts[slot])
+            weights = [*recipe.weights_of(experts[slot]).values()]
             for target, pieces in recipe.pieces.items():
                 for piece, out in zip(pieces, getattr(module, target.removeprefix(prefix)), strict=True):
                     piece.fill(out, slot, reader, weights, experts[slot])

@@ -49,8 +49,8 @@ class Recipe:
 
     ``targets`` are full parameter names; ``sources`` maps each pattern of the converter to its weights in natural
     order: either one per expert, or a single one whose first dimension is the expert. ``converter`` is None when
-    a weight is the parameter as it is. ``per_expert`` is False for a parameter that all experts share; it is taken
-    whole. ``pieces``: for each target its packed rows, if the module's matrices are packed.
+    a weight is the parameter as it is; its pattern is "" then. ``per_expert`` is False for a parameter that all experts
+    share; it is taken whole. ``pieces``: for each target its packed rows, if the module's matrices are packed.
     """
 
     targets: tuple[str, ...]
@@ -192,7 +192,7 @@ def _match(
         recipe = recipes[renamed]
         if recipe.converter is not converter or (converter is None and recipe.sources):
             raise ModelError(f"{renamed}: is stored twice in different layouts, the second time as {weight.name}")
-        recipe.sources.setdefault(pattern or weight.name, []).append(weight)
+        recipe.sources.setdefault(pattern or "", []).append(weight)
     return recipes, dense
 
 
@@ -263,7 +263,7 @@ def _plan(
         matrices = {
             target: traced[target][0].t() if module.is_transposed else traced[target][0] for target in recipe.targets
         }
-        plans[key] = {leaves[target]: plan(target, matrix, firsts) for target, matrix in matrices.items()}
+        plans[key] = {leaves[target]: plan(target, matrix, [*firsts.values()]) for target, matrix in matrices.items()}
     recipe.pieces = {target: plans[key][leaf] for target, leaf in leaves.items()}
 
 

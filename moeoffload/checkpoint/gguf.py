@@ -68,7 +68,8 @@ def open_gguf(path: Path, dense: Path | None, config_text: str) -> Source:
             found = dense_weights(model, experts, weights)
             _compare_routers(gguf, found, where)
             return recipes, as_dense(found)
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        state = model.state_dict()
+        shapes = {name: tensor.shape for name, tensor in state.items() if name.rpartition(".")[0] not in experts}
         return recipes, lambda dtype: dense_tensors(gguf, config, shapes, dtype)
 
     text = json.dumps(values) if dense is not None else ""

@@ -109,7 +109,9 @@ def config_values(gguf: GgufFile) -> dict[str, Any]:
         raise ModelError(f"{gguf.files[0]}: its metadata has no {one_line(str(error.args[0]), 100)}") from None
     except Exception as error:  # values that are none of what transformers expects
         raise ModelError(f"{gguf.files[0]}: its metadata gives no config: {one_line(str(error), 200)}") from error
-    ends = [gguf.metadata.get(f"tokenizer.ggml.{key}") for key in _END_TOKENS]
+    # An answer of gpt-oss has several parts, each with its own end.
+    keys = _END_TOKENS[:1] if name == "gpt-oss" else _END_TOKENS
+    ends = [gguf.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
     ids = sorted({end for end in ends if type(end) is int})
     return values | {"eos_token_id": ids[0] if len(ids) == 1 else ids or None}
 

@@ -36,6 +36,7 @@ from moeoffload.checkpoint.gguf_file import GgufFile
 from moeoffload.checkpoint.tensors import DTYPES, StoredTensor, TensorReader
 from moeoffload.checkpoint.weights import StoredWeight, WeightIndex
 from moeoffload.errors import ModelError
+from moeoffload.formats import PackedWeights
 from moeoffload.formats.file_format import Packing, Parts
 from moeoffload.formats.gguf import BLOCK_TYPES, BlockType, split_rows
 
@@ -157,6 +158,13 @@ class DenseTensor:
         if values.shape != self.shape and values.numel() != torch.Size(self.shape).numel():
             raise ModelError(f"{self.stored.name}: has shape {tuple(values.shape)}, the model needs {self.shape}")
         return values.reshape(self.shape).to(self.dtype)
+
+    def packed(self) -> PackedWeights | None:
+        """The matrix as it is stored, (1, out, in), if it is packed and becomes the parameter without a change."""
+        if self.converter is not None or self.stored.dtype not in BLOCK_TYPES or self.stored.shape != self.shape:
+            return None
+        with TensorReader() as reader:
+            return _packed(self.stored, self.name).read_packed(reader) if len(self.shape) == 2 else None
 
 
 def dense_tensors(gguf: GgufFile, config: Any, shapes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, DenseTensor]:

@@ -35,6 +35,7 @@ def read_config(folder: Path) -> Any:
     _refuse_wrong(str(folder / CONFIG_FILE), raw)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config.get_text_config()  # refuses models of several parts that generate
     except Exception as error:  # a config class may raise anything over a value that it does not expect
         raise ModelError(
             f"{folder / CONFIG_FILE}: not a valid {raw['model_type']} config: {first_line(error)}"
@@ -49,7 +50,9 @@ def config_of(values: dict[str, Any], where: str) -> Any:
     """
     _refuse_wrong(where, values)
     try:
-        return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        config.get_text_config()
+        return config
     except Exception as error:  # as in `read_config`
         reason = one_line(first_line(error), 200)
         raise ModelError(f"{where}: not a valid {values['model_type']} config: {reason}") from error
@@ -65,7 +68,16 @@ def parse_config(text: str, most_characters: int) -> dict[str, Any]:
         raise ModelError("the host's config is not valid JSON") from error
     if not isinstance(values, dict):
         raise ModelError("the host's config is no JSON object")
+    for section in _sections(values):
+        for key, value in section.items():
+            # Some families build as many modules as a list says.
+            if isinstance(value, list) and "token" not in key and any(_is_many(each) for each in value):
+                raise ModelError(f"the host's config: {one_line(key, 60)} has numbers above {_MAX_COUNT}")
     return values
+
+
+def _is_many(value: object) -> bool:
+    return not isinstance(value, str) and (not isinstance(value, int | float) or abs(value) > _MAX_COUNT)
 
 
 def _refuse_wrong(where: str, raw: dict[str, Any]) -> None:

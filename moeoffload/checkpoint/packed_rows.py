@@ -6,7 +6,7 @@ element comes from. What they do to whole rows is then done to packed rows; a co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -29,12 +29,12 @@ Rows = slice | torch.Tensor
 
 @dataclass(frozen=True)
 class Source:
-    """Rows ``taken`` of a stored weight, that of ``pattern`` in the recipe, which become ``rows`` of a piece.
+    """Rows ``taken`` of a stored weight, the ``number``-th of the recipe, which become ``rows`` of a piece.
 
     ``is_transposed``: the weight is stored (in, out).
     """
 
-    pattern: str
+    number: int
     is_transposed: bool
     rows: Rows
     taken: Rows
@@ -63,18 +63,19 @@ class Piece:
         out: PackedWeights,
         slot: int,
         reader: TensorReader,
-        weights: Mapping[str, StoredWeight],
+        weights: Sequence[StoredWeight],
         expert: int,
     ) -> None:
-        """Write the rows of one expert to ``out[slot]``; ``weights`` are its stored ones by pattern.
+        """Write the rows of one expert to ``out[slot]``; ``weights`` are its stored ones in the recipe's order.
 
         Raises ModelError when bytes are missing or values do not fit.
         """
         room = out if out.device == _CPU else self.empty(1, _CPU)
         at = slot if room is out else 0
         for source in self.sources:
-            weight, packing = as_packed(weights[source.pattern], source.is_transposed)
-            parts = weight.sections(weight.read_parts(reader, expert))
+            weight, packing = as_packed(weights[source.number], source.is_transposed)
+            into = self._place(room, at, source, packing) if packing.is_verbatim else None
+            parts = weight.sections(weight.read_parts(reader, expert, into))
             shared = parts.pop(SHARED, None)
             if shared is not None and room.scales is not None:
                 n_shared = self.form.shared_rows
@@ -82,12 +83,21 @@ class Piece:
             elif shared is not None:
                 of_rows = shared.repeat_interleave(packing.packed.shared_rows, dim=0)
                 parts["scales"] = as_bytes(of_rows)[: packing.rows_first[0]]
+            if into is not None:
+                del parts["codes"]
             for name, values in parts.items():
                 room.section(name)[at, source.rows] = values[source.taken]
         if room is not out:
             out.data[slot].copy_(room.data[0])
             if out.scales is not None and room.scales is not None:
                 out.scales[slot].copy_(room.scales[0])
+
+    def _place(self, room: PackedWeights, slot: int, source: Source, packing: Packing) -> torch.Tensor | None:
+        """Where the codes of a whole weight lie one after the other; None if they do not."""
+        if not isinstance(source.rows, slice) or source.taken != slice(0, packing.rows_first[0], 1):
+            return None
+        place = room.section("codes")[slot, source.rows]
+        return place if place.is_contiguous() else None
 
 
 def as_packed(weight: StoredWeight, is_transposed: bool) -> tuple[StoredWeight, Packing]:
@@ -104,7 +114,7 @@ def as_packed(weight: StoredWeight, is_transposed: bool) -> tuple[StoredWeight, 
 
 def trace(weights: Mapping[str, StoredWeight]) -> dict[str, list[torch.Tensor]]:
     """For each pattern an expert's weight whose elements are numbers: of the weight, its row and its column."""
-    n_rows, n_columns = _bounds(weights)
+    n_rows, n_columns = _bounds(weights.values())
     dtype = torch.int32 if len(weights) * n_rows * n_columns < 1 << 31 else torch.int64
     traced = {}
     for number, (pattern, weight) in enumerate(weights.items()):
@@ -115,13 +125,13 @@ def trace(weights: Mapping[str, StoredWeight]) -> dict[str, list[torch.Tensor]]:
     return traced
 
 
-def plan(target: str, traced: torch.Tensor, weights: Mapping[str, StoredWeight]) -> tuple[Piece, ...]:
+def plan(target: str, traced: torch.Tensor, weights: Sequence[StoredWeight]) -> tuple[Piece, ...]:
     """The pieces of a matrix.
 
     Args:
         target: name of the parameter, for errors.
         traced: (out, in), what its conversion made of `trace`.
-        weights: the stored weights of an expert by pattern.
+        weights: the stored weights of an expert, as they were traced.
 
     Raises ModelError for a conversion that does not move whole rows, and for formats that cannot be mixed.
     """
@@ -130,7 +140,7 @@ def plan(target: str, traced: torch.Tensor, weights: Mapping[str, StoredWeight])
     number, row, column = start // (n_rows * n_columns), start // n_columns % n_rows, start % n_columns
     steps = torch.arange(traced.shape[1], dtype=traced.dtype)
     by_format: dict[PackedFormat, list[Source]] = {}
-    for i, (pattern, weight) in enumerate(weights.items()):
+    for i, weight in enumerate(weights):
         rows = (number == i).nonzero().flatten()
         if not len(rows):
             continue
@@ -142,7 +152,7 @@ def plan(target: str, traced: torch.Tensor, weights: Mapping[str, StoredWeight])
         if across[rows].any() or n_in != traced.shape[1] or not torch.equal(traced[rows], expected):
             raise ModelError(f"{target}: its conversion mixes columns of {weight.name}, which is packed; not supported")
         _, packing = as_packed(weight, is_transposed)
-        by_format.setdefault(packing.packed, []).append(Source(pattern, is_transposed, rows, along[rows]))
+        by_format.setdefault(packing.packed, []).append(Source(i, is_transposed, rows, along[rows]))
     return _pieces(target, by_format, traced.shape[1])
 
 
@@ -176,9 +186,9 @@ def _keeps_blocks(source: Source, n: int) -> bool:
     )
 
 
-def _bounds(weights: Mapping[str, StoredWeight]) -> tuple[int, int]:
+def _bounds(weights: Iterable[StoredWeight]) -> tuple[int, int]:
     """The most rows and columns that a weight has."""
-    rows, columns = zip(*(weight.shape[-2:] for weight in weights.values()), strict=True)
+    rows, columns = zip(*(weight.shape[-2:] for weight in weights), strict=True)
     return max(rows), max(columns)
 
 

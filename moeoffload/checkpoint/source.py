@@ -15,6 +15,7 @@ from moeoffload.checkpoint.convert import Recipe, make_recipes
 from moeoffload.checkpoint.model_config import CONFIG_FILE, quantisation, read_config, refuse_empty_claims
 from moeoffload.checkpoint.tensors import TensorIndex, read_json
 from moeoffload.checkpoint.weights import DenseTensor, StoredWeight, WeightIndex
+from moeoffload.formats import PackedWeights
 
 
 class Readable(Protocol):
@@ -22,6 +23,9 @@ class Readable(Protocol):
 
     def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
         """``tensor[...]``: the values, in the compute dtype or as they are stored."""
+
+    def packed(self) -> PackedWeights | None:
+        """The matrix as it is stored, (1, out, in), if it is packed and becomes the parameter without a change."""
 
 
 Dense = Callable[[torch.dtype], Mapping[str, Readable]]

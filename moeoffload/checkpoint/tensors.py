@@ -130,6 +130,7 @@ class TensorReader:
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
         self._opening = threading.Lock()
+        self._scratch = threading.local()
 
     def __enter__(self) -> Self:
         return self
@@ -143,6 +144,25 @@ class TensorReader:
         """The whole tensor in its stored dtype, on the CPU. Raises ModelError when bytes are missing."""
         result = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
         self._read_into(tensor, 0, result)
+        return result
+
+    def read_part(
+        self, tensor: StoredTensor, role: str, row: int | None, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The tensor, or one row of it, in ``into``, else in memory that the thread's next read for ``role`` takes.
+
+        Fresh memory costs more than the reading. ``into`` is contiguous uint8 of the right size. Raises ModelError when
+        bytes are missing.
+        """
+        shape = tensor.shape if row is None else tensor.shape[1:]
+        n_bytes = tensor.nbytes if row is None else tensor.nbytes // tensor.shape[0]
+        if into is None:
+            into = getattr(self._scratch, role, None)
+            if into is None or into.nbytes < n_bytes:
+                into = torch.empty(n_bytes, dtype=torch.uint8)
+                setattr(self._scratch, role, into)
+        result = into.view(-1)[:n_bytes].view(tensor.torch_dtype).view(shape)
+        self._read_into(tensor, (row or 0) * n_bytes, result)
         return result
 
     def read_rows(self, tensor: StoredTensor, rows: Sequence[int]) -> torch.Tensor:

@@ -42,14 +42,19 @@ class StoredWeight:
         """The stored tensor of a weight that is not packed."""
         return self.parts["weight"]
 
-    def read_parts(self, reader: TensorReader, expert: int = 0) -> dict[str, torch.Tensor]:
+    def read_parts(
+        self, reader: TensorReader, expert: int = 0, into: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         """The parts of one matrix; of ``expert`` where all experts are stored in one weight.
 
-        Raises ModelError when bytes are missing.
+        The same thread's next call overwrites them, but for ``weight`` if its bytes are read ``into`` a tensor. Raises
+        ModelError when bytes are missing.
         """
-        if len(self.shape) == 2:
-            return {role: reader.read(tensor) for role, tensor in self.parts.items()}
-        return {role: reader.read_rows(tensor, [expert])[0] for role, tensor in self.parts.items()}
+        row = None if len(self.shape) == 2 else expert
+        return {
+            role: reader.read_part(tensor, role, row, into if role == "weight" else None)
+            for role, tensor in self.parts.items()
+        }
 
     def unpack(self, reader: TensorReader, dtype: torch.dtype) -> torch.Tensor:
         """The whole weight: packed ones as ``dtype``, others in their stored dtype.
@@ -60,17 +65,21 @@ class StoredWeight:
             return reader.read(self.plain)
         matrices = []
         for expert in range(1 if len(self.shape) == 2 else self.shape[0]):
-            n_out, n_in = self.packing.rows_first
-            packed = PackedWeights.empty(self.packing.packed, 1, n_out, n_in, torch.device("cpu"))
-            sections = self.sections(self.read_parts(reader, expert))
-            for name, values in sections.items():
-                if name == SHARED and packed.scales is not None:
-                    packed.scales[0] = values
-                else:
-                    packed.section(name)[0] = values
-            matrix = packed.unpack(dtype)[0]
+            matrix = self.read_packed(reader, expert).unpack(dtype)[0]
             matrices.append(matrix.t() if self.packing.is_transposed else matrix)
         return (matrices[0] if len(self.shape) == 2 else torch.stack(matrices)).contiguous()
+
+    def read_packed(self, reader: TensorReader, expert: int = 0) -> PackedWeights:
+        """One matrix of a weight that is packed, (1, out, in). Raises ModelError when bytes are missing."""
+        assert self.packing is not None
+        n_out, n_in = self.packing.rows_first
+        packed = PackedWeights.empty(self.packing.packed, 1, n_out, n_in, torch.device("cpu"))
+        for name, values in self.sections(self.read_parts(reader, expert)).items():
+            if name == SHARED and packed.scales is not None:
+                packed.scales[0] = values
+            else:
+                packed.section(name)[0] = values
+        return packed
 
     def sections(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What `Packing.sections` makes of the parts of a matrix. Raises ModelError when their values do not fit."""
@@ -91,6 +100,14 @@ class DenseTensor:
     def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
         with TensorReader() as reader:
             return self.weight.unpack(reader, self.dtype)
+
+    def packed(self) -> PackedWeights | None:
+        """The matrix as it is stored, (1, out, in), if it is packed. Raises ModelError when bytes are missing."""
+        packing = self.weight.packing
+        if packing is None or packing.is_transposed or len(self.weight.shape) != 2:
+            return None
+        with TensorReader() as reader:
+            return self.weight.read_packed(reader)
 
 
 class WeightIndex:
@@ -157,8 +174,8 @@ def _pack(
     main: StoredTensor, form: FileFormat, parts: Mapping[str, StoredTensor], settings: Mapping[str, Any]
 ) -> Packing:
     on_meta = {role: torch.empty(part.shape, dtype=part.torch_dtype, device="meta") for role, part in parts.items()}
-    if main.shape and not all(main.shape):
-        raise ModelError(f"{main.name}: has shape {main.shape}")
+    if len(main.shape) < 2 or not all(main.shape):
+        raise ModelError(f"{main.name}: has shape {main.shape}, needed is one matrix, or one for each expert")
     try:
         packing = form.pack(on_meta, settings)
     except (ValueError, IndexError) as error:

@@ -17,6 +17,7 @@ from moeoffload.cli.top_app import top
 from moeoffload.config import HostSettings
 from moeoffload.errors import PromptError, SettingError
 from moeoffload.logs import log_to
+from moeoffload.text import one_line
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -55,7 +56,7 @@ def run(
             prepared = [prepare_prompt(offloaded, text, chat=chat) for text in prompts]
             for text, ready in zip(prompts, prepared, strict=True):
                 if len(prompts) > 1:
-                    console.print(f"> {_shorten(text)}", style="dim", markup=False, highlight=False)
+                    console.print(f"> {one_line(text.strip(), 100)}", style="dim", markup=False, highlight=False)
                 generate(offloaded, ready, sys.stdout)
         finally:
             report = offloaded.report()
@@ -127,11 +128,6 @@ def _read_stdin() -> str:
         return sys.stdin.read()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"the prompt cannot be read from stdin ({error})") from None
-
-
-def _shorten(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 100 else f"{line[:97]}..."
 
 
 def main() -> None:

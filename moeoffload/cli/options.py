@@ -24,9 +24,7 @@ ModelName = Annotated[
     str, typer.Argument(help="Folder of a transformers checkpoint, an id of the Hugging Face hub, or a GGUF file.")
 ]
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")]
-Chat = Annotated[
-    bool, typer.Option("--chat/--no-chat", help="Put prompts into the model's chat template, if it has one.")
-]
+Chat = Annotated[bool, typer.Option("--chat/--no-chat", help="Put prompts into the model's chat template, if any.")]
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
@@ -103,24 +101,15 @@ def exit_on_error() -> Iterator[None]:
 
 
 def _option(info: SettingInfo) -> inspect.Parameter:
-    names = f"Environment: {' or '.join(info.env_names)}."
-    if info.is_boolean:
-        option = typer.Option(
-            f"{info.flag}/--no-{info.flag.removeprefix('--')}",
-            help=f"{info.description} {names}",
-            show_default=info.default,
-            rich_help_panel=info.panel,
-        )
-        annotation: Any = Annotated[bool | None, option]
-    else:
-        option = typer.Option(
-            info.flag,
-            help=f"{info.description} Allowed: {info.allowed}. {names}",
-            show_default=info.default,
-            metavar=info.metavar,
-            rich_help_panel=info.panel,
-        )
-        annotation = Annotated[str | None, option]
+    option = typer.Option(
+        f"{info.flag}/--no-{info.flag.removeprefix('--')}" if info.is_boolean else info.flag,
+        help=f"{info.description} {'' if info.is_boolean else f'Allowed: {info.allowed}. '}"
+        f"Environment: {' or '.join(info.env_names)}.",
+        show_default=info.default,
+        metavar=None if info.is_boolean else info.metavar,
+        rich_help_panel=info.panel,
+    )
+    annotation: Any = Annotated[bool | None, option] if info.is_boolean else Annotated[str | None, option]
     return inspect.Parameter(info.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

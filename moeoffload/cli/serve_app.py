@@ -33,11 +33,6 @@ def serve(
     for up to --drain-seconds; a second one stops it at once.
     """
     log_to(sys.stderr, "INFO" if verbose else settings.log_level.value.upper(), LOG_FORMAT)
-    with sigterm_unwinds():
-        _serve(settings, model, revision)
-
-
-def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
     # torch and transformers take seconds to import; --help, --version and setting errors need not wait for them.
     from moeoffload.serve.access import bind_socket, check_access
 
@@ -47,7 +42,7 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
             f"--draft-model: {settings.draft_model} is of use to `moeoffload run` only; serve guesses "
             "by --prompt-lookup"
         )
-    with contextlib.closing(bind_socket(settings)) as listener:
+    with sigterm_unwinds(), contextlib.closing(bind_socket(settings)) as listener:
         from moeoffload.serve.api import create_app
         from moeoffload.serve.batches import BatchWatcher
         from moeoffload.serve.engine import ServingEngine

@@ -50,6 +50,14 @@ class ExpertFormat(StrEnum):
     MXFP4 = "mxfp4"
 
 
+class DenseFormat(StrEnum):
+    """What the host's linear layers on a CPU are packed in; KEEP is as they are stored."""
+
+    KEEP = "keep"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 class Pipeline(StrEnum):
     """Whether the chunks of a long prompt follow each other through the layers; AUTO is on."""
 
@@ -68,23 +76,15 @@ class _Recovery(CommonSettings):
         means="needed at the start; the host computes the experts of one that is lost later",
     )
     replicas: values.Copies = _recovery(1, "Expert servers that hold each expert; one of them computes it.")
-    fallback_gib: values.GibOrZero = _recovery(
-        4.0, "The most memory for experts of lost servers, which the host reads and computes itself."
-    )
-    hedge_ms: values.MinuteMs = _recovery(
-        0.0, "A reply later than this makes a replica compute the same; the first wins.", means="never"
-    )
+    fallback_gib: values.GibOrZero = _recovery(4.0, "Memory for experts of lost servers that the host computes.")
+    hedge_ms: values.MinuteMs = _recovery(0.0, "A later reply makes a replica compute; the first wins.", means="never")
     verify_percent: values.Percent = _recovery(
         0.0, "Share of dispatches that a replica or the host computes again; a difference ends the run.", means="none"
     )
     connect_timeout_s: values.Seconds = _limits(10.0, "The longest wait for an expert server to answer at the start.")
     load_timeout_s: values.DaySeconds = _limits(1800.0, "The longest wait for an expert server to load its experts.")
-    dispatch_timeout_s: values.Seconds = _limits(
-        60.0, "The longest wait for the reply to one dispatch, whatever its size."
-    )
-    dispatch_floor_s: values.Seconds = _limits(
-        2.0, "The deadline of a dispatch is learned from recent ones, but not below this."
-    )
+    dispatch_timeout_s: values.Seconds = _limits(60.0, "The longest wait for the reply to a dispatch of any size.")
+    dispatch_floor_s: values.Seconds = _limits(2.0, "The deadline of a dispatch is learned, but not below this.")
 
 
 class _Generation(CommonSettings):
@@ -92,9 +92,7 @@ class _Generation(CommonSettings):
 
     max_new_tokens: values.Tokens = _generation(256, "The most tokens to generate.")
     temperature: values.Spread = _generation(0.0, "Spread of the sampling.", means="greedy, always the likeliest token")
-    seed: values.Seed = _generation(
-        None, "Start of the random numbers that sampling draws.", means="a new one each run"
-    )
+    seed: values.Seed = _generation(None, "Start of the random numbers of sampling.", means="a new one each run")
     prompt_lookup: values.GuessesOrNone = _generation(
         0, "Tokens guessed from what the text has repeated, and verified in one pass.", means="no guesses"
     )
@@ -111,12 +109,8 @@ class HostSettings(_Recovery, _Generation):
     """The settings of the side that owns the model."""
 
     experts: values.Addresses = _servers((), "The expert servers to use.", means="start servers on this machine")
-    gpu: values.Gpu = _servers(
-        None, "The CUDA device of a server started on this machine.", means="the server's own choice"
-    )
-    server_memory_gib: values.GibOrAll = _servers(
-        None, "The memory given to each server started on this machine.", means="what is free on its device"
-    )
+    gpu: values.Gpu = _servers(None, "The CUDA device of a server started here.", means="the server's choice")
+    server_memory_gib: values.GibOrAll = _servers(None, "Memory of each server started here.", means="what is free")
     work_dir: values.FolderToFill = _servers(
         None, "The folder for logs and temporary files of servers started on this machine.", means="a temporary folder"
     )
@@ -129,15 +123,10 @@ class HostSettings(_Recovery, _Generation):
         means="batched; a long prompt is cut in at least two chunks, which overlap",
     )
     dtype: DtypeChoice = _channel(
-        DtypeChoice.AUTO,
-        "The dtype of rows on the way to expert servers and back.",
-        allowed=_DTYPES,
-        means="the model's activation dtype",
+        DtypeChoice.AUTO, "The dtype of rows that travel.", allowed=_DTYPES, means="the model's activation dtype"
     )
     shared_bytes: values.Size = _channel(
-        0,
-        "Least bytes of shared memory with a server started on this machine; a batch may need more.",
-        means="as much as a batch needs",
+        0, "Least shared memory with a server started here.", means="as much as a batch needs"
     )
     hot_slice: values.Rows = _channel(4, "The rows of one slice in stream mode.")
     slots: values.Slots = _channel(4, "Requests in flight for each server.")
@@ -146,26 +135,18 @@ class HostSettings(_Recovery, _Generation):
         "Attention of one chunk of a long prompt while servers compute the one before.",
         means="on, for models and calls whose prompts can be cut",
     )
-    local_experts_gib: values.GibOrZero = _compute(
-        0.0, "Routed experts kept on the host, beside the dense layers.", means="none"
-    )
+    local_experts_gib: values.GibOrZero = _compute(0.0, "Routed experts kept on the host.", means="none")
     routing_stats: values.FileToRead = _compute(
         None,
         "Which experts are used most, as `moeoffload profile` writes it: those stay on the host, and the others are "
         "placed so that all servers finish together.",
         means="all experts count the same",
     )
-    fast_dense: bool = _compute(
-        True, "On a CPU, dense layers, norms and attention by kernels of its own (other order of sums)."
-    )
+    fast_dense: bool = _compute(True, "On CPUs, dense layers, norms, attention by own kernels (other order of sums).")
     device: values.Device = _compute("auto", "Where the dense layers run.", means="the first CUDA device, else the CPU")
-    model_dtype: DtypeChoice = _compute(
-        DtypeChoice.AUTO, "The dtype the model computes in.", allowed=_DTYPES, means="the checkpoint's"
-    )
+    model_dtype: DtypeChoice = _compute(DtypeChoice.AUTO, "Compute dtype.", allowed=_DTYPES, means="the checkpoint's")
     expert_format: ExpertFormat = _compute(
-        ExpertFormat.KEEP,
-        "Experts stored in 16 or 32 bits are packed in this format while servers load them.",
-        means="as they are stored",
+        ExpertFormat.KEEP, "What servers pack experts of 16 or 32 bits in.", means="as they are stored"
     )
     dense: values.FolderToRead = _compute(
         None,
@@ -173,10 +154,13 @@ class HostSettings(_Recovery, _Generation):
         allowed="the folder of a transformers checkpoint",
         means="all comes from the GGUF file, which is possible for some families",
     )
-    profile: bool = _reporting(False, "Also record each layer's times in the report.")
-    report: values.FileToWrite = _reporting(
-        None, "The file to write the run's report to, as JSON.", means="no report file"
+    dense_format: DenseFormat = _compute(
+        DenseFormat.KEEP,
+        "On a CPU, linear layers of the host are packed in this format while they are loaded; the head in 8 bits.",
+        means="as they are stored",
     )
+    profile: bool = _reporting(False, "Also record each layer's times in the report.")
+    report: values.FileToWrite = _reporting(None, "The file for the run's report, as JSON.", means="no report file")
     log_level: LogLevel = _reporting(LogLevel.WARNING, "The least serious log message that is shown.")
 
     def check_security(self, servers: Iterable[Address]) -> None:

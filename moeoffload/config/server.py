@@ -34,33 +34,21 @@ class ExpertServerSettings(CommonSettings):
 
     listen: values.Listen = _servers(Address("127.0.0.1:50051"), "Where to listen for hosts.")
     model: values.ModelName = _servers(None, "The server's own copy of the model.", means="the one the host names")
-    client_ca: values.FileToRead = _security(
-        None, "Certificates of those who vouch for hosts, PEM; with it, hosts need a certificate."
-    )
+    client_ca: values.FileToRead = _security(None, "Certificates that vouch for hosts, PEM; hosts then need one.")
     model_root: values.Folders = _security(
         (),
         "Folders below which hosts may name models for this server to read.",
         means="models in the hub cache only; any for hosts of the same user on this machine",
     )
-    shared_bytes: values.Size = _channel(
-        0, "Least bytes of shared memory with one host; a batch may need more.", means="as much as a batch needs"
-    )
+    shared_bytes: values.Size = _channel(0, "Least shared memory with one host.", means="as much as a batch needs")
     slots: values.Slots = _channel(16, "The most requests in flight for each host.")
-    stream_port: values.Port = _channel(
-        0, "The TCP port of the stream transport, beside that of --listen.", means="a free one, which hosts are told"
-    )
+    stream_port: values.Port = _channel(0, "The TCP port of the stream transport.", means="a free one")
     # gpu stands before device: fields are checked in this order, and device takes gpu into account.
     gpu: values.Gpu = _compute(None, "Short for device cuda:N; not together with a different device.")
-    device: values.Device = _compute(
-        "auto", "Where the routed experts live and run.", means="the last CUDA device, else the CPU"
-    )
-    memory_gib: values.GibOrAll = _compute(
-        None, "The most memory that experts and buffers take on the device.", means="what is free"
-    )
+    device: values.Device = _compute("auto", "Where routed experts run.", means="the last CUDA device, else the CPU")
+    memory_gib: values.GibOrAll = _compute(None, "The most memory that experts and buffers take.", means="what is free")
     kernel: Kernel = _compute(
-        Kernel.AUTO,
-        "What computes the experts; grouped gives the bits of transformers' grouped_mm.",
-        means="the fastest that covers the model",
+        Kernel.AUTO, "What computes the experts; grouped has transformers' bits.", means="the fastest for the model"
     )
     coalesce: bool = _compute(True, "Requests that wait for the same experts, of all hosts, are computed as one batch.")
     collect_window_ms: values.FewMs = _compute(
@@ -68,9 +56,7 @@ class ExpertServerSettings(CommonSettings):
         "How long a brief request waits for others that could be computed with it.",
         means="never; so it is, too, with a batch capacity of 1 or no-coalesce",
     )
-    drain_timeout_s: values.DaySeconds = _limits(
-        30.0, "The longest wait for hosts to move on when the server is told to stop."
-    )
+    drain_timeout_s: values.DaySeconds = _limits(30.0, "The longest wait for hosts to move on at a stop.")
     log_level: LogLevel = _reporting(LogLevel.INFO, "The least serious log message that is shown.")
 
     def __init__(self, **values: Any) -> None:

@@ -40,18 +40,14 @@ class CommonSettings(SettingsBase):
     tls_cert: FileToRead = _security(None, "This side's certificate, PEM.")
     tls_key: SecretFile = _security(None, "The private key of that certificate, PEM.")
     token_file: SecretFile = _security(None, "The file that holds the token which hosts show to servers.")
-    insecure: bool = _security(
-        False, "Allow connections between machines without TLS, and servers that anybody can use."
-    )
+    insecure: bool = _security(False, "Allow connections between machines without TLS, and servers open to all.")
     transport: TransportChoice = _channel(
         TransportChoice.AUTO,
         "How frames travel: shared memory on one machine, a TCP stream between machines.",
         choices=("auto", "shared", "stream"),
         means="shared where both sides are on one machine, else stream",
     )
-    batch_capacity: Rows = _channel(
-        1024, "The most rows in one dispatch; the smaller of the host's and the server's counts."
-    )
+    batch_capacity: Rows = _channel(1024, "The most rows in one dispatch; the smaller of both sides' counts.")
     threads: Threads = _compute(None, "Compute threads on the CPU.", means="torch's default")
 
     def check_open(self, flag: str, address: str, host: str, needs: Mapping[str, bool], advice: str) -> None:

@@ -191,15 +191,13 @@ def _file_to_write(path: Path) -> None:
 
 
 _SIZES = f"0 to {_MOST_BYTES >> 30}G: bytes, plain or with K, M, G, KiB, MiB or GiB (x 1024)"
-_ADDRESSES = "HOST:PORT, or several with commas between, each once, ports 1 to 65535, IPv6 in brackets"
+_HOSTS = "HOST:PORT, or several with commas between, each once, ports 1 to 65535, IPv6 in brackets"
 _LISTEN = "HOST:PORT, port 0 to 65535 (0 picks a free one), IPv6 in brackets"
 _TO_FILL = "a folder that exists and can be written to, or that can be made"
 _TO_WRITE = "a file that can be written, in a folder that exists"
 _SECRET = "a file that only its owner can read (chmod 600)"
 
-Addresses = Annotated[
-    tuple[InstanceOf[Address], ...], BeforeValidator(read_addresses), Words(_ADDRESSES, "HOST:PORT,...")
-]
+Addresses = Annotated[tuple[InstanceOf[Address], ...], BeforeValidator(read_addresses), Words(_HOSTS, "HOST:PORT,...")]
 Listen = Annotated[InstanceOf[Address], _read(read_listen), Words(_LISTEN, "HOST:PORT")]
 HostName = Annotated[str, _read(read_host), Words("a host name or an address", "HOST")]
 Device = Annotated[str, _read(read_device), Words("auto, cpu, cuda or cuda:N", "auto|cpu|cuda|cuda:N")]

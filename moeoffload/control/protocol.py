@@ -8,7 +8,7 @@ import torch
 
 from moeoffload.payload import PayloadDtype
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 # The largest is the expert table of a model with many layers of many experts: a few hundred KiB.
 MAX_MESSAGE_BYTES: Final = 4 << 20

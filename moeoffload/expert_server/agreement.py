@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moeoffload.checkpoint import Checkpoint
+from typing import TYPE_CHECKING
+
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
 from moeoffload.formats.quantise import FORMATS
@@ -10,6 +11,9 @@ from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
 from moeoffload.text import one_line
 from moeoffload.wire import MAX_SLOTS
+
+if TYPE_CHECKING:
+    from moeoffload.checkpoint import Checkpoint
 
 
 def read_format(name: str) -> str | None:

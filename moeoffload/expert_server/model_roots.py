@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeoffload.checkpoint.gguf_file import is_gguf
-from moeoffload.checkpoint.locate import check_revision, locate_cached
 from moeoffload.errors import ModelError
 
 
@@ -29,6 +27,8 @@ class ModelRoots:
             ModelError: the revision is no name, or the reference is not allowed, whether or not there is such a
                 model: a host learns nothing of other folders.
         """
+        from moeoffload.checkpoint.locate import check_revision, locate_cached
+
         try:
             check_revision(revision)
         except ModelError:
@@ -54,6 +54,8 @@ class ModelRoots:
 
         A file keeps its name, also where that is a link to another file below a root, as in a hub cache.
         """
+        from moeoffload.checkpoint.gguf_file import is_gguf
+
         try:
             found = Path(os.path.realpath(reference))
             named = Path(os.path.realpath(Path(reference).parent)) / Path(reference).name

@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -204,10 +205,9 @@ class ExpertServer:
         counters = self.engine.counters
         with self._lock:
             leases = list(self._leases.values())
-        created: dict[str, int] = {}
+        created: Counter[str] = Counter()
         for lease in leases:
-            for pool, count in lease.pool_creations.items():
-                created[pool] = created.get(pool, 0) + count
+            created.update(lease.pool_creations)
         return pb.StatsReply(
             requests=counters.requests,
             rows=counters.rows,

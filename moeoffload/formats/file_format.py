@@ -27,12 +27,14 @@ class Packing:
         sections: the parts of one matrix (no dimension of experts) -> its sections: (n_out, bytes) uint8 by the names
             of `PackedFormat.sections`, and `SHARED`. Views of the given tensors where the order is the same.
         is_transposed: ``shape`` ends with (in, out) rather than (out, in).
+        is_verbatim: the codes are the bytes of the part ``weight``, which may so be read to where they are to be.
     """
 
     packed: PackedFormat
     shape: tuple[int, ...]
     sections: Callable[[Parts], dict[str, torch.Tensor]]
     is_transposed: bool = False
+    is_verbatim: bool = False
 
     @property
     def rows_first(self) -> tuple[int, int]:

@@ -32,9 +32,8 @@ def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
     if scale.dtype not in _IN_ROW:
         raise ValueError(f"its scale is stored as {scale.dtype}")
     *lead, n_out, n_in = weight.shape
-    if scale.numel() == max(1, *lead, 0):
-        form = PackedFormat("fp8", Codes.FP8, Scales.F32)
-        return Packing(form, tuple(weight.shape), _one_scale)
+    if [*scale.shape[: len(lead)]] != lead:
+        raise ValueError(f"its scale has shape {tuple(scale.shape)}, needed is one for each of {lead[0]} experts")
     # A scale per row may have lost its last dimension.
     grid = tuple(scale.shape[len(lead) :]) if scale.dim() > len(lead) + 1 else (*scale.shape[len(lead) :], 1)
     if grid == (n_out, 1) and n_in > 32:
@@ -48,7 +47,9 @@ def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
             form = PackedFormat(name, Codes.FP8, _IN_ROW[scale.dtype], group=n_columns)
             return Packing(form, tuple(weight.shape), _row_scales)
         form = PackedFormat("fp8", Codes.FP8, Scales.F32, group=n_columns, shared_rows=n_rows)
-        return Packing(form, tuple(weight.shape), _block_scales)
+        return Packing(form, tuple(weight.shape), _block_scales, is_verbatim=True)
+    if scale.numel() == max(1, *lead, 0):
+        return Packing(PackedFormat("fp8", Codes.FP8, Scales.F32), tuple(weight.shape), _one_scale)
     raise ValueError(f"its scale has shape {tuple(scale.shape)}, which fits no block size that is known")
 
 

@@ -24,9 +24,7 @@ _E2M1_LEVELS: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, 
 _IQ4_LEVELS: Final = tuple(
     float(level) for level in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 )
-# Bytes of blocks at a time: on a CPU, what is made of them on the way stays in a core's cache.
-_AT_ONCE: Final = {"cpu": 1 << 18}
-_AT_ONCE_ELSEWHERE: Final = 1 << 26
+_AT_ONCE: Final = 1 << 18  # bytes of blocks: what is made of them on the way stays in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class BlockType:
 
 def split_rows(rows: torch.Tensor, kind: BlockType) -> Parts:
     """Rows as a file holds them, (n, bytes) uint8 -> their sections, (n, bytes) uint8, see `PackedFormat.sections`."""
-    step = max(1, _AT_ONCE.get(rows.device.type, _AT_ONCE_ELSEWHERE) // max(1, rows.shape[-1]))
+    step = max(1, _AT_ONCE // rows.shape[-1])
     pieces = [
         {name: part.flatten(-2) for name, part in kind.split(piece.unflatten(-1, (-1, kind.n_bytes))).items()}
         for piece in rows.split(step)
@@ -66,6 +64,12 @@ def _q8_0(blocks: torch.Tensor) -> Parts:
 
 def _q4_0(blocks: torch.Tensor) -> Parts:
     return {"scales": blocks[..., :2], "codes": _in_order(blocks[..., 2:], 16)}
+
+
+def _q5_0(blocks: torch.Tensor) -> Parts:
+    zeros = torch.full_like(blocks[..., :1], 16)
+    codes = _in_order(blocks[..., 6:], 16)
+    return {"scales": blocks[..., :2], "high": blocks[..., 2:6], "codes": codes, "offsets": zeros}
 
 
 def _mxfp4(blocks: torch.Tensor) -> Parts:
@@ -149,6 +153,8 @@ BLOCK_TYPES: Final = {
     "BF16": BlockType(1, 2, PackedFormat("bf16", Codes.BFLOAT16), _floats),
     "Q8_0": BlockType(32, 34, PackedFormat("q8_0", Codes.INT8, Scales.F16, group=32), _q8_0),
     "Q4_0": BlockType(32, 18, PackedFormat("q4_0", Codes.LEVELS4, Scales.F16, group=32, levels=_Q4_0_LEVELS), _q4_0),
+    # What llama.cpp takes instead of Q4_K for rows of other lengths than multiples of 256.
+    "Q5_0": BlockType(32, 22, PackedFormat("q5_0", Codes.UINT5, Scales.F16, Offsets.ZERO, 32), _q5_0),
     "IQ4_NL": BlockType(32, 18, PackedFormat("iq4_nl", Codes.LEVELS4, Scales.F16, group=32, levels=_IQ4_LEVELS), _q4_0),
     "MXFP4": BlockType(
         32, 17, PackedFormat("mxfp4", Codes.LEVELS4, Scales.E8M0, group=32, levels=_E2M1_LEVELS), _mxfp4

@@ -197,6 +197,11 @@ class PackedWeights:
                 out[expert, start : start + step] = chosen._floats(expert, start, min(start + step, n_out))
         return out
 
+    def row(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """One row of the first matrix, (n_in) of ``dtype``."""
+        start = number // self.format.shared_rows * self.format.shared_rows
+        return self._floats(0, start, number + 1)[number - start].to(dtype)
+
     def _floats(self, expert: int, start: int, end: int) -> torch.Tensor:
         """Rows of one expert, (end - start, n_in) float32; ``start`` is a multiple of the rows that share scales."""
         form, n_in = self.format, self.n_in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -129,17 +130,14 @@ def attach(
         ServerError: the server cannot be reached, refuses or fails; nothing is left open.
     """
     candidate = connect(server.address, plan.checkpoint, timeout_s, server.credentials)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(candidate.client.close)
         opened(candidate.client)
         lease = take_lease(candidate, timeout_s)
-        try:
-            return _attach(candidate, lease, table, plan, kernel)
-        except BaseException:
-            lease.close()
-            raise
-    except BaseException:
-        candidate.client.close()
-        raise
+        undo.callback(lease.close)
+        link = _attach(candidate, lease, table, plan, kernel)
+        undo.pop_all()
+    return link
 
 
 def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: AttachPlan, kernel: str) -> ExpertLink:

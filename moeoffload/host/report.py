@@ -23,8 +23,9 @@ REPORT_VERSION: Final = 1
 ACCOUNTED: Final = 0.95  # a phase whose parts add up to less of its time is marked incomplete
 _MIB: Final = 1 << 20
 _HOST_FIELDS: Final = ("dense", "pack", "local", "wait", "wait_queue", "wait_compute", "turn", "combine", "other")
-_HOST_PARTS: Final = {"dense": "dense_s", "pack": "pack_s", "local experts": "local_s", "wait": "wait_s",
-                      "combine": "combine_s", "turn": "turn_s", "other": "other_s"}  # fmt: skip
+_PHASE_FIGURES: Final = ("tokens", "seconds", "tokens_per_s", "calls", "rows", "bytes_out", "bytes_back")
+_SERVER_FACTS: Final = ("transport", "transport_reason", "device", "kernel", "n_experts", "resident_bytes",
+                        "batch_capacity")  # fmt: skip
 
 
 def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -62,13 +63,9 @@ def run_facts(settings: HostSettings, payload: PayloadDtype, device: torch.devic
 class Report:
     """One run. Times are seconds, sizes bytes; phases are prefill and decode.
 
-    Attributes:
-        prompt_tokens: tokens of prompts that were computed.
-        completion_tokens: tokens that forward passes produced: one for each sequence of a prefill, one for each decoded
-            token, unless requests or guesses were packed into them.
-        recovery: the server events.
-        guesses: None if nothing was guessed.
-        layers: times by layer, None without ``profile``.
+    ``prompt_tokens`` were computed; ``completion_tokens`` are those that forward passes produced: one for each sequence
+    of a prefill, one for each decoded token, unless requests or guesses were packed into them. ``recovery`` has the
+    server events; ``layers``, times by layer, is None without ``profile``, and ``guesses`` if there were none.
     """
 
     model: dict[str, Any]
@@ -103,17 +100,8 @@ class Report:
         if told is None:
             told = TokenTotals(totals[PREFILL].tokens, totals[PREFILL].sequences + totals[DECODE].tokens)
         guesses = _guesses(recorder.guesses, sum(phase["calls"] for phase in phases.values()))
-        return cls(
-            model,
-            run,
-            told.prompt,
-            told.completion,
-            phases,
-            servers,
-            recovery,
-            guesses,
-            layers if recorder.profile else None,
-        )
+        tokens = told.prompt, told.completion
+        return cls(model, run, *tokens, phases, servers, recovery, guesses, layers if recorder.profile else None)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data, in the form docs/report.md describes."""
@@ -128,66 +116,44 @@ class Report:
         tables = [
             _table(title, {name: _phase_cells(phase) for name, phase in self.phases.items()}),
             _table(None, {server["address"]: _server_cells(server) for server in self.servers}),
+            _table(None, {"guesses": self.guesses or {}}),
+            _table(None, {"faults": {name: n for name, n in self.recovery.items() if name != "events" and n}}),
         ]
-        if self.guesses is not None:
-            tables.append(
-                _table(
-                    None,
-                    {"guesses": {name: f"{n:,.{0 if type(n) is int else 2}f}" for name, n in self.guesses.items()}},
-                )
-            )
-        faults = {name: f"{n:,}" for name, n in self.recovery.items() if name != "events" and n}
-        if faults:
-            tables.append(_table(None, {"faults": faults}))
-        return Group(*tables)
+        return Group(*(table for table in tables if table.row_count))
 
 
-def _phase_cells(phase: dict[str, Any]) -> dict[str, str]:
-    accounted = f"{phase['accounted']:.0%}"
-    return {
-        "tokens": f"{phase['tokens']:,}",
-        "seconds": f"{phase['seconds']:.3f}",
-        "tok/s": f"{phase['tokens_per_s']:.1f}",
-        "calls": f"{phase['calls']:,}",
-        "rows": f"{phase['rows']:,}",
-        "MiB out": f"{phase['bytes_out'] / _MIB:.2f}",
-        "MiB back": f"{phase['bytes_back'] / _MIB:.2f}",
-        **{f"host: {label} s": f"{phase['host'][key]:.3f}" for label, key in _HOST_PARTS.items()},
-        "accounted": accounted if phase["complete"] else f"incomplete: {accounted}",
-        "server: queue s": f"{phase['server']['queue_s']:.3f}",
-        "server: compute s": f"{phase['server']['compute_s']:.3f}",
-    }
+def _phase_cells(phase: dict[str, Any]) -> dict[str, Any]:
+    share = f"{phase['accounted']:.0%}"
+    return (
+        {name: phase[name] for name in _PHASE_FIGURES}
+        | {f"host: {name} s": phase["host"][f"{name}_s"] for name in _HOST_FIELDS if "wait_" not in name}
+        | {"accounted": share if phase["complete"] else f"incomplete: {share}"}
+        | {f"server: {name}": seconds for name, seconds in phase["server"].items()}
+    )
 
 
-def _server_cells(server: dict[str, Any]) -> dict[str, str]:
-    total = {
-        name: sum(phase[name] for phase in server["phases"].values())
-        for name in ("calls", "rows", "queue_s", "compute_s")
-    }
-    return {
-        "transport": server["transport"],
-        "because": server["transport_reason"],
-        "device": server["device"],
-        "kernel": server["kernel"],
-        "experts": f"{server['n_experts']:,}",
-        "resident MiB": f"{server['resident_bytes'] / _MIB:,.1f}",
-        "weight error": f"{max(server['weight_errors'] or [0.0]):.2%}",
-        "batch capacity": f"{server['batch_capacity']:,}",
-        "calls": f"{total['calls']:,}",
-        "rows": f"{total['rows']:,}",
-        "queue s": f"{total['queue_s']:.3f}",
-        "compute s": f"{total['compute_s']:.3f}",
-    }
+def _server_cells(server: dict[str, Any]) -> dict[str, Any]:
+    phases = server["phases"].values()
+    sums = {name: sum(phase[name] for phase in phases) for name in ("calls", "rows", "queue_s", "compute_s")}
+    return {name: server[name] for name in _SERVER_FACTS} | sums
 
 
-def _table(title: str | None, columns: dict[str, dict[str, str]]) -> Table:
+def _table(title: str | None, columns: dict[str, dict[str, Any]]) -> Table:
     """A table for a terminal: by column its cells by row; all columns have the same rows."""
     table = Table("", title=title)
     for name in columns:
         table.add_column(name, justify="right")
     for row in next(iter(columns.values()), {}):
-        table.add_row(row.replace("_", " "), *(cells[row] for cells in columns.values()))
+        table.add_row(row.replace("_", " "), *(_cell(row, cells[row]) for cells in columns.values()))
     return table
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if "bytes" in name:
+        return f"{value / _MIB:,.2f} MiB"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
 
 
 def _guesses(counts: GuessCounts | None, calls: int) -> dict[str, Any] | None:

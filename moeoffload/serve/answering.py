@@ -14,7 +14,7 @@ from moeoffload.serve.chat import PromptReader
 from moeoffload.serve.choices import Choices, Piece
 from moeoffload.serve.detokenizer import TokenTexts
 from moeoffload.serve.engine import ServingEngine
-from moeoffload.serve.forms import ChatForm, CompletionForm, Usage
+from moeoffload.serve.forms import ChatForm, CompletionForm, usage_json
 from moeoffload.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from moeoffload.serve.sse import EventStream, unless_client_leaves
 from moeoffload.text import one_line
@@ -117,8 +117,8 @@ class Answering:
         )
         n = request.n or 1
 
-        def usage() -> Usage:
-            return Usage(
+        def usage() -> dict[str, Any]:
+            return usage_json(
                 prompt=sum(len(prompt) for prompt, _ in prompts),
                 cached=sum(choice.reused_tokens for choice in choices.choices[::n]),
                 completion=sum(choice.n_tokens for choice in choices.choices),

@@ -6,7 +6,6 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import MoeOffloadError
 from moeoffload.host.session import OffloadedModel
 
@@ -42,18 +41,11 @@ class BatchWatcher:
         known = dict(self._known)
         for link in self._offloaded.links:
             try:
-                figures = _figures(link.stats(ASK_S))
+                reply = link.stats(ASK_S)
             except MoeOffloadError:
                 continue  # what it said last stays
-            if figures is not None:
-                known[link.info.address] = figures
+            counts = list(reply.batches.by_members)
+            if len(counts) == len(MEMBER_BOUNDS) + 1:  # not from a server that counts otherwise
+                members = {"bounds": list(MEMBER_BOUNDS), "counts": counts, "total": reply.requests, "n": sum(counts)}
+                known[link.info.address] = {"members": members, "wait_s": reply.batches.wait_seconds}
         self._known = known
-
-
-def _figures(reply: pb.StatsReply) -> dict[str, Any] | None:
-    """None from a server that counts otherwise."""
-    counts = list(reply.batches.by_members)
-    if len(counts) != len(MEMBER_BOUNDS) + 1:
-        return None
-    members = {"bounds": list(MEMBER_BOUNDS), "counts": counts, "total": reply.requests, "n": sum(counts)}
-    return {"members": members, "wait_s": reply.batches.wait_seconds}

@@ -47,11 +47,6 @@ class Ticket:
     is_scheduled: bool = False  # whether the batch has been told of it
     reused: int | None = None  # None until its first step
 
-    @property
-    def request_id(self) -> str:
-        """Unique in this process."""
-        return self.sequence.request_id
-
     def cancel(self) -> None:
         """Ends it; from any thread, at any time, more than once. Its room is free within one step."""
         self.engine.cancel(self)
@@ -75,14 +70,14 @@ class ServingEngine:
         self.stats.cache.total_bytes = self._batch.runner.total_bytes
         self._n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size
         self._numbers = itertools.count()
-        self._requests: dict[str, Ticket] = {}
+        self._requests: dict[Sequence, Ticket] = {}
         self._new: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
         self._changing = threading.Lock()
         """Guards the three above and the three below; never held across a wait or a step."""
         self._draining = False
         self._stopping = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # what ended the engine for good
         self._idle = threading.Condition(self._changing)
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
@@ -96,14 +91,9 @@ class ServingEngine:
     # -- for any thread
 
     @property
-    def failure(self) -> BaseException | None:
-        """What ended the engine for good; None as long as it goes on."""
-        return self._failure
-
-    @property
     def is_ready(self) -> bool:
         """Whether requests are taken: warmed up, not draining, not failed."""
-        return self._thread.is_alive() and not (self._failure or self._draining or self._stopping)
+        return self._thread.is_alive() and not (self.failure or self._draining or self._stopping)
 
     def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> Ticket:
         """Queues a request.
@@ -125,8 +115,8 @@ class ServingEngine:
         sequence = Sequence(name, list(prompt), len(prompt), options.max_tokens, Sampler(options))
         request = Ticket(sequence, options, on_progress, self, perf_counter())
         with self._changing:
-            if self._failure is not None:
-                raise ServerError(f"the engine has failed: {self._failure}")
+            if self.failure is not None:
+                raise ServerError(f"the engine has failed: {self.failure}")
             if self._draining or self._stopping:
                 self.stats.requests.rejected += 1
                 raise BusyError("the server is shutting down", self._retry_after_s())
@@ -135,7 +125,7 @@ class ServingEngine:
                 raise BusyError(
                     f"{len(self._requests)} requests are running or waiting, more are not taken", self._retry_after_s()
                 )
-            self._requests[request.request_id] = request
+            self._requests[sequence] = request
             self._new.append(request)
         self._wake.set()
         return request
@@ -143,7 +133,7 @@ class ServingEngine:
     def cancel(self, request: Ticket) -> None:
         """Ends a request before the next step, if it has not ended."""
         with self._changing:
-            if request.request_id not in self._requests:
+            if request.sequence not in self._requests:
                 return
             self._cancelled.append(request)
         self._wake.set()
@@ -187,7 +177,7 @@ class ServingEngine:
             logger.critical("the engine has failed and answers no more requests", exc_info=True)
             last = Progress(finish=FinishReason.ERROR, error=ServerError(f"the engine has failed: {error}"))
             with self._changing:
-                self._failure = error
+                self.failure = error
         with self._idle:
             left = list(self._requests.values())
             self._requests.clear()
@@ -219,12 +209,12 @@ class ServingEngine:
         except MoeOffloadError as error:
             logger.warning("a step of %d requests failed: %s", len(shares), error)
             for share in shares:
-                self._end(self._request_of(share), Progress(finish=FinishReason.ERROR, error=error))
+                self._end(self._requests[share.sequence], Progress(finish=FinishReason.ERROR, error=error))
             return True
         self._count_step(shares, per_share, took_s)
         now = perf_counter()
         for share, choices in zip(shares, per_share, strict=True):
-            request = self._request_of(share)
+            request = self._requests[share.sequence]
             if request.reused is None:
                 request.reused = share.past
                 self._offloaded.recorder.told().prompt += share.sequence.n_prompt - share.past
@@ -235,9 +225,6 @@ class ServingEngine:
                     break
         return True
 
-    def _request_of(self, share: Share) -> Ticket:
-        return self._requests[share.sequence.request_id]
-
     def _take_changes(self) -> None:
         with self._changing:
             new, self._new = self._new, deque()
@@ -247,7 +234,7 @@ class ServingEngine:
             self._batch.scheduler.add(request.sequence)
             self.stats.tokens.prompt += request.sequence.n_prompt
         for request in cancelled:
-            if request.request_id in self._requests:
+            if request.sequence in self._requests:
                 self._end(request, Progress(finish=FinishReason.CANCELLED))
 
     def _count_requests(self) -> None:
@@ -295,7 +282,7 @@ class ServingEngine:
         else:
             counts.finished += 1
         with self._idle:
-            del self._requests[request.request_id]
+            del self._requests[request.sequence]
             self._idle.notify_all()
         _tell(request, progress)
 
@@ -336,4 +323,4 @@ def _tell(request: Ticket, progress: Progress) -> None:
     try:
         request.tell(progress)
     except Exception:
-        logger.exception("%s was not told", request.request_id)
+        logger.exception("%s was not told", request.sequence.request_id)

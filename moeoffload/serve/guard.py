@@ -32,11 +32,8 @@ class Guard:
     """ASGI middleware. Passes on requests with their whole body read; ``stopping`` makes it take no new ones."""
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, loopback_only: bool, max_open: int) -> None:
-        """Args:
-        api_key: what clients have to show; None lets all in that pass the other rules.
-        loopback_only: without a key on loopback: pages of other sites in this machine's browsers are kept out.
-        max_open: bodies read or answered at a time.
-        """
+        """Clients have to show ``api_key``, if there is one; ``max_open`` bodies are read or answered at a time.
+        ``loopback_only`` is for loopback without a key: pages of other sites in browsers here are kept out."""
         self._app = app
         self._key = api_key.encode() if api_key is not None else None
         self._loopback_only = loopback_only

@@ -87,9 +87,7 @@ class _SnapshotCollector(Collector):
 
 def _of_servers(servers: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     about = InfoMetricFamily("moeoffload_server", "An expert server", labels=["server"])
-    state = GaugeMetricFamily(
-        "moeoffload_server_state", "1 for the state that the server is in", labels=["server", "state"]
-    )
+    state = GaugeMetricFamily("moeoffload_server_state", "1 for the state the server is in", labels=["server", "state"])
     members = HistogramMetricFamily(
         "moeoffload_server_batch_members", "Requests in one kernel call, of all hosts", labels=["server"]
     )

@@ -73,7 +73,7 @@ class StreamHostEnd(HostChannel):
             raise ServerError(f"{endpoint} is not an address that can be connected to: {error}") from error
 
     def greet(self, timeout_s: float) -> None:
-        """Sends a ping and waits for its answer, so that the channel is known to work.
+        """Asks for a request that was never sent and waits for the answer, so that the channel is known to work.
 
         Raises:
             DeadlineError: no answer within ``timeout_s`` seconds.
@@ -203,7 +203,7 @@ class StreamHostEnd(HostChannel):
     def _ask_for_lost(self) -> None:
         """Asks for the replies of abandoned slots that may have been lost with a connection.
 
-        The server answers such a ping only when it has no such request (any more); so the slot can be used again.
+        The server sends a cancellation back only when it has no such request (any more); so the slot is free then.
         """
         now = perf_counter()
         for index, request_id in enumerate(self._awaited):
@@ -211,19 +211,15 @@ class StreamHostEnd(HostChannel):
                 self._ask(index, request_id)
 
     def _ask(self, index: int, request_id: int) -> None:
-        """``_using`` is held."""
+        """Sends a cancellation, if there is room; ``_using`` is held."""
         self._probed_at[index], self._probed_ids[index] = perf_counter(), request_id
-        self._send_control(Kind.PING, request_id)
-
-    def _send_control(self, kind: Kind, request_id: int) -> None:
-        """Sends a frame without a body, if there is room; ``_using`` is held."""
-        FrameHeader(kind, request_id=request_id).pack_into(self._control)
+        FrameHeader(Kind.CANCEL, request_id=request_id).pack_into(self._control)
         self._wire.send(request_id, self._control_out, HEADER_BYTES, None)
 
     def _cancel(self, slot: HostSlot, request_id: int) -> None:
         with self._using:
             if self._awaited[slot.index] == request_id:  # else its reply is here
-                self._send_control(Kind.CANCEL, request_id)
+                self._ask(slot.index, request_id)
                 if self._is_led:
                     self._receive_all()  # as in `_send`
 
@@ -243,7 +239,7 @@ class StreamHostEnd(HostChannel):
 def open_stream(
     offer: ChannelOffer, host: str, *, timeout_s: float, keys: StreamKeys | None = None, encrypted: bool = False
 ) -> StreamHostEnd:
-    """Opens the host's end of a stream channel; what is returned has answered a ping.
+    """Opens the host's end of a stream channel; what is returned is known to work.
 
     Args:
         offer: of a `StreamListener`.

@@ -36,7 +36,7 @@ from moeoffload.transport.zmq_socket import (
     new_routing_id,
     slot_buffers,
 )
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, control_kind, peek_request_id
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, is_cancel, peek_request_id
 
 READ_POLL_S: Final = 0.5
 READ_AHEAD: Final = 16
@@ -64,8 +64,9 @@ class StreamServerEnd(ServerChannel):
         parameters = {"port": str(listener.port), "routing_id": self.routing_id.hex()}
         self.offer = ChannelOffer(self.name, sizes, parameters | ({"server_key": listener.public_key} if key else {}))
         self._listener = listener
-        self._pong = memoryview(bytearray(HEADER_BYTES))
-        self._pong_out = OutgoingFrame(self._pong)
+        self._unknown = memoryview(bytearray(HEADER_BYTES))
+        """A cancellation that is sent back."""
+        self._unknown_out = OutgoingFrame(self._unknown)
         self._outgoing = [OutgoingFrame(reply) for _, reply in buffers]
         self._incoming = [IncomingFrame(request) for request, _ in buffers]
         self._cancelled = [0] * sizes.n_slots
@@ -114,17 +115,13 @@ class StreamServerEnd(ServerChannel):
             self._refuse(slot, request_id, ErrorCode.CAPACITY, text)
         elif n_bytes < HEADER_BYTES or peek_request_id(slot.request) != request_id:
             self._refuse(slot, request_id, ErrorCode.BAD_FRAME, "what arrived is not the announced frame")
-        elif n_bytes > HEADER_BYTES or (control := control_kind(slot.request)) is None:
+        elif n_bytes > HEADER_BYTES or not is_cancel(slot.request):
             self._deliver(slot, n_bytes)
-        elif control is Kind.PING:  # a cancellation without its request has come too late
-            self._answer_ping(slot, request_id)
-
-    def _answer_ping(self, slot: ServerSlot, request_id: int) -> None:
-        with self._lock:  # not from the slot's buffer: its last reply may be on its way
-            if self._closed:
-                return
-            self._pong[:] = slot.request[:HEADER_BYTES]
-            self._listener.send(self, request_id, self._pong_out, HEADER_BYTES)
+        else:
+            with self._lock:  # not from the slot's buffer: its last reply may be on its way
+                if not self._closed:
+                    self._unknown[:] = slot.request[:HEADER_BYTES]
+                    self._listener.send(self, request_id, self._unknown_out, HEADER_BYTES)
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
         self._listener.send(self, self._incoming[slot.index].request_id, self._outgoing[slot.index], n_bytes)
@@ -345,12 +342,11 @@ class StreamListener:
             whole = channel.receive(wire, *tag)
             return whole and (channel, *whole)
         n_bytes = wire.receive_piece(self._scratch)
-        control = control_kind(self._scratch) if n_bytes == HEADER_BYTES else None
+        cancels = n_bytes == HEADER_BYTES and is_cancel(self._scratch)
         if channel.is_working_on(tag[0]):
-            if control is Kind.CANCEL:
+            if cancels:  # else the same request once more; its reply will do for both
                 channel.cancel(tag[0])
-            # A ping about a request that is being worked on, or the same request, needs no answer: its reply will do.
-        elif tag[1] == 0 and control is None:
+        elif tag[1] == 0 and not cancels:
             channel.n_dropped += 1
             self._send_error(channel.routing_id, tag[0], ErrorCode.BUSY, "the slot still has a request")
         return None

@@ -300,6 +300,25 @@ def test_a_server_that_answers_what_nobody_asked_ends_the_lease(serve: Serve) ->
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.connect(SOON_S),
+        lambda client: client.describe(SOON_S),
+        lambda client: client.attach(SOON_S),
+        lambda client: client.stats(SOON_S),
+        lambda client: client.drain(SOON_S),
+    ],
+    ids=["connect", "describe", "attach", "stats", "drain"],
+)
+def test_a_call_on_a_connection_that_was_closed_meanwhile_is_an_error(call: Callable[[ControlClient], object]) -> None:
+    """gRPC ends the process when one is begun there."""
+    client = ControlClient("127.0.0.1:9")
+    client.close()
+    with pytest.raises(ServerError, match=r"127\.0\.0\.1:9: the connection to it is closed"):
+        call(client)
+
+
+@pytest.mark.parametrize(
     "timing",
     [(0, 1.0), (1, 0.0), (1, -1.0), (1, float("nan")), (1, float("inf")), (1, 1e300)],
     ids=str,

@@ -14,7 +14,7 @@ from moeoffload.formats.packed import PackedWeights
 CPU = torch.device("cpu")
 SHAPE = (3, 5, 512)
 # Of the others the package has no quantiser.
-QUANTISED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4")
+QUANTISED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "MXFP4")
 
 
 def random_blocks(name: str, seed: int) -> np.ndarray:
@@ -76,7 +76,8 @@ def test_quantised_weights_unpack_to_the_bits_of_the_reference(name: str) -> Non
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_packed_weights_take_the_room_of_the_file(name: str) -> None:
     raw = random_blocks(name, 0)
-    assert raw.nbytes <= packed(raw, name).nbytes <= 1.03 * raw.nbytes
+    # Q5_0 has a zero point in each block that its format leaves unsaid.
+    assert raw.nbytes <= packed(raw, name).nbytes <= (1.05 if name == "Q5_0" else 1.03) * raw.nbytes
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)

@@ -1,20 +1,16 @@
-"""Experts modules of several kinds with random weights, and what they should compute, in plain float32."""
+"""Experts modules of several kinds with random weights, and what they should compute, in plain float64."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-from cpu_kernels.test_packed import pack_experts, random_packed, unpacked
 from torch import nn
 from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-from moeoffload.formats.packed import PackedFormat, PackedWeights, Scales
 
 
 @use_experts_implementation(has_gate=False)
@@ -55,46 +51,11 @@ def make_experts(
     return experts.eval()
 
 
-def make_packed(
-    kind: str, forms: tuple[PackedFormat, ...], shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
-) -> tuple[Any, Any]:
-    """The same experts packed, and plain; of two formats, one is that of gates, the other of ups and down.
-
-    ``shape``: (n_experts, hidden, inter).
-    """
-    n_experts, hidden, inter = shape
-    packed, plain = (make_experts(kind, n_experts, hidden, inter, dtype, device) for _ in range(2))
-    n_up = (2 if plain.has_gate else 1) * inter // len(forms)
-    up = tuple(_on(random_packed(form, n_experts, n_up, hidden, seed), device) for seed, form in enumerate(forms))
-    down = (_on(random_packed(forms[-1], n_experts, hidden, inter, 7), device),)
-    for name, parts in (("gate_up_proj" if plain.has_gate else "up_proj", up), ("down_proj", down)):
-        weights = unpacked(parts, dtype)
-        getattr(plain, name).copy_(weights.transpose(1, 2) if plain.is_transposed else weights)
-    return pack_experts(packed, up, down, dtype), plain
-
-
-def without_the_least(packed: PackedWeights) -> PackedWeights:
-    """The same without scales of which bfloat16 weights become subnormal: the interpreter takes those for zero."""
-    dtype = {Scales.F32: torch.float32, Scales.BF16: torch.bfloat16}.get(packed.format.scales)
-    if packed.scales is not None:
-        packed.scales[packed.scales < 2.0**-60] = 0
-    elif dtype is not None:
-        scales = packed.section("scales").contiguous().view(dtype)
-        packed.section("scales").copy_(torch.where(scales < 2.0**-60, 0, scales).view(torch.uint8))
-    return packed
-
-
-def _on(packed: PackedWeights, device: str) -> PackedWeights:
-    packed = without_the_least(packed)
-    scales = None if packed.scales is None else packed.scales.to(device)
-    return replace(packed, data=packed.data.to(device), scales=scales)
-
-
 def reference(experts: Any, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """(n, hidden) float32: every route by itself, without any rounding in between."""
+    """(n, hidden) float64: every route by itself, without any rounding in between."""
     up = experts.gate_up_proj if experts.has_gate else experts.up_proj
     up_bias = getattr(experts, "gate_up_proj_bias" if experts.has_gate else "up_proj_bias", None)
-    out = torch.zeros(rows.shape[0], rows.shape[1], device=rows.device)
+    out = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
     for row, choice in (slots >= 0).nonzero().tolist():
         expert = int(slots[row, choice])
         values = _linear(rows[row : row + 1], up[expert], up_bias, expert, experts.is_transposed)
@@ -102,10 +63,10 @@ def reference(experts: Any, rows: torch.Tensor, slots: torch.Tensor, weights: to
         values = _linear(
             values, experts.down_proj[expert], getattr(experts, "down_proj_bias", None), expert, experts.is_transposed
         )
-        out[row] += values[0] * weights[row, choice].float()
+        out[row] += values[0] * weights[row, choice].double()
     return out
 
 
 def _linear(values: torch.Tensor, weight: torch.Tensor, bias: Any, expert: int, is_transposed: bool) -> torch.Tensor:
-    weight = weight.float() if is_transposed else weight.float().t()
-    return values.float() @ weight + (bias[expert].float() if bias is not None else 0.0)
+    weight = weight.double() if is_transposed else weight.double().t()
+    return values.double() @ weight + (bias[expert].double() if bias is not None else 0.0)

@@ -245,9 +245,6 @@ def test_connections_that_send_no_request_are_closed_and_slow_answers_are_not(
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "abc"
 
 
-# ---------------------------------------------------------------- stopping
-
-
 def test_requests_that_do_not_finish_in_time_are_told(tokenizer: Any) -> None:
     engine = FakeEngine(b"abc")
     engine.held = True

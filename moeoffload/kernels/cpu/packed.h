@@ -8,9 +8,9 @@ enum { CODES_FP8, CODES_INT8, CODES_LEVELS4, CODES_UINT5, CODES_INT6, CODES_BF16
 enum { SCALES_NONE, SCALES_F32, SCALES_F16, SCALES_BF16, SCALES_E8M0, SCALES_SUPER };
 enum { OFFSETS_NONE, OFFSETS_ZERO, OFFSETS_MIN };
 
-// Weights that are unpacked together; weights of a row whose scales are read together; weights that share a factor of
-// SCALES_SUPER. A group has 16 weights or more.
-enum { SPAN = 64, SEGMENT = 512, SUPER_GROUP = 256, SEGMENT_GROUPS = SEGMENT / 16 };
+// Weights that are unpacked together; weights of a row whose scales are read together; 2 to the SUPER_SHIFT weights
+// share a factor of SCALES_SUPER. A group has 16 weights or more.
+enum { SPAN = 64, SEGMENT = 512, SUPER_SHIFT = 8, SEGMENT_GROUPS = SEGMENT / 16 };
 
 // One matrix of every expert of a layer. Places are in bytes from the beginning of a row.
 typedef struct {
@@ -23,9 +23,9 @@ typedef struct {
     float levels[16];
 } Matrix;
 
-// Of the groups of a segment of a row. `offset` is subtracted before (OFFSETS_ZERO) or after (OFFSETS_MIN) the product;
-// FP8 has none: there it is 256 times the scale. `is_wild`: that might overflow, or a weight is so small that what takes
-// subnormal numbers for zero might round it otherwise.
+// Of the groups of a segment of a row. `offset` is subtracted before (OFFSETS_ZERO) or after (OFFSETS_MIN) the product. Of
+// SCALES_E8M0 without offsets it is the power's exponent, twice, where bfloat16 has its own.
+// `is_wild`: exponents of products may leave those of normal numbers in bfloat16.
 typedef struct {
     float scale[SEGMENT_GROUPS], offset[SEGMENT_GROUPS];
     bool is_wild;

@@ -3,16 +3,29 @@
 
 #include "packed.h"
 
-// Up to LANES bytes, then zeros.
+// Up to LANES bytes, then zeros; and elements of a type.
 INLINE bits bytes_at(const void *from, int64_t count) {
+#if LANES == 16
+    const __mmask16 mask = (__mmask16)((1u << at_most(count, 16)) - 1);
+    return (bits)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, from));
+#else
     uint8_t some[LANES] = {0};
     memcpy(some, from, at_most(count, LANES));
-#if LANES == 16
-    return (bits)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)some));
-#elif LANES == 8
+#if LANES == 8
     return (bits)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)some));
 #else
     return (bits){some[0], some[1], some[2], some[3]};
+#endif
+#endif
+}
+INLINE vec elements_at(const void *from, int64_t count, const int type) {
+#if LANES == 16
+    const __mmask16 mask = (__mmask16)((1u << at_most(count, 16)) - 1);
+    if (type == F32) return (vec)_mm512_maskz_loadu_ps(mask, from);
+    const halves raw = (halves)_mm256_maskz_loadu_epi16(mask, from);
+    return type == BF16 ? (vec)(widen_u16(raw) << 16) : widen_f16(raw);
+#else
+    return load_some(from, count, type);
 #endif
 }
 INLINE vec unsigned_at(const void *from, int64_t count) { return __builtin_convertvector((ints)bytes_at(from, count), vec); }
@@ -21,11 +34,18 @@ INLINE vec signed_at(const void *from, int64_t count) {
 }
 
 // Powers of two: 0 is 2^-127, 255 is NaN.
-INLINE vec powers_at(const void *from, int64_t count) {
-    const bits raw = bytes_at(from, count);
+INLINE vec powers_of(bits raw) {
     const vec power = choose(raw == 0, (vec)((bits){0} + 0x00400000), (vec)(raw << 23));
     return choose(raw == 255, (vec)((bits){0} + 0x7FC00000), power);
 }
+
+#if LANES == 16
+#define LANE_NUMBERS ((ints){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
+#elif LANES == 8
+#define LANE_NUMBERS ((ints){0, 1, 2, 3, 4, 5, 6, 7})
+#else
+#define LANE_NUMBERS ((ints){0, 1, 2, 3})
+#endif
 
 INLINE bool all_of(ints conditions) {
 #if LANES == 16
@@ -37,60 +57,93 @@ INLINE bool all_of(ints conditions) {
 #endif
 }
 
-INLINE vec one_f16(const char *at) {
-    uint16_t raw;
-    memcpy(&raw, at, sizeof raw);
-    return all(widen_f16((halves){0} + raw)[0]);
+// Of groups from `group` on: the factors that 2 to the `shift` of them share.
+INLINE vec factors_at(const char *factors, int64_t group, int64_t shift, int64_t count) {
+    factors += group >> shift << 1;
+#if LANES == 16
+    const vec some = elements_at(factors, ((at_most(count, 16) - 1) >> shift) + 1, F16);
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return (vec)_mm512_permutexvar_ps(_mm512_srl_epi32(lanes, _mm_cvtsi64_si128(shift)), (__m512)some);
+#else
+    vec spread = {0};
+    for (int64_t i = 0; i < at_most(count, LANES); i++)
+        spread[i] = load_some(factors + (((group + i) >> shift) - (group >> shift)) * 2, 1, F16)[0];
+    return spread;
+#endif
 }
 
-// Scales of the segment that begins at `from`.
-static TARGET void read_scales(const Matrix *m, int64_t expert, int64_t row, int64_t from, Scales *s) {
-    const char *data = packed_row(m, expert, row);
+// Scales of the segment of a row at `data` that begins at `from`.
+INLINE void read_some_scales(const int kind, const Matrix *m, const char *data, const char *scales, int64_t from, Scales *s) {
     const int64_t to = at_most(from + SEGMENT, m->n_in);
     const int64_t first = from >> m->shift, n = ((to - 1) >> m->shift) + 1 - first;
-    const char *scales = data + m->scales_at, *offsets = data + m->offsets_at;
-    s->is_wild = false;
-    if (m->scales == SCALES_SUPER) {
-        const int64_t each = SUPER_GROUP >> m->shift;
-        for (int64_t done = 0; done < n; done += each) {
-            const int64_t at = first + done, super = at / each, count = at_most(each, n - done);
-            const vec factor = one_f16(data + m->factors + 2 * super);
-            for (int64_t i = 0; i < count; i += LANES)
-                store(s->scale + done + i, factor * signed_at(scales + at + i, count - i), F32);
-            if (m->offsets != OFFSETS_MIN) continue;
-            const vec min_factor = one_f16(data + m->min_factors + 2 * super);
-            for (int64_t i = 0; i < count; i += LANES)
-                store(s->offset + done + i, min_factor * unsigned_at(offsets + at + i, count - i), F32);
-        }
-        return;
-    }
-    if (m->shared) {
-        const int64_t n_rows = ceil_div(m->n_out, m->shared_rows);
-        scales = (const char *)(m->shared + (expert * n_rows + row / m->shared_rows) * m->n_groups);
-    }
+    const char *offsets = data + m->offsets_at + first;
+    ints tame = (ints){0} - 1;
     for (int64_t i = 0; i < n; i += LANES) {
-        const int64_t at = first + i;
-        const vec scale = m->scales == SCALES_F32    ? load_some(scales + at * 4, n - i, F32)
-                          : m->scales == SCALES_F16  ? load_some(scales + at * 2, n - i, F16)
-                          : m->scales == SCALES_BF16 ? load_some(scales + at * 2, n - i, BF16)
-                                                     : powers_at(scales + at, n - i);
+        const int64_t at = first + i, count = n - i;
+        vec scale;
+        if (kind == SCALES_SUPER) {
+            const int64_t shift = SUPER_SHIFT - m->shift;
+            scale = factors_at(data + m->factors, at, shift, count) * signed_at(scales + at, count);
+            if (m->offsets == OFFSETS_MIN)
+                store(s->offset + i, factors_at(data + m->min_factors, at, shift, count) * unsigned_at(offsets + i, count), F32);
+        } else if (kind == SCALES_E8M0) {
+            const bits raw = bytes_at(scales + at, count);
+            scale = powers_of(raw);
+            tame &= (ints)(raw - 64 < 128) | (LANE_NUMBERS >= (int32_t)at_most(count, LANES));
+            const bits power = raw - 127;
+            if (m->offsets == OFFSETS_NONE) store(s->offset + i, (vec)((power << 7 & 0xFFFF) | power << 23), F32);
+        } else {
+            scale = elements_at(scales + at * (kind == SCALES_F32 ? 4 : 2), count,
+                                kind == SCALES_F32   ? F32
+                                : kind == SCALES_F16 ? F16
+                                                     : BF16);
+            const vec size = choose(scale < 0.0f, -scale, scale);
+            tame &= ((size < 0x1p60f) & (size > 0x1p-60f)) | (LANE_NUMBERS >= (int32_t)at_most(count, LANES));
+            if (m->codes != CODES_FP8) tame |= scale == 0.0f;
+        }
         store(s->scale + i, scale, F32);
-        if (m->offsets == OFFSETS_ZERO) store(s->offset + i, unsigned_at(offsets + at, n - i), F32);
-        if (m->codes == CODES_FP8) store(s->offset + i, scale * 256.0f, F32);
-        const vec size = choose(scale < 0.0f, -scale, scale);
-        s->is_wild |= !all_of((size < 0x1p119f) & ((size > 0x1p-100f) | (size == 0.0f) | -(m->scales == SCALES_E8M0)));
+        if (kind != SCALES_SUPER && m->offsets == OFFSETS_ZERO) store(s->offset + i, unsigned_at(offsets + i, count), F32);
+    }
+    s->is_wild = !all_of(tame);
+}
+
+#define EACH_ROW(kind)                                                                                           \
+    case kind:                                                                                                   \
+        for (; row < end; row++, s++, data += m->row_bytes) {                                                    \
+            const char *scales = data + m->scales_at;                                                            \
+            if (kind == SCALES_F32 && m->shared)                                                                 \
+                scales = (const char *)(m->shared + (expert * n_shared + row / m->shared_rows) * m->n_groups);   \
+            read_some_scales(kind, m, data, scales, from, s);                                                    \
+        }                                                                                                        \
+        break;
+// Scales of the segment that begins at `from`, of n_rows rows.
+static TARGET void read_scales(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, Scales *s) {
+    const int64_t end = row + n_rows, n_shared = ceil_div(m->n_out, m->shared_rows);
+    const char *data = packed_row(m, expert, row);
+    switch (m->scales) {
+        EACH_ROW(SCALES_F32)
+        EACH_ROW(SCALES_F16)
+        EACH_ROW(SCALES_BF16)
+        EACH_ROW(SCALES_E8M0)
+        EACH_ROW(SCALES_SUPER)
     }
 }
+#undef EACH_ROW
 
 static inline int64_t code_bits(const int codes) {
     return codes == CODES_F32 ? 32 : codes >= CODES_BF16 ? 16 : codes <= CODES_INT8 ? 8 : 4;
 }
 static inline int64_t high_bits(const int codes) { return codes == CODES_UINT5 ? 1 : codes == CODES_INT6 ? 2 : 0; }
 
+INLINE vec plain_at(const void *at, int64_t codes) {
+    return codes == CODES_BF16 ? load(at, BF16) : codes == CODES_F16 ? load(at, F16) : load(at, F32);
+}
+
 // The values of SPAN codes.
-INLINE void values_of(const int codes, const Matrix *m, const uint8_t *code, const uint8_t *high, float *values) {
+static TARGET void values_of(const Matrix *m, const uint8_t *code, const uint8_t *high, float *values) {
+    const int codes = (int)m->codes;
     if (codes >= CODES_BF16) {
-        for (int i = 0; i < SPAN; i += LANES) store(values + i, load(code + i * code_bits(codes) / 8, codes - CODES_BF16), F32);
+        for (int i = 0; i < SPAN; i += LANES) store(values + i, plain_at(code + i * code_bits(codes) / 8, codes), F32);
     } else if (codes == CODES_FP8) {  // as float16: that is a 256th of it
         for (int i = 0; i < SPAN; i += LANES) {
             const bits raw = bytes_at(code + i, LANES), magnitude = raw & 0x7F;
@@ -110,6 +163,8 @@ INLINE void values_of(const int codes, const Matrix *m, const uint8_t *code, con
 }
 
 #if LANES == 16
+// What the five lowest bits of FP8 say of normal numbers, if those above are 0.
+INLINE vec fp8_values(int32_t first) { return (vec)(((LANE_NUMBERS + first) << 20) + (120 << 23)); }
 // Numbers of 16 levels: dwords of two nibbles become words; bits above the lowest four of a word are noise.
 INLINE __m512i nibbles_at(const uint8_t *code) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)code)); }
 INLINE __m512i words_of(halves a, halves b) {

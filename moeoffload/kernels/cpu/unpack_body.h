@@ -1,26 +1,59 @@
 // Rows of packed weights as elements of one format; included by format_body.h for each, see there.
 //
 // Where the includer defines WORDS, 32 elements of 16 bits out of two vectors of floats, AVX-512 does the work: levels
-// times a scale are rounded once for a group, and codes are looked up among them.
+// times a scale are rounded once for a group, and codes are looked up among them. In bfloat16 a power of two is added to
+// exponents, which is exact, and so are the upper two bits of FP8's: only its lower five bits are looked up.
+
+// What is the same for all rows of a span: the groups of four times 16 weights, counted from the first of the segment;
+// what codes are looked up in, before it is scaled, and as elements.
+typedef struct {
+    int64_t group[4];
+#ifdef WORDS
+    vec low, high;
+    __m512i words;
+    __mmask32 is_nonzero;
+#endif
+} NAME(Span);
 
 #ifdef WORDS
-INLINE vec NAME(scaled)(const bool has_offsets, const Matrix *m, vec values, const Scales *s, int64_t group) {
-    if (!has_offsets) return values * all(s->scale[group]);
+INLINE vec NAME(scaled)(const int offsets, vec values, const Scales *s, int64_t group) {
+    const vec scale = all(s->scale[group]);
+    if (offsets == OFFSETS_NONE) return values * scale;
     const vec offset = all(s->offset[group]);
-    return m->offsets == OFFSETS_ZERO ? (values - offset) * all(s->scale[group]) : values * all(s->scale[group]) - offset;
+    return offsets == OFFSETS_ZERO ? (values - offset) * scale : values * scale - offset;
 }
 
-// As unpack_span; returns whether it could.
-INLINE bool NAME(unpack_fast)(const int codes, const bool has_offsets, const Matrix *m, const uint8_t *code,
-                              const uint8_t *high, int64_t at, int64_t first, const Scales *s, ELEMENT *out) {
+// FP8 by way of float16, but for NaN.
+INLINE bool NAME(unpack_fp8)(const uint8_t *code, const NAME(Span) *g, const Scales *s, ELEMENT *out) {
+    const __m512i raw = _mm512_loadu_si512(code);
+    if (_mm512_cmpeq_epi8_mask(_mm512_add_epi8(raw, raw), _mm512_set1_epi8((char)0xFE))) return false;
+    for (int i = 0; i < 4; i += 2) {
+        // Below a sign, 4 bits of the exponent and 3 of the fraction: a 256th.
+        const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(code + 16 * i)));
+        const __m512i half = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16((short)0xBF80));
+        const vec a = (vec)_mm512_cvtph_ps(_mm512_castsi512_si256(half)) * 256.0f;
+        const vec b = (vec)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)) * 256.0f;
+        _mm512_storeu_si512(out + 16 * i, WORDS(a * all(s->scale[g->group[i]]), b * all(s->scale[g->group[i + 1]])));
+    }
+    return true;
+}
+
+// As unpack_span, but it may be unable to: then it returns false.
+INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_power, const Matrix *m, const uint8_t *code,
+                              const uint8_t *high, const NAME(Span) *g, const Scales *s, ELEMENT *out) {
     const __m512i low_nibbles = _mm512_set1_epi32(0x000F000F), sixteen = _mm512_set1_epi16(16);
-#define GROUP(i) (((at + (i)) >> m->shift) - first)
-#define SCALED(values, i) NAME(scaled)(has_offsets, m, values, s, GROUP(i))
-    if (codes < CODES_BF16 && s->is_wild) return false;
+#define SCALED(values, i) NAME(scaled)(offsets, values, s, g->group[i])
+    if (s->is_wild) return false;
     if (codes == CODES_LEVELS4 || codes == CODES_UINT5) {
-        if (m->shift < 5) return false;
-        const vec levels = codes == CODES_LEVELS4 ? load(m->levels, F32) : (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        __m512i table = WORDS(SCALED(levels, 0), codes == CODES_UINT5 ? SCALED(levels + 16.0f, 0) : SCALED(levels, 32));
+        if (g->group[0] != g->group[1]) return false;
+        __m512i table;
+        if (is_power) {
+            const __m512i first = _mm512_set1_epi32(((const int32_t *)s->offset)[g->group[0]]);
+            const __m512i both = _mm512_mask_set1_epi32(first, 0xFF00, ((const int32_t *)s->offset)[g->group[2]]);
+            table = _mm512_mask_add_epi16(g->words, g->is_nonzero, g->words, both);
+        } else {
+            table = WORDS(SCALED(g->low, 0), codes == CODES_UINT5 ? SCALED(g->high, 0) : SCALED(g->low, 2));
+        }
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
             const __m512i raw = nibbles_at(code + 16 * half), shifted = _mm512_slli_epi32(raw, 12);
@@ -28,7 +61,7 @@ INLINE bool NAME(unpack_fast)(const int codes, const bool has_offsets, const Mat
             if (codes == CODES_UINT5) {
                 uint32_t upper;
                 memcpy(&upper, high + 4 * half, sizeof upper);
-                if (half) table = WORDS(SCALED(levels, 32), SCALED(levels + 16.0f, 32));
+                if (half) table = WORDS(SCALED(g->low, 2), SCALED(g->high, 2));
                 number = _mm512_mask_add_epi16(number, upper, number, sixteen);
             } else if (half) {  // the second half of the table; bits above it do not count
                 number = _mm512_ternarylogic_epi32(raw, shifted, sixteen, 0xFE);
@@ -39,10 +72,10 @@ INLINE bool NAME(unpack_fast)(const int codes, const bool has_offsets, const Mat
     }
     if (codes == CODES_INT8) {
 #pragma GCC unroll 2
-        for (int i = 0; i < SPAN; i += 32) {
-            const vec a = floats_of(_mm_loadu_si128((const __m128i *)(code + i)));
-            const vec b = floats_of(_mm_loadu_si128((const __m128i *)(code + i + 16)));
-            _mm512_storeu_si512(out + i, WORDS(SCALED(a, i), SCALED(b, i + 16)));
+        for (int i = 0; i < 4; i += 2) {
+            const vec a = floats_of(_mm_loadu_si128((const __m128i *)code + i));
+            const vec b = floats_of(_mm_loadu_si128((const __m128i *)code + i + 1));
+            _mm512_storeu_si512(out + 16 * i, WORDS(SCALED(a, i), SCALED(b, i + 1)));
         }
         return true;
     }
@@ -55,93 +88,141 @@ INLINE bool NAME(unpack_fast)(const int codes, const bool has_offsets, const Mat
         const __m512i whole = _mm512_sub_epi8(_mm512_or_si512(nibbles, pairs), _mm512_set1_epi8(32));
         const vec a = floats_of(_mm512_castsi512_si128(whole)), b = floats_of(_mm512_extracti32x4_epi32(whole, 1));
         const vec c = floats_of(_mm512_extracti32x4_epi32(whole, 2)), d = floats_of(_mm512_extracti32x4_epi32(whole, 3));
-        _mm512_storeu_si512(out, WORDS(SCALED(a, 0), SCALED(b, 16)));
-        _mm512_storeu_si512(out + 32, WORDS(SCALED(c, 32), SCALED(d, 48)));
+        _mm512_storeu_si512(out, WORDS(SCALED(a, 0), SCALED(b, 1)));
+        _mm512_storeu_si512(out + 32, WORDS(SCALED(c, 2), SCALED(d, 3)));
         return true;
     }
+    if (codes == CODES_FP8 && TYPE != BF16) return NAME(unpack_fp8)(code, g, s, out);
     if (codes == CODES_FP8) {
-        const __m512i raw = _mm512_loadu_si512(code);
-        const bool has_nan = _mm512_cmpeq_epi8_mask(_mm512_add_epi8(raw, raw), _mm512_set1_epi8((char)0xFE));
-        if (has_nan) return false;
+        // Codes of normal numbers, without the sign, are 0x08 to 0x7E. 0x7F is NaN, others are subnormal.
+        const __m512i raw = _mm512_loadu_si512(code), twice = _mm512_add_epi8(raw, raw);
+        const __mmask64 odd = _mm512_cmpgt_epu8_mask(_mm512_sub_epi8(twice, _mm512_set1_epi8(0x10)), _mm512_set1_epi8((char)0xEC));
+        if (odd && _mm512_cmpeq_epi8_mask(twice, _mm512_set1_epi8((char)0xFE))) return false;
+        __m512i table = is_power ? g->words : WORDS(SCALED(g->low, 0), SCALED(g->high, 0));
 #pragma GCC unroll 2
-        for (int i = 0; i < SPAN; i += 32) {
-            // As float16, which is a 256th: 4 bits of the exponent and 3 of the fraction below a sign.
-            const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(code + i)));
-            const __m512i half = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16((short)0xBF80));
-            const vec a = (vec)_mm512_cvtph_ps(_mm512_castsi512_si256(half));
-            const vec b = (vec)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
-            _mm512_storeu_si512(out + i, WORDS(a * all(s->offset[GROUP(i)]), b * all(s->offset[GROUP(i + 16)])));
+        for (int half = 0; half < 2; half++) {
+            const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(code + 32 * half)));
+            const __m512i rest = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16((short)0x8600));
+            if (half && !is_power && g->group[2] != g->group[0]) table = WORDS(SCALED(g->low, 2), SCALED(g->high, 2));
+            __m512i words = _mm512_add_epi16(_mm512_permutexvar_epi16(wide, table), rest);
+            if (is_power) words = _mm512_add_epi16(words, _mm512_set1_epi32(((const int32_t *)s->offset)[g->group[2 * half]]));
+            if (__builtin_expect((uint32_t)(odd >> 32 * half), 0)) {
+                const vec small = __builtin_convertvector(LANE_NUMBERS, vec) * 0x1p-9f;
+                const __m512i few = _mm512_permutexvar_epi16(wide, WORDS(SCALED(small, 2 * half), small));
+                words = _mm512_mask_add_epi16(words, odd >> 32 * half, few, rest);
+            }
+            _mm512_storeu_si512(out + 32 * half, words);
         }
         return true;
     }
-#undef GROUP
 #undef SCALED
     return false;
 }
 #endif
 
-// SPAN weights from `at` on, a multiple of SPAN; `first` is the group of s->scale[0].
-INLINE void NAME(unpack_span)(const int codes, const bool has_offsets, const Matrix *m, const uint8_t *code,
-                               const uint8_t *high, int64_t at, int64_t first, const Scales *s, ELEMENT *out) {
+// As unpack_span, whatever the scales and the codes are.
+static TARGET __attribute__((noinline)) void NAME(unpack_any)(const Matrix *m, const uint8_t *code, const uint8_t *high,
+                                                              const NAME(Span) *g, const Scales *s, ELEMENT *out) {
 #ifdef WORDS
-    if (NAME(unpack_fast)(codes, has_offsets, m, code, high, at, first, s, out)) return;
+    if (m->codes == CODES_FP8 && !s->is_wild && NAME(unpack_fp8)(code, g, s, out)) return;
 #endif
     float values[SPAN];
-    values_of(codes, m, code, high, values);
+    values_of(m, code, high, values);
     for (int i = 0; i < SPAN; i += LANES) {
-        const int64_t group = ((at + i) >> m->shift) - first;
         vec some = load(values + i, F32);
-        if (has_offsets && m->offsets == OFFSETS_ZERO) some -= s->offset[group];
-        if (codes < CODES_BF16) some *= s->scale[group];
-        if (has_offsets && m->offsets == OFFSETS_MIN) some -= s->offset[group];
+        if (m->codes < CODES_BF16) {
+            const int64_t group = g->group[i / 16];
+            if (m->offsets == OFFSETS_ZERO) some -= s->offset[group];
+            some *= s->scale[group];
+            if (m->offsets == OFFSETS_MIN) some -= s->offset[group];
+        }
         store(out + i, some, TYPE);
     }
 }
 
-// from..to lie in one segment.
-INLINE void NAME(unpack_row)(const int codes, const bool has_offsets, const Matrix *m, const char *row, int64_t from,
-                             int64_t to, const Scales *s, ELEMENT *out) {
-    const int64_t first = from / SEGMENT * SEGMENT >> m->shift;
-    int64_t at = from;
-    for (; at + SPAN <= to; at += SPAN)
-        NAME(unpack_span)(codes, has_offsets, m, (const uint8_t *)row + at * code_bits(codes) / 8,
-                           (const uint8_t *)row + m->high + at * high_bits(codes) / 8, at, first, s, out + at - from);
-    if (at == to) return;
-    uint8_t code[4 * SPAN] = {0}, high[SPAN / 4] = {0};
-    ELEMENT rest[SPAN];
-    memcpy(code, row + at * code_bits(codes) / 8, ceil_div((to - at) * code_bits(codes), 8));
-    memcpy(high, row + m->high + at * high_bits(codes) / 8, ceil_div((to - at) * high_bits(codes), 8));
-    NAME(unpack_span)(codes, has_offsets, m, code, high, at, first, s, rest);
-    memcpy(out + at - from, rest, (to - at) * sizeof(ELEMENT));
+// SPAN weights from `at` on, a multiple of it, of up to 64 rows; or fewer, if `to` is nearer.
+INLINE void NAME(unpack_spans)(const int codes, const int offsets, const bool is_power, const Matrix *m, const char *row,
+                               int64_t n_rows, int64_t at, int64_t to, const Scales *s, ELEMENT *out, int64_t stride) {
+    const int64_t row_bytes = m->row_bytes, count = to - at;
+    const uint8_t *code = (const uint8_t *)row + at * code_bits(codes) / 8;
+    const uint8_t *high = (const uint8_t *)row + m->high + at * high_bits(codes) / 8;
+    NAME(Span) span, *const g = &span;
+    for (int i = 0; i < 4; i++) span.group[i] = ((at + 16 * i) >> m->shift) - (at / SEGMENT * SEGMENT >> m->shift);
+    if (count < SPAN) {
+        for (int64_t r = 0; r < n_rows; r++, code += row_bytes, high += row_bytes, out += stride) {
+            uint8_t some[4 * SPAN] = {0}, some_high[SPAN / 4] = {0};
+            ELEMENT rest[SPAN];
+            memcpy(some, code, ceil_div(count * code_bits(codes), 8));
+            memcpy(some_high, high, ceil_div(count * high_bits(codes), 8));
+            NAME(unpack_any)(m, some, some_high, g, s + r, rest);
+            memcpy(out, rest, count * sizeof(ELEMENT));
+        }
+        return;
+    }
+    uint64_t left = ~(uint64_t)0 >> (64 - n_rows);  // rows
+#ifdef WORDS
+    if (codes < CODES_BF16) {
+        const vec numbers = __builtin_convertvector(LANE_NUMBERS, vec);
+        left = 0;
+        span.low = codes == CODES_LEVELS4 ? load(m->levels, F32) : codes == CODES_FP8 ? fp8_values(0) : numbers;
+        span.high = codes == CODES_LEVELS4 ? span.low : codes == CODES_FP8 ? fp8_values(16) : numbers + 16.0f;
+        span.words = WORDS(span.low, span.high);
+        span.is_nonzero = _mm512_test_epi16_mask(span.words, _mm512_set1_epi16(0x7FFF));
+        const uint8_t *row_code = code, *row_high = high;
+        const Scales *row_scales = s;
+        ELEMENT *row_out = out;
+        for (int64_t r = 0; r < n_rows; r++) {
+            const bool is_done = NAME(unpack_fast)(codes, offsets, is_power, m, row_code, row_high, g, row_scales, row_out);
+            if (__builtin_expect(!is_done, false)) left |= (uint64_t)1 << r;
+            row_code += row_bytes, row_high += row_bytes, row_scales++, row_out += stride;
+        }
+    }
+#endif
+    for (; left; left &= left - 1) {
+        const int64_t r = __builtin_ctzll(left);
+        NAME(unpack_any)(m, code + r * row_bytes, high + r * row_bytes, g, s + r, out + r * stride);
+    }
 }
 
-#define ROWS(codes)                                                                                             \
-    case codes:                                                                                                 \
-        for (int64_t r = 0; r < n_rows; r++, row_data += m->row_bytes)                                          \
-            if (m->offsets == OFFSETS_NONE || codes == CODES_FP8 || codes >= CODES_BF16)                        \
-                NAME(unpack_row)(codes, false, m, row_data, from, end, scales + r, elements + r * stride);      \
-            else                                                                                                \
-                NAME(unpack_row)(codes, true, m, row_data, from, end, scales + r, elements + r * stride);       \
+#define SPANS(codes, offsets, is_power)                                                                           \
+    for (; from < end; from += SPAN, elements += SPAN)                                                            \
+        NAME(unpack_spans)(codes, offsets, is_power, m, data, n_rows, from, end, scales, elements, stride);
+#define EACH_OFFSETS(codes)                                                                                       \
+    case codes:                                                                                                   \
+        if (m->offsets == OFFSETS_ZERO) {                                                                         \
+            SPANS(codes, OFFSETS_ZERO, false)                                                                     \
+        } else if (m->offsets == OFFSETS_MIN) {                                                                   \
+            SPANS(codes, OFFSETS_MIN, false)                                                                      \
+        } else if (is_power && codes == CODES_LEVELS4) {                                                          \
+            SPANS(codes, OFFSETS_NONE, true)                                                                      \
+        } else {                                                                                                  \
+            SPANS(codes, OFFSETS_NONE, false)                                                                     \
+        }                                                                                                         \
         break;
 // See Kernels.
 static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, int64_t to,
                                 Scales *scales, void *out, int64_t stride) {
-    for (int64_t end; from < to; out = (ELEMENT *)out + end - from, from = end) {
-        end = at_most((from / SEGMENT + 1) * SEGMENT, to);
-        if (from % SEGMENT == 0 && m->scales != SCALES_NONE)
-            for (int64_t r = 0; r < n_rows; r++) read_scales(m, expert, row + r, from, scales + r);
-        const char *row_data = packed_row(m, expert, row);
-        ELEMENT *elements = out;
+    const char *data = packed_row(m, expert, row);
+    ELEMENT *elements = out;
+    const bool is_power = TYPE == BF16 && m->scales == SCALES_E8M0;
+    while (from < to) {
+        const int64_t end = at_most((from / SEGMENT + 1) * SEGMENT, to);
+        if (from % SEGMENT == 0) read_scales(m, expert, row, n_rows, from, scales);
         switch (m->codes) {
-            ROWS(CODES_FP8)
-            ROWS(CODES_INT8)
-            ROWS(CODES_LEVELS4)
-            ROWS(CODES_UINT5)
-            ROWS(CODES_INT6)
-            ROWS(CODES_BF16)
-            ROWS(CODES_F16)
-            ROWS(CODES_F32)
+            case CODES_FP8:
+                if (is_power) {
+                    SPANS(CODES_FP8, OFFSETS_NONE, true)
+                } else {
+                    SPANS(CODES_FP8, OFFSETS_NONE, false)
+                }
+                break;
+            EACH_OFFSETS(CODES_INT8)
+            EACH_OFFSETS(CODES_LEVELS4)
+            EACH_OFFSETS(CODES_UINT5)
+            EACH_OFFSETS(CODES_INT6)
+            default: SPANS(m->codes, OFFSETS_NONE, false)
         }
     }
 }
-#undef ROWS
+#undef SPANS
+#undef EACH_OFFSETS
