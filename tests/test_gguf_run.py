@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import gguf_models as models
 import pytest
 import torch
-from command_lines import Commands, one_line_error
+from command_lines import STEP_TIMEOUT_S, Commands, one_line_error
 from conftest import DEMO, StartServer
 from synthetic.gguf_writer import write_gguf
 from transformers import AutoModelForCausalLM
 
 from moeoffload import open_model
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.control.client import ControlClient
+from moeoffload.control.protocol import dtype_label
+from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ModelError, ServerError
 
 PROMPT = torch.randint(3, 300, (1, 40), generator=torch.manual_seed(5))
@@ -89,6 +94,37 @@ def test_a_server_with_another_file_refuses(start_server: StartServer, tmp_path:
     with pytest.raises(ServerError, match="model digest is"):
         open_model(path, experts=[server.address], device="cpu")
     assert server.process.poll() is None
+
+
+def test_a_config_that_is_none_leaves_a_server_as_it_was(start_server: StartServer, tmp_path: Path) -> None:
+    path = models.write_model("olmoe", tmp_path, "Q8_0")
+    good = Checkpoint.open(path, dense=tmp_path)
+    server = start_server("--model", str(path))
+    with contextlib.closing(ControlClient(server.address)) as client:
+        client.connect(STEP_TIMEOUT_S)
+
+        def calibrate(config: str) -> list[tuple[int, float]]:
+            label = dtype_label(good.dtype)
+            model = pb.ModelReference(reference="x", digest=good.digest, compute_dtype=label, config=config)
+            lease = client.attach(STEP_TIMEOUT_S)
+            with contextlib.closing(lease):
+                return lease.calibrate(model, STEP_TIMEOUT_S)
+
+        changed = good.config_text.replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-04')
+        assert changed != good.config_text
+        for config, words in (
+            ("", "--dense DIR"),
+            ("{", "not valid JSON"),
+            ("[" * 200_000, "not valid JSON"),
+            ("x" * 300_000, "more than 262144 characters"),
+            ('{"model_type": "bert"}', "of another model|not a Mixture"),
+            (good.config_text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 30000'), "claims 30000 layers"),
+            (changed, "model digest is"),
+        ):
+            with pytest.raises(ServerError, match=words) as caught:
+                calibrate(config)
+            assert str(caught.value).isprintable()
+        assert calibrate(good.config_text)
 
 
 def test_a_server_reads_files_below_its_root_and_no_others(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -62,3 +64,12 @@ def test_modules_form_no_circle() -> None:
         for name, path in modules.items()
     }
     TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
+
+
+def test_a_server_that_starts_imports_neither_transformers_nor_compilers() -> None:
+    code = (
+        "import sys; from moeoffload.cli import expert_app; from moeoffload.expert_server import server; "
+        "print(*sorted({name.split('.')[0] for name in sys.modules} | set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not {"transformers", "torch._dynamo", "triton", "sympy", "pandas", "rich"} & set(found)

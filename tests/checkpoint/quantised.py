@@ -71,7 +71,7 @@ CASES = [
     Case("minimax_m2", Quantised.FP8, "fp8", MINIMAX_M2),
     Case("deepseek_v4", Quantised.FP8_FP4, "mxfp4", DEEPSEEK_V4),
     Case("qwen3_moe", Quantised.MXFP8, "mxfp8", CUT),
-    Case("gpt_oss", Quantised.MXFP4, "mxfp4"),
+    Case("gpt_oss", Quantised.MXFP4, "mxfp4", {"hidden_size": 128, "intermediate_size": 128}),
     Case("qwen3_moe", Quantised.FP8_CHANNEL, "fp8", CUT),
     Case("qwen3_moe", Quantised.MXFP4, "mxfp4", CUT),
     Case("deepseek_v3", Quantised.INT4, "int4", WIDE | {"kv_lora_rank": 32}),

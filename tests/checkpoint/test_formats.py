@@ -82,7 +82,7 @@ DENSE = "model.layers.0.self_attn.o_proj"
         (Quantised.FP8, "weight_scale_inv", None, r"weight: is stored as F8_E4M3, and has no scale"),
         (Quantised.FP8, "weight_scale_inv", lambda scale: scale[:-1], r"weight: its scale has shape"),
         (Quantised.FP8, "weight_scale_inv", lambda scale: scale.to(torch.int32), r"weight: its scale is stored as"),
-        (Quantised.FP8, "weight", lambda weight: weight.flatten(), r"weight: "),
+        (Quantised.FP8, "weight", lambda weight: weight.flatten(), r"weight: has shape \(\d+,\), needed is one matrix"),
         (Quantised.INT4, "weight_scale", None, r"weight_packed: is stored as I32, and has no scale"),
         (Quantised.INT4, "weight_scale", lambda scale: scale[:, :-1], r"weight_packed: .* fit no group"),
         (Quantised.MXFP4, "weight_scale", lambda scale: scale[:, :-1], r"weight_packed: its scale has shape"),
@@ -217,3 +217,41 @@ def test_layers_that_the_config_excludes_stay_plain(tmp_path: Path) -> None:
     assert [round(layer.bits_per_weight) for layer in checkpoint.layers] == [16, 8]
     module = checkpoint.build_experts(0, [1], CPU)
     assert isinstance(module.gate_up_proj, torch.nn.Parameter)
+
+
+def test_blocks_that_rows_and_columns_do_not_fill(tmp_path: Path) -> None:
+    """DeepSeek V3 has a weight of 576 rows: five rows of blocks, the last a half. transformers refuses it."""
+    folder = write(Case("qwen3_moe", Quantised.FP8, "", {"hidden_size": 192, "moe_intermediate_size": 320}), tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    checkpoint = Checkpoint.open(folder)
+    module: Any = checkpoint.build_experts(1, EXPERTS, CPU)
+    up, down = (
+        unpacked(getattr(module, name), torch.float32, transposed=False) for name in ("gate_up_proj", "down_proj")
+    )
+    for slot, expert in enumerate(EXPERTS):
+        base = f"model.layers.1.mlp.experts.{expert}"
+        for part, ours in (("gate", up[slot, :320]), ("up", up[slot, 320:]), ("down", down[slot])):
+            codes, scales = (stored[f"{base}.{part}_proj.weight{end}"] for end in ("", "_scale_inv"))
+            assert len(codes) % 128
+            assert len(scales) == -(-len(codes) // 128)
+            for row, column in ((0, 0), (127, 127), (128, 128), (len(codes) - 1, codes.shape[1] - 1)):
+                assert ours[row, column] == codes[row, column].float() * scales[row // 128, column // 128]
+
+
+def test_experts_are_built_in_inference_mode(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write(CASES[5], tmp_path))
+    with torch.inference_mode():
+        module: Any = checkpoint.build_experts(0, EXPERTS, CPU)
+    assert not any(part.data.is_inference() for part in module.gate_up_proj)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_do_not_change_what_is_read(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are read into memory that the next read of the same thread takes."""
+    checkpoint = Checkpoint.open(write(CASES[12], tmp_path))
+    monkeypatch.setattr("moeoffload.checkpoint.checkpoint._MOST_THREADS", threads)
+    every: Any = checkpoint.build_experts(0, range(8), CPU)
+    for expert in range(8):
+        one: Any = checkpoint.build_experts(0, [expert], CPU)
+        for name in ("gate_up_proj", "down_proj"):
+            assert torch.equal(getattr(one, name)[0].data[0], getattr(every, name)[0].data[expert])

@@ -9,6 +9,8 @@ from typing import Any
 import gguf_models as models
 import pytest
 import torch
+from synthetic import write_tiny
+from synthetic.gguf_file import write_gguf as write_for_llama_cpp
 from transformers import AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -113,6 +115,18 @@ def test_transformers_own_reader_finds_the_same(tmp_path: Path, family: str) -> 
         assert torch.equal(got, values), name
         n_compared += 1
     assert n_compared == len(dict(whole.named_parameters()))
+
+
+def test_a_file_made_for_llama_cpp_is_read(tmp_path: Path) -> None:
+    """By a writer that shares nothing with the others here; its output is what llama.cpp's tools run and quantise."""
+    write_tiny("qwen3_moe", tmp_path, dtype=torch.bfloat16)
+    write_for_llama_cpp(tmp_path, tmp_path / "m.gguf")
+    source, got = Checkpoint.open(tmp_path), Checkpoint.open(tmp_path / "m.gguf")
+    for name, values in matrices(source.build_experts(1, [3, 4], CPU)).items():
+        assert torch.equal(matrices(got.build_experts(1, [3, 4], CPU))[name], values), name
+    dense = load_dense_model(got, CPU).state_dict()
+    for name, values in load_dense_model(source, CPU).state_dict().items():
+        assert torch.equal(dense[name], values), name
 
 
 def test_a_family_whose_dense_tensors_transformers_converts(tmp_path: Path) -> None:
