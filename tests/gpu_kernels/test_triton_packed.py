@@ -19,7 +19,8 @@ from packed_weights import BY_NAME, FORMATS, random_packed
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights, Scales
 from moeoffload.kernels.triton_experts import TritonExperts, why_not_computed
 
-from .experts_modules import make_experts, make_packed, without_the_least
+from .experts_modules import make_experts
+from .packed_modules import make_packed, without_the_least
 from .test_triton import BOUNDS, DEVICE, assert_close, compiled, compute, random_call
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
