@@ -4,6 +4,9 @@
 and two linear layers. Times are this thread's processor time, so that other work on the machine is not counted; kernels
 take turns in every round; each call has other routes, so weights come from memory. Limits are measured in the same
 rounds: reading is torch's sum of int64 over the same weights, multiplying its product of 1024 x 2048 and 2048 x 1536.
+
+``--formats`` measures packed weights instead, of 64 experts, all beside bfloat16 in every round: normally distributed
+weights in the formats of `moeoffload.formats.quantise`, and GGUF's k-quants with random codes.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from transformers.integrations import moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moeoffload import native
+from moeoffload.formats.packed import Codes, Offsets, PackedFormat, PackedWeights, Scales
+from moeoffload.formats.quantise import FORMATS, quantise
 from moeoffload.kernels import LayerKernels, prepare_layer
 from moeoffload.kernels.dense import MAX_ROWS, few_row_linear
 from moeoffload.kernels.huge_pages import prefer_huge_pages
@@ -38,6 +43,14 @@ READ_BYTES = 64 << 20
 PRODUCT = (1024, 2048, 1536)
 N_ROUTINGS = 16
 LEAST_ROUNDS = 7
+PACKED_EXPERTS = 64
+_UINT4 = tuple(float(level) for level in range(16))
+BFLOAT16 = PackedFormat("bfloat16", Codes.BFLOAT16)
+PACKED = FORMATS | {
+    "q4_k": PackedFormat("q4_k", Codes.LEVELS4, Scales.SUPER, Offsets.MIN, 32, _UINT4),
+    "q5_k": PackedFormat("q5_k", Codes.UINT5, Scales.SUPER, Offsets.MIN, 32),
+    "q6_k": PackedFormat("q6_k", Codes.INT6, Scales.SUPER, group=16),
+}
 Contestants = dict[str, Callable[[int], object]]
 """What is timed, by name: each gets the number of the round."""
 
@@ -85,23 +98,31 @@ def timed(contestants: Contestants, rounds: int) -> dict[str, Spread]:
 
 
 def measure(
-    layer: str, dtype: torch.dtype, n_rows: int, contestants: Contestants, rounds: int, n_bytes: float, n_flop: float
+    layer: str,
+    dtype: torch.dtype,
+    n_rows: int,
+    contestants: Contestants,
+    rounds: int,
+    n_bytes: float | dict[str, float],
+    n_flop: float,
 ) -> list[Row]:
-    """Rows of one table: the limits first. ``n_bytes`` and ``n_flop`` are those of one call."""
+    """Rows of one table: the limits first. ``n_bytes`` (of each, or of all) and ``n_flop`` are those of one call."""
     times = timed(contestants, rounds)
     read_rate = READ_BYTES / times.pop("read").median / 1e6
     product_rate = 2 * PRODUCT[0] * PRODUCT[1] * PRODUCT[2] / times.pop("product").median / 1e6
     about = (layer, str(dtype).removeprefix("torch."), n_rows)
     rows = [Row(*about, "limit", Spread(0, 0, 0), read_rate, 1.0, product_rate, 1.0)]
     for name, ms in times.items():
-        read, product = n_bytes / ms.median / 1e6, n_flop / ms.median / 1e6
+        read_bytes = n_bytes[name] if isinstance(n_bytes, dict) else n_bytes
+        read, product = read_bytes / ms.median / 1e6, n_flop / ms.median / 1e6
         rows.append(Row(*about, name, ms, read, read / read_rate, product, product / product_rate))
     return rows
 
 
-def make_experts(dtype: torch.dtype) -> Any:
-    """One layer's experts with random weights in huge pages."""
+def make_experts(dtype: torch.dtype, n_experts: int | None = None) -> Any:
+    """One layer's experts, all or so many, with random weights in huge pages."""
     config = geometry_config("qwen3-30b-a3b", layers=1)
+    config.num_experts = n_experts or config.num_experts
     config._experts_implementation = "eager"
     with torch.device("meta"):
         experts: Any = Qwen3MoeExperts(config).eval()
@@ -149,6 +170,53 @@ def bench_experts(dtype: torch.dtype, all_rows: Sequence[int], rounds: int) -> l
     return result
 
 
+def _packed(form: PackedFormat, n_out: int, n_in: int) -> PackedWeights:
+    """The same matrix for each of PACKED_EXPERTS, in huge pages."""
+    if form.name in FORMATS:
+        one = quantise(torch.randn(1, n_out, n_in) * 0.02, form)
+    else:
+        one = PackedWeights.empty(form, 1, n_out, n_in, torch.device("cpu"))
+        one.data.copy_(torch.randint(0, 256, one.data.shape, dtype=torch.uint8))
+        if form.codes is Codes.BFLOAT16:
+            one.data.copy_((torch.randn(1, n_out, n_in) * 0.02).to(torch.bfloat16).view(torch.uint8))
+        for name in ("factors", "min_factors"):
+            if name in form.sections(n_in):
+                one.section(name).view(torch.float16).fill_(2.0**-16)
+    data = torch.empty(PACKED_EXPERTS, *one.data.shape[1:], dtype=torch.uint8)
+    prefer_huge_pages(data)
+    data.copy_(one.data.expand_as(data))
+    scales = None if one.scales is None else one.scales.expand(PACKED_EXPERTS, -1, -1).contiguous()
+    return PackedWeights(form, n_in, data, scales)
+
+
+def bench_packed(names: Sequence[str], all_rows: Sequence[int], rounds: int) -> list[Row]:
+    """The experts kernels on packed weights; bfloat16 computes."""
+    hidden, inter, top_k = 2048, 768, 8
+    layers: dict[str, tuple[LayerKernels, float]] = {}
+    for form in [BFLOAT16, *(PACKED[name] for name in names)]:
+        experts = make_experts(torch.bfloat16, n_experts=1)
+        del experts.gate_up_proj, experts.down_proj
+        up, down = _packed(form, 2 * inter, hidden), _packed(form, hidden, inter)
+        experts.gate_up_proj, experts.down_proj, experts.compute_dtype = (up,), (down,), torch.bfloat16
+        layers[form.name] = prepare_layer(experts, kernel="tiled"), (up.nbytes + down.nbytes) / PACKED_EXPERTS
+        if form is BFLOAT16:
+            weights = up.data.view(torch.bfloat16)
+    result = []
+    for n_rows in all_rows:
+        rows, out = torch.randn(n_rows, hidden).to(torch.bfloat16), torch.empty(n_rows, hidden)
+        slots = [torch.rand(n_rows, PACKED_EXPERTS).topk(top_k).indices for _ in range(N_ROUTINGS)]
+        inputs = [(rows, some, torch.rand(n_rows, top_k)) for some in slots]
+        contestants = limits(weights)
+        for name, (layer, _) in layers.items():
+            contestants[name] = partial(run_ours, layer, inputs, out)
+        n_rounds = max(LEAST_ROUNDS, min(rounds, rounds * 16 // n_rows))
+        hit = statistics.fmean(slots[number % N_ROUTINGS].unique().numel() for number in range(n_rounds))
+        n_bytes = {name: hit * each for name, (_, each) in layers.items()}
+        n_flop = 2.0 * n_rows * top_k * 3 * hidden * inter
+        result += measure("packed experts", torch.bfloat16, n_rows, contestants, n_rounds, n_bytes, n_flop)
+    return result
+
+
 def bench_linear(dtype: torch.dtype, shape: tuple[int, int], all_rows: Sequence[int], rounds: int) -> list[Row]:
     """A linear layer; several copies of its weights take turns, so that none stays in a cache."""
     n_out, n_in = shape
@@ -180,7 +248,7 @@ def table(rows: Sequence[Row]) -> Table:
         is_limit = row.kernel == "limit"
         about = (row.layer, row.dtype, str(row.rows)) if is_limit else ("", "", "")
         ms, *shares = ("", "", "") if is_limit else (f"{row.ms:.2f}", f"{row.of_read:.0%}", f"{row.of_product:.0%}")
-        style = "dim" if is_limit else "bold" if row.kernel in {"tiled", "few_row_linear"} else None
+        style = "dim" if is_limit else "bold" if row.kernel in {"tiled", "few_row_linear", *PACKED} else None
         rates = f"{row.gb_per_s:.1f}", shares[0], f"{row.gflop_per_s:.0f}", shares[1]
         result.add_row(*about, row.kernel, ms, *rates, style=style)
     return result
@@ -189,6 +257,7 @@ def table(rows: Sequence[Row]) -> Table:
 def main(
     rows: Annotated[str, typer.Option(help="Numbers of rows, comma-separated")] = "1,2,4,8,16,64,256,1024",
     dtypes: Annotated[str, typer.Option(help="Of bf16, f16, f32")] = "bf16,f16,f32",
+    formats: Annotated[str, typer.Option(help="Packed weights instead, of int8,fp8,int4,mxfp4,q4_k,q5_k,q6_k")] = "",
     rounds: Annotated[int, typer.Option(help="Rounds at few rows, at least 7; fewer at many rows, at least 7")] = 31,
     core: Annotated[int | None, typer.Option(help="Core to run on [default: the host's]")] = None,
     matrix_unit: Annotated[bool, typer.Option(help="Use the CPU's matrix unit if it has one")] = True,
@@ -204,7 +273,9 @@ def main(
     result: list[Row] = []
     started = perf_counter()
     with torch.inference_mode():
-        for dtype in (DTYPES[name] for name in dtypes.split(",")):
+        if formats:
+            result += bench_packed(formats.split(","), all_rows, rounds)
+        for dtype in (DTYPES[name] for name in ([] if formats else dtypes.split(","))):
             result += bench_experts(dtype, all_rows, rounds)
             for shape in LINEARS:
                 result += bench_linear(dtype, shape, all_rows, rounds)

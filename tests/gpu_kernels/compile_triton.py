@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import triton
-from cpu_kernels.test_packed import BY_NAME
+from packed_weights import BY_NAME
 from triton.backends.compiler import GPUTarget
 
 from moeoffload.kernels import triton_ops

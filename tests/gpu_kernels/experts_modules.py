@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from cpu_kernels.test_packed import pack_experts, random_packed, unpacked
+from packed_weights import pack_experts, random_packed, unpacked
 from torch import nn
 from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cpu_kernels.test_packed import BY_NAME, FORMATS, MIXES, random_packed
+from cpu_kernels.test_packed import MIXES
+from packed_weights import BY_NAME, FORMATS, random_packed
 
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights, Scales
 from moeoffload.kernels.triton_experts import TritonExperts, why_not_computed

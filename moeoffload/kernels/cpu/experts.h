@@ -11,6 +11,13 @@ enum { NO_BIAS, EXACT_BIAS, ROUNDED_BIAS };
 
 typedef struct Kernels Kernels;
 
+// What to prefetch into the second-level cache meanwhile: `step` bytes for each row of a span. One read at a time: a burst
+// of them would wait for the memory.
+typedef struct {
+    const char *at;
+    int64_t step;
+} Ahead;
+
 // Rows of operands times rows of one matrix of weights. A result is `out[position, weight row]`.
 typedef struct {
     const Kernels *kernels;
@@ -47,7 +54,7 @@ struct Kernels {
     // Columns from..to of packed rows as elements, rows `stride` elements apart. `from` is a multiple of SPAN; where it
     // is one of SEGMENT, `scales` become those of the segment, one for each row; otherwise they are still those.
     void (*unpack)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, int64_t to, Scales *scales,
-                   void *out, int64_t stride);
+                   void *out, int64_t stride, Ahead ahead);
 };
 
 extern const Kernels *const portable_kernels[N_TYPES];
@@ -73,6 +80,7 @@ void project_by_matrix_unit(const Product *product);
 enum { ITEM_ROWS = 64 };     // weight rows that a thread claims at a time
 enum { BLOCK_ROWS = 32 };    // weight rows that meet all operands of an expert while they are near
 enum { AHEAD_BYTES = 2048 };
+enum { UNPACKED_ROWS = 4 };  // packed rows that are unpacked together into whole rows: more would not fit the first cache
 
 // Bytes that a thread needs to unpack weights into: a block of rows, from an address of whole lines of the cache on.
 static inline int64_t scratch_bytes(const Kernels *kernels, int64_t inner) {
@@ -81,16 +89,20 @@ static inline int64_t scratch_bytes(const Kernels *kernels, int64_t inner) {
 
 // As `unpack` of the kernels for rows of the product, which may lie in both parts.
 static inline void unpack_rows(const Product *p, int64_t row, int64_t n_rows, int64_t from, int64_t to, Scales *scales,
-                               char *out, int64_t stride) {
+                               char *out, int64_t stride, Ahead ahead) {
     for (int64_t some; n_rows > 0; n_rows -= some, row += some, scales += some) {
         const bool is_second = row >= p->parts->n_out;
         const Matrix *m = p->parts + is_second;
         const int64_t own = is_second ? row - p->parts->n_out : row;
         some = at_most(n_rows, m->n_out - own);
-        p->kernels->unpack(m, p->expert, own, some, from, to, scales, out, stride);
+        p->kernels->unpack(m, p->expert, own, some, from, to, scales, out, stride, ahead);
+        ahead.at += some * ahead.step;
         out += some * stride * p->kernels->item_bytes;
     }
 }
+
+// Bytes of a span of a packed row with its scales, about.
+static inline int64_t packed_step(const Product *p) { return ceil_div(SPAN * p->parts->row_bytes, p->inner); }
 
 // Where a packed row of the product begins.
 static inline const char *row_of_parts(const Matrix *parts, int64_t expert, int64_t row) {

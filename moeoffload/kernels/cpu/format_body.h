@@ -74,7 +74,10 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int n_ahead, cons
 #define STREAMED(n)                                                                                                  \
     case n:                                                                                                          \
         for (int w = 0; w < n_w; w++) {                                                                              \
-            const ELEMENT *row = weights ? weights + w * inner : NAME(unpacked)(p, weight_row + w, 1);               \
+            if (!weights && w % UNPACKED_ROWS == 0)                                                                  \
+                NAME(unpacked)(p, weight_row + w, at_most(UNPACKED_ROWS, n_w - w));                                  \
+            const ELEMENT *row =                                                                                     \
+                weights ? weights + w * inner : (const ELEMENT *)p->scratch + w % UNPACKED_ROWS * inner;             \
             NAME(products)(1, n, 1, row, inner, x, 0, inner, (const char *)row + AHEAD_BYTES, sums + w);          \
         }                                                                                                            \
         break;
@@ -99,12 +102,11 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int n_ahead, cons
 
 // Packed rows as elements, in the scratch memory; brings what comes next of them into the second-level cache.
 static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row, int64_t n_rows) {
-    Scales scales;
-    for (int64_t row = 0; row < n_rows; row++) {
-        const char *ahead = row_of_parts(p->parts, p->expert, weight_row + row) + 2 * AHEAD_BYTES;
-        for (int64_t line = 0; line < p->parts->row_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+    Scales scales[UNPACKED_ROWS];
+    for (int64_t row = 0; row < n_rows; row += UNPACKED_ROWS) {
+        const Ahead ahead = {row_of_parts(p->parts, p->expert, weight_row + row) + 3 * AHEAD_BYTES, packed_step(p)};
         char *out = (char *)p->scratch + row * p->inner * sizeof(ELEMENT);
-        unpack_rows(p, weight_row + row, 1, 0, p->inner, &scales, out, p->inner);
+        unpack_rows(p, weight_row + row, at_most(UNPACKED_ROWS, n_rows - row), 0, p->inner, scales, out, p->inner, ahead);
     }
     return p->scratch;
 }

@@ -124,29 +124,31 @@ INLINE void products(const int n_weights, const int n_operands, const Tiles *t, 
     if (n_weights > 1 && n_operands > 1) _tile_stored(3, sums[1][1], LINE_BYTES);
 }
 
-// As products of two weight tiles, for packed rows: SPAN columns of the next ones are unpacked while a chunk is
-// multiplied. Prefetches n_ahead lines of what is read next at every step.
+// As products of two weight tiles, for packed rows: SPAN columns are unpacked while those before them are multiplied.
+// Meanwhile as many rows at `ahead` come into the second-level cache.
 INLINE void products_of_packed(const int n_operands, const Product *p, const Tiles *t, int64_t row, float sums[2][2][16][16]) {
-    uint16_t chunks[2][2 * MATRIX_ROWS][SPAN] __attribute__((aligned(64)));
+    uint16_t spans[2][2 * MATRIX_ROWS][SPAN] __attribute__((aligned(64)));
     Scales scales[2 * MATRIX_ROWS];
-    const int64_t n_rows = at_most(2 * MATRIX_ROWS, p->to - row);
-    const char *ahead = t->ahead;
+    const int64_t n_rows = at_most(2 * MATRIX_ROWS, p->to - row), step = packed_step(p);
+    Ahead ahead = {t->ahead ? t->ahead : (const char *)spans, t->ahead ? step : 0};
     const char *some = t->operands[0], *others = t->operands[1];
     const int64_t width = 4 * t->columns[0], other_width = 4 * t->columns[1];
     _tile_zero(0);
     if (n_operands > 1) _tile_zero(1);
     _tile_zero(2);
     if (n_operands > 1) _tile_zero(3);
-    unpack_rows(p, row, n_rows, 0, at_most(SPAN, p->inner), scales, (char *)chunks[0], SPAN);
-    for (int64_t at = 0; at < p->inner; at += SPAN) {
-        uint16_t(*chunk)[SPAN] = chunks[at / SPAN % 2];
-        const int64_t next = at + SPAN;
-        if (next < p->inner)
-            unpack_rows(p, row, n_rows, next, at_most(next + SPAN, p->inner), scales, (char *)chunks[next / SPAN % 2], SPAN);
-        for (int64_t line = 0; line < t->n_ahead; line++, ahead += LINE_BYTES) _mm_prefetch(ahead, _MM_HINT_T1);
-        for (int64_t step = 0; step < SPAN && at + step < p->inner; step += MATRIX_STEP) {
-            _tile_loadd(4, &chunk[0][step], sizeof *chunk);
-            _tile_loadd(5, &chunk[MATRIX_ROWS][step], sizeof *chunk);
+    for (int64_t next = 0; next < p->inner + SPAN; next += SPAN) {
+        if (next < p->inner) {
+            char *out = (char *)spans[next / SPAN % 2];
+            unpack_rows(p, row, n_rows, next, at_most(next + SPAN, p->inner), scales, out, SPAN, ahead);
+            ahead.at += n_rows * ahead.step;
+            if (!next) continue;
+        }
+        const int64_t end = at_most(next, p->inner);
+        const uint16_t(*span)[SPAN] = spans[(next / SPAN + 1) % 2];
+        for (int64_t at = next - SPAN; at < end; at += MATRIX_STEP) {
+            _tile_loadd(4, &span[0][at % SPAN], sizeof *span);
+            _tile_loadd(5, &span[MATRIX_ROWS][at % SPAN], sizeof *span);
             _tile_loadd(6, some, width);
             some += MATRIX_ROWS * width;
             if (n_operands > 1) {
@@ -183,18 +185,13 @@ INLINE void write_results(const Product *p, const float sums[16][16], int64_t po
     }
 }
 
-// Lines of the cache in which about so many columns of 32 packed rows lie.
-static int64_t packed_lines(const Product *p, int64_t columns) {
-    return ceil_div(2 * MATRIX_ROWS * p->parts->row_bytes * columns, p->inner * LINE_BYTES);
-}
-
 // Unpacks rows into the scratch memory and prefetches as many at `ahead`.
 static void unpack_block(const Product *p, int64_t row, int64_t n_rows, const char *ahead) {
-    Scales scales;
-    for (int64_t i = 0; i < n_rows; i++) {
-        if (ahead)
-            for (int64_t line = 0; line < p->parts->row_bytes; line += LINE_BYTES, ahead += LINE_BYTES) _mm_prefetch(ahead, _MM_HINT_T1);
-        unpack_rows(p, row + i, 1, 0, p->inner, &scales, (char *)p->scratch + i * p->inner * ITEM_BYTES, p->inner);
+    Scales scales[UNPACKED_ROWS];
+    for (int64_t i = 0; i < n_rows; i += UNPACKED_ROWS) {
+        char *out = (char *)p->scratch + i * p->inner * ITEM_BYTES;
+        const Ahead some = {ahead ? ahead + i * p->parts->row_bytes : out, ahead ? packed_step(p) : 0};
+        unpack_rows(p, row + i, at_most(UNPACKED_ROWS, n_rows - i), 0, p->inner, scales, out, p->inner, some);
     }
 }
 
@@ -232,7 +229,6 @@ TARGET void project_by_matrix_unit(const Product *p) {
             }
             t.n_ahead = at_most(each, lines);
             if (is_chunked) {
-                t.n_ahead = t.ahead ? packed_lines(p, SPAN) : 0;
                 n_operands > 1 ? products_of_packed(2, p, &t, row, sums) : products_of_packed(1, p, &t, row, sums);
             } else if (n_weights > 1 && n_operands > 1)
                 products(2, 2, &t, sums);

@@ -140,53 +140,55 @@ static TARGET __attribute__((noinline)) void NAME(unpack_any)(const Matrix *m, c
     }
 }
 
-// SPAN weights from `at` on, a multiple of it, of up to 64 rows; or fewer, if `to` is nearer.
-INLINE void NAME(unpack_spans)(const int codes, const int offsets, const bool is_power, const Matrix *m, const char *row,
-                               int64_t n_rows, int64_t at, int64_t to, const Scales *s, ELEMENT *out, int64_t stride) {
-    const int64_t row_bytes = m->row_bytes, count = to - at;
-    const uint8_t *code = (const uint8_t *)row + at * code_bits(codes) / 8;
-    const uint8_t *high = (const uint8_t *)row + m->high + at * high_bits(codes) / 8;
+// Columns from..to of up to 64 rows, within a segment; `from` is a multiple of SPAN.
+INLINE void NAME(unpack_spans)(const int codes, const int offsets, const bool is_power, const Matrix *m, const char *rows,
+                               int64_t n_rows, int64_t from, int64_t to, const Scales *scales, ELEMENT *out, int64_t stride,
+                               Ahead ahead) {
+    const int64_t row_bytes = m->row_bytes, shift = m->shift, first = from / SEGMENT * SEGMENT >> shift;
+    const uint64_t all_rows = ~(uint64_t)0 >> (64 - n_rows);
     NAME(Span) span, *const g = &span;
-    for (int i = 0; i < 4; i++) span.group[i] = ((at + 16 * i) >> m->shift) - (at / SEGMENT * SEGMENT >> m->shift);
-    if (count < SPAN) {
-        for (int64_t r = 0; r < n_rows; r++, code += row_bytes, high += row_bytes, out += stride) {
-            uint8_t some[4 * SPAN] = {0}, some_high[SPAN / 4] = {0};
-            ELEMENT rest[SPAN];
-            memcpy(some, code, ceil_div(count * code_bits(codes), 8));
-            memcpy(some_high, high, ceil_div(count * high_bits(codes), 8));
-            NAME(unpack_any)(m, some, some_high, g, s + r, rest);
-            memcpy(out, rest, count * sizeof(ELEMENT));
-        }
-        return;
-    }
-    uint64_t left = ~(uint64_t)0 >> (64 - n_rows);  // rows
 #ifdef WORDS
-    if (codes < CODES_BF16) {
-        const vec numbers = __builtin_convertvector(LANE_NUMBERS, vec);
-        left = 0;
-        span.low = codes == CODES_LEVELS4 ? load(m->levels, F32) : codes == CODES_FP8 ? fp8_values(0) : numbers;
-        span.high = codes == CODES_LEVELS4 ? span.low : codes == CODES_FP8 ? fp8_values(16) : numbers + 16.0f;
-        span.words = WORDS(span.low, span.high);
-        span.is_nonzero = _mm512_test_epi16_mask(span.words, _mm512_set1_epi16(0x7FFF));
-        const uint8_t *row_code = code, *row_high = high;
-        const Scales *row_scales = s;
-        ELEMENT *row_out = out;
-        for (int64_t r = 0; r < n_rows; r++) {
-            const bool is_done = NAME(unpack_fast)(codes, offsets, is_power, m, row_code, row_high, g, row_scales, row_out);
-            if (__builtin_expect(!is_done, false)) left |= (uint64_t)1 << r;
-            row_code += row_bytes, row_high += row_bytes, row_scales++, row_out += stride;
-        }
-    }
+    const vec numbers = __builtin_convertvector(LANE_NUMBERS, vec);
+    span.low = codes == CODES_LEVELS4 ? load(m->levels, F32) : codes == CODES_FP8 ? fp8_values(0) : numbers;
+    span.high = codes == CODES_LEVELS4 ? span.low : codes == CODES_FP8 ? fp8_values(16) : numbers + 16.0f;
+    span.words = WORDS(span.low, span.high);
+    span.is_nonzero = _mm512_test_epi16_mask(span.words, _mm512_set1_epi16(0x7FFF));
 #endif
-    for (; left; left &= left - 1) {
-        const int64_t r = __builtin_ctzll(left);
-        NAME(unpack_any)(m, code + r * row_bytes, high + r * row_bytes, g, s + r, out + r * stride);
+    for (int64_t at = from; at < to; at += SPAN, out += SPAN) {
+        const uint8_t *code = (const uint8_t *)rows + at * code_bits(codes) / 8;
+        const uint8_t *high = (const uint8_t *)rows + m->high + at * high_bits(codes) / 8;
+        const int64_t count = at_most(to - at, SPAN);
+        uint64_t left = all_rows;
+        for (int i = 0; i < 4; i++) span.group[i] = ((at + 16 * i) >> shift) - first;
+#ifdef WORDS
+        if (codes < CODES_BF16 && count == SPAN) {
+            left = 0;
+            const uint8_t *row_code = code, *row_high = high;
+            const Scales *s = scales;
+            ELEMENT *row_out = out;
+            for (int64_t r = 0; r < n_rows; r++, ahead.at += ahead.step) {
+                __builtin_prefetch(ahead.at, 0, 2);
+                __builtin_prefetch(row_code + 64, 0, 3);
+                const bool is_done = NAME(unpack_fast)(codes, offsets, is_power, m, row_code, row_high, g, s, row_out);
+                if (__builtin_expect(!is_done, false)) left |= (uint64_t)1 << r;
+                row_code += row_bytes, row_high += row_bytes, s++, row_out += stride;
+            }
+        }
+#endif
+        for (; left; left &= left - 1) {
+            const int64_t r = __builtin_ctzll(left);
+            uint8_t some[4 * SPAN] = {0}, some_high[SPAN / 4] = {0};
+            ELEMENT elements[SPAN];
+            memcpy(some, code + r * row_bytes, ceil_div(count * code_bits(codes), 8));
+            memcpy(some_high, high + r * row_bytes, ceil_div(count * high_bits(codes), 8));
+            NAME(unpack_any)(m, some, some_high, g, scales + r, elements);
+            memcpy(out + r * stride, elements, count * sizeof(ELEMENT));
+        }
     }
 }
 
-#define SPANS(codes, offsets, is_power)                                                                           \
-    for (; from < end; from += SPAN, elements += SPAN)                                                            \
-        NAME(unpack_spans)(codes, offsets, is_power, m, data, n_rows, from, end, scales, elements, stride);
+#define SPANS(codes, offsets, is_power) \
+    NAME(unpack_spans)(codes, offsets, is_power, m, data, n_rows, from, end, scales, elements, stride, ahead);
 #define EACH_OFFSETS(codes)                                                                                       \
     case codes:                                                                                                   \
         if (m->offsets == OFFSETS_ZERO) {                                                                         \
@@ -201,7 +203,7 @@ INLINE void NAME(unpack_spans)(const int codes, const int offsets, const bool is
         break;
 // See Kernels.
 static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, int64_t to,
-                                Scales *scales, void *out, int64_t stride) {
+                                Scales *scales, void *out, int64_t stride, Ahead ahead) {
     const char *data = packed_row(m, expert, row);
     ELEMENT *elements = out;
     const bool is_power = TYPE == BF16 && m->scales == SCALES_E8M0;
@@ -220,8 +222,11 @@ static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, in
             EACH_OFFSETS(CODES_LEVELS4)
             EACH_OFFSETS(CODES_UINT5)
             EACH_OFFSETS(CODES_INT6)
-            default: SPANS(m->codes, OFFSETS_NONE, false)
+            default: SPANS((int)m->codes, OFFSETS_NONE, false)
         }
+        elements += end - from;
+        ahead.at += n_rows * ((end - from) / SPAN) * ahead.step;
+        from = end;
     }
 }
 #undef SPANS
