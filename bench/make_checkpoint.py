@@ -66,6 +66,7 @@ def main() -> None:
             dtype=DTYPES[args.dtype],
             layout=args.layout,
             shard_bytes=args.sharded_mb * 10**6,
+            form=args.format,
         )
         _say(folder, sorted(folder.glob("*.safetensors")), start)
     if args.gguf is not None:
