@@ -82,9 +82,10 @@ enum { BLOCK_ROWS = 32 };    // weight rows that meet all operands of an expert 
 enum { AHEAD_BYTES = 2048 };
 enum { UNPACKED_ROWS = 4 };  // packed rows that are unpacked together into whole rows: more would not fit the first cache
 
-// Bytes that a thread needs to unpack weights into: a block of rows, from an address of whole lines of the cache on.
+// Bytes of a thread's memory to unpack a block of rows into. For the matrix unit rows are a line of the cache further
+// apart than they are long: else they might all compete for the same places in the first cache.
 static inline int64_t scratch_bytes(const Kernels *kernels, int64_t inner) {
-    return padded(BLOCK_ROWS * inner * kernels->item_bytes, 64);
+    return BLOCK_ROWS * padded(inner * kernels->item_bytes + 64, 64);
 }
 
 // As `unpack` of the kernels for rows of the product, which may lie in both parts.

@@ -87,13 +87,13 @@ INLINE void configure(int64_t columns, int64_t more_columns) {
 
 typedef struct {
     const char *weights, *operands[2], *ahead;
-    int64_t row_bytes, columns[2], n_ahead;
+    int64_t row_bytes, stride, columns[2], n_ahead;  // `stride` is from one weight row to the next, in bytes
 } Tiles;
 
 // sums[weight tile][operand tile] of one or two tiles each; brings n_ahead lines of each stream at every step.
 INLINE void products(const int n_weights, const int n_operands, const Tiles *t, float sums[2][2][16][16]) {
     const int64_t row_bytes = t->row_bytes, ahead_bytes = t->n_ahead * LINE_BYTES;
-    const char *weights = t->weights, *more = weights + MATRIX_ROWS * row_bytes, *ahead = t->ahead;
+    const char *weights = t->weights, *more = weights + MATRIX_ROWS * t->stride, *ahead = t->ahead;
     const char *some = t->operands[0], *others = t->operands[1];
     const int64_t width = 4 * t->columns[0], other_width = 4 * t->columns[1];
     _tile_zero(0);
@@ -105,8 +105,8 @@ INLINE void products(const int n_weights, const int n_operands, const Tiles *t, 
 #pragma GCC unroll 8
             for (int i = 0; i < STREAMS; i++) _mm_prefetch(line + i * STREAM_ROWS * row_bytes, _MM_HINT_T1);
         ahead += ahead_bytes;
-        _tile_loadd(4, weights + at, row_bytes);
-        if (n_weights > 1) _tile_loadd(5, more + at, row_bytes);
+        _tile_loadd(4, weights + at, t->stride);
+        if (n_weights > 1) _tile_loadd(5, more + at, t->stride);
         _tile_loadd(6, some, width);
         some += MATRIX_ROWS * width;
         if (n_operands > 1) {
@@ -125,9 +125,11 @@ INLINE void products(const int n_weights, const int n_operands, const Tiles *t, 
 }
 
 // As products of two weight tiles, for packed rows: SPAN columns are unpacked while those before them are multiplied.
-// Meanwhile as many rows at `ahead` come into the second-level cache.
+// They go to the tiles' weights; if those are NULL, to where they are not kept. Meanwhile as many rows at `ahead` come into
+// the second-level cache.
 INLINE void products_of_packed(const int n_operands, const Product *p, const Tiles *t, int64_t row, float sums[2][2][16][16]) {
     uint16_t spans[2][2 * MATRIX_ROWS][SPAN] __attribute__((aligned(64)));
+    const int64_t stride = t->weights ? t->stride : sizeof spans[0][0];
     Scales scales[2 * MATRIX_ROWS];
     const int64_t n_rows = at_most(2 * MATRIX_ROWS, p->to - row), step = packed_step(p);
     Ahead ahead = {t->ahead ? t->ahead : (const char *)spans, t->ahead ? step : 0};
@@ -139,16 +141,17 @@ INLINE void products_of_packed(const int n_operands, const Product *p, const Til
     if (n_operands > 1) _tile_zero(3);
     for (int64_t next = 0; next < p->inner + SPAN; next += SPAN) {
         if (next < p->inner) {
-            char *out = (char *)spans[next / SPAN % 2];
-            unpack_rows(p, row, n_rows, next, at_most(next + SPAN, p->inner), scales, out, SPAN, ahead);
+            char *out = t->weights ? (char *)t->weights + next * ITEM_BYTES : (char *)spans[next / SPAN % 2];
+            unpack_rows(p, row, n_rows, next, at_most(next + SPAN, p->inner), scales, out, stride / ITEM_BYTES, ahead);
             ahead.at += n_rows * ahead.step;
             if (!next) continue;
         }
         const int64_t end = at_most(next, p->inner);
-        const uint16_t(*span)[SPAN] = spans[(next / SPAN + 1) % 2];
+        const char *span = t->weights ? t->weights + (next - SPAN) * ITEM_BYTES : (char *)spans[(next / SPAN + 1) % 2];
         for (int64_t at = next - SPAN; at < end; at += MATRIX_STEP) {
-            _tile_loadd(4, &span[0][at % SPAN], sizeof *span);
-            _tile_loadd(5, &span[MATRIX_ROWS][at % SPAN], sizeof *span);
+            _tile_loadd(4, span, stride);
+            _tile_loadd(5, span + MATRIX_ROWS * stride, stride);
+            span += LINE_BYTES;
             _tile_loadd(6, some, width);
             some += MATRIX_ROWS * width;
             if (n_operands > 1) {
@@ -185,31 +188,21 @@ INLINE void write_results(const Product *p, const float sums[16][16], int64_t po
     }
 }
 
-// Unpacks rows into the scratch memory and prefetches as many at `ahead`.
-static void unpack_block(const Product *p, int64_t row, int64_t n_rows, const char *ahead) {
-    Scales scales[UNPACKED_ROWS];
-    for (int64_t i = 0; i < n_rows; i += UNPACKED_ROWS) {
-        char *out = (char *)p->scratch + i * p->inner * ITEM_BYTES;
-        const Ahead some = {ahead ? ahead + i * p->parts->row_bytes : out, ahead ? packed_step(p) : 0};
-        unpack_rows(p, row + i, at_most(UNPACKED_ROWS, n_rows - i), 0, p->inner, scales, out, p->inner, some);
-    }
-}
-
 TARGET void project_by_matrix_unit(const Product *p) {
     float sums[2][2][16][16] __attribute__((aligned(64)));
-    Tiles t = {.row_bytes = p->inner * ITEM_BYTES};
+    Tiles t = {.row_bytes = p->inner * ITEM_BYTES, .stride = p->inner * ITEM_BYTES};
     const int64_t n_groups = ceil_div(p->last - p->first, MATRIX_ROWS);
     int64_t columns[2] = {0, 0};
     for (int64_t row = p->from; row < p->to; row += 2 * MATRIX_ROWS) {
         const int n_weights = p->to - row > MATRIX_ROWS ? 2 : 1;
         // While these rows are multiplied, those that are read next come into the second-level cache.
-        const bool is_last = row + n_weights * MATRIX_ROWS >= p->to, is_chunked = p->parts && n_groups <= 2;
+        const bool is_last = row + n_weights * MATRIX_ROWS >= p->to;
         t.weights = (const char *)p->weights + row * t.row_bytes;
         t.ahead = is_last ? p->following : t.weights + n_weights * MATRIX_ROWS * t.row_bytes;
         if (p->parts) {
-            t.weights = p->scratch;
+            t.weights = n_groups > 2 ? p->scratch : NULL;
+            t.stride = padded(t.row_bytes, LINE_BYTES) + LINE_BYTES;
             if (!is_last) t.ahead = row_of_parts(p->parts, p->expert, row + n_weights * MATRIX_ROWS);
-            if (!is_chunked) unpack_block(p, row, n_weights * MATRIX_ROWS, t.ahead);
         }
         int64_t lines = t.ahead && !p->parts ? STREAM_ROWS : 0;
         const int64_t each = ceil_div(lines, ceil_div(n_groups, 2));
@@ -228,7 +221,7 @@ TARGET void project_by_matrix_unit(const Product *p) {
                     t.columns[i] > 1 ? (const char *)p->packed + position * t.row_bytes : operand_of(p, position);
             }
             t.n_ahead = at_most(each, lines);
-            if (is_chunked) {
+            if (p->parts && group == 0) {
                 n_operands > 1 ? products_of_packed(2, p, &t, row, sums) : products_of_packed(1, p, &t, row, sums);
             } else if (n_weights > 1 && n_operands > 1)
                 products(2, 2, &t, sums);
