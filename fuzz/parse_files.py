@@ -45,8 +45,8 @@ def _gguf_text(value: str) -> bytes:
 
 def _gguf() -> bytes:
     """A header with every key of a config, an array and a tensor."""
-    keys = ("block_count", "context_length", "embedding_length", "feed_forward_length", "expert_count")
-    keys += ("expert_used_count", "expert_feed_forward_length", "attention.head_count", "attention.head_count_kv")
+    keys = ["block_count", "context_length", "embedding_length", "feed_forward_length", "expert_count"]
+    keys += ["expert_used_count", "expert_feed_forward_length", "attention.head_count", "attention.head_count_kv"]
     values = [_gguf_text(f"qwen3moe.{key}") + struct.pack("<II", 4, 2) for key in keys]
     for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
         values.append(_gguf_text(f"qwen3moe.{key}") + struct.pack("<If", 6, 1e-6))

@@ -66,12 +66,12 @@ def unpacked(*paths: Path) -> dict[str, torch.Tensor]:
 
 def experts_of(tensors: dict[str, torch.Tensor], layer: int, *, interleaved: bool) -> dict[str, torch.Tensor]:
     """The matrices of a layer's experts, (n_experts, out, in), by names of transformers, and their biases."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for ending, suffix in (("weight", ""), ("bias", "_bias")):
-        parts = [tensors.get(f"blk.{layer}.ffn_{which}_exps.{ending}") for which in ("gate", "up", "down")]
-        if parts[0] is None:
+        names = [f"blk.{layer}.ffn_{which}_exps.{ending}" for which in ("gate", "up", "down")]
+        if names[0] not in tensors:
             continue
-        gate, up, down = parts
+        gate, up, down = (tensors[name] for name in names)
         join = torch.stack([gate, up], dim=2).flatten(1, 2) if interleaved else torch.cat([gate, up], dim=1)
         found |= {f"gate_up_proj{suffix}": join, f"down_proj{suffix}": down}
     return found
