@@ -77,11 +77,6 @@ import moeoffload.native as n
 _features = n.cpu_features()
 n.cpu_features = lambda: _features & ~n.Features.MATRIX_UNIT
 """
-SLOW: Final = """
-import slow_server
-slow_server.slow_down({})
-"""
-
 PATHS: Final = (
     FastPath("spinning", ("transport/spin.py", "transport/spin.c"), (DECODE,), NO_SPIN, NO_SPIN),
     FastPath("huge pages", ("kernels/huge_pages.py",), (DECODE, PREFILL), NO_HUGE_PAGES, NO_HUGE_PAGES),
@@ -100,13 +95,6 @@ PATHS: Final = (
     ),
     FastPath("matrix unit", ("kernels/cpu/matrix_unit.c",), (PREFILL_LONG,), NO_MATRIX_UNIT, NO_MATRIX_UNIT),
     FastPath("prefill pipeline", ("host/pipeline.py",), (PREFILL, PREFILL_LONG), settings={"pipeline": "off"}),
-    FastPath(
-        "auto slices",
-        ("host/auto_slice.py",),
-        (PREFILL,),
-        settings={"mode": "batched"},
-        always={"server_patch": SLOW.format("above=64, above_factor=8")},
-    ),
     FastPath(
         "coalescing",
         ("expert_server/batcher.py",),

@@ -44,6 +44,7 @@ class _Calls:
         self._client = client
         self._rng = random.Random(seed)
         self._lease: Lease | None = None
+        self._metadata = HostCredentials().metadata(client.address)
         self.counts = Counts()
         self._steps = [
             pb.AttachRequest(hello=pb.Hello(protocol_version=PROTOCOL_VERSION, host="fuzz:1", host_version="1")),
@@ -69,7 +70,7 @@ class _Calls:
             else:
                 data = mutated(self._good(method), rng) if rng.random() < 0.95 else b""
                 name = "/grpc.health.v1.Health/Check" if method == "health" else SERVICE + method
-                list(self._channel.unary_stream(name, None, None)(data, timeout=CALL_S))
+                list(self._channel.unary_stream(name, None, None)(data, timeout=CALL_S, metadata=self._metadata))
             self.counts.good += 1
         except grpc.RpcError as error:
             code = error.code() if isinstance(error, grpc.Call) else None
@@ -78,7 +79,7 @@ class _Calls:
             self.counts.hangs += code is grpc.StatusCode.DEADLINE_EXCEEDED
 
     def _stream(self, method: str, requests: list[bytes]) -> None:
-        list(self._channel.stream_stream(method, None, None)(iter(requests), timeout=CALL_S))
+        list(self._channel.stream_stream(method, None, None)(iter(requests), timeout=CALL_S, metadata=self._metadata))
 
     def _good(self, method: str) -> bytes:
         """A request that the server answers."""

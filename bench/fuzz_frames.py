@@ -49,7 +49,7 @@ class Counts:
             self.refused += 1
             self.crashes += header.code == ErrorCode.INTERNAL
         else:
-            self.dropped += header.kind == Kind.PING
+            self.dropped += header.kind == Kind.CANCEL
 
 
 def fuzzed_frame(frames: list[bytearray], request_id: int, epoch: int, rng: random.Random) -> bytes:
@@ -236,11 +236,11 @@ class StreamFuzz:
         return found
 
     def _in_step(self, counts: Counts) -> bool:
-        """Waits for the answer to a ping: the server has seen all that came before."""
+        """Waits for a cancellation to come back: the server has seen all that came before."""
         deadline = time.monotonic() + ANSWER_S
         ping = bytearray(HEADER_BYTES)
         request_id = 2**62 + 4 * counts.inputs
-        FrameHeader(Kind.PING, request_id=request_id).pack_into(memoryview(ping))
+        FrameHeader(Kind.CANCEL, request_id=request_id).pack_into(memoryview(ping))
         while time.monotonic() < deadline:
             self._socket.send_multipart([TAG.pack(request_id, 0, HEADER_BYTES), ping])
             if self._socket.poll(50) and self._read(counts, request_id):

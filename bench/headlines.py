@@ -58,13 +58,6 @@ def _prefill_ipc(rows: Rows) -> str:
     )
 
 
-def _auto_policy(rows: Rows) -> str:
-    autos = [row for row in rows if row["mode"] == "auto"]
-    return "; ".join(
-        f"{row['server']}: **{row['ratio_to_best']:.2f}** of the better fixed mode's time" for row in autos
-    )
-
-
 def _balance(rows: Rows) -> str:
     mixed = rows[1]
     alone, both = (row["decode_tokens_per_s"]["median"] for row in rows[:2])
@@ -167,7 +160,6 @@ def _concurrent_answers(rows: Rows) -> str:
 HEADLINES: dict[str, Callable[[Rows], str]] = {
     "ablations": _ablations,
     "against": _against,
-    "auto_policy": _auto_policy,
     "balance": _balance,
     "chunks": _chunks,
     "coalescing": _coalescing,

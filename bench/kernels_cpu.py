@@ -33,8 +33,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moeoffload import native
 from moeoffload.formats.packed import Codes, Offsets, PackedFormat, PackedWeights, Scales
 from moeoffload.formats.quantise import FORMATS, quantise
-from moeoffload.kernels import LayerKernels, few_row_linear, prefer_huge_pages, prepare_layer
-from moeoffload.kernels.dense import MAX_ROWS
+from moeoffload.kernels import LayerKernels, prepare_layer
+from moeoffload.kernels.dense import MAX_ROWS, few_row_linear
+from moeoffload.kernels.huge_pages import prefer_huge_pages
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 LINEARS = ((4096, 2048), (32000, 2048))

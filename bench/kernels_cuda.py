@@ -1,6 +1,6 @@
 """The kernels of one layer on a GPU: bytes of weights and operations per second at 1 to 1024 rows.
 
-``python bench/kernels_cuda.py --json out.json``. Contenders: the Triton programs (few rows), grouped products without
+``python bench/kernels_cuda.py --json out.json``. Contenders: the Triton programs, grouped products without
 waiting (what servers use), and as transformers does them. Every call routes to other experts, so that weights come from
 memory, not from its cache. The limit of a call is the larger of two times measured in the same run: reading the weights
 of the experts it names at the speed of a copy on the device, and its operations at the speed of one large product.
@@ -29,7 +29,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moeoffload.kernels import GroupedKernel
-from moeoffload.kernels.triton_experts import MAX_ROWS, TritonExperts, why_not_triton
+from moeoffload.kernels.triton_experts import TritonExperts, why_not_triton
 
 EXPERTS: Final = {
     "qwen3-30b-a3b": Qwen3MoeExperts,
@@ -156,7 +156,7 @@ class Layer:
             "as transformers": grouped(GroupedKernel()),
             "grouped": grouped(GroupedKernel(may_wait=False)),
         }
-        if triton is not None and len(self.rows) <= MAX_ROWS:
+        if triton is not None:
             calls["triton"] = lambda i: triton(self.rows, self.slots[i], self.weights, self.out)
         return calls
 

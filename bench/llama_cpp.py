@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -36,7 +37,15 @@ from synthetic.gguf_file import write_gguf
 PACKAGE: Final = "llama-cpp-python==0.3.36"
 TOOLS: Final = ("ggml-rpc-server", "llama-bench", "llama-quantize")
 NOT_BUILT: Final = ("CURL", "BUILD_TESTS", "BUILD_EXAMPLES")
-OPTIONS: Final = ("GGML_RPC=ON", "GGML_NATIVE=ON", *(f"LLAMA_{part}=OFF" for part in NOT_BUILT))
+# Its code for AMX fails with a segmentation fault in this version, on one thread and on several.
+FLAGS: Final = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+LANGUAGES: Final = ("C", "CXX") if platform.machine() == "x86_64" else ()
+OPTIONS: Final = (
+    "GGML_RPC=ON",
+    "GGML_NATIVE=ON",
+    *(f"LLAMA_{part}=OFF" for part in NOT_BUILT),
+    *(f"CMAKE_{language}_FLAGS={FLAGS}" for language in LANGUAGES),
+)
 CACHE: Final = Path.home() / ".cache/moeoffload-bench"
 EXPERTS: Final = "ffn_.*_exps"
 PROMPTS: Final = (512, 2048)
@@ -190,9 +199,9 @@ def compare(tools: Path, kind: str, file: Path, ours: Path, turns: int, limit: f
                 if turn:
                     found[name].append(speeds)
     rows = []
-    for (system, where), speeds in found.items():
-        spreads = {task: Spread.of([each[task] for each in speeds]) for task in speeds[0]}
-        rows.append(Row(kind, system, where, **spreads, decode_limit=limit, turns=speeds))
+    for (system, where), done in found.items():
+        spreads = {task: Spread.of([each[task] for each in done]) for task in done[0]}
+        rows.append(Row(kind, system, where, **spreads, decode_limit=limit, turns=done))
     return rows
 
 

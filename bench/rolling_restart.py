@@ -15,10 +15,9 @@ from typing import Annotated, Any
 import fault_path  # noqa: F401  (before what it makes importable)
 import tasks
 import typer
-from fault_kit.generation import DEMO
 from fault_kit.rolling import Rolling, rolling_restart
-from fault_kit.server import ServerProcess
 from fault_results import write_results
+from server_processes import DEMO, ServerProcess
 
 from moeoffload.host.session import open_model
 

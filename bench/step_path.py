@@ -18,7 +18,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
-from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.kernels import prepare_layer
@@ -94,7 +93,7 @@ def call_steps(offer: Any) -> Iterator[Callable[[int], None]]:
     link = ExpertLink(
         LinkInfo("bench:1", "cpu", "", channel.name, "", "", N_EXPERTS, 0), control, control, channel, LAYOUT, EPOCH,
         ExpertTable((tuple(range(N_EXPERTS)),)), [N_EXPERTS], torch.device("cpu"), torch.bfloat16,
-        TIMEOUT_S, TIMEOUT_S, SliceLearner([], LAYOUT.capacity, 1),
+        TIMEOUT_S, TIMEOUT_S, [],
     )  # fmt: skip
     link._slot_of = [torch.full((N_EXPERTS,), -1, dtype=torch.int16)]
     hidden, ids = torch.randn(1, HIDDEN).to(torch.bfloat16), torch.arange(TOP_K)[None]

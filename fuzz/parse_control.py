@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,13 @@ class _Context:
         """Where the call comes from."""
         return "ipv4:127.0.0.1:1"
 
-    async def abort(self, code: grpc.StatusCode, details: str, metadata: object = ()) -> None:
+    def set_trailing_metadata(self, metadata: object) -> None:
+        """Takes it."""
+
+    def cancel(self) -> None:
+        """Nothing runs beside."""
+
+    def abort(self, code: grpc.StatusCode, details: str) -> None:
         """Checks what the peer would read."""
         if not details.isprintable() or len(details) > 500:
             raise AssertionError(f"details that are not one short line: {details!r}")
@@ -103,58 +108,51 @@ class _Plane:
         name, kind = METHODS[number % len(METHODS)]
         try:
             if name == "Attach":
-                asyncio.run(self._attach([kind.FromString(part) for part in _split(data)]))
+                self._attach([kind.FromString(part) for part in _split(data)])
             elif name in ("DescribeReply", "Offer"):
                 self._reply(kind.FromString(data))
             else:
-                asyncio.run(self._call(name, kind.FromString(data)))
+                self._call(name, kind.FromString(data))
         except (DecodeError, _AbortedError):
             pass
         self._server._draining = False
         if self._server._leases or self._server.store.resident_bytes or self._server.store._reserved_bytes:
             raise AssertionError("something of a host that has gone is still there")
 
-    async def _call(self, name: str, request: Any) -> None:
+    def _call(self, name: str, request: Any) -> None:
         if getattr(request, "lease_id", "") != LEASE:
-            await self._finish(name, request)
+            self._finish(name, request)
             return
         lease = self._server.open_lease(pb.Hello(host="fuzz"), "fuzz", lambda message: None)
         request.lease_id = lease.lease_id
         try:
-            await self._finish(name, request)
+            self._finish(name, request)
         finally:
             lease.close("done")
 
-    async def _finish(self, name: str, request: Any) -> None:
+    def _finish(self, name: str, request: Any) -> None:
         """Makes a call, reads all its replies, and turns its error into a status as the server does."""
         context: Any = _Context()
         try:
             result = getattr(self._servicer, name)(request, context)
-            if isinstance(result, AsyncIterator):
-                async for _ in result:
+            if isinstance(result, Iterator):
+                for _ in result:
                     pass
-            else:
-                await result
         except MoeOffloadError as error:
-            await abort(context, error)
+            abort(context, error)
 
-    async def _attach(self, steps: list[Any]) -> None:
+    def _attach(self, steps: list[Any]) -> None:
         """A stream of steps; experts are loaded after the welcome, as the model and the table of the server are."""
         context: Any = _Context()
-
-        async def requests() -> AsyncIterator[Any]:
-            for step in steps:
-                yield step
-
         try:
-            replies: Any = self._servicer.Attach(requests(), context)
-            async with contextlib.aclosing(replies):
-                async for reply in replies:
+            replies: Any = self._servicer.Attach(iter(steps), context)
+            with contextlib.closing(replies):
+                for reply in replies:
                     if reply.WhichOneof("step") == "welcome":
                         checkpoint = Checkpoint.open(self._server.settings.model or "", dtype=torch.bfloat16)
-                        await self._finish("LoadExperts", _load(checkpoint, reply.welcome.lease_id))
+                        self._finish("LoadExperts", _load(checkpoint, reply.welcome.lease_id))
         except MoeOffloadError as error:
-            await abort(context, error)
+            abort(context, error)
 
     def _reply(self, reply: Any) -> None:
         clean_texts(reply)

@@ -11,7 +11,6 @@ import torch
 from shapes import EPOCH, LAYOUT, N_EXPERTS, ScriptedSocket, pack_messages, reply_frame, seal, unpack_messages
 
 from moeoffload.errors import MoeOffloadError
-from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.placement import ExpertTable
@@ -71,7 +70,7 @@ class _Host:
             torch.bfloat16,
             timeout_s,
             timeout_s,
-            SliceLearner([], LAYOUT.capacity, 1),
+            [],
         )
 
     def exchange(self, mode: int, data: bytes) -> None:
@@ -154,7 +153,7 @@ def make() -> Callable[[bytes], None]:
 def seeds() -> dict[str, bytes]:
     """Inputs made of real frames."""
     ping = bytearray(64)
-    FrameHeader(Kind.PING, request_id=2).pack_into(memoryview(ping))
+    FrameHeader(Kind.CANCEL, request_id=2).pack_into(memoryview(ping))
     frames = {
         "sum": reply_frame(2, ROWS),
         "payload": reply_frame(2, 1, Kind.ERROR, b"holds a value that is not finite", ErrorCode.PAYLOAD),

@@ -128,7 +128,7 @@ def seeds() -> dict[str, bytes]:
         "shared-length": bytes([0, 0, 254, 2]) + good,
     }
     ping = bytearray(HEADER_BYTES)
-    FrameHeader(Kind.PING, request_id=2).pack_into(memoryview(ping))
+    FrameHeader(Kind.CANCEL, request_id=2).pack_into(memoryview(ping))
     for name, messages in {
         "stream": [[US, TAG.pack(2, 0, len(good)), good]],
         "stream-two": [[US, TAG.pack(i, 0, len(good)), dispatch_frame(i, 1, slot=1)] for i in (2, 3)],

@@ -23,9 +23,7 @@ def resolve_device(setting: str, *, last: bool) -> torch.device:
     """The torch device of a setting: cpu, cuda, cuda:N or auto.
 
     ``auto`` is the last CUDA device (the first one if not ``last``), else the CPU.
-
-    Raises:
-        SettingError: there is no such device; the message names those there are.
+    Raises SettingError: there is no such device; the message names those there are.
     """
     n_gpus = torch.cuda.device_count()
     if setting == "auto":
@@ -55,10 +53,7 @@ def device_name(device: torch.device) -> str:
 
 def memory_budget(device: torch.device, memory_gib: float | None) -> int:
     """Bytes that experts and batches may take: what was asked for, else a share of what is free now.
-
-    Raises:
-        SettingError: more was asked for than the device has.
-    """
+    Raises SettingError: more was asked for than the device has."""
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
     if memory_gib is None:
         return int(free_now(device) * FREE_SHARE[device.type])

@@ -11,8 +11,7 @@ from typing import Final, TextIO
 from moeoffload.text import one_line
 
 MAX_LINE: Final = 4096
-BURST: Final = 50
-"""Lines of one kind within `WINDOW_S` seconds; those above are counted only."""
+BURST: Final = 50  # lines of one kind within `WINDOW_S` seconds; those above are counted only
 WINDOW_S: Final = 10.0
 _MAX_KINDS: Final = 256
 

@@ -36,10 +36,7 @@ class PayloadDtype(IntEnum):
     @classmethod
     def from_torch(cls, dtype: torch.dtype) -> PayloadDtype:
         """The payload dtype that carries ``dtype`` without loss.
-
-        Raises:
-            PayloadError: if no payload dtype holds it (float64, float8).
-        """
+        Raises PayloadError if no payload dtype holds it (float64, float8)."""
         for code, torch_dtype in _TORCH.items():
             if torch_dtype == dtype:
                 return code
@@ -51,11 +48,7 @@ class PayloadDtype(IntEnum):
         return cls.from_torch(activations) if label == "auto" else cls[label.upper()]
 
 
-_TORCH: Final = {
-    PayloadDtype.F32: torch.float32,
-    PayloadDtype.F16: torch.float16,
-    PayloadDtype.BF16: torch.bfloat16,
-}
+_TORCH: Final = {PayloadDtype.F32: torch.float32, PayloadDtype.F16: torch.float16, PayloadDtype.BF16: torch.bfloat16}
 
 
 def first_bad_row(rows: torch.Tensor) -> int | None:
@@ -83,9 +76,7 @@ def encode_rows(
     """Writes ``source`` (n, hidden), any float dtype and device, into ``target`` (n, hidden) of the payload dtype.
 
     ``where(row)`` names a row for the error message.
-
-    Raises:
-        PayloadError: if a value is not finite or overflows the payload dtype; names the layer and the row.
+    Raises PayloadError if a value is not finite or overflows the payload dtype; names the layer and the row.
     """
     target.copy_(source)
     row = first_bad_row(target)

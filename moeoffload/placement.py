@@ -48,14 +48,12 @@ def slot_table(held: Sequence[int], n_experts: int) -> torch.Tensor:
     return table
 
 
-def batch_row_bytes(hidden: int, top_k: int, expert_bytes: int, itemsize: int, n_slots: int) -> int:
+def batch_row_bytes(hidden: int, top_k: int, intermediate: int, itemsize: int, n_slots: int) -> int:
     """Bytes a server needs for each row of its batch capacity.
 
     Counts the request and reply areas of ``n_slots`` slots and one workspace: gathered rows, gate/up and activation
-    values and expert outputs for ``top_k`` experts, the intermediate size being derived from ``expert_bytes`` (three
-    matrices of hidden x intermediate values of ``itemsize`` bytes).
+    values of ``intermediate`` elements and expert outputs for ``top_k`` experts, of ``itemsize`` bytes each.
     """
-    intermediate = expert_bytes // (3 * hidden * itemsize) + 1
     channel = n_slots * (2 * hidden * 4 + top_k * 6)
     workspace = top_k * (2 * hidden + 3 * intermediate) * itemsize + 2 * hidden * 4 + top_k * 12
     return channel + workspace
@@ -96,15 +94,9 @@ def place_experts(
     holds a contiguous range of a layer's experts; with it, those whose rows it is expected to finish when the others
     finish theirs.
 
-    Args:
-        experts: the routed experts of each MoE layer that are to be placed.
-        expert_bytes: bytes of one expert of each MoE layer.
-        offers: one for each server, in the order of the result.
-        speeds: of the servers, in any common unit.
-        usage: how often each expert of each MoE layer was chosen, all experts of the layer.
-
-    Raises:
-        PlacementError: the experts do not fit; the message holds a table of needed, offered and missing memory.
+    ``experts`` are those of each MoE layer that are to be placed, ``expert_bytes`` bytes of one of each layer;
+    ``offers`` and ``speeds`` (in any unit) are by server; ``usage`` is how often each expert of each layer was chosen.
+    Raises PlacementError: the experts do not fit; the message holds a table of needed, offered and missing memory.
     """
     need = sum(len(each) * size for each, size in zip(experts, expert_bytes, strict=True))
     limits = [max(0, offer.n_bytes) for offer in offers]
@@ -144,10 +136,7 @@ def place_replicas(
     """For each table the servers that hold it: its own first, then those of its replicas, ``n_copies`` in all.
 
     ``tables`` and ``offers`` go by server. Replicas go to the next servers in turn, so that the load of a lost one is
-    spread, or where there is room.
-
-    Raises:
-        PlacementError: there are too few servers, or they have too little memory.
+    spread, or where there is room. Raises PlacementError: there are too few servers, or they have too little memory.
     """
     n = len(offers)
     if n_copies > max(1, n):
@@ -191,10 +180,7 @@ def _by_usage(
 
 
 def choose_local(
-    n_experts: Sequence[int],
-    expert_bytes: Sequence[int],
-    n_bytes: int,
-    usage: Sequence[Sequence[int]] | None = None,
+    n_experts: Sequence[int], expert_bytes: Sequence[int], n_bytes: int, usage: Sequence[Sequence[int]] | None = None
 ) -> ExpertTable:
     """The experts that stay on the host: as many as ``n_bytes`` hold.
 

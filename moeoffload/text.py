@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-MAX_TEXT: Final = 500
-"""Characters that are kept of a text of the other side where nothing else is said."""
+MAX_TEXT: Final = 500  # characters that are kept of a text of the other side where nothing else is said
 
 
 def one_line(text: str, limit: int = MAX_TEXT) -> str:
     """``text`` as one printable line of at most ``limit`` characters.
 
     White space becomes a space. Other characters that do not print (controls, escapes of terminals, marks that turn the
-    writing direction, halves of surrogate pairs) become a question mark, so that nobody forges a line of a log.
+    writing direction, halves of surrogate pairs) become a question mark, so that no text forges a line of a log.
     """
     short = text[: limit + 1]
     line = "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in short)

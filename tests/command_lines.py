@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
-import pytest
-from server_processes import MODULES, ROOT, WARM, redirect
+from server_processes import MODULES, ROOT, STEP_TIMEOUT_S, Process, WarmProcess, end, read, run_program, wait_until
 
-SHM = Path("/dev/shm")
+__all__ = [
+    "CLEAN_TIMEOUT_S", "ROOT", "RUN_TIMEOUT_S", "STEP_TIMEOUT_S", "Command", "Commands", "Result", "one_line_error",
+    "running_commands", "shm_left", "shm_names", "wait_until",
+]  # fmt: skip
+
 RUN_TIMEOUT_S = 100
-STEP_TIMEOUT_S = 60
 CLEAN_TIMEOUT_S = 20
 
 _MARK = "TEST_RUN_MARK"
 _OUR_SHM = re.compile(r"(sem\.)?moeoffload-([0-9]+)-.*")
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = STEP_TIMEOUT_S) -> None:
-    """Waits until ``condition()`` is true; fails the test if that takes longer than ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"{what}: not within {timeout_s:g} s")
-        time.sleep(0.02)
 
 
 @dataclass(frozen=True)
@@ -51,20 +41,18 @@ class Result:
 class Command:
     """A running command; its output goes to files."""
 
-    process: Any
+    process: Process
     mark: str
     out: Path
     err: Path
 
     @property
     def pid(self) -> int:
-        return int(self.process.pid)
+        return self.process.pid
 
     @property
     def ended(self) -> bool:
-        if isinstance(self.process, subprocess.Popen):
-            return self.process.poll() is not None
-        return self.process.exitcode is not None
+        return self.process.poll() is not None
 
     def send(self, number: signal.Signals) -> None:
         assert not self.ended, f"ended too early:\n{self.err.read_text()}"
@@ -82,8 +70,7 @@ class Command:
 
     def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> Result:
         wait_until(lambda: self.ended, f"the end of process {self.pid}", timeout_s)
-        code = self.process.returncode if isinstance(self.process, subprocess.Popen) else self.process.exitcode
-        return Result(code, self.out.read_text() if self.out.is_file() else "", self.err.read_text())
+        return Result(self.process.wait(), read(self.out) if self.out.is_file() else "", read(self.err))
 
 
 @dataclass
@@ -101,41 +88,40 @@ class Commands:
         warm: bool = True,
         stdin: str | bytes | None = "",
         stdout: Path | None = None,
+        patch: str = "",
     ) -> Command:
         """Starts ``program`` (moeoffload or moeoffload-expert).
 
         ``warm`` forks a process that has all imports done; otherwise Python starts afresh, as for a user.
         ``stdin`` is what it reads there; None (warm only) closes it.
         ``stdout`` is where its text goes instead of a file of its own.
+        ``patch`` is code that it runs first (warm only).
         """
-        number = len(self._commands)
+        number, mark = len(self._commands), uuid.uuid4().hex
         out, err = stdout or self.folder / f"out-{number}.txt", self.folder / f"err-{number}.txt"
         source = self.folder / f"in-{number}.txt"
         if stdin is not None:
             source.write_bytes(stdin.encode() if isinstance(stdin, str) else stdin)
-        mark = uuid.uuid4().hex
         words = [str(argument) for argument in arguments]
-        process: Any
+        process: Process
         if warm:
-            process = WARM.Process(target=_run_warm, args=(program, words, source, out, err, mark))
-            process.start()
+            process = WarmProcess(out, err, _run_marked, program, words, patch, source, mark)
         else:
             with source.open() as source_file, out.open("w") as out_file, err.open("w") as err_file:
                 process = subprocess.Popen(
                     [sys.executable, "-m", MODULES[program], *words],
-                    stdin=source_file,
-                    stdout=out_file,
-                    stderr=err_file,
-                    cwd=ROOT,
+                    stdin=source_file, stdout=out_file, stderr=err_file, text=True, cwd=ROOT,
                     env=os.environ | {_MARK: mark},
-                )
+                )  # fmt: skip
         command = Command(process, mark, out, err)
         self._commands.append(command)
         return command
 
-    def run(self, program: str, *arguments: str | Path, warm: bool = True, stdin: str | bytes | None = "") -> Result:
+    def run(
+        self, program: str, *arguments: str | Path, warm: bool = True, stdin: str | bytes | None = "", patch: str = ""
+    ) -> Result:
         """Runs ``program`` to its end and checks that it leaves nothing behind."""
-        result = self.start(program, *arguments, warm=warm, stdin=stdin).wait()
+        result = self.start(program, *arguments, warm=warm, stdin=stdin, patch=patch).wait()
         self.check_clean()
         return result
 
@@ -144,38 +130,20 @@ class Commands:
         for command in self._commands:
             assert command.ended
             wait_until(lambda: not command.servers(), "the end of spawned servers", CLEAN_TIMEOUT_S)
-        wait_until(lambda: not self._shm_left(server_pids), "no names of ours in /dev/shm", CLEAN_TIMEOUT_S)
-
-    def _shm_left(self, server_pids: tuple[int, ...]) -> list[str]:
-        """New names of processes that are gone, or of ``server_pids``: others may be of somebody else's run."""
-        left = []
-        for name in shm_names() - self._shm_before:
-            match = _OUR_SHM.fullmatch(name)
-            assert match is not None
-            if int(match[2]) in server_pids or not psutil.pid_exists(int(match[2])):
-                left.append(name)
-        return left
+        wait_until(lambda: not shm_left(self._shm_before, *server_pids), "no names in /dev/shm", CLEAN_TIMEOUT_S)
 
     def close(self) -> None:
         for command in self._commands:
             for process in command.servers():
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            if not command.ended:
-                os.kill(command.pid, signal.SIGKILL)
-            if isinstance(command.process, subprocess.Popen):
-                command.process.wait(CLEAN_TIMEOUT_S)
-            else:
-                command.process.join(CLEAN_TIMEOUT_S)
+            end(command.process)
 
 
 @contextlib.contextmanager
 def running_commands(folder: Path) -> Iterator[Commands]:
-    commands = Commands(folder)
-    try:
+    with contextlib.closing(Commands(folder)) as commands:
         yield commands
-    finally:
-        commands.close()
 
 
 def one_line_error(result: Result, code: int) -> str:
@@ -191,15 +159,17 @@ def one_line_error(result: Result, code: int) -> str:
 
 def shm_names() -> set[str]:
     """What is in /dev/shm of any process of ours."""
-    return {entry.name for entry in SHM.iterdir() if _OUR_SHM.fullmatch(entry.name)}
+    return {entry.name for entry in Path("/dev/shm").iterdir() if _OUR_SHM.fullmatch(entry.name)}
 
 
-def _run_warm(program: str, words: list[str], source: Path, out: Path, err: Path, mark: str) -> None:
-    """In the child: what the console script does, with the standard streams on files."""
+def shm_left(before: set[str], *pids: int) -> list[str]:
+    """New names in /dev/shm of processes that are gone or among ``pids``: others may be of somebody else's run."""
+    found = {name: int(_OUR_SHM.sub(r"\2", name)) for name in shm_names() - before}
+    return [name for name, pid in found.items() if pid in pids or not psutil.pid_exists(pid)]
+
+
+def _run_marked(program: str, words: list[str], patch: str, source: Path, mark: str) -> None:
+    """In the fork: without a source stdin is what Python has when it finds it closed."""
     os.environ[_MARK] = mark
-    os.chdir(ROOT)
-    redirect(out, err)
-    # multiprocessing has put another stdin there; without a file it is what Python has when it finds it closed.
     sys.stdin = source.open() if source.exists() else None  # type: ignore[assignment]
-    sys.argv = [program, *words]
-    importlib.import_module(MODULES[program]).main()
+    run_program(program, words, patch)

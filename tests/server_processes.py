@@ -1,17 +1,25 @@
-"""Expert server processes for tests: started afresh, as a user does, or forked where all imports are done."""
+"""Processes of the real command lines for tests: started as a user does, or forked where all imports are done."""
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Self
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "examples" / "demo" / "checkpoint"
 MODULES = {"moeoffload": "moeoffload.cli.host_app", "moeoffload-expert": "moeoffload.cli.expert_app"}
 # Its children start with everything imported: a process of its own for each command, without seconds of imports.
 WARM = multiprocessing.get_context("forkserver")
@@ -19,66 +27,56 @@ WARM.set_forkserver_preload(
     [*MODULES.values(), "moeoffload.host.generate", "moeoffload.expert_server.server", "rich.progress"]
 )
 
-KILLED_S = 30.0
+READY_TIMEOUT_S = 120
+STEP_TIMEOUT_S = 60
+END_TIMEOUT_S = 40.0
+"""Longer than a server waits for its hosts."""
+_numbers = itertools.count()
 
 
-class Process(Protocol):
-    """What tests use of `subprocess.Popen`."""
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = STEP_TIMEOUT_S) -> None:
+    """Waits until ``condition()`` is true.
 
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, sig: int, /) -> None: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def close(self) -> None:
-        """Ends what still runs, and frees what belongs to it."""
+    Raises:
+        TimeoutError: it is not within ``timeout_s`` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(0.01)
 
 
-class FreshServer(subprocess.Popen[str]):
-    """Python starts and imports everything: seconds."""
-
-    def __init__(self, words: list[str], patch: str, out: Path, log: Path) -> None:
-        with out.open("w") as stdout, log.open("w") as stderr:
-            command = [sys.executable, "-c", f"{patch}\nfrom moeoffload.cli.expert_app import main\nmain()", *words]
-            super().__init__(command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, text=True, cwd=ROOT)
-
-    def close(self) -> None:
-        self.kill()
-        self.wait(KILLED_S)
-        assert self.stdin is not None
-        self.stdin.close()
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
-class WarmServer:
-    """A fork of a process that has imported everything."""
+class WarmProcess:
+    """A fork that runs ``body(*arguments)``, with what tests use of `subprocess.Popen`; it ends with this process.
 
-    def __init__(self, words: list[str], out: Path, log: Path) -> None:
-        stdin, self._stdin = WARM.Pipe(duplex=False)
-        self._process = WARM.Process(target=_serve, args=(words, stdin, out, log))
+    Its output goes to the ends of the files ``out`` and ``err``, its input is a pipe that `close` closes.
+    """
+
+    def __init__(self, out: Path, err: Path, body: Callable[..., None], *arguments: Any) -> None:
+        theirs, self.stdin = WARM.Pipe(duplex=False)
+        self._process = WARM.Process(target=_in_fork, args=(theirs, out, err, body, arguments), daemon=True)
         self._process.start()
-        stdin.close()
-
-    @property
-    def pid(self) -> int:
+        theirs.close()
         assert self._process.pid is not None
-        return self._process.pid
+        self.pid: int = self._process.pid
+        self._code: int | None = None
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        if self._code is None and (code := self._process.exitcode) is not None:
+            self._code = code
+            self._process.close()
+        return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        code = self._process.exitcode
-        if code is None:
-            raise TimeoutError(f"server {self.pid} still runs after {timeout:g} s")
+        if self._code is None:
+            self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise TimeoutError(f"process {self.pid} still runs after {timeout:g} s")
         return code
 
     def send_signal(self, sig: int, /) -> None:
@@ -91,29 +89,124 @@ class WarmServer:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def close(self) -> None:
-        self.kill()
-        self.wait(KILLED_S)
-        self._stdin.close()
-        self._process.close()
+
+Process = WarmProcess | subprocess.Popen[str]
 
 
-def redirect(out: Path, err: Path) -> None:
-    """In a fork: stdout and stderr go to these files."""
-    for number, path in ((1, out), (2, err)):
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(opened, number)
-        os.close(opened)
+def end(process: Process) -> None:
+    """Kills what still runs, and frees what belongs to it."""
+    process.kill()
+    process.wait(END_TIMEOUT_S)
+    if process.stdin is not None:
+        process.stdin.close()
 
 
-def _serve(words: list[str], stdin: Connection, out: Path, log: Path) -> None:
-    """In the fork: what the console script does."""
+def run_program(program: str, words: list[str], before: str | Callable[[], None] = "") -> None:
+    """In a fork: what the console script does, after ``before`` (code or a function)."""
+    sys.argv = [program, *words]
+    if callable(before):
+        before()
+    else:
+        exec(before, {})
+    importlib.import_module(MODULES[program]).main()
+
+
+def _in_fork(stdin: Connection, out: Path, err: Path, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     os.chdir(ROOT)
-    redirect(out, log)
     os.dup2(stdin.fileno(), 0)
     stdin.close()
     sys.stdin = os.fdopen(0, closefd=False)
-    sys.argv = ["moeoffload-expert", *words]
-    from moeoffload.cli.expert_app import main
+    for number, path in ((1, out), (2, err)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
+    body(*arguments)
 
-    main()
+
+class ServerProcess:
+    """A ``moeoffload-expert`` on a free port, and its successors at the same address. Logs go to ``folder``.
+
+    ``patch`` is run in the process, for what no option can bring about: code, or a function. Unless ``warm``, Python
+    starts afresh, and runs the code before all imports. A context manager; leaving it ends the server by SIGTERM.
+    """
+
+    process: Process
+
+    def __init__(self, folder: Path, *options: str, patch: str | Callable[[], None] = "", warm: bool = True) -> None:
+        self.address = "127.0.0.1:0"
+        self.log = folder / f"server-{next(_numbers)}.log"
+        self._options, self._patch, self._warm = options, patch, warm
+        self.start()
+
+    @property
+    def log_text(self) -> str:
+        """What all processes at this address have logged so far."""
+        return self.log.read_text()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def start(self, *more: str) -> None:
+        """Starts a process at the address, with ``more`` options; waits until it is ready."""
+        words = [
+            "--listen",
+            self.address,
+            "--exit-with-stdin",
+            "--device",
+            "cpu",
+            "--threads",
+            "1",
+            "--memory-gib",
+            "2",
+        ]
+        words += [*self._options, *more]
+        out = self.log.with_suffix(".out")
+        out.unlink(missing_ok=True)
+        if self._warm:
+            self.process = WarmProcess(out, self.log, run_program, "moeoffload-expert", words, self._patch)
+        else:
+            code = f"{self._patch}\nfrom moeoffload.cli.expert_app import main\nmain()"
+            with out.open("w") as stdout, self.log.open("a") as stderr:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", code, *words],
+                    stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, text=True, cwd=ROOT,
+                )  # fmt: skip
+        wait_until(lambda: "\n" in read(out) or self.process.poll() is not None, "a server's address", READY_TIMEOUT_S)
+        ready = re.search(r"ready on (\S+)", read(out))
+        if ready is None:
+            end(self.process)
+            raise RuntimeError(f"the server did not start:\n{self.log_text}")
+        self.address = ready.group(1)
+
+    def ports(self) -> list[int]:
+        """TCP ports it listens at."""
+        connections = psutil.Process(self.pid).net_connections("tcp")
+        return sorted({each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN})
+
+    def kill(self) -> None:
+        """kill -9, unless it has ended by itself."""
+        end(self.process)
+
+    def drain(self, timeout_s: float = END_TIMEOUT_S) -> int:
+        """SIGTERM; returns the exit code."""
+        self.process.terminate()
+        return self.process.wait(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process, whatever state it is in.
+
+        Raises:
+            TimeoutError: it does not heed SIGTERM.
+        """
+        try:
+            self.process.send_signal(signal.SIGCONT)
+            self.drain()
+        finally:
+            end(self.process)

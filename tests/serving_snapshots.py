@@ -113,7 +113,7 @@ def with_figures(snapshots: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass
 class SnapshotServer:
-    """A host as far as whoever shows figures sees it: each question for ``stats`` gets the next snapshot, later ones
+    """A host as the programs that show figures see it: each question for ``stats`` gets the next snapshot, later ones
     the last."""
 
     snapshots: list[dict[str, Any]]

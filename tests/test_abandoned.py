@@ -1,26 +1,22 @@
-"""What a host does not wait for any more is not computed: cancelled requests, and those whose time limit has passed."""
+"""What nobody waits for any more is not computed: cancelled, late, of a lease that has ended; no other host is hurt."""
 
 from __future__ import annotations
 
+import threading
 from time import perf_counter, sleep
 from typing import Any
 
 import pytest
-from test_coalescing import Host as RealHost
-from test_coalescing import Server, make
+from engine_kit import Host as RealHost
+from engine_kit import Server, make
 from test_fairness import BRIEF, LARGE, Engine, Host, engine
 from transport.conftest import OpenEnds, open_ends
 from transport.ends import SOON_S, OnDemand, echo, eventually, receive, send
 
-from moeoffload.wire import ErrorCode, FrameHeader, Kind
+from moeoffload.expert_server import batcher
+from moeoffload.wire import ErrorCode, FrameHeader
 
 __all__ = ["engine", "make", "open_ends"]
-
-
-def code_of(host: Host, number: int) -> int:
-    header = FrameHeader()
-    header.unpack_from(host.channel.slots[number].reply)
-    return header.code if header.kind == Kind.ERROR else 0
 
 
 @pytest.mark.parametrize("n_rows", [BRIEF, LARGE])
@@ -38,7 +34,7 @@ def test_a_request_whose_time_limit_passes_in_the_queue_is_not_computed(engine: 
     engine.start()
     engine.run(lambda: None, host.share, SOON_S)
     host.wait(3)
-    assert [code_of(host, number) for number in range(3)] == [ErrorCode.TOO_LATE, 0, 0]
+    assert [host.code_of(number) for number in range(3)] == [ErrorCode.TOO_LATE, 0, 0]
     assert log == [f"a{n_rows}"] * 2
     assert (engine.counters.skipped, engine.counters.errors) == (1, 0)
 
@@ -51,16 +47,15 @@ def test_a_request_that_its_host_has_cancelled_is_not_computed(engine: Engine) -
     host.channel.cancelled.add(0)
     engine.start()
     host.wait(2)
-    assert [code_of(host, number) for number in range(2)] == [ErrorCode.TOO_LATE, 0]
+    assert [host.code_of(number) for number in range(2)] == [ErrorCode.TOO_LATE, 0]
     assert log == ["a64"]
 
 
-@pytest.mark.parametrize("transport", ["loopback", "shared"])
 def test_what_a_host_gives_up_while_it_waits_its_turn_is_not_computed_and_its_slot_comes_back(
-    make: Any, transport: str
+    make: Any,
 ) -> None:
     server = make(Server)
-    host = make(RealHost, server, "a", transport, n_slots=1)
+    host = make(RealHost, server, "a", n_slots=1)
     host.alone(1, 0)
     server.calls.clear()
     with server.busy():
@@ -96,3 +91,71 @@ def test_a_release_before_the_reply_tells_the_server_and_counts_for_that_request
     assert not channel.is_cancelled(taken)
     echo(channel, taken)
     assert receive(host, again, request_id) == b"new"
+
+
+def test_a_lease_that_ends_between_the_choice_of_its_host_and_of_its_request_ends_no_thread(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    leaving, other = Host(engine, "a", log), Host(engine, "b", log)
+    pick = engine.shares.pick
+
+    def pick_and_leave() -> Any:
+        share = pick()
+        if share is leaving.share:
+            engine.leave(share)
+        return share
+
+    monkeypatch.setattr(engine.shares, "pick", pick_and_leave)
+    leaving.submit(LARGE)
+    other.submit(LARGE)
+    engine.start()
+    other.wait(1)
+    assert log[-1] == "b64"
+    assert "a64" not in log
+
+
+def test_a_lease_that_ends_while_a_batch_is_filled_with_its_requests_ends_no_thread(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    first, leaving = Host(engine, "a", log), Host(engine, "b", log)
+    kernel = first.active.layers[0]
+    kernel.is_batch_invariant = True  # type: ignore[union-attr]
+    leaving.active.layers = [kernel]
+    check, ending = batcher.check, []
+
+    def check_and_leave(*arguments: Any) -> Any:
+        ending.append(threading.Thread(target=engine.leave, args=(leaving.share,)))
+        ending[-1].start()
+        ending[-1].join(0.2)  # it waits for the batch to be full
+        return check(*arguments)
+
+    monkeypatch.setattr(batcher, "check", check_and_leave)
+    leaving.submit(20)
+    first.submit(20)
+    first.share.used_s, leaving.share.used_s = 0.0, 1.0
+    first.share.is_idle = leaving.share.is_idle = False
+    engine.start()
+    first.wait(1)
+    assert ending
+    monkeypatch.undo()
+    first.submit(BRIEF)
+    engine.run(lambda: None, first.share, SOON_S)
+    first.wait(1)
+
+
+def test_what_goes_wrong_between_two_slices_is_not_blamed_on_the_slots_of_the_long_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    long, _ = Host(engine, "a", log), Host(engine, "b", log)
+
+    def broken(*_: Any) -> None:
+        raise IndexError("pop from an empty deque")
+
+    monkeypatch.setattr(engine.shares, "rival", broken)
+    long.submit(LARGE)
+    engine.start()
+    long.wait(1)
+    assert long.code_of(0) == ErrorCode.INTERNAL

@@ -1,4 +1,4 @@
-"""A server whose memory is full: later hosts of the same model get smaller batches, then a typed 'busy'."""
+"""What a server has room for: rows of one dispatch, hosts, leases; whatever is less than asked for is told."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from command_lines import STEP_TIMEOUT_S
 from conftest import DEMO, StartServer
 
-from moeoffload import open_model
+from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.devices import _cgroup_room
@@ -31,12 +31,48 @@ def budget_gib(n_rows: int) -> str:
     row = batch_row_bytes(
         about.hidden_size,
         about.top_k,
-        max(layer.expert_bytes for layer in about.layers),
+        max(layer.intermediate for layer in about.layers),
         about.dtype.itemsize,
         SLOTS,
     )
     need = sum(layer.n_experts * layer.expert_bytes for layer in about.layers)
     return str((need + n_rows * row) / (1 << 30))
+
+
+def capacity_of(offloaded: OffloadedModel) -> int:
+    return int(offloaded.report().servers[0]["batch_capacity"])
+
+
+@pytest.mark.parametrize(
+    ("option", "shared_bytes", "reason"),
+    [
+        (["--transport", "shared"], "100000", ""),  # which is a floor and cuts no batch
+        (["--batch-capacity", "100"], None, "its own --batch-capacity"),
+        (["--memory-gib", budget_gib(300)], None, "its memory has no room for more"),
+    ],
+    ids=["shared bytes", "capacity", "memory"],
+)
+def test_whatever_cuts_the_rows_of_a_dispatch_says_so(
+    start_server: StartServer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    option: list[str],
+    shared_bytes: str | None,
+    reason: str,
+) -> None:
+    if shared_bytes:
+        monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_IPC_SHARED_BYTES", shared_bytes)
+    server = start_server(*option)
+    with open_model(DEMO, experts=[server.address], slots=SLOTS, threads=1, device="cpu") as offloaded:
+        rows = capacity_of(offloaded)
+    told = [record.getMessage() for record in caplog.records if "rows instead of" in record.getMessage()]
+    text = f"batch capacity is {rows} rows instead of 1024: "
+    if not reason:
+        assert (rows, told) == (1024, [])
+        return
+    assert rows == 100 or 150 < rows < 300
+    assert told == [f"expert server {server.address}: {text}{reason}"]
+    assert text in server.log_text
 
 
 def test_a_second_host_finds_room_on_a_server_that_the_first_has_filled(start_server: StartServer) -> None:
@@ -47,9 +83,8 @@ def test_a_second_host_finds_room_on_a_server_that_the_first_has_filled(start_se
         open_model(DEMO, experts=[server.address], slots=SLOTS, device="cpu") as second,
         torch.inference_mode(),
     ):
-        capacities = [offloaded.links[0].layout.capacity for offloaded in (first, second)]
-        assert 150 < capacities[0] < 300
-        assert 32 <= capacities[1] <= 128
+        assert 150 < capacity_of(first) < 300
+        assert 32 <= capacity_of(second) <= 128
         assert torch.equal(first.model(prompt).logits, second.model(prompt).logits)
 
 

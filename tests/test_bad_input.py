@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import grpc
 import pytest
 import torch
 from command_lines import Commands, one_line_error
-from conftest import DEMO, RunningServer, StartServer, expert_server
+from conftest import DEMO, RunningServer, StartServer
 from grpc_health.v1 import health, health_pb2_grpc
 from synthetic import write_checkpoint, write_tiny
 from transformers import AutoConfig
@@ -24,12 +24,6 @@ from moeoffload.control.protocol import PROTOCOL_VERSION
 
 SETTING, MODEL, PROMPT, PLACEMENT, SERVER = 2, 3, 3, 4, 5
 TINY_CONTEXT = 512
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with expert_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +53,14 @@ def test_prompts_and_devices_that_cannot_be(commands: Commands, options: list[st
     assert words in run_error(commands, code, DEMO, *options)
 
 
-@pytest.mark.parametrize("option", ["--prompt", "--prompt-file"])
-def test_a_prompt_on_stdin_that_is_not_utf_8(commands: Commands, option: str) -> None:
-    assert "utf-8" in one_line_error(commands.run("moeoffload", "run", DEMO, option, "-", stdin=b"caf\xe9"), SETTING)
-
-
-def test_a_prompt_from_a_stdin_that_is_closed(commands: Commands) -> None:
-    assert "stdin" in one_line_error(commands.run("moeoffload", "run", DEMO, "--prompt", "-", stdin=None), SETTING)
+@pytest.mark.parametrize(
+    ("option", "stdin", "words"),
+    [("--prompt", b"caf\xe9", "utf-8"), ("--prompt-file", b"\xe9", "utf-8"), ("--prompt", None, "stdin")],
+)
+def test_a_prompt_on_stdin_that_cannot_be_read(
+    commands: Commands, option: str, stdin: bytes | None, words: str
+) -> None:
+    assert words in one_line_error(commands.run("moeoffload", "run", DEMO, option, "-", stdin=stdin), SETTING)
 
 
 def test_a_prompt_longer_than_the_context(commands: Commands, server: RunningServer, tiny: Path) -> None:
@@ -105,32 +100,24 @@ def test_a_model_that_cannot_be_used(
     assert words in run_error(commands, MODEL, folder, "--prompt", "hi", "--experts", server.address)
 
 
-def test_an_address_that_refuses_connections(commands: Commands) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{unused.getsockname()[1]}"
-        line = server_error(commands, address, "--connect-timeout-s", "1")
-    assert address in line
-    assert "moeoffload-expert" in line
-
-
-def test_a_server_that_says_nothing(commands: Commands) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert address in server_error(commands, address, "--connect-timeout-s", "1")
-
-
-def test_a_server_of_another_service(commands: Commands) -> None:
+def test_addresses_of_other_things(commands: Commands) -> None:
     other = grpc.server(ThreadPoolExecutor(1))
     health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), other)
-    address = f"127.0.0.1:{other.add_insecure_port('127.0.0.1:0')}"
+    service = other.add_insecure_port("127.0.0.1:0")
     other.start()
-    try:
-        line = server_error(commands, address)
-    finally:
-        other.stop(0).wait(10)
-    assert address in line
-    assert "not a moeoffload expert server" in line
+    with socket.socket() as unused, socket.create_server(("127.0.0.1", 0)) as silent:
+        unused.bind(("127.0.0.1", 0))
+        for port, words in (
+            (unused.getsockname()[1], "moeoffload-expert"),
+            (silent.getsockname()[1], ""),
+            (service, "not a moeoffload expert server"),
+        ):
+            line = server_error(
+                commands, f"127.0.0.1:{port}", "--connect-timeout-s", "1" if words[:3] != "not" else "10"
+            )
+            assert f"127.0.0.1:{port}" in line
+            assert words in line
+    other.stop(0).wait(10)
 
 
 def server_error(commands: Commands, address: str, *options: str) -> str:
@@ -140,7 +127,7 @@ def server_error(commands: Commands, address: str, *options: str) -> str:
 def test_a_server_of_another_protocol_version(commands: Commands, start_server: StartServer) -> None:
     other = PROTOCOL_VERSION + 41
     patch = f"import moeoffload.control.protocol\nmoeoffload.control.protocol.PROTOCOL_VERSION = {other}"
-    server = start_server(patch=patch)
+    server = start_server(patch=patch, warm=False)
     line = server_error(commands, server.address)
     assert f"protocol version is {other}" in line
     assert f"speaks {PROTOCOL_VERSION} " in line
@@ -167,13 +154,6 @@ def test_a_server_with_too_little_memory(commands: Commands, start_server: Start
     assert set(sizes) == {"needed", "offered", "missing", address}
     needed, offered, missing = (float(sizes[name]) for name in ("needed", "offered", "missing"))
     assert needed - offered == pytest.approx(missing, abs=2e-6)
-
-
-def test_a_spawned_server_with_too_little_memory(commands: Commands) -> None:
-    arguments = ["--device", "cpu", "--prompt", "hi", "--server-memory-gib", "0.001"]
-    result = commands.run("moeoffload", "run", DEMO, *arguments)
-    assert (result.code, result.out) == (PLACEMENT, "")
-    assert result.err.count("missing") == 1
 
 
 def test_a_server_says_no_more_than_a_warning_to_a_client_that_talks_nonsense(server: RunningServer) -> None:

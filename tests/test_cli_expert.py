@@ -15,31 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 from command_lines import STEP_TIMEOUT_S, Commands, one_line_error, shm_names, wait_until
-from conftest import DEMO, READY_TIMEOUT_S, ROOT, RunningServer, StartServer, expert_server
+from conftest import DEMO, READY_TIMEOUT_S, ROOT, RunningServer, StartServer, connected
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.control.client import ControlClient
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
 from moeoffload.host.session import open_model
 from moeoffload.placement import ExpertTable
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with expert_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
-
-
-@contextlib.contextmanager
-def connected(address: str) -> Iterator[ControlClient]:
-    client = ControlClient(address)
-    try:
-        client.connect(STEP_TIMEOUT_S)
-        yield client
-    finally:
-        client.close()
 
 
 @contextlib.contextmanager

@@ -6,16 +6,14 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Command, Commands, wait_until
-from conftest import DEMO, RunningServer, StartServer, expert_server, local_model
+from conftest import DEMO, RunningServer, StartServer, connected, local_model
 from synthetic import tiny_config, write_checkpoint
 
-from moeoffload.control.client import ControlClient
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.host.generate import prepare_prompt
 from moeoffload.host.session import OffloadedModel, open_model
@@ -23,12 +21,6 @@ from moeoffload.host.session import OffloadedModel, open_model
 PROMPT = "add 17 25 ="
 N_TOKENS = 8
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with expert_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +49,8 @@ def answers() -> dict[str, str]:
 
 
 def stats(address: str) -> pb.StatsReply:
-    client = ControlClient(address)
-    try:
-        client.connect(STEP_TIMEOUT_S)
+    with connected(address) as client:
         return client.stats(STEP_TIMEOUT_S)
-    finally:
-        client.close()
 
 
 def wait_until_free(address: str) -> None:

@@ -2,63 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import DEMO
+from engine_kit import raw_exchange, set_field, set_slot, unchanged
 
-from moeoffload import OffloadedModel, open_model
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, read_error_text
-
-
-def raw_exchange(offloaded: OffloadedModel, change: Callable[[FrameHeader, memoryview], None]) -> tuple[int, str]:
-    """Sends one dispatch of a row that ``change`` has spoilt; returns the error code of the reply and its text."""
-    link = offloaded.links[0]
-    channel, layout = link._channel, link.layout
-    slot = channel.acquire(10)
-    try:
-        views = layout.dispatch_views(slot.request, 1)
-        views.rows.fill_(0.5)
-        views.weights.fill_(0.1)
-        views.slots.zero_()
-        header = FrameHeader(
-            kind=Kind.DISPATCH,
-            dtype_out=layout.dtype_out,
-            dtype_back=layout.dtype_back,
-            request_id=channel.next_id(slot),
-            epoch=link._epoch,
-            layer=0,
-            top_k=layout.top_k,
-            rows=1,
-            body_bytes=layout.dispatch_body_bytes(1),
-        )
-        n_bytes = HEADER_BYTES + header.body_bytes
-        change(header, slot.request)
-        header.pack_into(slot.request)
-        channel.send(slot, n_bytes)
-        channel.wait(slot, 30)
-        header.unpack_from(slot.reply)
-        if header.kind != Kind.ERROR:
-            return 0, ""
-        return header.code, read_error_text(slot.reply, header.body_bytes)
-    finally:
-        channel.release(slot)
-
-
-def set_slot(value: int) -> Callable[[FrameHeader, memoryview], None]:
-    def change(header: FrameHeader, frame: memoryview) -> None:
-        frame[HEADER_BYTES + header.body_bytes - 2 : HEADER_BYTES + header.body_bytes] = value.to_bytes(
-            2, "little", signed=True
-        )
-
-    return change
-
-
-def set_field(name: str, value: int) -> Callable[[FrameHeader, memoryview], None]:
-    return lambda header, frame: setattr(header, name, value)
-
+from moeoffload import open_model
+from moeoffload.wire import ErrorCode
 
 BAD_FRAMES: list[tuple[str, Any, ErrorCode, str]] = [
     ("more rows than the cap", set_field("rows", 65), ErrorCode.CAPACITY, "65 rows, at most 64"),
@@ -85,9 +37,9 @@ def test_bad_frames_get_typed_errors_and_the_server_goes_on(three_servers: list[
     ):
         expected = other.model(prompt).logits
         for name, change, code, words in BAD_FRAMES:
-            got, text = raw_exchange(offloaded, change)
+            got, text, _ = raw_exchange(offloaded.links[0], change)
             assert got == code, name
             assert words in text, name
             assert torch.equal(other.model(prompt).logits, expected)
-        assert raw_exchange(offloaded, lambda header, frame: None) == (0, "")
+        assert raw_exchange(offloaded.links[0], unchanged)[:2] == (0, "")
         assert torch.equal(offloaded.model(prompt).logits, expected)

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from moeoffload.errors import ServerError
+from moeoffload.expert_server import batcher
 from moeoffload.expert_server.engine import RECENT_S, Engine
 from moeoffload.expert_server.fair_share import SMALL_IN_A_ROW, SMALL_PRICE, FairShares
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.payload import PayloadDtype
 from moeoffload.transport import ChannelOffer, ChannelSizes, ServerChannel, ServerSlot
-from moeoffload.wire import HEADER_BYTES, FrameHeader, FrameLayout, Kind
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, FrameLayout, Kind
 
 SOON_S = 20.0
 LAYOUT = FrameLayout(hidden=1024, top_k=2, dtype_out=PayloadDtype.F32, dtype_back=PayloadDtype.F32, capacity=64)
@@ -111,6 +112,12 @@ class Host:
         slot.n_bytes = HEADER_BYTES + body
         slot.received_at = received_at
         return self.engine.submit(self.channel, slot)
+
+    def code_of(self, number: int) -> int:
+        """The error code of the reply in this slot; 0 if it has sums."""
+        header = FrameHeader()
+        header.unpack_from(self.channel.slots[number].reply)
+        return header.code if header.kind == Kind.ERROR else 0
 
     def wait(self, n_replies: int) -> None:
         for _ in range(n_replies):
@@ -228,6 +235,74 @@ def test_a_lease_that_ends_while_it_waits_for_the_compute_thread_is_told_so(engi
     waiting.join(SOON_S)
     assert told
     engine.start()
+
+
+def test_a_lease_that_ends_between_the_choice_of_its_host_and_of_its_request_ends_no_thread(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    leaving, other = Host(engine, "a", log), Host(engine, "b", log)
+    pick = engine.shares.pick
+
+    def pick_and_leave() -> Any:
+        share = pick()
+        if share is leaving.share:
+            engine.leave(share)
+        return share
+
+    monkeypatch.setattr(engine.shares, "pick", pick_and_leave)
+    leaving.submit(LARGE)
+    other.submit(LARGE)
+    engine.start()
+    other.wait(1)
+    assert log[-1] == "b64"
+    assert "a64" not in log
+
+
+def test_a_lease_that_ends_while_a_batch_is_filled_with_its_requests_ends_no_thread(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    first, leaving = Host(engine, "a", log), Host(engine, "b", log)
+    kernel = first.active.layers[0]
+    kernel.is_batch_invariant = True  # type: ignore[union-attr]
+    leaving.active.layers = [kernel]
+    check, ending = batcher.check, []
+
+    def check_and_leave(*arguments: Any) -> Any:
+        ending.append(threading.Thread(target=engine.leave, args=(leaving.share,)))
+        ending[-1].start()
+        ending[-1].join(0.2)  # it waits for the batch to be full
+        return check(*arguments)
+
+    monkeypatch.setattr(batcher, "check", check_and_leave)
+    leaving.submit(20)
+    first.submit(20)
+    first.share.used_s, leaving.share.used_s = 0.0, 1.0
+    first.share.is_idle = leaving.share.is_idle = False
+    engine.start()
+    first.wait(1)
+    assert ending
+    monkeypatch.undo()
+    first.submit(BRIEF)
+    engine.run(lambda: None, first.share, SOON_S)
+    first.wait(1)
+
+
+def test_what_goes_wrong_between_two_slices_is_not_blamed_on_the_slots_of_the_long_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    long, _ = Host(engine, "a", log), Host(engine, "b", log)
+
+    def broken(*_: Any) -> None:
+        raise IndexError("pop from an empty deque")
+
+    monkeypatch.setattr(engine.shares, "rival", broken)
+    long.submit(LARGE)
+    engine.start()
+    long.wait(1)
+    assert long.code_of(0) == ErrorCode.INTERNAL
 
 
 def test_leases_of_one_host_have_one_share_and_who_comes_later_saved_nothing_up() -> None:

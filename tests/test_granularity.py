@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from moeoffload.config import Mode, Pipeline
-from moeoffload.host.granularity import (
-    CHUNK_ROWS,
-    LEAST_CHUNK_ROWS,
-    MASKED_CHUNK_ROWS,
-    Granularity,
-    chunk_rows,
-)
+from moeoffload.host.granularity import CHUNK_ROWS, LEAST_CHUNK_ROWS, MASKED_CHUNK_ROWS, Granularity, chunk_rows
 from moeoffload.native import Features
 
 
@@ -25,11 +19,20 @@ def chunks(
 
 
 @pytest.mark.parametrize(
-    ("n_rows", "expected"),
-    [(64, [64]), (200, [128, 72]), (384, [192, 192]), (512, [256] * 2), (640, [320] * 2), (2048, [256] * 8)],
+    ("size", "n_rows", "expected"),
+    [
+        (MASKED_CHUNK_ROWS, 64, [64]),
+        (MASKED_CHUNK_ROWS, 200, [128, 72]),
+        (MASKED_CHUNK_ROWS, 384, [192, 192]),
+        (MASKED_CHUNK_ROWS, 2048, [256] * 8),
+        (CHUNK_ROWS, 512, [256] * 2),
+        (CHUNK_ROWS, 2048, [512] * 4),
+        (None, 4096, [1024] * 4),  # a GPU host
+        (None, 200, [128, 72]),
+    ],
 )
-def test_a_cpu_host_cuts_a_prompt_into_even_chunks(n_rows: int, expected: list[int]) -> None:
-    assert chunks(n_rows) == expected
+def test_a_prompt_is_cut_into_even_chunks(size: int | None, n_rows: int, expected: list[int]) -> None:
+    assert chunks(n_rows, size=size) == expected
 
 
 @pytest.mark.parametrize("matrix_unit", [False, True])
@@ -40,8 +43,6 @@ def test_chunks_are_longer_where_attention_skips_what_is_hidden_or_experts_are_f
     features = Features.MATRIX_UNIT if matrix_unit else Features(0)
     monkeypatch.setattr("moeoffload.host.granularity.cpu_features", lambda: features)
     monkeypatch.setattr("moeoffload.host.granularity.takes_many", lambda dtype: skips and dtype == torch.bfloat16)
-    assert chunks(512, size=CHUNK_ROWS) == [256] * 2
-    assert chunks(2048, size=CHUNK_ROWS) == [512] * 4
     cpu = torch.device("cpu")
     long, short = CHUNK_ROWS, MASKED_CHUNK_ROWS
     assert chunk_rows(cpu, torch.bfloat16, fast_dense=True) == (long if skips or matrix_unit else short)
@@ -59,16 +60,8 @@ def test_no_chunk_is_much_longer_or_shorter_than_the_best(size: int) -> None:
         assert len(parts) == 1 or min(parts[:-1]) >= LEAST_CHUNK_ROWS
 
 
-def test_a_gpu_host_keeps_large_chunks() -> None:
-    assert chunks(4096, size=None) == [1024] * 4
-    assert chunks(200, size=None) == [128, 72]
-
-
 @pytest.mark.parametrize("capacity", [1, 100, 300])
 def test_a_chunk_fits_a_dispatch(capacity: int) -> None:
     assert max(chunks(1000, capacity)) <= capacity
     assert chunks(1000, capacity, mode=Mode.BATCHED)[0] == capacity
-
-
-def test_switched_off_there_is_no_plan() -> None:
-    assert Granularity(Mode.AUTO, 32, Pipeline.OFF).pipeline_rows(1000, 100) is None
+    assert Granularity(Mode.AUTO, 32, Pipeline.OFF).pipeline_rows(1000, capacity) is None

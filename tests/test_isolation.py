@@ -10,7 +10,7 @@ import torch
 import zmq
 from command_lines import STEP_TIMEOUT_S
 from conftest import DEMO, StartServer
-from test_engine import raw_exchange, set_field
+from engine_kit import raw_exchange, set_field
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.transport.stream import StreamHostEnd
@@ -36,7 +36,7 @@ def two_hosts(address: str, transport: str) -> Iterator[tuple[OffloadedModel, Of
 @pytest.mark.parametrize("transport", ["shared", "stream"])
 def test_a_frame_with_the_epoch_of_another_host_is_refused(three_servers: list[str], transport: str) -> None:
     with two_hosts(three_servers[0], transport) as (first, second, _):
-        code, text = raw_exchange(second, set_field("epoch", first.links[0]._epoch))
+        code, text, _ = raw_exchange(second.links[0], set_field("epoch", first.links[0]._epoch))
         assert code == ErrorCode.BAD_FRAME
         assert "epoch" in text
 
@@ -52,7 +52,7 @@ def test_no_secret_of_a_host_is_in_logs_or_answers_that_others_see(start_server:
             secrets.append(channel._wire.socket.getsockopt(zmq.ROUTING_ID).hex())  # type: ignore[union-attr]
         else:
             secrets += [channel._segment.name, channel.nonce.hex()]  # type: ignore[attr-defined]
-        raw_exchange(second, set_field("epoch", link._epoch))
+        raw_exchange(second.links[0], set_field("epoch", link._epoch))
         client = second.links[0]._client
         seen = f"{client.stats(STEP_TIMEOUT_S)} {client.describe(STEP_TIMEOUT_S)} {server.log_text}"
         assert all(secret not in seen for secret in secrets)

@@ -17,7 +17,7 @@ from transport.ends import SIZES, SOON_S, OnDemand, echo, eventually, send
 from moeoffload import open_model
 from moeoffload.errors import DeadlineError, ServerError
 from moeoffload.transport import SharedServerEnd, StreamKeys, StreamListener, open_channel
-from moeoffload.wire import ErrorCode, FrameHeader, Kind
+from moeoffload.wire import ErrorCode
 
 __all__ = ["engine"]
 
@@ -28,13 +28,6 @@ class Unforeseen(BaseException):
 
 def unforeseen(*_: Any) -> Any:
     raise Unforeseen("on purpose")
-
-
-def error_code(host: Host, number: int) -> int:
-    header = FrameHeader()
-    header.unpack_from(host.channel.slots[number].reply)
-    assert header.kind == Kind.ERROR
-    return header.code
 
 
 def test_when_the_compute_thread_fails_all_that_waits_and_all_that_comes_is_told(
@@ -63,7 +56,7 @@ def test_when_the_compute_thread_fails_all_that_waits_and_all_that_comes_is_told
     for n_rows in (BRIEF, LARGE):
         host.submit(n_rows)
         host.wait(1)
-    assert [error_code(host, number) for number in range(3)] == [ErrorCode.INTERNAL] * 3
+    assert [host.code_of(number) for number in range(3)] == [ErrorCode.INTERNAL] * 3
 
 
 def test_when_the_reader_of_a_shared_channel_fails_its_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from command_lines import Commands
 from conftest import DEMO, demo_prompt, local_model
 
 from moeoffload import open_model
-from moeoffload.errors import SettingError
-from moeoffload.host.routing import RoutingCounter
 
 PROMPTS = "add 12 30 =\nreverse hello =\nsort kitchen =\n"
 
@@ -71,32 +68,7 @@ def test_profile_counts_routes_and_the_most_used_experts_stay(
     assert len({sum(layer) for layer in counts}) == 1
     hottest = sorted(((-count, layer, e) for layer, each in enumerate(counts) for e, count in enumerate(each)))[:10]
     with open_model(
-        DEMO,
-        experts=three_servers[:1],
-        local_experts_gib=expert_gib(10) * 1.001,
-        routing_stats=stats,
-        device="cpu",
+        DEMO, experts=three_servers[:1], local_experts_gib=expert_gib(10) * 1.001, routing_stats=stats, device="cpu"
     ) as offloaded:
         remote = offloaded.links[0].table
         assert all(expert not in remote.layers[layer] for _, layer, expert in hottest)
-
-
-def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
-    stats = tmp_path / "stats.json"
-    for text, words in (("{}", "no file of"), ('{"version": 1, "model_digest": "0", "counts": []}', "another model")):
-        stats.write_text(text)
-        with pytest.raises(SettingError, match=words):
-            open_model(DEMO, local_experts_gib=1, routing_stats=stats, device="cpu")
-
-
-def test_counts_survive_their_file(tmp_path: Path) -> None:
-    from moeoffload.checkpoint import Checkpoint
-    from moeoffload.host.routing import read_routing_stats
-
-    checkpoint = Checkpoint.open(DEMO)
-    counter = RoutingCounter(checkpoint)
-    counter.count(1, torch.tensor([[3, 4], [3, 5]]))
-    counter.write(tmp_path / "stats.json")
-    counts = read_routing_stats(tmp_path / "stats.json", checkpoint)
-    assert counts[1][3:6] == [2, 1, 1]
-    assert sum(map(sum, counts)) == 4

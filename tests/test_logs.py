@@ -1,4 +1,4 @@
-"""Logs: one line for one event whatever it quotes, and no disk filled by somebody who repeats himself."""
+"""Logs: one line for one event whatever it quotes, and no disk filled by a peer that repeats itself."""
 
 from __future__ import annotations
 

@@ -56,16 +56,9 @@ def test_the_grouped_kernel_gives_the_bits_of_a_local_run(
 ) -> None:
     prompt = torch.randint(5, 60, (1, 700), generator=torch.manual_seed(1))
     local = local_model(DEMO, dtype=TORCH[model_dtype])
+    options: dict[str, Any] = {"mode": "batched", "transport": transport, "model_dtype": model_dtype}
     with (
-        open_model(
-            DEMO,
-            experts=[grouped_server],
-            mode="batched",
-            transport=transport,
-            model_dtype=model_dtype,
-            fast_dense=False,
-            device="cpu",
-        ) as offloaded,
+        open_model(DEMO, experts=[grouped_server], fast_dense=False, device="cpu", **options) as offloaded,
         torch.inference_mode(),
     ):
         for tokens in (prompt, prompt[:, :1], prompt[:, :9]):
@@ -84,47 +77,32 @@ def test_the_default_kernel_gives_the_bits_of_a_local_run_with_it_in_every_mode(
     with torch.inference_mode():
         expected = [local(tokens).logits for tokens in parts]
         for mode, transport in (("batched", "shared"), ("stream", "shared"), ("auto", "stream")):
-            with open_model(
-                DEMO,
-                experts=three_servers[:1],
-                mode=mode,
-                transport=transport,
-                model_dtype=model_dtype,
-                batch_capacity=300,
-                device="cpu",
-            ) as offloaded:
+            options: dict[str, Any] = {"mode": mode, "transport": transport, "model_dtype": model_dtype}
+            with open_model(DEMO, experts=three_servers[:1], batch_capacity=300, device="cpu", **options) as offloaded:
                 for tokens, logits in zip(parts, expected, strict=True):
                     assert torch.equal(offloaded.model(tokens).logits, logits), (mode, tokens.shape)
     restore()
 
 
 @pytest.mark.parametrize(
-    ("mode", "transport", "n_servers", "dtype"),
-    [("batched", "shared", 3, "f16"), ("batched", "stream", 1, "f32"), ("stream", "shared", 2, "bf16"),
-     ("stream", "stream", 3, "f16"), ("auto", "shared", 1, "f32"), ("auto", "stream", 2, "bf16")],
+    ("mode", "transport", "n_servers", "dtype", "model_dtype"),
+    [("batched", "shared", 3, "f16", "bf16"), ("batched", "stream", 1, "f32", "bf16"),
+     ("stream", "shared", 2, "bf16", "bf16"), ("stream", "stream", 3, "f16", "bf16"),
+     ("auto", "shared", 1, "f32", "bf16"), ("auto", "stream", 2, "bf16", "bf16"),
+     ("stream", "shared", 1, "f32", "f32"), ("batched", "stream", 3, "f32", "f32")],
 )  # fmt: skip
 def test_greedy_tokens_and_accuracy_match_a_local_run(
-    three_servers: list[str], mode: str, transport: str, n_servers: int, dtype: str
+    three_servers: list[str], mode: str, transport: str, n_servers: int, dtype: str, model_dtype: str
 ) -> None:
-    expected = local_answers("bf16")  # as the demo checkpoint is stored
-    with open_model(
-        DEMO, experts=three_servers[:n_servers], mode=mode, transport=transport, dtype=dtype, device="cpu"
-    ) as offloaded:
+    expected = local_answers(model_dtype)
+    options: dict[str, Any] = {"mode": mode, "transport": transport, "dtype": dtype, "model_dtype": model_dtype}
+    with open_model(DEMO, experts=three_servers[:n_servers], device="cpu", **options) as offloaded:
         assert [link.info.transport for link in offloaded.links] == [transport] * n_servers
         tokenizer = offloaded.tokenizer
         got = answers(offloaded.model, tokenizer)
     assert abs(accuracy(got, tokenizer) - accuracy(expected, tokenizer)) <= 100 / N_PROMPTS
     if dtype != "f16":  # which does not hold every value of bf16
         assert got == expected
-
-
-def test_a_float32_model_with_float32_payload_gives_the_same_tokens(three_servers: list[str]) -> None:
-    expected = local_answers("f32")
-    for n_servers, mode, transport in ((1, "stream", "shared"), (3, "batched", "stream")):
-        with open_model(
-            DEMO, experts=three_servers[:n_servers], mode=mode, transport=transport, model_dtype="f32", device="cpu"
-        ) as offloaded:
-            assert answers(offloaded.model, offloaded.tokenizer) == expected
 
 
 def test_the_demo_model_solves_its_tasks() -> None:

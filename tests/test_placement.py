@@ -20,28 +20,33 @@ def place(
     return place_experts([range(count) for count in counts], sizes, offers, speeds)
 
 
-def bytes_of(table: ExpertTable, sizes: list[int]) -> int:
-    return sum(len(held) * size for held, size in zip(table.layers, sizes, strict=True))
-
-
 @given(
-    counts=st.lists(st.integers(1, 40), min_size=1, max_size=6),
-    size=st.integers(1, 1000),
-    offered=st.lists(st.integers(0, 60_000), min_size=1, max_size=5),
+    usage=st.lists(st.lists(st.integers(0, 500), min_size=24, max_size=24), min_size=1, max_size=5),
+    offered=st.lists(st.integers(0, 6000), min_size=1, max_size=4),
+    speeds=st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
+    size=st.integers(1, 100),
+    known=st.booleans(),
 )
 def test_every_expert_has_one_owner_and_no_server_more_than_it_offered(
-    counts: list[int], size: int, offered: list[int]
+    usage: list[list[int]], offered: list[int], speeds: list[float], size: int, known: bool
 ) -> None:
-    sizes = [size] * len(counts)
+    sizes, experts = [size] * len(usage), [range(24)] * len(usage)
+    how = (speeds[: len(offered)], usage) if known else ()
     try:
-        tables = place(counts, sizes, offers_of(*offered))
+        tables = place_experts(experts, sizes, offers_of(*offered), *how)
     except PlacementError:
-        assert sum(n // size for n in offered) < sum(counts)
+        assert sum(n // size for n in offered) < 24 * len(usage)
         return
-    for layer, count in enumerate(counts):
-        assert sorted(expert for table in tables for expert in table.layers[layer]) == list(range(count))
+    for layer in range(len(usage)):
+        assert sorted(expert for table in tables for expert in table.layers[layer]) == list(range(24))
+        for table in () if known else tables:  # each has a range
+            assert list(table.layers[layer]) == list(range(24))[slice(*ends(table.layers[layer]))]
     for table, limit in zip(tables, offered, strict=True):
-        assert bytes_of(table, sizes) <= limit
+        assert sum(len(held) * size for held in table.layers) <= limit
+
+
+def ends(held: tuple[int, ...]) -> tuple[int, int]:
+    return (held[0], held[-1] + 1) if held else (0, 0)
 
 
 def test_servers_with_enough_memory_get_equal_parts_of_every_layer() -> None:
@@ -57,27 +62,6 @@ def test_a_small_server_gets_what_it_holds_and_the_others_share_the_rest() -> No
     assert [table.n_experts for table in tables] == [40, 80, 80]
 
 
-@given(
-    usage=st.lists(st.lists(st.integers(0, 500), min_size=24, max_size=24), min_size=1, max_size=4),
-    offered=st.lists(st.integers(0, 4000), min_size=1, max_size=4),
-    speeds=st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
-)
-def test_with_statistics_every_expert_still_has_one_owner_within_memory(
-    usage: list[list[int]], offered: list[int], speeds: list[float]
-) -> None:
-    sizes = [37] * len(usage)
-    experts = [range(24)] * len(usage)
-    try:
-        tables = place_experts(experts, sizes, offers_of(*offered), speeds[: len(offered)], usage)
-    except PlacementError:
-        assert sum(n // 37 for n in offered) < 24 * len(usage)
-        return
-    for layer in range(len(usage)):
-        assert sorted(expert for table in tables for expert in table.layers[layer]) == list(range(24))
-    for table, limit in zip(tables, offered, strict=True):
-        assert bytes_of(table, sizes) <= limit
-
-
 def test_statistics_make_servers_finish_at_the_same_time() -> None:
     usage = [[1000 // (rank + 1) for rank in range(64)], [1000 // (64 - rank) for rank in range(64)]]
     speeds = [4.0, 1.0, 2.0]
@@ -87,11 +71,6 @@ def test_statistics_make_servers_finish_at_the_same_time() -> None:
             sum(counts[e] for e in table.layers[layer]) / speed for table, speed in zip(tables, speeds, strict=True)
         ]
         assert max(times) <= 1.1 * sum(times) / 3
-
-
-def test_a_server_holds_a_contiguous_range() -> None:
-    for table in place([60], [1], offers_of(100, 100, 100)):
-        assert list(table.layers[0]) == list(range(table.layers[0][0], table.layers[0][-1] + 1))
 
 
 def test_what_does_not_fit_is_told_as_a_table() -> None:
@@ -116,11 +95,7 @@ def test_shares_follow_the_speeds_within_the_memory() -> None:
     assert [table.n_experts for table in tables] == [150, 150]
 
 
-@given(
-    need=st.floats(0, 1000),
-    limits=st.lists(st.floats(0, 1000), min_size=1, max_size=5),
-    data=st.data(),
-)
+@given(need=st.floats(0, 1000), limits=st.lists(st.floats(0, 1000), min_size=1, max_size=5), data=st.data())
 def test_fair_shares_add_up_and_respect_limits(need: float, limits: list[float], data: st.DataObject) -> None:
     speeds = data.draw(st.lists(st.floats(0.01, 100), min_size=len(limits), max_size=len(limits)))
     shares = fair_shares(need, limits, speeds)
@@ -134,10 +109,5 @@ def test_the_most_used_experts_stay_on_the_host() -> None:
     assert choose_local([4, 4], [10, 10], 49).layers == ((0, 1), (0, 1))
     assert choose_local([4, 4], [10, 10], 9).n_experts == 0
     assert choose_local([4, 4], [10, 10], 1000).n_experts == 8
-
-
-def test_what_stays_on_the_host_is_not_placed() -> None:
-    local = choose_local([8], [1], 3)
-    rest = [expert for expert in range(8) if expert not in local.layers[0]]
-    tables = place_experts([rest], [1], offers_of(100, 100))
-    assert sorted(expert for table in tables for expert in table.layers[0]) == rest
+    rest = [expert for expert in range(4) if expert not in choose_local([4, 4], [10, 10], 40, usage).layers[0]]
+    assert sorted(e for table in place_experts([rest], [1], offers_of(9, 9)) for e in table.layers[0]) == rest == [1, 3]

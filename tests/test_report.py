@@ -53,7 +53,5 @@ def test_every_field_is_documented(three_servers: list[str]) -> None:
     with open_model(DEMO, experts=three_servers[:1], profile=True, device="cpu") as offloaded, torch.inference_mode():
         offloaded.model(torch.tensor([[7, 8, 9]]))
         data = json.loads(json.dumps(offloaded.report().to_json()))
-    for server in data["servers"]:
-        del server["auto"]["us_per_row"], server["auto"]["predicted_s"]
     documented = set(re.findall(r"[a-z_]+", text))
     assert {name for name in leaves(data) if name not in documented} == set()

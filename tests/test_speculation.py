@@ -35,12 +35,7 @@ def test_guesses_change_no_text_and_save_calls(three_servers: list[str], how: st
     n_tokens, n_servers = 60, 2
     # One open model for both: where experts are placed changes the order of sums.
     with open_model(
-        DEMO,
-        experts=three_servers[:n_servers],
-        device="cpu",
-        max_new_tokens=n_tokens,
-        draft_model=DEMO,
-        mode="batched",
+        DEMO, experts=three_servers[:n_servers], device="cpu", max_new_tokens=n_tokens, draft_model=DEMO, mode="batched"
     ) as offloaded:
         offloaded.model.generation_config.eos_token_id = None  # so that there is much to guess
         draft, offloaded.draft = offloaded.draft, None
@@ -63,14 +58,6 @@ def test_guesses_change_no_text_and_save_calls(three_servers: list[str], how: st
     assert n_calls <= guesses["passes"] * layers * n_servers
     assert guesses["calls_per_token"] == pytest.approx(n_calls / guesses["tokens"])
     assert guesses["passes"] < 0.7 * guesses["tokens"]
-
-
-def test_guesses_from_the_command_line(commands: Commands, three_servers: list[str]) -> None:
-    words = ["run", str(DEMO), "--experts", three_servers[0], "--no-chat", "--prompt", "reverse abababa ="]
-    plain = commands.run("moeoffload", *words)
-    guessed = commands.run("moeoffload", *words, "--prompt-lookup", "5")
-    assert (guessed.code, guessed.out) == (0, plain.out)
-    assert "tokens per pass" in guessed.err
 
 
 def test_a_draft_model_that_does_not_fit_is_refused(commands: Commands, tmp_path: Path) -> None:

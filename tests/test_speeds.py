@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moeoffload.host.speeds import (
     EQUAL,
     MOST_ROUNDS,
-    MOST_TO_MEAN,
+    POWER,
     Timings,
     measure,
     placement_speeds,
@@ -17,7 +17,6 @@ from moeoffload.host.speeds import (
 )
 from moeoffload.placement import MemoryOffer, place_experts
 
-TOP_K = 8
 SIZES = {1: 1.9e-3, 4: 6e-3, 16: 14e-3, 64: 30e-3, 256: 60e-3}
 
 
@@ -27,7 +26,7 @@ def timings(factor: float) -> Timings:
 
 
 def shares(*factors: float) -> list[float]:
-    speeds = placement_speeds([timings(factor) for factor in factors], TOP_K)
+    speeds = placement_speeds([timings(factor) for factor in factors])
     return [speed / sum(speeds) for speed in speeds]
 
 
@@ -37,7 +36,7 @@ noise = st.lists(st.floats(0.85, 1.15), min_size=len(SIZES), max_size=len(SIZES)
 @given(noises=st.lists(noise, min_size=2, max_size=5))
 def test_noise_never_changes_the_placement_of_equal_servers(noises: list[list[float]]) -> None:
     noisy = [[(rows, s * n) for (rows, s), n in zip(SIZES.items(), each, strict=True)] for each in noises]
-    speeds = placement_speeds(noisy, TOP_K)
+    speeds = placement_speeds(noisy)
     assert speeds == [1.0] * len(noises)
     offers = [MemoryOffer(str(number), 10**6) for number in range(len(noises))]
     assert place_experts([range(128)] * 4, [10] * 4, offers, speeds) == place_experts(
@@ -65,23 +64,14 @@ def test_a_slow_server_gets_less_than_its_part_and_stays_about_as_busy(factors: 
     slowest, fastest = slow.index(max(slow)), slow.index(min(slow))
     assert 0 < parts[slowest] < even[slowest]
     assert parts[fastest] > even[fastest]
-    busy = [part * factor for part, factor in zip(parts, slow, strict=True)]
-    assert max(busy) <= MOST_TO_MEAN * sum(busy) / len(busy) + 1e-6
+    assert parts[fastest] < 1.1 * even[fastest], "many rows do not take much longer for it"
     assert shares(*reversed(factors)) == pytest.approx(parts[::-1])
-
-
-def test_many_routes_need_no_correction() -> None:
-    """With hundreds of experts for each row, what one server gets is hardly a matter of chance."""
-    slow = placement_speeds([timings(1), timings(4)], 4096)
-    few = placement_speeds([timings(1), timings(4)], 1)
-    assert slow[0] / slow[1] <= few[0] / few[1]
-    assert slow[0] / slow[1] == pytest.approx(4, rel=0.15)
 
 
 def test_only_sizes_that_all_servers_were_timed_at_are_compared() -> None:
     assert slowness([timings(1)[:3], timings(4)]) == [1, 4]  # the batch capacity of one is 16
     assert slowness([[(1, 1e-3)], [(4, 8e-3)]]) == [1, 2]
-    assert placement_speeds([[(1, 1e-3)], [(4, 8e-3)]], TOP_K) == pytest.approx([1, 0.5])
+    assert placement_speeds([[(1, 1e-3)], [(4, 8e-3)]]) == pytest.approx([1, 2**-POWER])
 
 
 class _Busy:
@@ -112,4 +102,4 @@ def test_times_that_never_agree_make_servers_equal_that_differ_by_less(caplog: p
     found, equal = measure([_Busy(0.6), restless], ["a", "b"])
     assert restless.n_rounds == MOST_ROUNDS
     assert "vary by a factor of 2.00" in caplog.text
-    assert placement_speeds(found, TOP_K, equal) == [1, 1]
+    assert placement_speeds(found, equal) == [1, 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from moeoffload import open_model
 from moeoffload.expert_server.arena import DECODE_ROWS, HostArena
 from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.payload import PayloadDtype
+from moeoffload.transport.page_locked import PageLocked
 from moeoffload.wire import FrameLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,11 +33,13 @@ def a_frame(layout: FrameLayout, n_rows: int, seed: int = 0) -> Any:
 @pytest.mark.parametrize("back", list(PayloadDtype), ids=lambda dtype: f"back-{dtype.label}")
 @pytest.mark.parametrize("out", list(PayloadDtype), ids=lambda dtype: f"out-{dtype.label}")
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("locked", [False, True], ids=["", "locked"])
 def test_kernels_get_and_hosts_receive_the_same_as_on_a_cpu(
-    out: PayloadDtype, back: PayloadDtype, compute: torch.dtype
+    out: PayloadDtype, back: PayloadDtype, compute: torch.dtype, locked: bool
 ) -> None:
     layout = FrameLayout(hidden=6, top_k=3, dtype_out=out, dtype_back=back, capacity=33)
     staging, plain = DeviceArena(33, layout, compute, DEVICE), HostArena(33, layout, compute)
+    staging.frames_are_locked = locked
     for n_rows in (1, 5, 33, 7, 1):
         for weights_dtype in (torch.float32, compute):
             views = a_frame(layout, n_rows, seed=n_rows)
@@ -85,6 +90,37 @@ def test_decode_shaped_calls_make_nothing_new() -> None:
     for n_rows in range(1, DECODE_ROWS + 1):
         staging.fill(a_frame(layout, n_rows), n_rows, torch.float32, N_EXPERTS)
     assert staging.n_created == made
+
+
+class Runtime:
+    """CUDA's, which locks what it is told to, or fails."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.locked: list[tuple[int, int]] = []
+
+    def cudaHostRegister(self, start: int, n_bytes: int, flags: int) -> int:
+        assert flags == 0
+        self.locked += [] if self.error else [(start, n_bytes)]
+        return self.error
+
+    def cudaHostUnregister(self, start: int) -> int:
+        return 0 if self.locked.pop()[0] == start else 1
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_the_memory_of_all_buffers_is_locked_once_and_given_back(error: int) -> None:
+    memory = memoryview(mmap.mmap(-1, 8 * mmap.PAGESIZE))
+    runtime, page = Runtime(error), mmap.PAGESIZE
+    buffers = [memory[page + 100 : page + 300], memory[3 * page : 5 * page + 1]]
+    locked = PageLocked(buffers, torch.device("cpu"), runtime)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert runtime.locked == ([] if error else [(start + page, 4 * page + 1)])
+    assert locked.is_locked == (not error)
+    locked.close()
+    locked.close()
+    assert runtime.locked == []
+    assert not locked.is_locked
 
 
 STAGED = """

@@ -69,15 +69,12 @@ def test_too_few_descriptors_are_not_taken_for_a_full_dev_shm() -> None:
     assert "ulimit -n" in str(SystemLimitError.of(caught.value))
 
 
-def test_a_host_with_too_few_descriptors_says_what_to_raise() -> None:
+def test_a_host_with_too_few_descriptors_says_what_to_raise(commands: Commands) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))"
-    code = f"from moeoffload.cli import host_app; import numpy, safetensors; {limit}; host_app.main()"
-    command = [sys.executable, "-c", code, "run", str(DEMO), "--prompt", "add 1 2 =", "--device", "cpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
-    its_servers_or_its_own = (ServerError.exit_code, SystemLimitError.exit_code)
-    assert done.returncode in its_servers_or_its_own, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "too few file descriptors: this process may have 12" in done.stderr
+    done = commands.run("moeoffload", "run", DEMO, "--prompt", "add 1 2 =", "--device", "cpu", patch=limit)
+    assert done.code in (ServerError.exit_code, SystemLimitError.exit_code), done.err  # its servers' or its own
+    assert "Traceback" not in done.err
+    assert "too few file descriptors: this process may have 12" in done.err
 
 
 STREAM_ENDS = """
@@ -89,7 +86,7 @@ def listen(keys):
     StreamListener(max_request_bytes=4096, encrypted=keys is not None).close()
 
 def connect(keys):
-    parameters = {"port": "9", "server_key": keys.public} if keys else {"port": "9", "routing_id": "6d" * 32}
+    parameters = {"port": "9", "routing_id": "6d" * 32, **({"server_key": keys.public} if keys else {})}
     offer = ChannelOffer("stream", ChannelSizes(1, 4096, 4096), parameters)
     open_stream(offer, "127.0.0.1", timeout_s=0.02, keys=keys)
 
@@ -118,12 +115,10 @@ def test_a_stream_end_with_too_few_descriptors_is_refused_whatever_their_number(
     assert done.returncode == 0, done.stderr
 
 
-def test_a_report_on_a_full_disk_is_one_line_after_the_answer(start_server: StartServer) -> None:
-    server = start_server()
-    command = [sys.executable, "-m", "moeoffload.cli.host_app", "run", str(DEMO), "--experts", server.address]
-    command += ["--device", "cpu", "--prompt", "add 17 25 =", "--max-new-tokens", "8", "--report", "/dev/full"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
-    assert done.returncode == SystemLimitError.exit_code, done.stderr
-    assert "No space left on device" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "42" in done.stdout
+def test_a_report_on_a_full_disk_is_one_line_after_the_answer(three_servers: list[str], commands: Commands) -> None:
+    options = ["--experts", three_servers[0], "--device", "cpu", "--max-new-tokens", "8", "--report", "/dev/full"]
+    done = commands.run("moeoffload", "run", DEMO, "--prompt", "add 17 25 =", *options)
+    assert done.code == SystemLimitError.exit_code, done.err
+    assert "No space left on device" in done.err
+    assert "Traceback" not in done.err
+    assert "42" in done.out

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, wait_until
-from conftest import DEMO, RunningServer, StartServer, expert_server, local_model
+from conftest import DEMO, RunningServer, StartServer, connected, local_model
 from synthetic import write_tiny
 
 from moeoffload.control.client import ControlClient
@@ -20,12 +20,6 @@ WAIT_S = 100
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with expert_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("mixtral", tmp_path_factory.mktemp("mixtral"), dtype=torch.float32)
 
@@ -33,15 +27,11 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def stats(server: RunningServer) -> Iterator[ControlClient]:
     """A client of a server that nobody uses, neither before the test nor after it."""
-    client = ControlClient(server.address)
-    client.connect(STEP_TIMEOUT_S)
-    try:
+    with connected(server.address) as client:
         wait_until(lambda: client.stats(STEP_TIMEOUT_S).leases == 0, "no hosts", CLEAN_TIMEOUT_S)
         yield client
         wait_until(lambda: client.stats(STEP_TIMEOUT_S).leases == 0, "the end of all leases", CLEAN_TIMEOUT_S)
         assert client.stats(STEP_TIMEOUT_S).resident_bytes == 0
-    finally:
-        client.close()
 
 
 def prompt(first: int, n: int = 16) -> torch.Tensor:
@@ -82,34 +72,22 @@ def generate_at_once(*models: OffloadedModel) -> list[list[list[int]]]:
         return list(pool.map(three, models, timeout=WAIT_S))
 
 
-def test_hosts_of_one_model_share_its_experts_and_generate_what_a_local_run_does(
-    server: RunningServer, stats: ControlClient
+@pytest.mark.parametrize("same", [True, False], ids=["one model", "two models"])
+def test_hosts_share_experts_of_one_model_only_and_generate_what_a_local_run_does(
+    server: RunningServer, stats: ControlClient, other_model: Path, same: bool
 ) -> None:
-    expected = local_tokens(DEMO)
-    with open_on(server, DEMO) as first:
-        alone = stats.stats(STEP_TIMEOUT_S).resident_bytes
-        assert alone == expert_bytes(first)
-        with open_on(server, DEMO) as second:
-            both = stats.stats(STEP_TIMEOUT_S)
-            assert (both.leases, both.resident_bytes) == (2, alone)
-            assert generate_at_once(first, second) == [expected, expected]
-        wait_until(lambda: stats.stats(STEP_TIMEOUT_S).leases == 1, "the end of one lease", CLEAN_TIMEOUT_S)
-        assert stats.stats(STEP_TIMEOUT_S).resident_bytes == alone, "the other host still uses them"
-        assert generate(first.model, 0) == expected[0]
-
-
-def test_hosts_of_different_models_do_not_meet(server: RunningServer, stats: ControlClient, other_model: Path) -> None:
-    models = (DEMO, other_model)
+    models = (DEMO, DEMO if same else other_model)
     expected = [local_tokens(model) for model in models]
-    assert expected[0] != expected[1]
+    assert (expected[0] == expected[1]) == same
     first, second = (open_on(server, model) for model in models)
     with second:
         with first:
             together = stats.stats(STEP_TIMEOUT_S)
-            assert (together.leases, together.resident_bytes) == (2, expert_bytes(first) + expert_bytes(second))
+            resident = expert_bytes(second) + (0 if same else expert_bytes(first))
+            assert (together.leases, together.resident_bytes) == (2, resident)
             assert generate_at_once(first, second) == expected
         wait_until(lambda: stats.stats(STEP_TIMEOUT_S).leases == 1, "the end of one lease", CLEAN_TIMEOUT_S)
-        assert stats.stats(STEP_TIMEOUT_S).resident_bytes == expert_bytes(second)
+        assert stats.stats(STEP_TIMEOUT_S).resident_bytes == expert_bytes(second), "the other host still uses them"
         assert generate(second.model, 0) == expected[1][0]
 
 

@@ -1,9 +1,12 @@
-"""A checkpoint folder as hosts and expert servers see it: its MoE layers, any subset of their experts as a module."""
+"""A checkpoint as hosts and expert servers see it: its MoE layers, any subset of their experts as a module."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,32 +14,43 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeoffload.checkpoint.convert import Recipe, Shapes, make_recipes
+from moeoffload.checkpoint.convert import Recipe, Shapes
 from moeoffload.checkpoint.digest import digest_checkpoint
+from moeoffload.checkpoint.gguf import open_gguf
+from moeoffload.checkpoint.gguf_file import is_gguf
 from moeoffload.checkpoint.layout import (
     ExpertLayer,
     build_meta_model,
     dense_bytes_of,
-    expert_bytes_of,
+    expert_size_of,
     find_experts,
+    intermediate_of,
     n_experts_of,
     row_width_of,
     top_k_of,
 )
 from moeoffload.checkpoint.locate import locate
-from moeoffload.checkpoint.model_config import read_config, refuse_empty_claims
-from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorIndex, TensorReader
+from moeoffload.checkpoint.packed_rows import Piece
+from moeoffload.checkpoint.quantised import quantised_experts, quantised_pieces, refuse_packed
+from moeoffload.checkpoint.source import Readable, Source, open_folder
+from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorReader
 from moeoffload.errors import ModelError
+from moeoffload.formats.quantise import FORMATS
 
 # Experts are converted in groups, so that beside the finished experts only a few times this many bytes are held.
 _GROUP_BYTES = 16 << 20
+_CPU = torch.device("cpu")
+_MOST_THREADS = 8
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
 
 
 class Checkpoint:
     """A Mixture-of-Experts model on disk. Made by :meth:`open`; holds no weights.
 
     Attributes:
-        path: the local folder.
+        path: the local folder, or the GGUF file.
+        folder: where tokenizer and generation config are; None if the GGUF file itself has them.
+        config_text: config.json, if a server that has only the GGUF file needs to be sent it.
         config: the transformers config as ``AutoConfig`` reads it (for multimodal models the whole one).
         model_type: its ``model_type``.
         model_class: the transformers class in whose ``named_modules()`` the layers' names are found.
@@ -50,6 +64,8 @@ class Checkpoint:
     """
 
     path: Path
+    folder: Path | None
+    config_text: str
     config: Any
     model_type: str
     model_class: type[nn.Module]
@@ -59,65 +75,92 @@ class Checkpoint:
     layers: tuple[ExpertLayer, ...]
     dense_bytes: int
 
-    def __init__(self, path: Path, config: Any, dtype: torch.dtype, index: TensorIndex):
-        model = build_meta_model(config, dtype)
+    def __init__(self, source: Source, dtype: torch.dtype, quantised: str | None = None):
+        model = build_meta_model(source.config, dtype)
         experts = find_experts(model)
-        self.path = path
-        self.config = config
-        self.model_type = config.model_type
+        self.path = source.path
+        self.folder = source.folder
+        self.config_text = source.config_text
+        self.config = source.config
+        self.model_type = self.config.model_type
         self.model_class = type(model)
         self.dtype = dtype
         self.hidden_size = _only({row_width_of(module) for module in experts.values()}, "row widths", self.model_type)
         self.top_k = _only({top_k_of(model, name) for name in experts}, "top_k values", self.model_type)
-        self.layers = tuple(
-            ExpertLayer(number, name, n_experts_of(module), expert_bytes_of(module, dtype))
-            for number, (name, module) in enumerate(experts.items())
-        )
         self.dense_bytes = dense_bytes_of(model, experts)
-        self._index = index
+        self._source = source
         # The modules stay on the meta device and are the moulds from which subsets are cast; the rest of the model
         # goes.
         self._moulds = experts
-        self._recipes = make_recipes(model, experts, index)
+        self._recipes, self._dense = source.sort(model, experts)
         self._model_config = model.config
+        self._quantised = quantised
+        if quantised is not None:
+            refuse_packed(self.path, self._recipes, quantised)
+        self.layers = tuple(self._describe(number, name) for number, name in enumerate(experts))
 
     @classmethod
-    def open(cls, model: str | Path, *, dtype: torch.dtype | None = None, revision: str | None = None) -> Checkpoint:
-        """Open a folder in the transformers format or a hub id; reads headers only.
+    def open(
+        cls,
+        model: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        revision: str | None = None,
+        expert_format: str | None = None,
+        dense: Path | None = None,
+        config_text: str = "",
+    ) -> Checkpoint:
+        """Open a folder in the transformers format, a hub id, or a GGUF file; reads headers only.
 
         Args:
-            model: folder, or hub id such as ``"org/name"``.
+            model: folder, hub id such as ``"org/name"``, or a file (any part) that ends in ``.gguf``.
             dtype: compute dtype (float32, float16, bfloat16 or float64); None takes the checkpoint's.
             revision: branch, tag or commit of a hub id.
+            expert_format: a name of `formats.quantise.FORMATS`, in which experts are packed while they are read; None
+                leaves them as they are stored.
+            dense: folder with the config and the dense tensors of the model in a GGUF file.
+            config_text: that config alone, for experts only.
 
         Raises:
-            ModelError: no such model, damaged or missing files, quantised weights, not a Mixture-of-Experts model, or a
-                family whose experts transformers does not route through its experts interface. One line says which.
+            ModelError: no such model, damaged or missing files, weights of an unknown format, not a Mixture-of-Experts
+                model, a family whose experts transformers does not route through its experts interface, or ``dense`` of
+                another model. One line says which.
         """
         path = locate(model, revision)
-        config = read_config(path)
-        index = TensorIndex.open(path)
-        refuse_empty_claims(config, index)
-        return cls(path, config, _compute_dtype(dtype, config, index), index)
+        if is_gguf(path):
+            source = open_gguf(path, dense, config_text)
+        elif dense is not None:
+            raise ModelError(f"--dense: goes with a GGUF file, {path} has dense tensors itself")
+        else:
+            source = open_folder(path)
+        return cls(source, _compute_dtype(dtype, source), expert_format)
 
     @cached_property
     def digest(self) -> str:
         """Hex SHA-256 of config, tensor names, dtypes and shapes, and a sample of every tensor's bytes.
 
         Equal for copies, other places and other shardings of the same checkpoint; the compute dtype does not enter.
+        Experts that are packed while they are read have another one for each format.
         """
-        return digest_checkpoint(self.path, self._index)
+        stored = digest_checkpoint(self._source.values, self._source.index)
+        return stored if self._quantised is None else hashlib.sha256(f"{stored} {self._quantised}".encode()).hexdigest()
 
     @property
     def experts_classes(self) -> tuple[type[nn.Module], ...]:
         """The classes of the experts modules, each once."""
         return tuple(dict.fromkeys(type(mould) for mould in self._moulds.values()))
 
+    def dense_tensors(self) -> Mapping[str, Readable]:
+        """Everything but the routed experts by stored name, to be read one by one; packed weights are unpacked then."""
+        return self._dense(self.dtype)
+
     def build_experts(self, layer: int, experts: Sequence[int], device: torch.device) -> nn.Module:
         """The model's own experts module of MoE layer ``layer`` with only ``experts``, in this order.
 
         Parameters have the first dimension ``len(experts)``, the compute dtype and no gradient; ``num_experts`` is
-        ``len(experts)``; the module is in eval mode with a config of its own whose experts implementation is ``eager``.
+        ``len(experts)``; the module is in eval mode with a config of its own whose experts implementation is ``eager``,
+        and has the compute dtype as ``compute_dtype``. Matrices that the checkpoint holds packed are tuples of
+        `PackedWeights`, (n_experts, out, in), instead of parameters: one, or two whose rows follow each other.
         Beside the result about 150 MiB are held at most (more when a single expert is larger).
 
         Raises:
@@ -130,24 +173,68 @@ class Checkpoint:
         if wrong or not experts:
             asked = f"expert {wrong[0]}" if wrong else "no expert"
             raise ModelError(f"layer {layer}: {asked} was asked for, there are 0..{about.n_experts - 1}")
-        with TensorReader() as reader, torch.no_grad():
-            module = self._cast(about, len(experts), device)
+        if self._quantised is not None:
+            pieces = self._pieces(about.module_name)
+            return quantised_experts(
+                self._cast(about, len(experts), device, pieces),
+                lambda some: self._read(about, some, _CPU),
+                [experts[group] for group in _groups(len(experts), about.n_weights * self.dtype.itemsize)],
+            )
+        return self._read(about, experts, device)
+
+    def _read(self, about: ExpertLayer, experts: Sequence[int], device: torch.device) -> nn.Module:
+        """The experts as they are stored."""
+        # Tensors of inference mode could be filled by no other thread.
+        with TensorReader() as reader, torch.inference_mode(False), torch.no_grad():
+            module = self._cast(about, len(experts), device, self._stored_pieces(about.module_name))
             for recipe in self._recipes[about.module_name]:
                 self._fill(module, about, recipe, experts, reader)
         return module
 
     def empty_experts(self, layer: int, n_experts: int, device: torch.device) -> nn.Module:
         """As `build_experts`, with room for any ``n_experts`` experts; the values of its parameters are undefined."""
-        return self._cast(self.layers[layer], n_experts, device)
+        about = self.layers[layer]
+        return self._cast(about, n_experts, device, self._pieces(about.module_name))
 
-    def _cast(self, layer: ExpertLayer, n_experts: int, device: torch.device) -> nn.Module:
+    def _describe(self, number: int, name: str) -> ExpertLayer:
+        mould = self._moulds[name]
+        sizes = expert_size_of(mould)
+        pieces = self._pieces(name)
+        packed = {leaf: sum(piece.nbytes for piece in each) for leaf, each in pieces.items()}
+        n_bytes = sum(packed.get(leaf, size * self.dtype.itemsize) for leaf, size in sizes.items())
+        formats = sorted({piece.form.name for each in pieces.values() for piece in each}) or [_NAMES[self.dtype]]
+        return ExpertLayer(
+            number, name, n_experts_of(mould), n_bytes, sum(sizes.values()), intermediate_of(mould), "+".join(formats)
+        )
+
+    def _pieces(self, module_name: str) -> dict[str, tuple[Piece, ...]]:
+        """The matrices of an experts module that are packed in memory, by the names of their parameters."""
+        if self._quantised is not None:
+            return quantised_pieces(self._moulds[module_name], FORMATS[self._quantised])
+        return self._stored_pieces(module_name)
+
+    def _stored_pieces(self, module_name: str) -> dict[str, tuple[Piece, ...]]:
+        return {
+            target.removeprefix(f"{module_name}."): pieces
+            for recipe in self._recipes[module_name]
+            for target, pieces in recipe.pieces.items()
+        }
+
+    def _cast(
+        self, layer: ExpertLayer, n_experts: int, device: torch.device, packed: dict[str, tuple[Piece, ...]]
+    ) -> nn.Module:
         mould = self._moulds[layer.module_name]
         module: Any = copy.deepcopy(mould)
         # Whatever this process registered as its experts implementation must not be entered again from here.
         module.config._experts_implementation = "eager"
         module.num_experts = n_experts
+        module.compute_dtype = self.dtype
         shapes = Shapes("", mould, n_experts)
         for name, _ in mould.named_parameters():
+            if name in packed:
+                delattr(module, name)
+                setattr(module, name, tuple(piece.empty(n_experts, device) for piece in packed[name]))
+                continue
             owner, _, leaf = name.rpartition(".")
             empty = torch.empty(shapes.get_parameter(f".{name}").shape, dtype=self.dtype, device=device)
             setattr(module.get_submodule(owner), leaf, nn.Parameter(empty, requires_grad=False))
@@ -157,6 +244,9 @@ class Checkpoint:
         self, module: nn.Module, layer: ExpertLayer, recipe: Recipe, experts: Sequence[int], reader: TensorReader
     ) -> None:
         prefix = f"{layer.module_name}."
+        if recipe.pieces:
+            self._fill_packed(module, prefix, recipe, experts, reader)
+            return
         for group in _groups(len(experts), recipe.expert_bytes) if recipe.per_expert else [slice(0, len(experts))]:
             chosen = experts[group]
             shapes = Shapes(layer.module_name, self._moulds[layer.module_name], len(chosen))
@@ -164,6 +254,21 @@ class Checkpoint:
             for target, values in converted.items():
                 parameter = module.get_parameter(target.removeprefix(prefix))
                 (parameter[group] if recipe.per_expert else parameter).copy_(values)
+
+    def _fill_packed(
+        self, module: nn.Module, prefix: str, recipe: Recipe, experts: Sequence[int], reader: TensorReader
+    ) -> None:
+        """Several experts at a time: reading and copying do not hold the interpreter's lock."""
+
+        def fill(slot: int) -> None:
+            weights = [*recipe.weights_of(experts[slot]).values()]
+            for target, pieces in recipe.pieces.items():
+                for piece, out in zip(pieces, getattr(module, target.removeprefix(prefix)), strict=True):
+                    piece.fill(out, slot, reader, weights, experts[slot])
+
+        with ThreadPoolExecutor(min(_MOST_THREADS, len(experts), os.cpu_count() or 1)) as pool:
+            for _ in pool.map(fill, range(len(experts))):
+                pass
 
 
 def _groups(n_experts: int, expert_bytes: int) -> Iterator[slice]:
@@ -179,8 +284,10 @@ def _only(values: set[int], what: str, model_type: str) -> int:
     return value
 
 
-def _compute_dtype(given: torch.dtype | None, config: Any, index: TensorIndex) -> torch.dtype:
-    stated = given or config.dtype or config.get_text_config().dtype or index.main_dtype() or torch.float32
+def _compute_dtype(given: torch.dtype | None, source: Source) -> torch.dtype:
+    config = source.config
+    stated = given or config.dtype or config.get_text_config().dtype
+    stated = stated or source.dtype or source.index.main_dtype() or torch.float32
     dtype = getattr(torch, stated, stated) if isinstance(stated, str) else stated
     if dtype not in COMPUTE_DTYPES:
         allowed = ", ".join(str(allowed).removeprefix("torch.") for allowed in COMPUTE_DTYPES)

@@ -27,32 +27,37 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     dot_natural_key,
     rename_source_key,
 )
 
 from moeoffload.checkpoint.layout import n_experts_of, per_expert_parameters
 from moeoffload.checkpoint.model_config import first_line
-from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, StoredTensor, TensorIndex, TensorReader
+from moeoffload.checkpoint.packed_rows import Piece, plan, trace
+from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorReader
+from moeoffload.checkpoint.weights import StoredWeight, WeightIndex
 from moeoffload.errors import ModelError
 
 _PER_EXPERT_OPERATIONS = (Chunk, Concatenate, Interleave, Transpose)
+_MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 
 
 @dataclass
 class Recipe:
-    """The stored tensors that give one parameter of an experts module (or several), and the conversion between them.
+    """The stored weights that give one parameter of an experts module (or several), and the conversion between them.
 
-    ``targets`` are full parameter names; ``sources`` maps each pattern of the converter to its tensors in natural
-    order: either one tensor per expert, or a single one whose first dimension is the expert. ``converter`` is None when
-    a tensor is the parameter as it is. ``per_expert`` is False for a parameter that all experts share; it is taken
-    whole.
+    ``targets`` are full parameter names; ``sources`` maps each pattern of the converter to its weights in natural
+    order: either one per expert, or a single one whose first dimension is the expert. ``converter`` is None when
+    a weight is the parameter as it is; its pattern is "" then. ``per_expert`` is False for a parameter that all experts
+    share; it is taken whole. ``pieces``: for each target its packed rows, if the module's matrices are packed.
     """
 
     targets: tuple[str, ...]
     converter: WeightConverter | None
     per_expert: bool
-    sources: dict[str, list[StoredTensor]] = field(default_factory=dict)
+    sources: dict[str, list[StoredWeight]] = field(default_factory=dict)
+    pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
 
     @property
     def expert_bytes(self) -> int:
@@ -66,13 +71,17 @@ class Recipe:
     def read(self, reader: TensorReader, experts: Sequence[int]) -> dict[str, list[torch.Tensor]]:
         """The source tensors of ``experts`` by pattern, in their stored dtypes; only these experts' bytes are read."""
         if not self.per_expert:
-            return {pattern: [reader.read(tensor) for tensor in tensors] for pattern, tensors in self.sources.items()}
+            return {pattern: [reader.read(each.plain) for each in weights] for pattern, weights in self.sources.items()}
         return {
-            pattern: [reader.read(tensors[expert]) for expert in experts]
+            pattern: [reader.read(weights[expert].plain) for expert in experts]
             if "*" in pattern
-            else [reader.read_rows(tensors[0], experts)]
-            for pattern, tensors in self.sources.items()
+            else [reader.read_rows(weights[0].plain, experts)]
+            for pattern, weights in self.sources.items()
         }
+
+    def weights_of(self, expert: int) -> dict[str, StoredWeight]:
+        """The stored weights by pattern that hold ``expert``."""
+        return {pattern: each[expert if "*" in pattern else 0] for pattern, each in self.sources.items()}
 
     def convert(self, tensors: dict[str, list[torch.Tensor]], shapes: Any, config: Any) -> dict[str, torch.Tensor]:
         """Full parameter name -> tensor. ``shapes`` answers ``get_parameter(name)`` with the shape that is wanted.
@@ -112,52 +121,79 @@ class Shapes:
         return self._parameters[name]
 
 
-def make_recipes(model: nn.Module, experts: dict[str, nn.Module], index: TensorIndex) -> dict[str, list[Recipe]]:
-    """For every experts module the recipes that give all its parameters from the tensors of ``index``.
+def make_recipes(
+    model: nn.Module,
+    experts: dict[str, nn.Module],
+    weights: WeightIndex,
+    mapping: Sequence[WeightTransform] | None = None,
+) -> tuple[dict[str, list[Recipe]], list[StoredWeight]]:
+    """For every experts module the recipes that give all its parameters, and the weights of the rest of ``model``.
 
-    ``model`` is the whole model on the meta device. Raises ModelError naming the parameter when stored tensors are
-    missing, have another shape or dtype than needed, or would have to be mixed across experts.
+    ``model`` is the whole model on the meta device; ``mapping`` converts stored weights into its parameters, by default
+    transformers' own for the family. Raises ModelError naming the parameter when stored weights are missing, have
+    another shape or dtype than needed, or would have to be mixed across experts.
     """
-    owners = {
-        f"{name}.{parameter}": name for name, module in experts.items() for parameter, _ in module.named_parameters()
-    }
-    by_target = _match(model, experts, owners, index)
+    owners = _owners(experts)
+    by_target, dense = _match(model, experts, owners, weights, mapping)
     recipes: dict[str, list[Recipe]] = {name: [] for name in experts}
     for recipe in by_target.values():
         recipes[owners[recipe.targets[0]]].append(recipe)
+    plans: dict[object, dict[str, tuple[Piece, ...]]] = {}
     for name, module in experts.items():
         _check_complete(name, module, recipes[name])
         for recipe in recipes[name]:
             _check_recipe(recipe, name, module, model.config)
-    return recipes
+        if any(each.packing for recipe in recipes[name] for stored in recipe.sources.values() for each in stored):
+            for recipe in recipes[name]:
+                _plan(recipe, name, module, model.config, plans)
+    return recipes, dense
+
+
+def dense_weights(model: nn.Module, experts: dict[str, nn.Module], weights: WeightIndex) -> list[StoredWeight]:
+    """The weights of ``model`` but for its experts, of which there may be none."""
+    return _match(model, experts, _owners(experts), weights, None)[1]
+
+
+def _owners(experts: dict[str, nn.Module]) -> dict[str, str]:
+    """The experts module of each of their parameters, by full names."""
+    return {
+        f"{name}.{parameter}": name for name, module in experts.items() for parameter, _ in module.named_parameters()
+    }
 
 
 def _match(
-    model: nn.Module, experts: dict[str, nn.Module], owners: dict[str, str], index: TensorIndex
-) -> dict[str, Recipe]:
-    """Sort the stored tensors under the expert parameters that they become, as transformers does when it loads."""
+    model: nn.Module,
+    experts: dict[str, nn.Module],
+    owners: dict[str, str],
+    weights: WeightIndex,
+    mapping: Sequence[WeightTransform] | None,
+) -> tuple[dict[str, Recipe], list[StoredWeight]]:
+    """Sort the stored weights under the expert parameters that they become, as transformers does when it loads."""
     known = model.state_dict()
     prefix = model.base_model_prefix
-    mapping = get_model_conversion_mapping(model)
+    mapping = get_model_conversion_mapping(model) if mapping is None else mapping
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
     converters = [step for step in mapping if isinstance(step, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     recipes: dict[str, Recipe] = {}
+    dense: list[StoredWeight] = []
     # Natural order (2 before 10) is what makes the position in a list the number of the expert.
-    for tensor in sorted(index, key=lambda tensor: dot_natural_key(tensor.name)):
-        renamed, pattern = rename_source_key(tensor.name, renamings, converters, prefix, known)
-        if renamed not in known and tensor.name in known:
-            renamed, pattern = rename_source_key(tensor.name, [], [], prefix, known)
+    for weight in sorted(weights, key=lambda weight: dot_natural_key(weight.name)):
+        renamed, pattern = rename_source_key(weight.name, renamings, converters, prefix, known)
+        if renamed not in known and weight.name in known:
+            renamed, pattern = rename_source_key(weight.name, [], [], prefix, known)
         if renamed not in owners:
+            if renamed in known:
+                dense.append(weight)
             continue
         converter = converter_of[pattern] if pattern is not None else None
         if renamed not in recipes:
             recipes[renamed] = _new_recipe(renamed, converter, experts[owners[renamed]], owners)
         recipe = recipes[renamed]
         if recipe.converter is not converter or (converter is None and recipe.sources):
-            raise ModelError(f"{renamed}: is stored twice in different layouts, the second time as {tensor.name}")
-        recipe.sources.setdefault(pattern or tensor.name, []).append(tensor)
-    return recipes
+            raise ModelError(f"{renamed}: is stored twice in different layouts, the second time as {weight.name}")
+        recipe.sources.setdefault(pattern or "", []).append(weight)
+    return recipes, dense
 
 
 def _new_recipe(target: str, converter: WeightConverter | None, module: nn.Module, owners: dict[str, str]) -> Recipe:
@@ -185,43 +221,67 @@ def _check_recipe(recipe: Recipe, name: str, module: nn.Module, config: Any) -> 
     missing = set(recipe.converter.source_patterns if recipe.converter is not None else ()) - recipe.sources.keys()
     if missing:
         raise ModelError(f"{target}: the checkpoint has no tensors like {min(missing)}")
-    for pattern, tensors in recipe.sources.items():
-        for tensor in tensors:
-            if tensor.torch_dtype not in COMPUTE_DTYPES:
+    for pattern, weights in recipe.sources.items():
+        for weight in weights:
+            if weight.packing is None and weight.plain.torch_dtype not in COMPUTE_DTYPES:
                 raise ModelError(
-                    f"{target}: {tensor.name} is stored as {tensor.dtype}; "
+                    f"{target}: {weight.name} is stored as {weight.plain.dtype}; "
                     "needed are unquantised weights (bfloat16, float16 or float32)"
                 )
         if recipe.per_expert:
-            _check_experts(target, pattern, tensors, n_experts)
+            _check_experts(target, pattern, weights, n_experts)
     if recipe.per_expert:
         _check_operations(target, operations)
     # One expert without memory shows whether shapes fit; all experts have the same ones.
     sample = {
         pattern: [
             torch.empty(
-                (1, *tensor.shape[1:]) if recipe.per_expert and "*" not in pattern else tensor.shape, device="meta"
+                (1, *weight.shape[1:]) if recipe.per_expert and "*" not in pattern else weight.shape, device="meta"
             )
-            for tensor in (tensors[:1] if recipe.per_expert else tensors)
+            for weight in (weights[:1] if recipe.per_expert else weights)
         ]
-        for pattern, tensors in recipe.sources.items()
+        for pattern, weights in recipe.sources.items()
     }
     recipe.convert(sample, Shapes(name, module, 1), config)
 
 
-def _check_experts(target: str, pattern: str, tensors: Sequence[StoredTensor], n_experts: int) -> None:
-    shape = tensors[0].shape
-    if "*" not in pattern:
-        if len(tensors) != 1 or shape[:1] != (n_experts,):
-            raise ModelError(f"{target}: {tensors[0].name} has shape {shape}, its first dimension must be {n_experts}")
+def _plan(
+    recipe: Recipe, name: str, module: Any, config: Any, plans: dict[object, dict[str, tuple[Piece, ...]]]
+) -> None:
+    """Find the packed rows of a recipe's matrices; ``plans`` holds those of recipes that were alike."""
+    leaves = {target: target.removeprefix(f"{name}.") for target in recipe.targets}
+    if not set(leaves.values()) & set(_MATRICES):
+        packed = next((each for stored in recipe.sources.values() for each in stored if each.packing), None)
+        if packed is not None:
+            raise ModelError(f"{recipe.targets[0]}: {packed.name} is packed, and it is no matrix; not supported")
         return
-    if len(tensors) != n_experts:
+    firsts = recipe.weights_of(0)
+    stored = tuple((each.shape, each.packing or each.plain.dtype) for each in firsts.values())
+    key = id(recipe.converter), tuple(leaves.values()), stored
+    if key not in plans:
+        traced = recipe.convert(trace(firsts), Shapes(name, module, 1), config)
+        matrices = {
+            target: traced[target][0].t() if module.is_transposed else traced[target][0] for target in recipe.targets
+        }
+        plans[key] = {leaves[target]: plan(target, matrix, [*firsts.values()]) for target, matrix in matrices.items()}
+    recipe.pieces = {target: plans[key][leaf] for target, leaf in leaves.items()}
+
+
+def _check_experts(target: str, pattern: str, weights: Sequence[StoredWeight], n_experts: int) -> None:
+    first = weights[0]
+    if "*" not in pattern:
+        if len(weights) != 1 or first.shape[:1] != (n_experts,):
+            raise ModelError(f"{target}: {first.name} has shape {first.shape}, its first dimension must be {n_experts}")
+        return
+    if len(weights) != n_experts:
         raise ModelError(
-            f"{target}: the checkpoint has tensors like {tensors[0].name} for {len(tensors)} of {n_experts} experts"
+            f"{target}: the checkpoint has tensors like {first.name} for {len(weights)} of {n_experts} experts"
         )
-    for tensor in tensors:
-        if tensor.shape != shape:
-            raise ModelError(f"{target}: {tensor.name} has shape {tensor.shape}, {tensors[0].name} has {shape}")
+    for weight in weights:
+        if weight.shape != first.shape:
+            raise ModelError(f"{target}: {weight.name} has shape {weight.shape}, {first.name} has {first.shape}")
+        if (weight.packing and weight.packing.packed) != (first.packing and first.packing.packed):
+            raise ModelError(f"{target}: {weight.name} and {first.name} are stored in different formats")
 
 
 def _check_operations(target: str, operations: Sequence[Any]) -> None:

@@ -11,11 +11,9 @@ import hashlib
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from moeoffload.checkpoint.model_config import CONFIG_FILE
-from moeoffload.checkpoint.tensors import StoredTensor, TensorIndex, TensorReader, read_json
+from moeoffload.checkpoint.tensors import StoredTensor, TensorIndex, TensorReader
 
 _BLOCK_BYTES = 4096
 # First and last block of every tensor, and one more for each of these many bytes between, up to a few.
@@ -31,13 +29,15 @@ _VOLATILE_KEYS = frozenset(
 )
 
 
-def digest_checkpoint(folder: Path, index: TensorIndex) -> str:
-    """Hex SHA-256 over config.json, the tensor index and blocks of 4 KiB of every tensor; independent of the sharding.
+def digest_checkpoint(values: dict[str, Any], index: TensorIndex) -> str:
+    """Hex SHA-256 over what config.json says (``values``), the tensor index and blocks of 4 KiB of every tensor.
+
+    Independent of the sharding.
 
     Raises ModelError when a file cannot be read.
     """
     digest = hashlib.sha256()
-    config = _stable(read_json(folder / CONFIG_FILE))
+    config = _stable(values)
     digest.update(json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
     tensors = list(index)
     batches = [tensors[start : start + _BATCH_TENSORS] for start in range(0, len(tensors), _BATCH_TENSORS)]

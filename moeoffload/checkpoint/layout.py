@@ -27,15 +27,28 @@ BUILDING = threading.Lock()
 class ExpertLayer:
     """One MoE layer.
 
-    ``index`` is the running number of the MoE layer, 0..n-1 (not the number of the decoder layer); ``module_name`` is
-    the experts module in ``named_modules()`` of the transformers model; ``expert_bytes`` are the bytes of one expert's
-    parameters in the compute dtype.
+    Attributes:
+        index: running number of the MoE layer, 0..n-1 (not the number of the decoder layer).
+        module_name: the experts module in ``named_modules()`` of the transformers model.
+        n_experts: routed experts.
+        expert_bytes: bytes of one expert in memory: packed weights as they are, others in the compute dtype.
+        n_weights: weights and biases of one expert.
+        intermediate: elements of a row between the projections of an expert.
+        format: of the weights (``"bf16"``, ``"fp8"``); of all that occur if they differ (``"q4_k+q6_k"``).
     """
 
     index: int
     module_name: str
     n_experts: int
     expert_bytes: int
+    n_weights: int
+    intermediate: int
+    format: str
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits in memory for each weight, scales included."""
+        return 8 * self.expert_bytes / self.n_weights
 
 
 def build_meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
@@ -94,9 +107,14 @@ def per_expert_parameters(module: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in own if parameter.ndim > 1 and parameter.shape[0] == n_experts}
 
 
-def expert_bytes_of(module: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of one expert's parameters of an experts module in ``dtype``."""
-    return sum(shape[1:].numel() for shape in per_expert_parameters(module).values()) * dtype.itemsize
+def expert_size_of(module: nn.Module) -> dict[str, int]:
+    """Elements of one expert's parameters of an experts module, by name."""
+    return {name: shape[1:].numel() for name, shape in per_expert_parameters(module).items()}
+
+
+def intermediate_of(module: nn.Module) -> int:
+    """Elements of a row between the projections of an expert: the input width of its down projection."""
+    return module.get_parameter("down_proj").shape[1 if cast(Any, module).is_transposed else 2]
 
 
 def row_width_of(module: nn.Module) -> int:

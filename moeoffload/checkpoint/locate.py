@@ -12,6 +12,7 @@ from typing import Final
 
 from huggingface_hub import constants, snapshot_download
 
+from moeoffload.checkpoint.gguf_file import is_gguf
 from moeoffload.checkpoint.model_config import CONFIG_FILE, first_line
 from moeoffload.checkpoint.regular import read_regular
 from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, read_json
@@ -32,6 +33,8 @@ _UNWANTED_FILES = ["*/*", "consolidated*"]
 def locate(model: str | Path, revision: str | None = None) -> Path:
     """The local folder of ``model``: a folder, or a hub id such as ``"org/name"`` (local cache first, then download).
 
+    A file that ends in ``.gguf`` is a model, too, and given back as it is.
+
     ``revision`` is a branch, tag or commit of the hub id. Raises ModelError with what was tried when there is no such
     model.
     """
@@ -42,6 +45,10 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
         raise ModelError(f"{model}: no such folder") from None
     if folder.is_dir():
         return folder.resolve()
+    if is_gguf(folder):
+        if not folder.is_file():
+            raise ModelError(f"{model}: no such file")
+        return folder.absolute()  # links are not followed: in a hub cache they lead to files without a name
     if isinstance(model, Path) or folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"{model}: no such folder")
     if not is_hub_id(model):

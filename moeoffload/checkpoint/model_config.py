@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from moeoffload.checkpoint.tensors import TensorIndex, read_json
 from moeoffload.errors import ModelError
+from moeoffload.formats.methods import file_formats
+from moeoffload.text import one_line
 
 CONFIG_FILE = "config.json"
 _COUNT = re.compile(r"(\w+_)?(num|n)_(\w*_)?(layers?|experts?|heads?|groups?)")
@@ -18,27 +21,75 @@ _MAX_COUNT = 32_767
 _CONFIG_BYTES = 4 << 20
 _MAX_LAYERS = 1_000
 _MAX_EXPERTS = 1 << 18  # of all layers together
+_QUANTISATION_KEYS = ("quantization_config", "compression_config")
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers config object of ``folder``; code that comes with a checkpoint is never run.
+    """The transformers config object of ``folder``, that of plain weights; code in a checkpoint is never run.
 
-    Raises ModelError when config.json is missing, damaged, of an unknown model_type, or describes quantised weights.
+    Raises ModelError when config.json is missing, damaged or of an unknown model_type.
     """
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder}: has no {CONFIG_FILE}; needed is a folder in the transformers format")
     raw = read_json(folder / CONFIG_FILE, _CONFIG_BYTES)
+    _refuse_wrong(str(folder / CONFIG_FILE), raw)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config.get_text_config()  # refuses models of several parts that generate
+    except Exception as error:  # a config class may raise anything over a value that it does not expect
+        raise ModelError(
+            f"{folder / CONFIG_FILE}: not a valid {raw['model_type']} config: {first_line(error)}"
+        ) from error
+    return _without_quantisation(config)
+
+
+def config_of(values: dict[str, Any], where: str) -> Any:
+    """The transformers config object of what a config.json says; ``where`` it says so is for errors.
+
+    Raises ModelError when it is of an unknown model_type, or none that its class takes.
+    """
+    _refuse_wrong(where, values)
+    try:
+        config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        config.get_text_config()
+        return config
+    except Exception as error:  # as in `read_config`
+        reason = one_line(first_line(error), 200)
+        raise ModelError(f"{where}: not a valid {values['model_type']} config: {reason}") from error
+
+
+def parse_config(text: str, most_characters: int) -> dict[str, Any]:
+    """The values of a config.json that came as text. Raises ModelError when it is too long, or no JSON object."""
+    if len(text) > most_characters:
+        raise ModelError(f"the host's config has more than {most_characters} characters")
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError("the host's config is not valid JSON") from error
+    if not isinstance(values, dict):
+        raise ModelError("the host's config is no JSON object")
+    for section in _sections(values):
+        for key, value in section.items():
+            # Some families build as many modules as a list says.
+            if isinstance(value, list) and "token" not in key and any(_is_many(each) for each in value):
+                raise ModelError(f"the host's config: {one_line(key, 60)} has numbers above {_MAX_COUNT}")
+    return values
+
+
+def _is_many(value: object) -> bool:
+    return not isinstance(value, str) and (not isinstance(value, int | float) or abs(value) > _MAX_COUNT)
+
+
+def _refuse_wrong(where: str, raw: dict[str, Any]) -> None:
+    """The model is built from these numbers, without weights; a damaged one must not fill the memory with modules."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise ModelError(
-            f"{folder / CONFIG_FILE}: model_type {model_type!r} is not known to the installed transformers"
-        )
-    _refuse_quantised(folder, model_type, raw)
-    _refuse_absurd(folder, raw)
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # a config class may raise anything over a value that it does not expect
-        raise ModelError(f"{folder / CONFIG_FILE}: not a valid {model_type} config: {first_line(error)}") from error
+        named = one_line(repr(model_type), 100)
+        raise ModelError(f"{where}: model_type {named} is not known to the installed transformers")
+    for section in _sections(raw):
+        for key, value in section.items():
+            if _is_count(key, value) and not 0 <= value <= _MAX_COUNT:
+                raise ModelError(f"{where}: {key} is {str(value)[:20]}, allowed are 0 to {_MAX_COUNT}")
 
 
 def refuse_empty_claims(config: Any, index: TensorIndex) -> None:
@@ -81,21 +132,42 @@ def _is_count(key: str, value: object, of: str = "") -> bool:
     return isinstance(value, int | float) and of in key and _COUNT.fullmatch(key) is not None
 
 
-def _refuse_absurd(folder: Path, raw: dict[str, Any]) -> None:
-    """The model is built from these numbers, without weights; a damaged one must not fill the memory with modules."""
-    for section in _sections(raw):
-        for key, value in section.items():
-            if _is_count(key, value) and not 0 <= value <= _MAX_COUNT:
-                raise ModelError(f"{folder / CONFIG_FILE}: {key} is {str(value)[:20]}, allowed are 0 to {_MAX_COUNT}")
+def quantisation(folder: Path) -> dict[str, Any] | None:
+    """The quantization_config of config.json; None when it has none.
 
-
-def _refuse_quantised(folder: Path, model_type: str, raw: dict[str, Any]) -> None:
+    Raises ModelError when it is none that can be read.
+    """
+    raw = read_json(folder / CONFIG_FILE, _CONFIG_BYTES)
     for section in _sections(raw):
-        for key in ("quantization_config", "compression_config"):
+        for key in _QUANTISATION_KEYS:
             settings = section.get(key)
             if settings:
-                method = settings.get("quant_method", "unnamed method") if isinstance(settings, dict) else settings
-                raise ModelError(
-                    f"{folder}: this {model_type} checkpoint is quantised ({method}); "
-                    "needed is one with bfloat16, float16 or float32 weights"
-                )
+                try:
+                    if not isinstance(settings, dict):
+                        raise ValueError(str(settings)[:40])
+                    file_formats(settings)
+                except ValueError as error:
+                    raise ModelError(
+                        f"{folder}: this {raw.get('model_type')} checkpoint is quantised in a way that is "
+                        f"not supported ({error}); bfloat16, float16 and float32 weights always are"
+                    ) from error
+                return settings
+    return None
+
+
+def without_quantisation(raw: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of the model but for how its weights are stored."""
+    return {
+        key: without_quantisation(value) if isinstance(value, dict) else value
+        for key, value in raw.items()
+        if key not in _QUANTISATION_KEYS
+    }
+
+
+def _without_quantisation(config: Any) -> Any:
+    """The config of the same model with plain weights: so it is built, whatever its weights are stored in."""
+    for section in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for key in _QUANTISATION_KEYS:
+            if getattr(section, key, None) is not None:
+                delattr(section, key)
+    return config

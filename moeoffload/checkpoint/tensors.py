@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -64,6 +66,11 @@ class StoredTensor:
     nbytes: int
 
     @property
+    def known_dtype(self) -> torch.dtype | None:
+        """The dtype as torch calls it; None when it has none."""
+        return DTYPES.get(self.dtype)
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch calls it. Raises ModelError when it has none."""
         if self.dtype not in DTYPES:
@@ -95,6 +102,9 @@ class TensorIndex:
     def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
     def __iter__(self) -> Iterator[StoredTensor]:
         return iter(self._tensors.values())
 
@@ -112,10 +122,15 @@ class TensorIndex:
 
 
 class TensorReader:
-    """Reads whole tensors or rows of them into fresh memory; keeps files open until the end of its ``with`` block."""
+    """Reads whole tensors or rows of them into fresh memory; keeps files open until the end of its ``with`` block.
+
+    Several threads may read.
+    """
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
+        self._opening = threading.Lock()
+        self._scratch = threading.local()
 
     def __enter__(self) -> Self:
         return self
@@ -129,6 +144,25 @@ class TensorReader:
         """The whole tensor in its stored dtype, on the CPU. Raises ModelError when bytes are missing."""
         result = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
         self._read_into(tensor, 0, result)
+        return result
+
+    def read_part(
+        self, tensor: StoredTensor, role: str, row: int | None, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The tensor, or one row of it, in ``into``, else in memory that the thread's next read for ``role`` takes.
+
+        Fresh memory costs more than the reading. ``into`` is contiguous uint8 of the right size. Raises ModelError when
+        bytes are missing.
+        """
+        shape = tensor.shape if row is None else tensor.shape[1:]
+        n_bytes = tensor.nbytes if row is None else tensor.nbytes // tensor.shape[0]
+        if into is None:
+            into = getattr(self._scratch, role, None)
+            if into is None or into.nbytes < n_bytes:
+                into = torch.empty(n_bytes, dtype=torch.uint8)
+                setattr(self._scratch, role, into)
+        result = into.view(-1)[:n_bytes].view(tensor.torch_dtype).view(shape)
+        self._read_into(tensor, (row or 0) * n_bytes, result)
         return result
 
     def read_rows(self, tensor: StoredTensor, rows: Sequence[int]) -> torch.Tensor:
@@ -163,12 +197,13 @@ class TensorReader:
             done += count
 
     def _descriptor(self, file: Path) -> int:
-        if file not in self._descriptors:
-            try:
-                self._descriptors[file] = open_regular(file)
-            except OSError as error:
-                raise ModelError(f"{file}: cannot be opened: {error.strerror}") from error
-        return self._descriptors[file]
+        with self._opening:
+            if file not in self._descriptors:
+                try:
+                    self._descriptors[file] = open_regular(file)
+                except OSError as error:
+                    raise ModelError(f"{file}: cannot be opened: {error.strerror}") from error
+            return self._descriptors[file]
 
 
 def read_json(path: Path, most_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:

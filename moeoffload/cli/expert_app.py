@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import signal
 import sys
 import tracemalloc
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -43,7 +45,8 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _in_the_pipe)
 
-    if not Path("/dev/nvidiactl").exists() and "TRITON_INTERPRET" not in os.environ:
+    has_gpu = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg"))  # the second in WSL2
+    if not has_gpu and "TRITON_INTERPRET" not in os.environ:
         # transformers imports Triton where it finds it; without a GPU that is 130 MiB for nothing.
         sys.modules["triton"] = None  # type: ignore[assignment]
 
@@ -63,6 +66,8 @@ def serve(
     stdin = sys.stdin.fileno() if exit_with_stdin else None
     try:
         print(f"moeoffload-expert ready on {server.address} ({server.device})", flush=True)
+        with contextlib.suppress(MemoryError, OSError, ImportError):  # the first host is told
+            import_module("moeoffload.checkpoint")  # takes seconds, which no host need wait for
         if _wait(stopped, stdin) == signal.SIGTERM:
             log.info("draining: %d leases", server.drain())
             # Another signal, the last host's leave, or the end of patience.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from moeoffload.cli.top_app import top
 from moeoffload.config import HostSettings
 from moeoffload.errors import PromptError, SettingError
 from moeoffload.logs import log_to
+from moeoffload.text import one_line
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -43,10 +45,24 @@ def run(
 ) -> None:
     """Answer prompts, streaming the text on stdout; everything else goes to stderr."""
     prompts = _read_prompts(prompt or [], prompt_file)
-    level = "INFO" if verbose else settings.log_level.value.upper()
-    log_to(sys.stderr, level, LOG_FORMAT)
-    with sigterm_unwinds():
-        _answer(model, settings, prompts, chat, revision)
+    log_to(sys.stderr, "INFO" if verbose else settings.log_level.value.upper(), LOG_FORMAT)
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with sigterm_unwinds(), open_with_progress(model, settings, revision) as offloaded:
+        from moeoffload.host.generate import generate, prepare_prompt
+
+        try:
+            prepared = [prepare_prompt(offloaded, text, chat=chat) for text in prompts]
+            for text, ready in zip(prompts, prepared, strict=True):
+                if len(prompts) > 1:
+                    console.print(f"> {one_line(text.strip(), 100)}", style="dim", markup=False, highlight=False)
+                generate(offloaded, ready, sys.stdout)
+        finally:
+            report = offloaded.report()
+            if report.prompt_tokens:
+                console.print(report.table())
+            write_report(report, settings)
 
 
 @app.command("profile")
@@ -64,8 +80,19 @@ def profile_routing(
     """Count which routed experts prompts use; `--routing-stats` then keeps the most used ones on the host."""
     lines = [line for line in _read_prompts([], prompts)[0].splitlines() if line.strip()]
     log_to(sys.stderr, settings.log_level.value.upper(), LOG_FORMAT)
-    with sigterm_unwinds():
-        _count_routes(model, settings, lines, output, chat, revision)
+    with sigterm_unwinds(), open_with_progress(model, settings, revision) as offloaded:
+        from moeoffload.host.generate import generate, prepare_prompt
+        from moeoffload.host.routing import RoutingCounter
+
+        counter = RoutingCounter(offloaded.checkpoint)
+        offloaded.dispatcher.on_routes = counter.count
+        for text in lines:
+            generate(offloaded, prepare_prompt(offloaded, text, chat=chat), io.StringIO())
+        try:
+            counter.write(output)
+        except OSError as error:
+            raise SettingError(f"--output: {output} cannot be written ({error.strerror})") from None
+    typer.echo(f"{counter.n_tokens} tokens of {len(lines)} prompts counted into {output}", err=True)
 
 
 app.command()(serve)
@@ -73,53 +100,9 @@ app.command()(top)
 app.add_typer(keys_app, name="keys")
 
 
-def _count_routes(
-    model: str, settings: HostSettings, prompts: list[str], output: Path, chat: bool, revision: str | None
-) -> None:
-    import io
-
-    from moeoffload.host.generate import generate, prepare_prompt
-    from moeoffload.host.routing import RoutingCounter
-
-    with open_with_progress(model, settings, revision) as offloaded:
-        counter = RoutingCounter(offloaded.checkpoint)
-        offloaded.dispatcher.on_routes = counter.count
-        for text in prompts:
-            generate(offloaded, prepare_prompt(offloaded, text, chat=chat), io.StringIO())
-        try:
-            counter.write(output)
-        except OSError as error:
-            raise SettingError(f"--output: {output} cannot be written ({error.strerror})") from None
-    typer.echo(f"{counter.n_tokens} tokens of {len(prompts)} prompts counted into {output}", err=True)
-
-
-def _answer(model: str, settings: HostSettings, prompts: list[str], chat: bool, revision: str | None) -> None:
-    from rich.console import Console
-
-    from moeoffload.host.generate import generate, prepare_prompt
-
-    console = Console(stderr=True)
-    with open_with_progress(model, settings, revision) as offloaded:
-        try:
-            prepared = [prepare_prompt(offloaded, text, chat=chat) for text in prompts]
-            for text, ready in zip(prompts, prepared, strict=True):
-                if len(prompts) > 1:
-                    console.print(f"> {_shorten(text)}", style="dim", markup=False, highlight=False)
-                generate(offloaded, ready, sys.stdout)
-        finally:
-            report = offloaded.report()
-            if report.prompt_tokens:
-                console.print(report.table())
-            write_report(report, settings)
-
-
 def _read_prompts(prompts: list[str], prompt_file: str | None) -> list[str]:
     """The prompts of a command line; ``-`` stands for stdin.
-
-    Raises:
-        SettingError: none was given, or the file or stdin cannot be read.
-        PromptError: one is empty or not UTF-8.
-    """
+    Raises SettingError: none was given, or the file or stdin cannot be read; PromptError: one is empty or not UTF-8."""
     texts = [_read_stdin() if text == "-" else text for text in prompts]
     if prompt_file == "-":
         texts.append(_read_stdin())
@@ -145,11 +128,6 @@ def _read_stdin() -> str:
         return sys.stdin.read()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"the prompt cannot be read from stdin ({error})") from None
-
-
-def _shorten(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 100 else f"{line[:97]}..."
 
 
 def main() -> None:

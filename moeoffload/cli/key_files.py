@@ -1,6 +1,6 @@
 """Makes a small private CA, a server and a host certificate: what two machines need to trust each other.
 
-The CA's private key is not kept: nobody can use it to make further certificates later, and losing the folder loses no
+The CA's private key is not kept: no further certificates can be made with it later, and losing the folder loses no
 more than these two. A third machine gets the host's pair too, or everything is made anew.
 """
 
@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Final
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from moeoffload.config import Address
+from moeoffload.config.values import read_host
 from moeoffload.errors import SettingError
 
 VALID: Final = datetime.timedelta(days=730)
@@ -32,12 +33,9 @@ _LOCAL_NAMES: Final = ("localhost", "127.0.0.1", "::1")
 def make_keys(folder: Path, names: Sequence[str]) -> list[str]:
     """Writes ca.pem, server.pem, server.key, host.pem and host.key; returns the names the server's certificate is for.
 
-    Args:
-        folder: made if it is not there, for its owner only.
-        names: host names and addresses under which hosts reach the server, beside this machine's own.
-
-    Raises:
-        SettingError: a file is there already, the folder cannot be written, or a name is no host name or address.
+    ``folder`` is made if it is not there, for its owner only. Hosts reach the server under ``names``, and this
+    machine's own.
+    Raises SettingError: a file is there already, the folder cannot be written, or a name is no host name or address.
     """
     subjects = list(dict.fromkeys([*_LOCAL_NAMES, socket.gethostname().lower(), *(_checked(name) for name in names)]))
     try:
@@ -51,16 +49,15 @@ def make_keys(folder: Path, names: Sequence[str]) -> list[str]:
     ca = _certificate("moeoffload private CA", ca_key, None, ca_key)
     server = _certificate("moeoffload server", server_key, ca, ca_key, subjects)
     host = _certificate("moeoffload host", host_key, ca, ca_key)
-    contents = (_pem(ca), _pem(server), _secret_pem(server_key), _pem(host), _secret_pem(host_key))
+    contents: tuple[x509.Certificate | ec.EllipticCurvePrivateKey, ...] = ca, server, server_key, host, host_key
     for name, content in zip(NAMES, contents, strict=True):
-        _write(folder / name, content, 0o600 if name.endswith(".key") else 0o644)
+        _write(folder / name, content)
     return subjects
 
 
 def _checked(name: str) -> str:
     try:
-        bracketed = f"[{name}]" if ":" in name and not name.startswith("[") else name
-        return Address.parse(f"{bracketed}:1").host
+        return read_host(name)
     except ValueError:
         raise SettingError(f"--name: {name!r} is no host name and no address") from None
 
@@ -85,7 +82,8 @@ def _certificate(
         .not_valid_before(now - _EARLIER)
         .not_valid_after(now + VALID)
         .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
-        .add_extension(_key_usage(is_ca), critical=True)
+        # Digital signatures for servers and hosts; the CA's is to sign certificates and their revocations only.
+        .add_extension(x509.KeyUsage(not is_ca, False, False, False, False, is_ca, is_ca, False, False), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
     )
@@ -104,34 +102,15 @@ def _general(subject: str) -> x509.GeneralName:
         return x509.DNSName(subject)
 
 
-def _key_usage(is_ca: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not is_ca,
-        key_cert_sign=is_ca,
-        crl_sign=is_ca,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def _secret_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
+def _write(path: Path, content: x509.Certificate | ec.EllipticCurvePrivateKey) -> None:
+    """Writes a PEM file that is not there yet; a private key for its owner only."""
+    if isinstance(content, x509.Certificate):
+        mode, data = 0o644, content.public_bytes(Encoding.PEM)
+    else:
+        mode, data = 0o600, content.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+            file.write(data)
     except OSError as error:
         raise SettingError(f"keys new: {path} cannot be written ({error.strerror})") from None

@@ -21,12 +21,10 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 ModelName = Annotated[
-    str, typer.Argument(help="Folder of a transformers checkpoint, or an id of the Hugging Face hub.")
+    str, typer.Argument(help="Folder of a transformers checkpoint, an id of the Hugging Face hub, or a GGUF file.")
 ]
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")]
-Chat = Annotated[
-    bool, typer.Option("--chat/--no-chat", help="Put prompts into the model's chat template, if it has one.")
-]
+Chat = Annotated[bool, typer.Option("--chat/--no-chat", help="Put prompts into the model's chat template, if any.")]
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
@@ -38,29 +36,24 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 def with_settings(model: type[SettingsBase]) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
     """Give a command one option for each setting of ``model``, and pass it the checked object.
 
-    The command names it in one parameter, annotated with the model; its other parameters stay options and arguments of
-    its own. Options reach the model as the text that was typed, so that it alone says what is allowed. Errors end the
-    command as ``exit_on_error`` does.
+    Its parameter ``settings`` gets that; its other parameters stay options and arguments of its own. Options reach the
+    model as the text that was typed, so that it alone says what is allowed. Errors end the command as `exit_on_error`
+    does.
     """
 
     def decorate(command: Callable[..., _Result]) -> Callable[..., _Result]:
-        own = list(inspect.signature(command, eval_str=True).parameters.values())
-        target = next((parameter.name for parameter in own if parameter.annotation is model), None)
-        if target is None:
-            raise TypeError(f"{command.__name__} has no parameter annotated with {model.__name__}")
-        own = [parameter for parameter in own if parameter.name != target]
+        own = inspect.signature(command, eval_str=True).parameters
         names = [info.name for info in model.infos()]
-        if twice := {parameter.name for parameter in own}.intersection(names):
-            raise TypeError(f"{command.__name__} has parameters of the same name as settings: {sorted(twice)}")
 
         @functools.wraps(command)
         def with_options(**values: Any) -> _Result:
             with exit_on_error():
                 typed = {name: values.pop(name, None) for name in names}
-                return command(**{target: model.load(typed)}, **values)
+                return command(settings=model.load(typed), **values)
             raise AssertionError("exit_on_error swallows nothing")
 
-        parameters = [*own, *(_option(info) for info in model.infos())]
+        parameters = [parameter for name, parameter in own.items() if name != "settings"]
+        parameters += [_option(info) for info in model.infos()]
         # typer reads both: the signature for order and defaults, the annotations for types.
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -108,24 +101,15 @@ def exit_on_error() -> Iterator[None]:
 
 
 def _option(info: SettingInfo) -> inspect.Parameter:
-    names = f"Environment: {' or '.join(info.env_names)}."
-    if info.is_boolean:
-        option = typer.Option(
-            f"{info.flag}/--no-{info.flag.removeprefix('--')}",
-            help=f"{info.description} {names}",
-            show_default=info.default,
-            rich_help_panel=info.panel,
-        )
-        annotation: Any = Annotated[bool | None, option]
-    else:
-        option = typer.Option(
-            info.flag,
-            help=f"{info.description} Allowed: {info.allowed}. {names}",
-            show_default=info.default,
-            metavar=info.metavar,
-            rich_help_panel=info.panel,
-        )
-        annotation = Annotated[str | None, option]
+    option = typer.Option(
+        f"{info.flag}/--no-{info.flag.removeprefix('--')}" if info.is_boolean else info.flag,
+        help=f"{info.description} {'' if info.is_boolean else f'Allowed: {info.allowed}. '}"
+        f"Environment: {' or '.join(info.env_names)}.",
+        show_default=info.default,
+        metavar=None if info.is_boolean else info.metavar,
+        rich_help_panel=info.panel,
+    )
+    annotation: Any = Annotated[bool | None, option] if info.is_boolean else Annotated[str | None, option]
     return inspect.Parameter(info.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -138,7 +122,7 @@ def _print_error(error: MoeOffloadError) -> None:
 
 
 def _discard_stdout() -> None:
-    """Nobody reads any more: let what is still buffered go nowhere, or the interpreter complains when it flushes."""
+    """Lets what is still buffered go nowhere; the interpreter would complain when it flushes into a closed pipe."""
     with contextlib.suppress(OSError, ValueError):  # stdout may be no real file
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())

@@ -15,8 +15,7 @@ from moeoffload.config import ServeSettings
 from moeoffload.errors import SettingError
 from moeoffload.logs import log_to
 
-EXIT_GAVE_UP = 1
-"""Some requests did not finish before the stop."""
+EXIT_GAVE_UP = 1  # some requests did not finish before the stop
 
 
 @with_settings(ServeSettings)
@@ -34,11 +33,6 @@ def serve(
     for up to --drain-seconds; a second one stops it at once.
     """
     log_to(sys.stderr, "INFO" if verbose else settings.log_level.value.upper(), LOG_FORMAT)
-    with sigterm_unwinds():
-        _serve(settings, model, revision)
-
-
-def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
     # torch and transformers take seconds to import; --help, --version and setting errors need not wait for them.
     from moeoffload.serve.access import bind_socket, check_access
 
@@ -48,7 +42,7 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
             f"--draft-model: {settings.draft_model} is of use to `moeoffload run` only; serve guesses "
             "by --prompt-lookup"
         )
-    with contextlib.closing(bind_socket(settings)) as listener:
+    with sigterm_unwinds(), contextlib.closing(bind_socket(settings)) as listener:
         from moeoffload.serve.api import create_app
         from moeoffload.serve.batches import BatchWatcher
         from moeoffload.serve.engine import ServingEngine
@@ -65,9 +59,9 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
             contextlib.closing(BatchWatcher(offloaded)) as batches,
         ):
             snapshots = Snapshots(offloaded, engine.stats, batches)
-            api = create_app(engine, offloaded.tokenizer, name, settings, snapshots.take)
-            server = HttpServer(api, engine, settings, lambda: print(f"serving {name} at {url}", flush=True))
-            with contextlib.closing(api.answering):
+            app, answering = create_app(engine, offloaded.tokenizer, name, settings, snapshots.take)
+            server = HttpServer(app, answering, engine, settings, lambda: print(f"serving {name} at {url}", flush=True))
+            with contextlib.closing(answering):
                 server.run(sockets=[listener])
             write_report(offloaded.report(), settings)
     if not server.finished_all:
@@ -77,4 +71,4 @@ def _serve(settings: ServeSettings, model: str, revision: str | None) -> None:
 def _model_name(reference: str) -> str:
     """The default name of a model for clients: the name of its folder, or its hub id."""
     folder = Path(reference).expanduser()
-    return folder.resolve().name if folder.is_dir() else reference
+    return folder.resolve().name if folder.exists() else reference

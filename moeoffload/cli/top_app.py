@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import http.client
 import json
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
+from urllib.parse import SplitResult, urlsplit
 
 import typer
 
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 ANSWER_S: Final = 5.0
 LEAST_INTERVAL_S: Final = 0.1
 MOST_INTERVAL_S: Final = 60.0
-MOST_BYTES: Final = 16 << 20
-"""Of an answer: thousands of layers and servers fit."""
+MOST_BYTES: Final = 16 << 20  # of an answer: thousands of layers and servers fit
 
 
 @exit_on_error()
@@ -47,14 +45,17 @@ def top(
 
     if not LEAST_INTERVAL_S <= interval_s <= MOST_INTERVAL_S:
         raise SettingError(f"--interval-s: {interval_s:g} is not allowed; {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:g}")
-    from moeoffload.control.credentials import read_token  # gRPC is not imported for --help
+    headers = {}
+    if api_key_file is not None:
+        from moeoffload.control.credentials import read_token  # gRPC is not imported for --help
 
-    source = _Source(url, read_token(api_key_file, "--api-key-file") if api_key_file is not None else None)
-    snapshot = source.ask()
+        headers["Authorization"] = f"Bearer {read_token(api_key_file, '--api-key-file')}"
+    ask = functools.partial(_ask, _address(url), headers)
+    snapshot = ask()
     console = Console()
     if once:
         time.sleep(interval_s)
-        console.print(picture(source.ask(), url))
+        console.print(picture(ask(), url))
         return
     # What is no terminal gets one picture after the other.
     with contextlib.ExitStack() as stack:
@@ -67,58 +68,40 @@ def top(
             time.sleep(interval_s)
             trouble = ""
             try:
-                snapshot = source.ask()
+                snapshot = ask()
             except ServerError as error:
                 trouble = str(error)  # it may be back at the next look
             show(picture(snapshot, url, trouble))
 
 
-class _Source:
-    """Where snapshots come from."""
-
-    def __init__(self, url: str, key: str | None) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise SettingError(f"--url: {url!r} is not allowed; like http://127.0.0.1:8000")
-        self._url = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._request = urllib.request.Request(f"{self._url}/stats", headers=headers)
-        # What a proxy for the outside world does with a key is not ours to know.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
-
-    def ask(self) -> dict[str, Any]:
-        """The snapshot of now.
-
-        Raises:
-            ServerError: the host is not there, wants another key, or answers something else.
-        """
-        try:
-            with self._opener.open(self._request, timeout=ANSWER_S) as reply:
-                body = reply.read(MOST_BYTES + 1)
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code in (401, 403):
-                raise ServerError(f"{self._url}: it wants another API key; give --api-key-file") from None
-            raise ServerError(f"{self._url}: no figures there, it answers {error.code} to /stats") from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            why = getattr(reason, "strerror", None) or reason
-            raise ServerError(f"{self._url}: no host answers ({why})") from None
-        return self._checked(body)
-
-    def _checked(self, body: bytes) -> dict[str, Any]:
-        snapshot: Any = None
-        if len(body) <= MOST_BYTES:
-            with contextlib.suppress(ValueError, RecursionError):
-                snapshot = json.loads(body)
-        if not isinstance(snapshot, dict) or not {"uptime_s", "requests", "servers", "now"} <= snapshot.keys():
-            raise ServerError(f"{self._url}: /stats there is not of a moeoffload host")
-        return snapshot
+def _address(url: str) -> SplitResult:
+    parts = urlsplit(url)
+    with contextlib.suppress(ValueError):  # the port is no number
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts
+    raise SettingError(f"--url: {url!r} is not allowed; like http://127.0.0.1:8000")
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The key goes to the address that was given and to no other."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """Never."""
-        return
+def _ask(url: SplitResult, headers: dict[str, str]) -> dict[str, Any]:
+    """The snapshot of now. Raises ServerError: there is no host, it wants another key, or answers something else."""
+    name = url.geturl().rstrip("/")
+    # http.client knows no proxies and follows no redirects: the key goes to the address that was given only.
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    try:
+        with contextlib.closing(kind(url.hostname or "", url.port, timeout=ANSWER_S)) as connection:
+            connection.request("GET", f"{url.path.rstrip('/')}/stats", headers=headers)
+            reply = connection.getresponse()
+            body = reply.read(MOST_BYTES + 1)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ServerError(f"{name}: no host answers ({getattr(error, 'strerror', None) or error})") from None
+    if reply.status in (401, 403):
+        raise ServerError(f"{name}: it wants another API key; give --api-key-file")
+    if reply.status != 200:
+        raise ServerError(f"{name}: no figures there, it answers {reply.status} to /stats")
+    snapshot: Any = None
+    if len(body) <= MOST_BYTES:
+        with contextlib.suppress(ValueError, RecursionError):
+            snapshot = json.loads(body)
+    if not isinstance(snapshot, dict) or not {"uptime_s", "requests", "servers", "now"} <= snapshot.keys():
+        raise ServerError(f"{name}: /stats there is not of a moeoffload host")
+    return snapshot

@@ -2,7 +2,7 @@
 
 from moeoffload.config.base import SettingsBase
 from moeoffload.config.describe import SettingInfo
-from moeoffload.config.host import DtypeChoice, HostSettings, Mode, Pipeline
+from moeoffload.config.host import DenseFormat, DtypeChoice, ExpertFormat, HostSettings, Mode, Pipeline
 from moeoffload.config.serve import ServeSettings
 from moeoffload.config.server import ExpertServerSettings, Kernel
 from moeoffload.config.shared import LogLevel, TransportChoice
@@ -10,7 +10,9 @@ from moeoffload.config.values import Address, is_loopback
 
 __all__ = [
     "Address",
+    "DenseFormat",
     "DtypeChoice",
+    "ExpertFormat",
     "ExpertServerSettings",
     "HostSettings",
     "Kernel",

@@ -57,28 +57,22 @@ class Panel(StrEnum):
     TIME_LIMITS = "Time limits"
     REPORTING = "Reporting"
 
+    def setting(
+        self,
+        default: Any,
+        description: str,
+        *,
+        means: str | None = None,
+        allowed: str | None = None,
+        choices: tuple[str, ...] | None = None,
+    ) -> Any:
+        """Declare a setting of this group; ``description`` is one sentence, bounds and unit are in its type.
 
-def setting(
-    default: Any,
-    panel: Panel,
-    description: str,
-    *,
-    means: str | None = None,
-    allowed: str | None = None,
-    choices: tuple[str, ...] | None = None,
-) -> Any:
-    """Declare a setting; bounds and unit are in its type.
-
-    Args:
-        default: the value when no source has one.
-        panel: the group that it is shown in.
-        description: one sentence.
-        means: what the default does, where the value does not say it.
-        allowed: what is allowed, in words; None where type and bounds say it.
-        choices: the words of an enum that a user may write; None for all of them.
-    """
-    words: Any = {"panel": panel, "means": means, "allowed": allowed, "choices": choices}
-    return Field(default, description=description, json_schema_extra=words)
+        ``means`` is what the default does, and ``allowed`` what is allowed in words, where value and type do not say
+        it; ``choices`` are the words of an enum that a user may write, None for all of them.
+        """
+        words: Any = {"panel": self, "means": means, "allowed": allowed, "choices": choices}
+        return Field(default, description=description, json_schema_extra=words)
 
 
 def env_names(name: str) -> tuple[str, ...]:
@@ -118,8 +112,10 @@ class SettingsBase(BaseSettings):
     @classmethod
     def load(cls, cli: Mapping[str, Any] | None = None) -> Self:
         """Build the settings from what the command line gave (None = not given), the environment and the defaults."""
-        for complaint in unknown_names(os.environ):
-            _log.warning("%s", complaint)
+        known = [env for model in _models(SettingsBase) for info in model.infos() for env in info.env_names]
+        for name in sorted(os.environ):
+            if name.startswith((ENV_PREFIX, ALIAS_PREFIX)) and name not in known and os.environ[name].strip():
+                _log.warning("%s is set, but there is no such setting%s", name, _nearest(name, known))
         return cls(_from_cli=True, **{name: value for name, value in (cli or {}).items() if value is not None})
 
     @classmethod
@@ -146,16 +142,6 @@ class SettingsBase(BaseSettings):
         if word not in info.choices:
             raise PydanticCustomError("choice", "not a choice")
         return word
-
-
-def unknown_names(environ: Mapping[str, str]) -> list[str]:
-    """One sentence for each name of ours in ``environ`` that no model knows, with the nearest name that one does."""
-    known = [env for model in _models(SettingsBase) for info in model.infos() for env in info.env_names]
-    return [
-        f"{name} is set, but there is no such setting{_nearest(name, known)}"
-        for name in sorted(environ)
-        if name.startswith((ENV_PREFIX, ALIAS_PREFIX)) and name not in known and environ[name].strip()
-    ]
 
 
 def _models(base: type[SettingsBase]) -> Iterator[type[SettingsBase]]:

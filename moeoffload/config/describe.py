@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-import annotated_types
 from pydantic.fields import FieldInfo
 
 _BOOLEAN_WORDS: Final = "1, true, yes, on, 0, false, no or off"
@@ -51,7 +50,8 @@ class SettingInfo:
 def describe(name: str, field: FieldInfo, env_names: tuple[str, ...]) -> SettingInfo:
     """The setting that ``field`` (made by `moeoffload.config.base.setting`) declares."""
     declared = typing.cast("dict[str, Any]", field.json_schema_extra)
-    kind, is_optional = _plain_type(field.annotation)
+    is_optional = types.NoneType in typing.get_args(field.annotation)
+    kind: Any = typing.get_args(field.annotation)[0] if is_optional else field.annotation
     words = next((item for item in field.metadata if isinstance(item, Words)), Words())
     choices = declared["choices"]
     if choices is None and isinstance(kind, type) and issubclass(kind, StrEnum):
@@ -74,21 +74,12 @@ def describe(name: str, field: FieldInfo, env_names: tuple[str, ...]) -> Setting
     )
 
 
-def _plain_type(annotation: Any) -> tuple[Any, bool]:
-    """The type without its ``| None``, and whether it had one."""
-    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
-        return annotation, False
-    return next(member for member in typing.get_args(annotation) if member is not types.NoneType), True
-
-
 def _allowed(kind: Any, choices: tuple[str, ...] | None, metadata: list[Any]) -> str:
     if choices is not None:
         return f"{', '.join(choices[:-1])} or {choices[-1]}"
     if kind is bool:
         return _BOOLEAN_WORDS
-    low = next((item.ge for item in metadata if isinstance(item, annotated_types.Ge)), None)
-    above = next((item.gt for item in metadata if isinstance(item, annotated_types.Gt)), None)
-    high = next((item.le for item in metadata if isinstance(item, annotated_types.Le)), None)
+    low, above, high = (next((getattr(i, at) for i in metadata if hasattr(i, at)), None) for at in ("ge", "gt", "le"))
     noun = "an integer" if kind is int else "a number"
     if low is not None:
         return f"{noun} from {low} to {high}" if high is not None else f"{noun} of at least {low}"

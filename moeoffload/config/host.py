@@ -6,12 +6,21 @@ from collections.abc import Iterable
 from enum import StrEnum
 
 from moeoffload.config import values
-from moeoffload.config.base import Panel, setting
+from moeoffload.config.base import Panel
 from moeoffload.config.shared import KEYS_HINT, CommonSettings, LogLevel
 from moeoffload.config.values import Address, is_loopback
 from moeoffload.errors import SettingError
 
 _DTYPES = "auto, f32, f16 or bf16 (float32, fp32, float16, fp16 and bfloat16 too)"
+
+_recovery = Panel.RECOVERY.setting
+_limits = Panel.TIME_LIMITS.setting
+_generation = Panel.GENERATION.setting
+_servers = Panel.SERVERS.setting
+_security = Panel.SECURITY.setting
+_channel = Panel.CHANNEL.setting
+_compute = Panel.COMPUTE.setting
+_reporting = Panel.REPORTING.setting
 
 
 class Mode(StrEnum):
@@ -31,6 +40,24 @@ class DtypeChoice(StrEnum):
     BF16 = "bf16"
 
 
+class ExpertFormat(StrEnum):
+    """What experts are packed in while they are loaded; KEEP is as they are stored."""
+
+    KEEP = "keep"
+    INT8 = "int8"
+    INT4 = "int4"
+    FP8 = "fp8"
+    MXFP4 = "mxfp4"
+
+
+class DenseFormat(StrEnum):
+    """What the host's linear layers on a CPU are packed in; KEEP is as they are stored."""
+
+    KEEP = "keep"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 class Pipeline(StrEnum):
     """Whether the chunks of a long prompt follow each other through the layers; AUTO is on."""
 
@@ -42,161 +69,107 @@ class Pipeline(StrEnum):
 class _Recovery(CommonSettings):
     """What a host does when an expert server is slow, lost or wrong."""
 
-    required: bool | None = setting(
+    required: bool | None = _recovery(
         None,
-        Panel.RECOVERY,
         "Expert servers are needed: one that is lost and has no replica ends the run. If not required, a server on "
         "this machine takes the place of one that cannot be reached at the start.",
         means="needed at the start; the host computes the experts of one that is lost later",
     )
-    replicas: values.Copies = setting(
-        1, Panel.RECOVERY, "Expert servers that hold each expert; one of them computes it."
+    replicas: values.Copies = _recovery(1, "Expert servers that hold each expert; one of them computes it.")
+    fallback_gib: values.GibOrZero = _recovery(4.0, "Memory for experts of lost servers that the host computes.")
+    hedge_ms: values.MinuteMs = _recovery(0.0, "A later reply makes a replica compute; the first wins.", means="never")
+    verify_percent: values.Percent = _recovery(
+        0.0, "Share of dispatches that a replica or the host computes again; a difference ends the run.", means="none"
     )
-    fallback_gib: values.GibOrZero = setting(
-        4.0, Panel.RECOVERY, "The most memory for experts of lost servers, which the host reads and computes itself."
-    )
-    hedge_ms: values.MinuteMs = setting(
-        0.0, Panel.RECOVERY, "A reply later than this makes a replica compute the same; the first wins.", means="never"
-    )
-    verify_percent: values.Percent = setting(
-        0.0,
-        Panel.RECOVERY,
-        "The share of dispatches that a replica or the host computes again; a difference ends the run.",
-        means="none",
-    )
-    connect_timeout_s: values.Seconds = setting(
-        10.0, Panel.TIME_LIMITS, "The longest wait for an expert server to answer at the start."
-    )
-    load_timeout_s: values.DaySeconds = setting(
-        1800.0, Panel.TIME_LIMITS, "The longest wait for an expert server to load its experts."
-    )
-    dispatch_timeout_s: values.Seconds = setting(
-        60.0, Panel.TIME_LIMITS, "The longest wait for the reply to one dispatch, whatever its size."
-    )
-    dispatch_floor_s: values.Seconds = setting(
-        2.0, Panel.TIME_LIMITS, "The deadline of a dispatch is learned from recent ones, but not below this."
-    )
+    connect_timeout_s: values.Seconds = _limits(10.0, "The longest wait for an expert server to answer at the start.")
+    load_timeout_s: values.DaySeconds = _limits(1800.0, "The longest wait for an expert server to load its experts.")
+    dispatch_timeout_s: values.Seconds = _limits(60.0, "The longest wait for the reply to a dispatch of any size.")
+    dispatch_floor_s: values.Seconds = _limits(2.0, "The deadline of a dispatch is learned, but not below this.")
 
 
 class _Generation(CommonSettings):
     """How a host chooses tokens, and guesses them ahead."""
 
-    max_new_tokens: values.Tokens = setting(256, Panel.GENERATION, "The most tokens to generate.")
-    temperature: values.Spread = setting(
-        0.0, Panel.GENERATION, "Spread of the sampling.", means="greedy, always the likeliest token"
+    max_new_tokens: values.Tokens = _generation(256, "The most tokens to generate.")
+    temperature: values.Spread = _generation(0.0, "Spread of the sampling.", means="greedy, always the likeliest token")
+    seed: values.Seed = _generation(None, "Start of the random numbers of sampling.", means="a new one each run")
+    prompt_lookup: values.GuessesOrNone = _generation(
+        0, "Tokens guessed from what the text has repeated, and verified in one pass.", means="no guesses"
     )
-    seed: values.Seed = setting(
-        None, Panel.GENERATION, "Start of the random numbers that sampling draws.", means="a new one each run"
-    )
-    prompt_lookup: values.GuessesOrNone = setting(
-        0,
-        Panel.GENERATION,
-        "Tokens guessed from what the text has repeated, and verified in one pass.",
-        means="no guesses",
-    )
-    draft_model: values.FolderToRead = setting(
+    draft_model: values.FolderToRead = _generation(
         None,
-        Panel.GENERATION,
-        "A small model of the same vocabulary that guesses tokens, which are verified in one pass.",
+        "A small model of the same vocabulary that guesses tokens; they are verified in one pass.",
         allowed="the folder of a transformers checkpoint",
         means="no guesses",
     )
-    draft_tokens: values.Guesses = setting(4, Panel.GENERATION, "Tokens that the draft model guesses each time.")
+    draft_tokens: values.Guesses = _generation(4, "Tokens that the draft model guesses each time.")
 
 
 class HostSettings(_Recovery, _Generation):
     """The settings of the side that owns the model."""
 
-    experts: values.Addresses = setting(
-        (), Panel.SERVERS, "The expert servers to use.", means="start servers on this machine"
+    experts: values.Addresses = _servers((), "The expert servers to use.", means="start servers on this machine")
+    gpu: values.Gpu = _servers(None, "The CUDA device of a server started here.", means="the server's choice")
+    server_memory_gib: values.GibOrAll = _servers(None, "Memory of each server started here.", means="what is free")
+    work_dir: values.FolderToFill = _servers(
+        None, "The folder for logs and temporary files of servers started on this machine.", means="a temporary folder"
     )
-    gpu: values.Gpu = setting(
-        None, Panel.SERVERS, "The CUDA device of a server started on this machine.", means="the server's own choice"
+    tls_ca: values.FileToRead = _security(
+        None, "Certificates of those who vouch for servers, PEM; with it, servers are reached by TLS.", means="no TLS"
     )
-    server_memory_gib: values.GibOrAll = setting(
-        None,
-        Panel.SERVERS,
-        "The memory given to each server started on this machine.",
-        means="what is free on its device",
-    )
-    work_dir: values.FolderToFill = setting(
-        None,
-        Panel.SERVERS,
-        "The folder for logs and temporary files of servers started on this machine.",
-        means="a temporary folder",
-    )
-    tls_ca: values.FileToRead = setting(
-        None,
-        Panel.SECURITY,
-        "The certificates of who may vouch for a server, PEM; with it, servers are reached by TLS.",
-        means="no TLS",
-    )
-    mode: Mode = setting(
+    mode: Mode = _channel(
         Mode.AUTO,
-        Panel.CHANNEL,
-        "One dispatch of many rows for each layer and server (batched), or small slices (stream).",
-        means="what measures fastest",
+        "One dispatch of many rows a layer and server (batched), or small slices (stream).",
+        means="batched; a long prompt is cut in at least two chunks, which overlap",
     )
-    dtype: DtypeChoice = setting(
-        DtypeChoice.AUTO,
-        Panel.CHANNEL,
-        "The dtype of rows on the way to expert servers and back.",
-        allowed=_DTYPES,
-        means="the model's activation dtype",
+    dtype: DtypeChoice = _channel(
+        DtypeChoice.AUTO, "The dtype of rows that travel.", allowed=_DTYPES, means="the model's activation dtype"
     )
-    shared_bytes: values.Size = setting(
-        0,
-        Panel.CHANNEL,
-        "The least size of the shared memory segment of a server started on this machine; a batch may need more.",
-        means="as much as a batch needs",
+    shared_bytes: values.Size = _channel(
+        0, "Least shared memory with a server started here.", means="as much as a batch needs"
     )
-    hot_slice: values.Rows = setting(4, Panel.CHANNEL, "The rows of one slice in stream mode.")
-    slots: values.Slots = setting(4, Panel.CHANNEL, "Requests in flight for each server.")
-    pipeline: Pipeline = setting(
+    hot_slice: values.Rows = _channel(4, "The rows of one slice in stream mode.")
+    slots: values.Slots = _channel(4, "Requests in flight for each server.")
+    pipeline: Pipeline = _channel(
         Pipeline.AUTO,
-        Panel.CHANNEL,
-        "Attention of one chunk of a long prompt while servers compute experts of the one before.",
+        "Attention of one chunk of a long prompt while servers compute the one before.",
         means="on, for models and calls whose prompts can be cut",
     )
-    local_experts_gib: values.GibOrZero = setting(
-        0.0, Panel.COMPUTE, "Routed experts kept on the host, beside the dense layers.", means="none"
-    )
-    routing_stats: values.FileToRead = setting(
+    local_experts_gib: values.GibOrZero = _compute(0.0, "Routed experts kept on the host.", means="none")
+    routing_stats: values.FileToRead = _compute(
         None,
-        Panel.COMPUTE,
         "Which experts are used most, as `moeoffload profile` writes it: those stay on the host, and the others are "
         "placed so that all servers finish together.",
         means="all experts count the same",
     )
-    fast_dense: bool = setting(
-        True, Panel.COMPUTE, "On a CPU, dense layers, norms and attention by kernels of its own (other order of sums)."
+    fast_dense: bool = _compute(True, "On CPUs, dense layers, norms, attention by own kernels (other order of sums).")
+    device: values.Device = _compute("auto", "Where the dense layers run.", means="the first CUDA device, else the CPU")
+    model_dtype: DtypeChoice = _compute(DtypeChoice.AUTO, "Compute dtype.", allowed=_DTYPES, means="the checkpoint's")
+    expert_format: ExpertFormat = _compute(
+        ExpertFormat.KEEP, "What servers pack experts of 16 or 32 bits in.", means="as they are stored"
     )
-    device: values.Device = setting(
-        "auto", Panel.COMPUTE, "Where the dense layers run.", means="the first CUDA device, else the CPU"
+    dense: values.FolderToRead = _compute(
+        None,
+        "For a model in a GGUF file: config, tokenizer and dense layers come from this folder, experts from the file.",
+        allowed="the folder of a transformers checkpoint",
+        means="all comes from the GGUF file, which is possible for some families",
     )
-    model_dtype: DtypeChoice = setting(
-        DtypeChoice.AUTO,
-        Panel.COMPUTE,
-        "The dtype the model computes in.",
-        allowed=_DTYPES,
-        means="the checkpoint's",
+    dense_format: DenseFormat = _compute(
+        DenseFormat.KEEP,
+        "On a CPU, linear layers of the host are packed in this format while they are loaded; the head in 8 bits.",
+        means="as they are stored",
     )
-    profile: bool = setting(False, Panel.REPORTING, "Also record each layer's times in the report.")
-    report: values.FileToWrite = setting(
-        None, Panel.REPORTING, "The file to write the run's report to, as JSON.", means="no report file"
-    )
-    log_level: LogLevel = setting(LogLevel.WARNING, Panel.REPORTING, "The least serious log message that is shown.")
+    profile: bool = _reporting(False, "Also record each layer's times in the report.")
+    report: values.FileToWrite = _reporting(None, "The file for the run's report, as JSON.", means="no report file")
+    log_level: LogLevel = _reporting(LogLevel.WARNING, "The least serious log message that is shown.")
 
     def check_security(self, servers: Iterable[Address]) -> None:
         """Check that these settings may be used to reach ``servers``.
-
-        Raises:
-            SettingError: they do not go together, or rows or the token would travel in the clear.
-        """
+        Raises SettingError: they do not go together, or rows or the token would travel in the clear."""
         self.check_certificate_pair()
         if self.tls_cert is not None and self.tls_ca is None:
             raise SettingError(
-                f"--tls-cert needs --tls-ca, the certificate of who vouches for the servers; {KEYS_HINT}"
+                f"--tls-cert needs --tls-ca, the certificate of the authority that vouches for the servers; {KEYS_HINT}"
             )
         if self.tls_ca is not None or self.insecure:
             return
@@ -204,5 +177,5 @@ class HostSettings(_Recovery, _Generation):
             if not is_loopback(address.host):
                 raise SettingError(
                     f"--experts: {address} is on another machine and this host would talk to it without TLS; give "
-                    f"--tls-ca FILE ({KEYS_HINT}), or say --insecure if nobody else is on that network"
+                    f"--tls-ca FILE ({KEYS_HINT}), or say --insecure if no other machine is on that network"
                 )

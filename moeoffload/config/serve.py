@@ -3,59 +3,35 @@
 from __future__ import annotations
 
 from moeoffload.config import values
-from moeoffload.config.base import Panel, setting
+from moeoffload.config.base import Panel
 from moeoffload.config.host import HostSettings
-from moeoffload.config.values import is_loopback
-from moeoffload.errors import SettingError
+
+_serving = Panel.SERVING.setting
 
 
 class ServeSettings(HostSettings):
     """The settings of a host that answers many clients over HTTP."""
 
-    bind: values.HostName = setting(
-        "127.0.0.1", Panel.SERVING, "The name or address of this machine at which to listen for clients."
-    )
-    port: values.Port = setting(8000, Panel.SERVING, "The TCP port at which to listen for clients; 0 picks a free one.")
-    api_key_file: values.SecretFile = setting(
-        None, Panel.SERVING, "The file that holds the key which clients show (Authorization: Bearer).", means="no key"
-    )
-    http_tls_cert: values.FileToRead = setting(
-        None, Panel.SERVING, "The certificate that clients see, PEM; with it, the server speaks HTTPS.", means="no TLS"
-    )
-    http_tls_key: values.SecretFile = setting(None, Panel.SERVING, "The private key of that certificate, PEM.")
-    served_model_name: values.Name = setting(
-        None, Panel.SERVING, "What clients call the model.", means="the name of its folder, or its hub id"
-    )
-    max_running: values.Requests = setting(32, Panel.SERVING, "The most requests that are computed at a time.")
-    max_waiting: values.RequestsOrNone = setting(
-        64, Panel.SERVING, "The most requests that wait for their turn; further ones are refused."
-    )
-    kv_gib: values.Gib = setting(1.0, Panel.SERVING, "The memory for keys and values of all requests.")
-    prefill_chunk: values.PromptTokens = setting(
-        512, Panel.SERVING, "The most tokens of prompts in one step, beside the running requests."
-    )
-    prefix_reuse: bool = setting(
-        True, Panel.SERVING, "Keys and values of earlier requests are kept for prompts that begin the same."
-    )
-    drain_seconds: values.DaySecondsOrNone = setting(
-        30.0, Panel.SERVING, "The longest wait for running requests when the server is told to stop."
-    )
+    bind: values.HostName = _serving("127.0.0.1", "The name or address of this machine at which to listen for clients.")
+    port: values.Port = _serving(8000, "The TCP port at which to listen for clients; 0 picks a free one.")
+    api_key_file: values.SecretFile = _serving(None, "The file of the key that clients show (Bearer).", means="no key")
+    http_tls_cert: values.FileToRead = _serving(None, "The certificate for clients, PEM: HTTPS.", means="no TLS")
+    http_tls_key: values.SecretFile = _serving(None, "The private key of that certificate, PEM.")
+    served_model_name: values.Name = _serving(None, "Model name for clients.", means="its folder's name, or hub id")
+    max_running: values.Requests = _serving(32, "The most requests that are computed at a time.")
+    max_waiting: values.RequestsOrNone = _serving(64, "The most requests that wait for their turn; others are refused.")
+    kv_gib: values.Gib = _serving(1.0, "The memory for keys and values of all requests.")
+    prefill_chunk: values.PromptTokens = _serving(512, "The most prompt tokens in a step, beside the running requests.")
+    prefix_reuse: bool = _serving(True, "Keys and values of earlier requests are kept for prompts that begin the same.")
+    drain_seconds: values.DaySecondsOrNone = _serving(30.0, "The longest wait for running requests at a stop.")
 
     def check_http(self) -> None:
         """Check that a server with these settings may listen for clients.
-
-        Raises:
-            SettingError: they do not go together, or the server would be open to others.
-        """
+        Raises SettingError: they do not go together, or the server would be open to others."""
         self.check_certificate_pair("http_")
-        missing_flags = []
-        if self.http_tls_cert is None:
-            missing_flags.append("--http-tls-cert and --http-tls-key")
-        if self.api_key_file is None:
-            missing_flags.append("--api-key-file FILE")
-        if not missing_flags or self.insecure or is_loopback(self.bind):
-            return
-        raise SettingError(
-            f"--bind: {self.bind} can be reached from other machines, which needs {' and '.join(missing_flags)}; "
-            "`moeoffload keys new DIR` makes certificates, `openssl rand -hex 32` a key; --insecure lets everybody in"
-        )
+        needs = {
+            "--http-tls-cert and --http-tls-key": self.http_tls_cert is not None,
+            "--api-key-file FILE": self.api_key_file is not None,
+        }
+        advice = "`moeoffload keys new DIR` makes certificates, `openssl rand -hex 32` a key"
+        self.check_open("--bind", self.bind, self.bind, needs, advice)

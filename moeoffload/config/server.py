@@ -8,10 +8,17 @@ from typing import Any
 from pydantic import ValidationInfo, field_validator
 
 from moeoffload.config import values
-from moeoffload.config.base import Panel, setting
+from moeoffload.config.base import Panel
 from moeoffload.config.shared import KEYS_HINT, CommonSettings, LogLevel
 from moeoffload.config.values import Address, is_loopback
 from moeoffload.errors import SettingError
+
+_servers = Panel.SERVERS.setting
+_security = Panel.SECURITY.setting
+_channel = Panel.CHANNEL.setting
+_compute = Panel.COMPUTE.setting
+_limits = Panel.TIME_LIMITS.setting
+_reporting = Panel.REPORTING.setting
 
 
 class Kernel(StrEnum):
@@ -25,59 +32,32 @@ class Kernel(StrEnum):
 class ExpertServerSettings(CommonSettings):
     """The settings of the side that owns routed experts."""
 
-    listen: values.Listen = setting(Address("127.0.0.1:50051"), Panel.SERVERS, "Where to listen for hosts.")
-    model: values.ModelName = setting(
-        None, Panel.SERVERS, "The server's own copy of the model.", means="the one the host names"
-    )
-    client_ca: values.FileToRead = setting(
-        None, Panel.SECURITY, "The certificates of who may vouch for a host, PEM; with it, hosts need a certificate."
-    )
-    model_root: values.Folders = setting(
+    listen: values.Listen = _servers(Address("127.0.0.1:50051"), "Where to listen for hosts.")
+    model: values.ModelName = _servers(None, "The server's own copy of the model.", means="the one the host names")
+    client_ca: values.FileToRead = _security(None, "Certificates that vouch for hosts, PEM; hosts then need one.")
+    model_root: values.Folders = _security(
         (),
-        Panel.SECURITY,
         "Folders below which hosts may name models for this server to read.",
         means="models in the hub cache only; any for hosts of the same user on this machine",
     )
-    shared_bytes: values.Size = setting(
-        0,
-        Panel.CHANNEL,
-        "The least size of the shared memory segment of one host; a batch may need more.",
-        means="as much as a batch needs",
-    )
-    slots: values.Slots = setting(16, Panel.CHANNEL, "The most requests in flight for each host.")
-    stream_port: values.Port = setting(
-        0,
-        Panel.CHANNEL,
-        "The TCP port of the stream transport, beside that of --listen.",
-        means="a free one, which hosts are told",
-    )
+    shared_bytes: values.Size = _channel(0, "Least shared memory with one host.", means="as much as a batch needs")
+    slots: values.Slots = _channel(16, "The most requests in flight for each host.")
+    stream_port: values.Port = _channel(0, "The TCP port of the stream transport.", means="a free one")
     # gpu stands before device: fields are checked in this order, and device takes gpu into account.
-    gpu: values.Gpu = setting(None, Panel.COMPUTE, "Short for device cuda:N; not together with a different device.")
-    device: values.Device = setting(
-        "auto", Panel.COMPUTE, "Where the routed experts live and run.", means="the last CUDA device, else the CPU"
+    gpu: values.Gpu = _compute(None, "Short for device cuda:N; not together with a different device.")
+    device: values.Device = _compute("auto", "Where routed experts run.", means="the last CUDA device, else the CPU")
+    memory_gib: values.GibOrAll = _compute(None, "The most memory that experts and buffers take.", means="what is free")
+    kernel: Kernel = _compute(
+        Kernel.AUTO, "What computes the experts; grouped has transformers' bits.", means="the fastest for the model"
     )
-    memory_gib: values.GibOrAll = setting(
-        None, Panel.COMPUTE, "The most memory that experts and buffers take on the device.", means="what is free"
-    )
-    kernel: Kernel = setting(
-        Kernel.AUTO,
-        Panel.COMPUTE,
-        "What computes the experts; grouped gives the bits of transformers' grouped_mm.",
-        means="the fastest that covers the model",
-    )
-    coalesce: bool = setting(
-        True, Panel.COMPUTE, "Requests that wait for the same experts, of all hosts, are computed as one batch."
-    )
-    collect_window_ms: values.FewMs = setting(
+    coalesce: bool = _compute(True, "Requests that wait for the same experts, of all hosts, are computed as one batch.")
+    collect_window_ms: values.FewMs = _compute(
         0.0,
-        Panel.COMPUTE,
         "How long a brief request waits for others that could be computed with it.",
         means="never; so it is, too, with a batch capacity of 1 or no-coalesce",
     )
-    drain_timeout_s: values.DaySeconds = setting(
-        30.0, Panel.TIME_LIMITS, "The longest wait for hosts to move on when the server is told to stop."
-    )
-    log_level: LogLevel = setting(LogLevel.INFO, Panel.REPORTING, "The least serious log message that is shown.")
+    drain_timeout_s: values.DaySeconds = _limits(30.0, "The longest wait for hosts to move on at a stop.")
+    log_level: LogLevel = _reporting(LogLevel.INFO, "The least serious log message that is shown.")
 
     def __init__(self, **values: Any) -> None:
         """See `SettingsBase`; gpu or device, given here, silences the other one's environment."""
@@ -105,24 +85,16 @@ class ExpertServerSettings(CommonSettings):
 
     def check_security(self, listen: Address) -> None:
         """Check that a server with these settings may listen there.
-
-        Raises:
-            SettingError: they do not go together, or the server would be open to others.
-        """
+        Raises SettingError: they do not go together, or the server would be open to others."""
         self.check_certificate_pair()
         if self.client_ca is not None and self.tls_cert is None:
             raise SettingError(f"--client-ca needs --tls-cert and --tls-key: it is a part of TLS; {KEYS_HINT}")
-        if is_loopback(listen.host) or self.insecure or (self.tls_cert is not None and self.has_credential):
-            return
-        missing = []
-        if self.tls_cert is None:
-            missing.append("--tls-cert and --tls-key")
-        if not self.has_credential:
-            missing.append("--client-ca (or --token-file FILE)")
-        raise SettingError(
-            f"--listen: {listen} can be reached from other machines, which needs {' and '.join(missing)}; "
-            "`moeoffload keys new DIR` makes the files and prints the commands; --insecure lets everybody in"
-        )
+        needs = {
+            "--tls-cert and --tls-key": self.tls_cert is not None,
+            "--client-ca (or --token-file FILE)": self.has_credential,
+        }
+        advice = "`moeoffload keys new DIR` makes the files and prints the commands"
+        self.check_open("--listen", listen, listen.host, needs, advice)
 
     @property
     def has_credential(self) -> bool:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
-from moeoffload.config.base import Panel, SettingsBase, setting
-from moeoffload.config.values import FileToRead, Rows, SecretFile, Threads
+from moeoffload.config.base import Panel, SettingsBase
+from moeoffload.config.values import FileToRead, Rows, SecretFile, Threads, is_loopback
 from moeoffload.errors import SettingError
 
 KEYS_HINT = "`moeoffload keys new DIR` makes them"
+
+_security = Panel.SECURITY.setting
+_channel = Panel.CHANNEL.setting
+_compute = Panel.COMPUTE.setting
 
 
 class TransportChoice(StrEnum):
@@ -32,23 +37,28 @@ class LogLevel(StrEnum):
 class CommonSettings(SettingsBase):
     """The settings of both programs."""
 
-    tls_cert: FileToRead = setting(None, Panel.SECURITY, "This side's certificate, PEM.")
-    tls_key: SecretFile = setting(None, Panel.SECURITY, "The private key of that certificate, PEM.")
-    token_file: SecretFile = setting(None, Panel.SECURITY, "The file that holds the token which hosts show to servers.")
-    insecure: bool = setting(
-        False, Panel.SECURITY, "Allow connections between machines without TLS, and servers that anybody can use."
-    )
-    transport: TransportChoice = setting(
+    tls_cert: FileToRead = _security(None, "This side's certificate, PEM.")
+    tls_key: SecretFile = _security(None, "The private key of that certificate, PEM.")
+    token_file: SecretFile = _security(None, "The file that holds the token which hosts show to servers.")
+    insecure: bool = _security(False, "Allow connections between machines without TLS, and servers open to all.")
+    transport: TransportChoice = _channel(
         TransportChoice.AUTO,
-        Panel.CHANNEL,
         "How frames travel: shared memory on one machine, a TCP stream between machines.",
         choices=("auto", "shared", "stream"),
         means="shared where both sides are on one machine, else stream",
     )
-    batch_capacity: Rows = setting(
-        1024, Panel.CHANNEL, "The most rows in one dispatch; the smaller of the host's and the server's counts."
-    )
-    threads: Threads = setting(None, Panel.COMPUTE, "Compute threads on the CPU.", means="torch's default")
+    batch_capacity: Rows = _channel(1024, "The most rows in one dispatch; the smaller of both sides' counts.")
+    threads: Threads = _compute(None, "Compute threads on the CPU.", means="torch's default")
+
+    def check_open(self, flag: str, address: str, host: str, needs: Mapping[str, bool], advice: str) -> None:
+        """Check that a server which other machines can reach has all that it needs (by name whether it has it).
+        Raises SettingError."""
+        missing = " and ".join(name for name, is_there in needs.items() if not is_there)
+        if missing and not self.insecure and not is_loopback(host):
+            raise SettingError(
+                f"{flag}: {address} can be reached from other machines, which needs {missing}; {advice}; "
+                "--insecure lets anyone in"
+            )
 
     def check_certificate_pair(self, prefix: str = "") -> None:
         """Check that certificate and private key were given together. Raises SettingError."""

@@ -147,7 +147,7 @@ def _path(check: Callable[[Path], None]) -> AfterValidator:
                 check(path)
         except OSError as error:
             raise ValueError(error.strerror or type(error).__name__) from None
-        except RuntimeError as error:  # ~ of nobody
+        except RuntimeError as error:  # ~ of a user that does not exist
             raise ValueError(str(error)) from None
         return path
 
@@ -191,15 +191,13 @@ def _file_to_write(path: Path) -> None:
 
 
 _SIZES = f"0 to {_MOST_BYTES >> 30}G: bytes, plain or with K, M, G, KiB, MiB or GiB (x 1024)"
-_ADDRESSES = "HOST:PORT, or several with commas between, each once, ports 1 to 65535, IPv6 in brackets"
+_HOSTS = "HOST:PORT, or several with commas between, each once, ports 1 to 65535, IPv6 in brackets"
 _LISTEN = "HOST:PORT, port 0 to 65535 (0 picks a free one), IPv6 in brackets"
 _TO_FILL = "a folder that exists and can be written to, or that can be made"
 _TO_WRITE = "a file that can be written, in a folder that exists"
 _SECRET = "a file that only its owner can read (chmod 600)"
 
-Addresses = Annotated[
-    tuple[InstanceOf[Address], ...], BeforeValidator(read_addresses), Words(_ADDRESSES, "HOST:PORT,...")
-]
+Addresses = Annotated[tuple[InstanceOf[Address], ...], BeforeValidator(read_addresses), Words(_HOSTS, "HOST:PORT,...")]
 Listen = Annotated[InstanceOf[Address], _read(read_listen), Words(_LISTEN, "HOST:PORT")]
 HostName = Annotated[str, _read(read_host), Words("a host name or an address", "HOST")]
 Device = Annotated[str, _read(read_device), Words("auto, cpu, cuda or cuda:N", "auto|cpu|cuda|cuda:N")]
@@ -214,7 +212,7 @@ FolderToFill = Annotated[Path | None, _path(_folder_to_fill), Words(_TO_FILL, "F
 FileToRead = Annotated[Path | None, _path(_file_to_read), Words("a file that can be read", "FILE")]
 SecretFile = Annotated[Path | None, _path(_secret_file), Words(_SECRET, "FILE")]
 FileToWrite = Annotated[Path | None, _path(_file_to_write), Words(_TO_WRITE, "FILE")]
-ModelName = Annotated[str | None, Words("a folder or a model id of the Hugging Face hub", "MODEL")]
+ModelName = Annotated[str | None, Words("a folder, a model id of the Hugging Face hub or a GGUF file", "MODEL")]
 Name = Annotated[str | None, Field(max_length=200), Words("a text of 1 to 200 characters", "NAME")]
 
 Rows = Annotated[int, Field(ge=1, le=4096), Words(unit="rows")]

@@ -56,7 +56,7 @@ class ControlClient:
             ServerError: nothing listens there within ``timeout_s``, or one side does not accept the other.
         """
         deadline = monotonic() + timeout_s
-        ready = grpc.channel_ready_future(self._channel)
+        ready = self._begin(lambda stub, metadata: grpc.channel_ready_future(self._channel))
         try:
             look_s = LOOK_S
             while (left_s := deadline - monotonic()) > 0:
@@ -108,16 +108,7 @@ class ControlClient:
         Raises:
             ServerError: it does not answer.
         """
-        with self._closing:
-            if self._closed:
-                raise ServerError(f"expert server {self.address}: the connection to it is closed")
-            call = self._stub.Stats.future(pb.StatsRequest(), timeout=timeout_s)
-        try:
-            reply: pb.StatsReply = call.result()
-        except grpc.RpcError as error:
-            raise error_of(error, self.address, "Stats") from None
-        except grpc.FutureCancelledError:
-            raise ServerError(f"expert server {self.address}: the connection to it was closed") from None
+        reply: pb.StatsReply = self._call("Stats", pb.StatsRequest(), timeout_s)
         return reply
 
     def drain(self, timeout_s: float) -> int:
@@ -129,10 +120,24 @@ class ControlClient:
         return int(self._call("Drain", pb.DrainRequest(), timeout_s).leases)
 
     def _call(self, method: str, request: Message, timeout_s: float) -> Any:
+        """The reply to a call with one."""
+        call = self._begin(
+            lambda stub, metadata: getattr(stub, method).future(request, timeout=timeout_s, metadata=metadata)
+        )
         try:
-            return getattr(self._stub, method)(request, timeout=timeout_s)
+            return call.result()
         except grpc.RpcError as error:
             raise error_of(error, self.address, method) from None
+        except grpc.FutureCancelledError:
+            raise ServerError(f"expert server {self.address}: the connection to it was closed") from None
+
+    def _begin(self, begin: Callable[[Any, Any], Any]) -> Any:
+        """What ``begin(stub, metadata)`` returns, a call under way. Every call begins here."""
+        metadata = self._credentials.metadata(self.address)
+        with self._closing:
+            if self._closed:
+                raise ServerError(f"expert server {self.address}: the connection to it is closed")
+            return begin(self._stub, metadata)
 
     def close(self) -> None:
         """Closes the connection and with it every lease. Idempotent."""
@@ -158,7 +163,9 @@ class Lease:
         self.end_reason: str | None = None
         """Why the lease ended, or None while it holds."""
         self._failure: ServerError | None = None
-        self._call: Any = client._stub.Attach(iter(self._outgoing.get, _END))
+        self._call = client._begin(
+            lambda stub, metadata: stub.Attach(iter(self._outgoing.get, _END), metadata=metadata)
+        )
         self._reader = threading.Thread(target=self._read, name=f"lease-{client.address}", daemon=True)
         self._reader.start()
         hello = pb.Hello(
@@ -190,8 +197,11 @@ class Lease:
         *,
         progress: Callable[[int, int], None],
         timeout_s: float,
-    ) -> None:
+    ) -> list[float] | None:
         """Makes the experts of ``table`` resident; calls ``progress(loaded bytes, total bytes)`` meanwhile.
+
+        Returns:
+            how far the weights of each layer are from the stored ones, if they were packed; see `LoadProgress`.
 
         Raises:
             ServerError: the server cannot load them, or holds another model or table than was asked for.
@@ -199,14 +209,21 @@ class Lease:
         layers = [pb.LayerExperts(layer=i, experts=experts) for i, experts in enumerate(table.layers)]
         request = pb.LoadExpertsRequest(lease_id=self.lease_id, model=model, layers=layers)
         table_digest = ""
+        errors: list[float] = []
         try:
-            for step in self._client._stub.LoadExperts(request, timeout=timeout_s):
+            steps = self._client._begin(
+                lambda stub, metadata: stub.LoadExperts(request, timeout=timeout_s, metadata=metadata)
+            )
+            for step in steps:
                 progress(step.loaded_bytes, step.total_bytes)
                 table_digest = step.table_digest or table_digest
+                if step.HasField("weight_error") and len(errors) < len(layers):
+                    errors.append(step.weight_error)
         except grpc.RpcError as error:
             raise error_of(error, self._client.address, "LoadExperts") from None
         if table_digest != table.digest:
             raise ServerError(f"expert server {self._client.address}: its expert table differs from what was asked for")
+        return errors or None
 
     def activate(self, request: pb.Activate) -> pb.Offer:
         """Agrees on everything that does not change from call to call.

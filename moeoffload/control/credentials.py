@@ -6,7 +6,7 @@ Secrets are kept out of reprs, and nothing here logs.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -58,28 +58,24 @@ class HostCredentials:
         )
 
     def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-        """A channel to ``address`` (HOST:PORT) whose every call shows the tokens that this host has for it.
-
-        They are looked up at each call: a server may start, or start anew, after the channel was made.
-        """
-        place = Address.parse(address)
-        is_local = is_loopback(place.host)
+        """A channel to ``address`` (HOST:PORT)."""
         if self.ca is not None:
             tls = grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
-            channel = grpc.secure_channel(address, tls, options=options)
-        elif is_local:
-            host = numeric_loopback(place.host)
-            channel = grpc.insecure_channel(
-                f"[{host}]:{place.port}" if ":" in host else f"{host}:{place.port}", options
-            )
-        else:
-            channel = grpc.insecure_channel(address, options)
+            return grpc.secure_channel(address, tls, options=options)
+        place = Address.parse(address)
+        host = numeric_loopback(place.host)
+        return grpc.insecure_channel(f"[{host}]:{place.port}" if ":" in host else f"{host}:{place.port}", options)
 
-        def tokens() -> list[str]:
-            own = [self.token] if self.token is not None else []
-            return own + user_tokens(place.host, place.port) if is_local else own
+    def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
+        """What a call to ``address`` (HOST:PORT) shows: all tokens that this host has for it.
 
-        return grpc.intercept_channel(channel, _ShowTokens(tokens))
+        To be asked for at each call: a server may start, or start anew, after the channel was made.
+        """
+        place = Address.parse(address)
+        tokens = [self.token] if self.token is not None else []
+        if is_loopback(place.host):
+            tokens += user_tokens(place.host, place.port)
+        return tuple((TOKEN_KEY, token) for token in tokens)
 
 
 @dataclass(frozen=True)
@@ -171,32 +167,3 @@ def load_pair(context: ssl.SSLContext, cert: Path, key: Path, flags: str = "--tl
         raise SettingError(
             f"{flags}-cert and {flags}-key: {cert} and {key} are no certificate and its key, in PEM"
         ) from None
-
-
-class _ShowTokens(
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[type-arg]
-    grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]
-    grpc.StreamStreamClientInterceptor,  # type: ignore[type-arg]
-):
-    """Adds tokens to every call."""
-
-    def __init__(self, tokens: Callable[[], list[str]]) -> None:
-        self._tokens = tokens
-
-    def _show(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        metadata = (*(details.metadata or ()), *((TOKEN_KEY, token) for token in self._tokens()))
-        return continuation(_Details(details.method, details.timeout, metadata), request)
-
-    intercept_unary_unary = _show  # type: ignore[assignment]
-    intercept_unary_stream = _show  # type: ignore[assignment]
-    intercept_stream_stream = _show  # type: ignore[assignment]
-
-
-@dataclass(frozen=True)
-class _Details(grpc.ClientCallDetails):
-    method: str
-    timeout: float | None
-    metadata: tuple[tuple[str, str | bytes], ...] = field(repr=False)
-    credentials: None = None
-    wait_for_ready: None = None
-    compression: None = None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import queue
 import secrets
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias
 
 import grpc
 from grpc_health.v1 import health
 
-from moeoffload.control.bridge import CallAborted, CallContext, on_loop
 from moeoffload.control.credentials import TOKEN_KEY, ServerCredentials
 from moeoffload.control.status import abort
 from moeoffload.errors import DeadlineError, ProtocolError
@@ -29,17 +29,12 @@ _Handler: TypeAlias = grpc.RpcMethodHandler  # type: ignore[type-arg]
 
 
 class Gate(grpc.ServerInterceptor):  # type: ignore[misc, type-arg]
-    """Calls without the token are refused before anything of them is read; refusals are counted and logged.
-
-    Each call is a coroutine: one that says nothing, or does not take its answer, holds no thread.
-    """
+    """Calls without the token are refused before anything of them is read; refusals are counted and logged."""
 
     def __init__(self, credentials: ServerCredentials, refusals: Refusals, first_s: float = FIRST_S) -> None:
         self._token = credentials.token.encode() if credentials.token is not None else None
         self._refusals = refusals
         self._first_s = first_s
-        self.loop: asyncio.AbstractEventLoop
-        """Where calls run."""
         self.whose_token = "the one of its --token-file"
         """For messages: which token a server wants that wants one."""
 
@@ -57,8 +52,8 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[misc, type-arg]
         if objection is not None:
             return self._refusing(objection)
         if method.startswith(_REFLECTION):
-            return handler  # gRPC's own, in its threads
-        return _guarded(handler, method.rpartition("/")[2], self._first_s, self.loop)
+            return handler  # gRPC's own
+        return _guarded(handler, method.rpartition("/")[2], self._first_s)
 
     def _objection(self, details: grpc.HandlerCallDetails) -> str | None:
         """Why this call is refused; None if it may go on."""
@@ -83,7 +78,7 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else value.encode("utf-8", "surrogateescape")
 
 
-def _guarded(handler: Any, method: str, first_s: float, loop: asyncio.AbstractEventLoop) -> _Handler:
+def _guarded(handler: Any, method: str, first_s: float) -> _Handler:
     """``handler`` with the reading of its requests and with answers to its errors.
 
     On the wire a call with one request and one with many are the same. gRPC would wait for the only request without
@@ -96,37 +91,39 @@ def _guarded(handler: Any, method: str, first_s: float, loop: asyncio.AbstractEv
         except Exception:  # protobuf's errors have no common base across its implementations
             raise ProtocolError(f"{method}: {len(data)} bytes that are no message of this method") from None
 
-    async def only(raw: AsyncIterator[bytes]) -> Any:
+    def only(requests: Iterator[bytes]) -> Any:
+        arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+        def read() -> None:
+            with contextlib.suppress(Exception):  # gRPC raises an empty one when the call ends
+                arrived.put(next(requests, None))
+                return
+            arrived.put(None)
+
+        threading.Thread(target=read, name="call-reader", daemon=True).start()
         try:
-            async with asyncio.timeout(first_s):
-                async for data in raw:
-                    return parse(data)
-        except TimeoutError:
+            data = arrived.get(timeout=first_s)
+        except queue.Empty:
             raise DeadlineError(f"{method}: no request within {first_s:g} s") from None
-        raise ProtocolError(f"{method}: the call has no request")
+        if data is None:
+            raise ProtocolError(f"{method}: the call has no request")
+        return parse(data)
 
-    async def one_reply(raw: AsyncIterator[bytes], context: CallContext) -> AsyncIterator[Any]:
+    def one_reply(requests: Iterator[bytes], context: Any) -> Any:
         try:
-            yield await handler.unary_unary(await only(raw), context)
-        except CallAborted:
-            raise
+            return handler.unary_unary(only(requests), context)
         except Exception as error:
-            await abort(context, error)
+            abort(context, error)
 
-    async def many_replies(raw: AsyncIterator[bytes], context: CallContext) -> AsyncIterator[Any]:
+    def many_replies(requests: Iterator[bytes], context: Any) -> Iterator[Any]:
         try:
             if handler.request_streaming:
-                replies = handler.stream_stream((parse(data) async for data in raw), context)
+                yield from handler.stream_stream(map(parse, requests), context)
             else:
-                replies = handler.unary_stream(await only(raw), context)
-            async with contextlib.aclosing(replies):
-                async for reply in replies:
-                    yield reply
-        except CallAborted:
-            raise
+                yield from handler.unary_stream(only(requests), context)
         except Exception as error:
-            await abort(context, error)
+            abort(context, error)
 
-    # On the wire one reply and a stream of one are the same.
-    replies_of = many_replies if handler.response_streaming else one_reply
-    return grpc.stream_stream_rpc_method_handler(on_loop(loop, replies_of), None, handler.response_serializer)
+    if handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(many_replies, None, handler.response_serializer)
+    return grpc.stream_unary_rpc_method_handler(one_reply, None, handler.response_serializer)

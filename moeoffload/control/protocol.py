@@ -8,7 +8,7 @@ import torch
 
 from moeoffload.payload import PayloadDtype
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 # The largest is the expert table of a model with many layers of many experts: a few hundred KiB.
 MAX_MESSAGE_BYTES: Final = 4 << 20
@@ -49,12 +49,3 @@ SERVER_OPTIONS: Final = [
 def dtype_label(dtype: torch.dtype) -> str:
     """f32, f16 or bf16: how a dtype is written in control messages."""
     return PayloadDtype.from_torch(dtype).label
-
-
-def dtype_of(label: str) -> torch.dtype:
-    """The torch dtype of a label.
-
-    Raises:
-        KeyError: the label is none of f32, f16, bf16.
-    """
-    return PayloadDtype[label.upper()].torch_dtype

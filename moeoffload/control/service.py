@@ -1,16 +1,16 @@
-"""The expert service: gRPC calls in, calls on an `ExpertBackend` out. Runs on the control plane's event loop."""
+"""The expert service: gRPC calls in, calls on an `ExpertBackend` out. Each call has a thread of its own."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
+import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import Future
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol, TypeAlias
 
-from moeoffload.control.bridge import CallContext
+import grpc
+
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.status import refusal_of
 from moeoffload.control.v1 import expert_service_pb2 as pb
@@ -26,8 +26,8 @@ STEP_S: Final = 60.0
 MAX_UNREAD: Final = 4
 """Steps of an attach that may wait while one is done; a host sends one at a time."""
 REASON_LENGTH: Final = 200
+_GONE: Final = "the host is gone"
 _Event: TypeAlias = pb.AttachRequest | pb.AttachReply | Exception | str
-_T = TypeVar("_T")
 
 
 class BackendLease(Protocol):
@@ -52,7 +52,7 @@ class BackendLease(Protocol):
 
 
 class ExpertBackend(Protocol):
-    """What the service needs of the expert server behind it. Calls that take long run in threads of their own."""
+    """What the service needs of the expert server behind it."""
 
     def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
         """What the server is and offers."""
@@ -80,93 +80,59 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         self._backend = backend
         self._first_s = first_s
         self._step_s = step_s
-        self._working: dict[str, asyncio.Task[Any] | None] = {}
+        self._lock = threading.Lock()
+        self._working: dict[str, grpc.ServicerContext] = {}
         """By lease the call that runs beside its stream: one at a time."""
-        self.closing: set[asyncio.Task[None]] = set()
-        """Leases that are being closed; not to be cancelled."""
 
-    async def close(self) -> None:
-        """Waits until all leases whose streams have ended are closed."""
-        while self.closing:
-            await asyncio.wait(self.closing)
-
-    async def Describe(self, request: pb.DescribeRequest, context: CallContext) -> pb.DescribeReply:
+    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
         """See the proto file."""
         return self._backend.describe(request)
 
-    async def Stats(self, request: pb.StatsRequest, context: CallContext) -> pb.StatsReply:
+    def Stats(self, request: pb.StatsRequest, context: grpc.ServicerContext) -> pb.StatsReply:
         """See the proto file."""
         return self._backend.stats()
 
-    async def Drain(self, request: pb.DrainRequest, context: CallContext) -> pb.DrainReply:
+    def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainReply:
         """See the proto file."""
         return pb.DrainReply(leases=self._backend.drain())
 
-    async def Calibrate(self, request: pb.CalibrateRequest, context: CallContext) -> pb.CalibrateReply:
+    def Calibrate(self, request: pb.CalibrateRequest, context: grpc.ServicerContext) -> pb.CalibrateReply:
         """See the proto file."""
-        async with self._only_call(request.lease_id, "calibration") as lease:
-            return await in_thread(lambda: lease.calibrate(request), "calibrate")
+        with self._only_call(request.lease_id, "calibration", context) as lease:
+            return lease.calibrate(request)
 
-    async def LoadExperts(self, request: pb.LoadExpertsRequest, context: CallContext) -> AsyncIterator[pb.LoadProgress]:
+    def LoadExperts(self, request: pb.LoadExpertsRequest, context: grpc.ServicerContext) -> Iterator[pb.LoadProgress]:
         """See the proto file."""
-        async with self._only_call(request.lease_id, "loading") as lease:
-            steps: asyncio.Queue[pb.LoadProgress | None] = asyncio.Queue()
-            loop = asyncio.get_running_loop()
-            given_up = threading.Event()
+        with self._only_call(request.lease_id, "loading", context) as lease:
+            yield from lease.load(request)
 
-            def load() -> None:
-                for step in lease.load(request):
-                    loop.call_soon_threadsafe(steps.put_nowait, step)
-                    if given_up.is_set():
-                        return
-
-            def loaded(task: asyncio.Task[None]) -> None:
-                task.exception()  # seen, also when nobody waits for it any more
-                steps.put_nowait(None)
-
-            loading = asyncio.create_task(in_thread(load, "load"))
-            loading.add_done_callback(loaded)
-            try:
-                while (step := await steps.get()) is not None:
-                    yield step
-                await loading
-            finally:
-                given_up.set()
-
-    @contextlib.asynccontextmanager
-    async def _only_call(self, lease_id: str, what: str) -> AsyncIterator[BackendLease]:
+    @contextlib.contextmanager
+    def _only_call(self, lease_id: str, what: str, context: grpc.ServicerContext) -> Iterator[BackendLease]:
         """The lease, while a call works for it that has its stream as its end."""
         lease = self._backend.find_lease(lease_id)
-        if lease_id in self._working:
-            raise ServerError("this lease has a call that is not finished; one at a time")
-        self._working[lease_id] = asyncio.current_task()
+        with self._lock:
+            if lease_id in self._working:
+                raise ServerError("this lease has a call that is not finished; one at a time")
+            self._working[lease_id] = context
         try:
             yield lease
         except MoeOffloadError as error:
             logger.error("%s failed: %s", what, one_line(str(error)))
             raise
         finally:
-            del self._working[lease_id]
+            with self._lock:
+                del self._working[lease_id]
 
-    async def Attach(
-        self, requests: AsyncIterator[pb.AttachRequest], context: CallContext
-    ) -> AsyncIterator[pb.AttachReply]:
+    def Attach(self, requests: Iterator[pb.AttachRequest], context: grpc.ServicerContext) -> Iterator[pb.AttachReply]:
         """See the proto file."""
-        loop = asyncio.get_running_loop()
         # Requests of the host, messages of the server, or why there will be no more requests: one place to wait.
-        events: asyncio.Queue[_Event] = asyncio.Queue()
-        collecting = asyncio.create_task(_collect(requests, events))
-        steps = _Steps()
+        events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        threading.Thread(target=_collect, args=(requests, events), name="attach-reader", daemon=True).start()
         lease: BackendLease | None = None
         ready = False
-        reason = "the host is gone"
-
-        def say(reply: pb.AttachReply) -> None:
-            with contextlib.suppress(RuntimeError):  # the control plane has stopped, and the host knows it
-                loop.call_soon_threadsafe(events.put_nowait, reply)
-
+        reason = _GONE
         try:
-            while not isinstance(event := await self._next_event(events, lease, ready=ready), str):
+            while not isinstance(event := self._next_event(events, lease, ready=ready), str):
                 if isinstance(event, Exception):
                     raise event
                 if isinstance(event, pb.AttachReply):
@@ -180,13 +146,13 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
                     hello = _checked_hello(event)
                     # Without the port, which each connection has of its own.
                     peer = str(context.peer()).rpartition(":")[0]
-                    lease = self._backend.open_lease(hello, peer, say)
+                    lease = self._backend.open_lease(hello, peer, events.put)
                     yield pb.AttachReply(welcome=pb.Welcome(lease_id=lease.lease_id))
                 elif step == "activate":
-                    yield pb.AttachReply(offer=await steps.run(lease.activate, event.activate))
+                    yield pb.AttachReply(offer=lease.activate(event.activate))
                 elif step == "accept":
                     clean_texts(event.accept, REASON_LENGTH)
-                    yield pb.AttachReply(ready=await steps.run(lease.accept, event.accept))
+                    yield pb.AttachReply(ready=lease.accept(event.accept))
                     ready = True
                 else:
                     raise ServerError(f"attach step {step} is not expected here")
@@ -196,14 +162,10 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
             reason = one_line(str(refusal))
             raise refusal from error
         finally:
-            collecting.cancel()
             if lease is not None:
-                if (call := self._working.get(lease.lease_id)) is not None:
-                    call.cancel()  # it may wait for a peer that does not take its answers
-                # In a task of its own: gRPC cancels this one when the host goes, or the server stops.
-                await asyncio.shield(self._in_background(steps.close(lease, reason)))
+                self._close(lease, reason)
 
-    async def _next_event(self, events: asyncio.Queue[_Event], lease: BackendLease | None, *, ready: bool) -> _Event:
+    def _next_event(self, events: queue.SimpleQueue[_Event], lease: BackendLease | None, *, ready: bool) -> _Event:
         """What happens next on the stream of an attach.
 
         Raises:
@@ -212,56 +174,19 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         while True:
             patience_s = None if ready else self._first_s if lease is None else self._step_s
             try:
-                async with asyncio.timeout(patience_s):
-                    return await events.get()
-            except TimeoutError:
-                if lease is None or lease.lease_id not in self._working:
+                return events.get(timeout=patience_s)
+            except queue.Empty:
+                with self._lock:
+                    works = lease is not None and lease.lease_id in self._working
+                if not works:
                     raise DeadlineError(f"the host took more than {patience_s:g} s for a step of attaching") from None
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self.closing.add(task)
-        task.add_done_callback(self.closing.discard)
-        return task
-
-
-class _Steps:
-    """The calls of one lease that follow each other, each in a thread, also if nobody waits for them any more."""
-
-    def __init__(self) -> None:
-        self._running: asyncio.Task[Any] | None = None
-
-    async def run(self, step: Callable[[Any], _T], request: object) -> _T:
-        self._running = asyncio.create_task(in_thread(lambda: step(request), "attach"))
-        return await asyncio.shield(self._running)
-
-    async def close(self, lease: BackendLease, reason: str) -> None:
-        """Closes ``lease`` when the step that runs is done."""
-        if self._running is not None:
-            await asyncio.gather(self._running, return_exceptions=True)
-        try:
-            await in_thread(lambda: lease.close(reason), "lease-close")
-        except RuntimeError:  # no thread can be started: other hosts' calls wait, and nothing of this one is kept
-            lease.close(reason)
-
-
-async def in_thread(work: Callable[[], _T], name: str) -> _T:
-    """The result of ``work``, which runs in a thread that ends with it: an idle server keeps none.
-
-    Raises:
-        RuntimeError: no thread can be started.
-    """
-    done: Future[_T] = Future()
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await asyncio.wrap_future(done)
+    def _close(self, lease: BackendLease, reason: str) -> None:
+        with self._lock:
+            call = self._working.get(lease.lease_id)
+        if call is not None:
+            call.cancel()  # it may wait for a peer that does not take its answers
+        lease.close(reason)
 
 
 def _checked_hello(event: pb.AttachRequest) -> pb.Hello:
@@ -276,15 +201,16 @@ def _checked_hello(event: pb.AttachRequest) -> pb.Hello:
     return event.hello
 
 
-async def _collect(requests: AsyncIterator[pb.AttachRequest], events: asyncio.Queue[_Event]) -> None:
+def _collect(requests: Iterator[pb.AttachRequest], events: queue.SimpleQueue[_Event]) -> None:
     """Puts the requests of one stream into ``events``, and at last why there are no more."""
     try:
-        async for request in requests:
+        for request in requests:
             if events.qsize() >= MAX_UNREAD:
-                events.put_nowait(ProtocolError(f"more than {MAX_UNREAD} steps of an attach at a time"))
-                return
-            events.put_nowait(request)
-    except Exception as error:
-        events.put_nowait(error)
+                raise ProtocolError(f"more than {MAX_UNREAD} steps of an attach at a time")
+            events.put(request)
+    except MoeOffloadError as error:
+        events.put(error)
+    except Exception:  # gRPC raises an empty one when the call ends
+        events.put(_GONE)
     else:
-        events.put_nowait("the host ended the lease")
+        events.put("the host ended the lease")

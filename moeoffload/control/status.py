@@ -8,7 +8,6 @@ from typing import Final, NoReturn
 
 import grpc
 
-from moeoffload.control.bridge import CallContext
 from moeoffload.errors import (
     BusyError,
     CapacityError,
@@ -38,18 +37,17 @@ def refusal_of(error: Exception) -> MoeOffloadError:
     return ServerError(f"the server failed ({type(error).__name__}); its log says more")
 
 
-async def abort(context: CallContext, error: Exception) -> NoReturn:
+def abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
     """Ends a call with the status of ``error`` and one line of text, and says when to try again if that can help."""
     refusal = refusal_of(error)
     code = grpc.StatusCode.FAILED_PRECONDITION
-    metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(refusal, CapacityError):
         code = grpc.StatusCode.RESOURCE_EXHAUSTED
     elif isinstance(refusal, ProtocolError):
         code = grpc.StatusCode.INVALID_ARGUMENT
     if isinstance(refusal, BusyError):
-        metadata = ((RETRY_AFTER, str(int(refusal.retry_after_s * 1000))),)
-    await context.abort(code, one_line(str(refusal)), metadata)
+        context.set_trailing_metadata(((RETRY_AFTER, str(int(refusal.retry_after_s * 1000))),))
+    context.abort(code, one_line(str(refusal)))
 
 
 def error_of(error: grpc.RpcError, address: str, step: str) -> ServerError:

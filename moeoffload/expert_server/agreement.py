@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from moeoffload.checkpoint import Checkpoint
-from moeoffload.control.protocol import dtype_of
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
+from moeoffload.formats.quantise import FORMATS
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
+from moeoffload.text import one_line
 from moeoffload.wire import MAX_SLOTS
 
+if TYPE_CHECKING:
+    from moeoffload.checkpoint import Checkpoint
 
-def read_dtype(field: str, label: str) -> torch.dtype:
-    """The dtype that a host has named; ``field`` is for the message."""
-    try:
-        return dtype_of(label)
-    except KeyError:
-        raise ServerError(f"{field} is {label!r} (host), allowed are f32, f16 and bf16") from None
+
+def read_format(name: str) -> str | None:
+    """What experts are to be packed in; None: as they are stored. Raises ServerError for a format that is not known."""
+    if name and name not in FORMATS:
+        raise ServerError(f"expert format is {one_line(name, 24)!r} (host), known here are {', '.join(FORMATS)}")
+    return name or None
 
 
 def read_payload(field: str, label: str) -> PayloadDtype:
-    """As `read_dtype`, as a payload dtype."""
-    return PayloadDtype.from_torch(read_dtype(field, label))
+    """The dtype that a host has named; ``field`` is for the message."""
+    try:
+        return PayloadDtype[label.upper()]
+    except KeyError:
+        raise ServerError(f"{field} is {label!r} (host), allowed are f32, f16 and bf16") from None
 
 
 def compare(field: str, host: str | int, here: str | int) -> None:

@@ -8,13 +8,12 @@ from time import perf_counter
 
 import torch
 
-from moeoffload.errors import MoeOffloadError, ServerError
+from moeoffload.errors import MoeOffloadError
 from moeoffload.expert_server.arena import HostArena, KernelInput
 from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.counters import EngineCounters
 from moeoffload.expert_server.fair_share import SMALL_ROWS, FairShares
 from moeoffload.expert_server.requests import (
-    ActiveHost,
     Job,
     Request,
     RequestError,
@@ -22,7 +21,6 @@ from moeoffload.expert_server.requests import (
     check,
     write_sums_header,
 )
-from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import describe_bad_row
 from moeoffload.transport.base import write_error_frame
@@ -89,14 +87,10 @@ class Answers:
         arena = host.workspace.arena(n_rows)
         reply = views.combine(n_rows)  # the lease may end meanwhile
         try:
-            call = arena.fill(
-                views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts, header.request_id
-            )
+            call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts)
         except IndexError:
             raise _bad_slots(experts) from None
         given_s = self._run(experts, call, whole=n_rows == 1, pause=pause)
-        if isinstance(arena, DeviceArena):
-            self._bring_next(host, arena)
         bad = arena.finish(call, reply)
         if bad is not None:
             raise _bad_sums(context, call, bad)
@@ -105,26 +99,6 @@ class Answers:
         self._counters.count_batch(1, wait_s, took_s)
         self._counters.count_request(n_rows, wait_s)
         return write_sums_header(slot, context, wait_s + given_s, took_s)
-
-    def _bring_next(self, host: ActiveHost, arena: DeviceArena) -> None:
-        """While the device computes, the rows of this host's next large request come to it."""
-        try:
-            request = host.share.large[0]
-        except IndexError:
-            return
-        if isinstance(request, Job):
-            return
-        context: SlotContext = request[1].owner
-        if context.host is not host:
-            return
-        try:
-            check(request)
-            n_rows = context.header.rows
-            if host.workspace.arena(n_rows) is arena:
-                views = context.views.dispatch(n_rows)
-                arena.stage(views, n_rows, context.weights_dtype, context.header.request_id)
-        except (RequestError, ServerError):
-            return  # it is told so when its turn comes
 
     @torch.inference_mode()
     def _serve_together(self, batch: Batch, pause: Pause | None) -> None:

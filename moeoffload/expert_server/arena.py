@@ -34,13 +34,11 @@ class Arena(Protocol):
     def n_created(self) -> int:
         """See the class."""
 
-    def fill(
-        self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int, request_id: int = 0
-    ) -> KernelInput:
+    def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
         """Brings a received dispatch into the form kernels take.
 
         ``views`` are over the frame; ``weights_dtype`` is float32 or the compute dtype. Views of buffers are kept by
-        row count for decode-shaped calls. ``request_id`` is the frame's.
+        row count for decode-shaped calls.
 
         Raises:
             IndexError: a slot is not one of -1 to n_experts - 1, and the kernels on this device would not say so.
@@ -82,11 +80,9 @@ class HostArena:
                 self.n_created += 1
         return part
 
-    def fill(
-        self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int, request_id: int = 0
-    ) -> KernelInput:
+    def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
         """See `Arena`; the kernels check the slots."""
-        del n_experts, request_id
+        del n_experts
         buffers = self.part(0, n_rows, weights_dtype)
         # Slots are checked, so they must not change afterwards, as what a host shares with us could.
         buffers.slots.copy_(views.slots)

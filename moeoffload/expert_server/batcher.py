@@ -21,7 +21,6 @@ import torch
 from moeoffload.expert_server.fair_share import SMALL_PRICE, SMALL_ROWS, FairShares
 from moeoffload.expert_server.requests import HostShare, Job, Request, SlotContext, check, is_small
 from moeoffload.kernels import LayerKernels
-from moeoffload.wire import peek_layer
 
 MORE_IN_FLIGHT: Final = 2
 """A host with so many small requests more in its queue than that of a batch's first member does not ride with it."""
@@ -111,13 +110,10 @@ class Batch:
     def _fits(self, request: Request, least: int, room: int) -> bool:
         slot = request[1]
         context: SlotContext = slot.owner
-        host, layers = context.host, context.host.layers
-        if host.closed or is_small(request) != self.is_small:
+        if context.host.closed or is_small(request) != self.is_small:
             return False
         try:
-            # What the peer can still write to is only asked whether to look closer.
-            layer = peek_layer(slot.request)
-            if layer >= len(layers) or layers[layer] is not self.experts or check(request) is not self.experts:
+            if check(request) is not self.experts:
                 return False
         except Exception:  # whatever is wrong with it: it is told in its own turn, and pays for that
             return False

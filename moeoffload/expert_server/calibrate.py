@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter
 from typing import Final
 
@@ -13,15 +12,9 @@ from moeoffload.kernels import KernelWorkspace, LayerKernels
 
 # Larger calls are learned when they come: timing them here would touch their workspaces and lengthen every load.
 SIZES: Final = (1, 4, 16, 64, 256)
-LEAST_REPEATS: Final = 5
-MOST_REPEATS: Final = 40
-STABLE: Final = 3
-SPREAD: Final = 0.05
-"""A time is known when the best `STABLE` of all repeats differ by no more than this: then noise is not what is seen."""
+REPEATS: Final = 10
 LONG_S: Final = 0.25
 """A size is not timed for longer than this, if it was called twice: loading should stay short."""
-
-logger = logging.getLogger(__name__)
 
 
 def time_layer(
@@ -37,10 +30,9 @@ def time_layer(
     """Rows and seconds of calls of several sizes up to ``capacity`` rows.
 
     Each row has ``top_k`` different ones of the layer's ``n_experts``; as in a run, only those held here are computed,
-    and rows without any are left out. Each size is repeated until its best times agree (`SPREAD`), and the best counts:
-    what the call takes, not what disturbed it. One that does not become stable is logged with its spread. Runs on the
-    thread that owns ``workspace``; calls ``pause``, if there is one, where others may compute meanwhile: it returns for
-    how many seconds they did.
+    and rows without any are left out. The best of all repeats of a size counts: what the call takes, not what disturbed
+    it. Runs on the thread that owns ``workspace``; calls ``pause``, if there is one, where others may compute
+    meanwhile: it returns for how many seconds they did.
     """
     generator = torch.Generator().manual_seed(0)
     f32 = torch.float32  # always named: while another host's model is opened, torch's default dtype is that model's
@@ -55,7 +47,7 @@ def time_layer(
         weights = torch.full(slots.shape, 1 / top_k, device=device, dtype=f32)
         out = torch.empty(shape, device=device, dtype=f32)
         times: list[float] = []
-        while not _is_known(times):
+        while len(times) < 2 or (len(times) < REPEATS and sum(times) < LONG_S):
             started = perf_counter()
             if pause is None:
                 kernels(rows, slots, weights, out, workspace)
@@ -65,19 +57,5 @@ def time_layer(
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
             times.append(perf_counter() - started)
-        if (spread := spread_of(times)) > SPREAD:
-            logger.info("timing %d rows: the best of %d calls differ by %.0f %%", n_rows, len(times), 100 * spread)
         timings.append((n_rows, min(times)))
     return timings
-
-
-def spread_of(times: Sequence[float]) -> float:
-    """By what part of the best the best `STABLE` of these ``times`` (seconds) differ; 0 for one alone."""
-    best = sorted(times)[:STABLE]
-    return best[-1] / best[0] - 1.0
-
-
-def _is_known(times: Sequence[float]) -> bool:
-    if len(times) >= LEAST_REPEATS and spread_of(times) <= SPREAD:
-        return True
-    return len(times) >= MOST_REPEATS or (len(times) >= 2 and sum(times) > LONG_S)

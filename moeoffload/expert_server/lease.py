@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
 from time import monotonic
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from moeoffload.checkpoint import Checkpoint
 from moeoffload.config import ExpertServerSettings
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
-from moeoffload.errors import BusyError, CapacityError, MoeOffloadError, ServerError
+from moeoffload.errors import BusyError, CapacityError, ServerError
 from moeoffload.expert_server.agreement import (
     check_activate,
     check_model,
     check_table,
     check_transport,
     compare,
-    read_dtype,
+    read_format,
+    read_payload,
 )
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory, rows_that_fit
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
@@ -34,12 +34,22 @@ from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
-from moeoffload.transport.base import ChannelSizes, ServerChannel
+from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel
 from moeoffload.wire import FrameLayout
+
+if TYPE_CHECKING:
+    from moeoffload.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
 GIB: Final = 1 << 30
+RETRY_AFTER_S: Final = 1.0
+"""When a host that found no room may ask again."""
+LEAST_ROWS: Final = 32
+ROWS_FOR_OTHERS: Final = 128
+"""No host takes the room for these rows, unless it is the last that there is."""
+ChannelFactory = Callable[[ChannelSizes, Deliver, str], ServerChannel]
+"""Opens the server's end of a transport: its sizes, who takes its requests, the public CURVE key of the host."""
 CALIBRATION_ROWS: Final = 64
 CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
@@ -125,10 +135,18 @@ class HostLease:
         """The server's copy of the host's model; opened once."""
         checkpoint = self._opened
         if checkpoint is None:
-            dtype = read_dtype("compute dtype", model.compute_dtype)
+            from moeoffload.checkpoint import Checkpoint
+
+            dtype = read_payload("compute dtype", model.compute_dtype).torch_dtype
             revision = model.revision or None
             reference = self._settings.model or self._roots.resolve(model.reference, revision)
-            checkpoint = Checkpoint.open(reference, dtype=dtype, revision=revision)
+            checkpoint = Checkpoint.open(
+                reference,
+                dtype=dtype,
+                revision=revision,
+                expert_format=read_format(model.expert_format),
+                config_text=model.config,
+            )
         # Every time: hosts share experts by digest and dtype, and nobody may put others there under these names.
         check_model(model, checkpoint)
         self._opened = checkpoint
@@ -164,32 +182,28 @@ class HostLease:
                 continue
             try:
                 with lean_heap():
-                    self._load_layer(checkpoint, layer.index, experts)
+                    weight_error = self._load_layer(checkpoint, layer.index, experts)
             except CapacityError as error:
                 raise self._no_room(str(error)) from None
             loaded += len(experts) * layer.expert_bytes
-            yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
+            yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=weight_error)
         logger.info("%s: loaded in %.1f s", self.host, monotonic() - begun)
         self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
-    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> None:
+    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> float | None:
         key = LayerKey(checkpoint.digest, PayloadDtype.from_torch(checkpoint.dtype).label, layer, experts)
-        device = self._device
-        module = self._store.acquire(
-            key,
-            len(experts) * checkpoint.layers[layer].expert_bytes,
-            lambda: prepare_layer(
-                checkpoint.build_experts(layer, experts, device),
-                self._engine.kernel_workspace,
-                self._settings.kernel.value,
-            ),
-        )
+
+        def build() -> LayerKernels:
+            module = checkpoint.build_experts(layer, experts, self._device)
+            return prepare_layer(module, self._engine.kernel_workspace, self._settings.kernel.value)
+
+        module = self._store.acquire(key, len(experts) * checkpoint.layers[layer].expert_bytes, build)
         with self._lock:
             if not self._closed:
                 self._keys.append(key)
                 self._modules[layer] = module
-                return
+                return module.weight_error
         self._store.release(key)
         raise ServerError("the lease ended while its experts were loading")
 
@@ -212,24 +226,28 @@ class HostLease:
         layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
         self._activate(layout, checkpoint)
         sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes, self._settings.shared_bytes)
-        timings = [
-            pb.Timing(rows=rows, seconds=seconds) for rows, seconds in self._time_first_layer(layout, checkpoint)
-        ]
-        kernel = self._kernel_name(capacity)
+        timings: list[tuple[int, float]] = []
+        for layer, kernels in list(self._modules.items())[:1]:  # it also warms everything up
+            n_experts = checkpoint.layers[layer].n_experts
+            timings = self._time(kernels, layout.top_k, capacity, n_experts, self._engine.kernel_workspace)
+        kernel = ", ".join(sorted({each.kernel_for(n) for each in self._modules.values() for n in (1, capacity)}))
         if request.kernel:
             compare("kernel", request.kernel, kernel)
-        offer = pb.Offer(batch_capacity=capacity, kernel=kernel, timings=timings)
-        for name in transports:
-            offer.channels.append(self._open(name, sizes, request.stream_key))
-        return offer
+        return pb.Offer(
+            batch_capacity=capacity,
+            kernel=kernel,
+            timings=[pb.Timing(rows=rows, seconds=seconds) for rows, seconds in timings],
+            channels=[self._open(name, sizes, request.stream_key) for name in transports],
+        )
 
     def _capacity(self, request: pb.Activate, checkpoint: Checkpoint, n_slots: int) -> int:
-        largest = max(layer.expert_bytes for layer in checkpoint.layers)
+        widest = max(layer.intermediate for layer in checkpoint.layers)
         row_bytes = batch_row_bytes(
-            checkpoint.hidden_size, checkpoint.top_k, largest, checkpoint.dtype.itemsize, n_slots
+            checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, n_slots
         )
         room = max(0, self._store.free_bytes)
-        rows = rows_that_fit(room, row_bytes)
+        rows = room // row_bytes
+        rows = max(rows - ROWS_FOR_OTHERS, min(rows, LEAST_ROWS))
         capacity = min(request.batch_capacity, self._settings.batch_capacity, rows)
         if capacity < 1:
             raise self._no_room(
@@ -268,37 +286,22 @@ class HostLease:
         # Where nobody computes meanwhile: a workspace that grows lets go of memory that another host's call may be in.
         self._engine.run(reserve, self._share, CALIBRATION_TIMEOUT_S)
 
-    def _time_first_layer(self, layout: FrameLayout, checkpoint: Checkpoint) -> list[tuple[int, float]]:
-        """What calls of several sizes take on one of the resident layers; it also warms everything up."""
-        if not self._modules:
-            return []
-        index, kernels = next(iter(self._modules.items()))
-        n_experts = checkpoint.layers[index].n_experts
-        return self._time(kernels, layout.top_k, layout.capacity, n_experts, self._engine.kernel_workspace)
-
     def _time(
         self, kernels: LayerKernels, top_k: int, capacity: int, n_experts: int, workspace: KernelWorkspace
     ) -> list[tuple[int, float]]:
-        engine, device = self._engine, self._device
-        pause = engine.pause if len(engine.shares.all) > 1 else None
-        return engine.run(
-            lambda: time_layer(
-                kernels,
-                top_k,
-                capacity,
-                n_experts=n_experts,
-                device=device,
-                workspace=workspace,
-                pause=pause,
-            ),
-            self._share,
-            CALIBRATION_TIMEOUT_S,
+        """What calls of several sizes take, timed when it is this host's turn."""
+        pause = self._engine.pause if len(self._engine.shares.all) > 1 else None
+        work = functools.partial(
+            time_layer,
+            kernels,
+            top_k,
+            capacity,
+            n_experts=n_experts,
+            device=self._device,
+            workspace=workspace,
+            pause=pause,
         )
-
-    def _kernel_name(self, capacity: int) -> str:
-        """The kernels that serve the smallest and the largest calls."""
-        layers = self._modules.values()
-        return ", ".join(sorted({kernels.kernel_for(n_rows) for kernels in layers for n_rows in (1, capacity)}))
+        return self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S)
 
     def _open(self, name: str, sizes: ChannelSizes, key: str) -> pb.ChannelOffer:
         assert self._active is not None, "channels are opened after the lease became active"
@@ -310,17 +313,10 @@ class HostLease:
             if not closed:
                 self._channels[name] = channel
         if closed:
-            channel.close()
-            _drop_slots(channel)
+            _close(channel)
             raise ServerError("the lease ended while its channels were opened")
-        offer = channel.offer
-        return pb.ChannelOffer(
-            transport=name,
-            n_slots=sizes.n_slots,
-            request_bytes=sizes.request_bytes,
-            reply_bytes=sizes.reply_bytes,
-            parameters=offer.parameters,
-        )
+        agreed = {field: getattr(sizes, field) for field in ("n_slots", "request_bytes", "reply_bytes")}
+        return pb.ChannelOffer(transport=name, parameters=channel.offer.parameters, **agreed)
 
     def accept(self, request: pb.Accept) -> pb.Ready:
         """Keeps the channel the host has opened and closes the others.
@@ -338,8 +334,7 @@ class HostLease:
             self._active.workspace.lock_frames(channel.slots)
         for name, other in list(self._channels.items()):
             if name != request.transport:
-                other.close()
-                _drop_slots(other)
+                _close(other)
                 del self._channels[name]
         logger.info("%s: attached over %s (%s)", self.host, request.transport, request.reason)
         return pb.Ready(epoch=self.epoch)
@@ -365,16 +360,11 @@ class HostLease:
         if self._active is not None:
             self._active.closed = True
         for channel in channels.values():
-            try:
-                channel.close()
-            except MoeOffloadError as error:
-                logger.warning("%s: %s", self.host, error)
-            _drop_slots(channel)
+            _close(channel)
         self._engine.leave(self._share)
-        if self._active is not None:
-            self._active.workspace.close(lambda work: self._engine.between_calls(work, CALIBRATION_TIMEOUT_S))
         self._modules.clear()
         if self._active is not None:
+            self._active.workspace.close(lambda work: self._engine.between_calls(work, CALIBRATION_TIMEOUT_S))
             self._active.layers = ()  # now, and not when Python comes to collect what refers to each other
         self._store.reserve(-self._reserved)
         for key in keys:
@@ -383,8 +373,9 @@ class HostLease:
         self._on_close(self)
 
 
-def _drop_slots(channel: ServerChannel) -> None:
-    """Lets go of the memory of a closed channel."""
+def _close(channel: ServerChannel) -> None:
+    """Closes a channel and lets go of its memory."""
+    channel.close()
     for slot in channel.slots:
         if slot.owner is not None:
             slot.owner.views.drop()

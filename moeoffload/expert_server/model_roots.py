@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeoffload.checkpoint.locate import check_revision, locate_cached
 from moeoffload.errors import ModelError
 
 
@@ -28,6 +27,8 @@ class ModelRoots:
             ModelError: the revision is no name, or the reference is not allowed, whether or not there is such a
                 model: a host learns nothing of other folders.
         """
+        from moeoffload.checkpoint.locate import check_revision, locate_cached
+
         try:
             check_revision(revision)
         except ModelError:
@@ -49,9 +50,17 @@ class ModelRoots:
         return folder
 
     def _inside(self, reference: str) -> Path | None:
-        """The folder with all links followed, if it is one of the roots or below one."""
+        """The folder with all links followed, if it is one of the roots or below one; or a GGUF file there.
+
+        A file keeps its name, also where that is a link to another file below a root, as in a hub cache.
+        """
+        from moeoffload.checkpoint.gguf_file import is_gguf
+
         try:
-            folder = Path(os.path.realpath(reference))
+            found = Path(os.path.realpath(reference))
+            named = Path(os.path.realpath(Path(reference).parent)) / Path(reference).name
         except (OSError, ValueError):  # a name that no file can have
             return None
-        return folder if any(folder.is_relative_to(root) for root in self.roots) else None
+        chosen = named if is_gguf(named) else found
+        inside = (any(path.is_relative_to(root) for root in self.roots) for path in (found, chosen))
+        return chosen if all(inside) else None

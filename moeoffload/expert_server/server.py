@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -24,8 +25,7 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import device_name, free_now, memory_budget, resolve_device
 from moeoffload.errors import BusyError, ServerError
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.lease import HostLease
-from moeoffload.expert_server.limits import RETRY_AFTER_S, ChannelFactory
+from moeoffload.expert_server.lease import RETRY_AFTER_S, ChannelFactory, HostLease
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.refusals import Refusals
@@ -205,10 +205,9 @@ class ExpertServer:
         counters = self.engine.counters
         with self._lock:
             leases = list(self._leases.values())
-        created: dict[str, int] = {}
+        created: Counter[str] = Counter()
         for lease in leases:
-            for pool, count in lease.pool_creations.items():
-                created[pool] = created.get(pool, 0) + count
+            created.update(lease.pool_creations)
         return pb.StatsReply(
             requests=counters.requests,
             rows=counters.rows,

@@ -14,6 +14,7 @@ import torch
 
 SUPER_GROUP: Final = 256
 """Weights that share one float16 factor of `Scales.SUPER`."""
+_WORD_BYTES: Final = 4
 _MOST_AT_ONCE: Final = 1 << 22  # weights unpacked at a time: some tens of MiB of float32
 
 
@@ -117,7 +118,15 @@ class PackedFormat:
         return places
 
     def row_bytes(self, n_in: int) -> int:
-        """Bytes of a row with its scales, but for shared ones."""
+        """Bytes of a row with its scales, but for shared ones.
+
+        With codes it is a multiple of 4, up to three bytes at its end are zero: GPUs copy only whole, aligned words
+        without waiting for them, and without this rows of Q6_K or MXFP4 of many models would begin between two.
+        """
+        n_bytes = self._used_bytes(n_in)
+        return n_bytes if self.codes in _PLAIN else -(-n_bytes // _WORD_BYTES) * _WORD_BYTES
+
+    def _used_bytes(self, n_in: int) -> int:
         return max(place.stop for place in self.sections(n_in).values())
 
     def n_bytes(self, n_out: int, n_in: int) -> int:
@@ -146,6 +155,7 @@ class PackedWeights:
     def empty(cls, form: PackedFormat, n_experts: int, n_out: int, n_in: int, device: torch.device) -> PackedWeights:
         """Room for weights; `section` says where to write them."""
         data = torch.empty((n_experts, n_out, form.row_bytes(n_in)), dtype=torch.uint8, device=device)
+        data[..., form._used_bytes(n_in) :] = 0
         if form.shared_rows == 1:
             return cls(form, n_in, data)
         shape = n_experts, -(-n_out // form.shared_rows), form.n_groups(n_in)
@@ -186,6 +196,11 @@ class PackedWeights:
             for start in range(0, n_out, step):
                 out[expert, start : start + step] = chosen._floats(expert, start, min(start + step, n_out))
         return out
+
+    def row(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """One row of the first matrix, (n_in) of ``dtype``."""
+        start = number // self.format.shared_rows * self.format.shared_rows
+        return self._floats(0, start, number + 1)[number - start].to(dtype)
 
     def _floats(self, expert: int, start: int, end: int) -> torch.Tensor:
         """Rows of one expert, (end - start, n_in) float32; ``start`` is a multiple of the rows that share scales."""

@@ -6,10 +6,9 @@ from typing import Final
 
 import torch
 
+from moeoffload.formats import mxfp4
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights, Scales
 
-E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of the 4-bit float of OCP's microscaling formats (MX v1.0), by code."""
 SIGNED4: Final = tuple(float(value) for value in range(-8, 8))
 """Values of 4-bit integers stored with an offset of 8."""
 GROUP: Final = 32
@@ -19,7 +18,7 @@ FORMATS: Final = {
     "int8": PackedFormat("int8", Codes.INT8, Scales.F16, group=GROUP),
     "int4": PackedFormat("int4", Codes.LEVELS4, Scales.F16, group=GROUP, levels=SIGNED4),
     "fp8": PackedFormat("fp8", Codes.FP8, Scales.F32, group=BLOCK, shared_rows=BLOCK),
-    "mxfp4": PackedFormat("mxfp4", Codes.LEVELS4, Scales.E8M0, group=GROUP, levels=E2M1),
+    "mxfp4": mxfp4.FORMAT,
 }
 """By the name that users give."""
 _LARGEST_FP8: Final = 448.0
@@ -46,14 +45,14 @@ def quantise(weights: torch.Tensor, form: PackedFormat) -> PackedWeights:
     return packed
 
 
-def relative_error(weights: torch.Tensor, packed: PackedWeights) -> float:
-    """Root of the mean squared error over the root mean square of ``weights`` (n_experts, n_out, n_in)."""
+def squared_errors(weights: torch.Tensor, packed: PackedWeights) -> tuple[float, float]:
+    """Sum of squared errors of ``packed``, and of squares of ``weights`` (n_experts, n_out, n_in)."""
     wrong = total = 0.0
     for expert in range(weights.shape[0]):
         exact = weights[expert].float()
         wrong += float((packed.unpack(torch.float32, slice(expert, expert + 1))[0] - exact).square().sum())
         total += float(exact.square().sum())
-    return (wrong / total) ** 0.5 if total else 0.0
+    return wrong, total
 
 
 def _fill_groups(packed: PackedWeights, expert: int, rows: torch.Tensor) -> None:
@@ -66,7 +65,7 @@ def _fill_groups(packed: PackedWeights, expert: int, rows: torch.Tensor) -> None
         stored = torch.where(largest > 0, exponents + _E8M0_BIAS, 0).clamp(0, 254).to(torch.uint8)
         scales = torch.exp2(stored.float() - _E8M0_BIAS)
         scaled = grouped / scales.unsqueeze(-1)
-        magnitudes = torch.tensor(E2M1[:8])
+        magnitudes = torch.tensor(mxfp4.POSITIVE)
         # Ties go to the even code, as when rounding to a float.
         middles = (magnitudes[1:] + magnitudes[:-1]) / 2
         size = scaled.abs()

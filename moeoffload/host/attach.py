@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -11,14 +12,13 @@ from typing import Final, TypeVar
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config import Address, HostSettings, TransportChoice, is_loopback
+from moeoffload.config import Address, ExpertFormat, HostSettings, TransportChoice, is_loopback
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.validate import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.errors import BusyError, ServerError
-from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
@@ -63,6 +63,8 @@ class AttachPlan:
             revision=self.revision,
             digest=self.checkpoint.digest,
             compute_dtype=dtype_label(self.checkpoint.dtype),
+            expert_format="" if self.settings.expert_format is ExpertFormat.KEEP else self.settings.expert_format.value,
+            config=self.checkpoint.config_text,
         )
 
 
@@ -128,22 +130,19 @@ def attach(
         ServerError: the server cannot be reached, refuses or fails; nothing is left open.
     """
     candidate = connect(server.address, plan.checkpoint, timeout_s, server.credentials)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(candidate.client.close)
         opened(candidate.client)
         lease = take_lease(candidate, timeout_s)
-        try:
-            return _attach(candidate, lease, table, plan, kernel)
-        except BaseException:
-            lease.close()
-            raise
-    except BaseException:
-        candidate.client.close()
-        raise
+        undo.callback(lease.close)
+        link = _attach(candidate, lease, table, plan, kernel)
+        undo.pop_all()
+    return link
 
 
 def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: AttachPlan, kernel: str) -> ExpertLink:
     checkpoint, settings = plan.checkpoint, plan.settings
-    lease.load(
+    errors = lease.load(
         plan.model,
         table,
         progress=lambda loaded, total: plan.on_progress(candidate.address, loaded, total),
@@ -199,6 +198,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         kernel=one_line(offer.kernel, MAX_NAME),
         n_experts=table.n_experts,
         resident_bytes=sum(len(experts) * size for experts, size in zip(table.layers, sizes, strict=True)),
+        weight_errors=errors,
     )
     logger.info("expert server %s: %s (%s)", info.address, info.transport, reason)
     return ExpertLink(
@@ -214,7 +214,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         checkpoint.dtype,
         settings.dispatch_floor_s,
         settings.dispatch_timeout_s,
-        SliceLearner(timings, layout.capacity, settings.hot_slice),
+        timings,
     )
 
 

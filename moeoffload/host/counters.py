@@ -76,8 +76,7 @@ class PhaseCounters(LayerTimes):
     pipelined: int = 0
     servers: list[CallCounters] = field(default_factory=list)
     layers: list[LayerTimes] = field(default_factory=list)
-    mark: float = 0.0
-    """When the running stretch of dense work began; time.perf_counter()."""
+    mark: float = 0.0  # when the running stretch of dense work began; time.perf_counter()
 
     def lap_dense(self, now: float) -> None:
         """Ends a stretch of dense work at ``now`` and begins the next one."""

@@ -12,7 +12,6 @@ from typing import Final
 
 import torch
 
-from moeoffload.config import Mode
 from moeoffload.errors import ModelError, ServerError
 from moeoffload.host.counters import CallCounters, LayerTimes
 from moeoffload.host.flight import Chunk, Flight, ShardLink
@@ -194,7 +193,6 @@ class Dispatcher:
                     times.wait_compute_s += compute_s
                     times.wait_queue_s += queue_s
                     to[number].wait_s += waited
-                    flight.link.learner.observe(flight.chunk_rows, flight.compute_s, waited - compute_s - queue_s)
                     _add(sums, part, flight, overwrite=self._alone)
                     progress.flights.popleft()
                     flight.link.release(flight)
@@ -228,14 +226,13 @@ class Dispatcher:
     def _send_shard(self, progress: _Progress, layer: int, rows: Chunk, to: CallCounters, in_flight: bool) -> bool:
         """Sends chunks of one shard; whether anything is in flight then, of this shard or as ``in_flight`` says."""
         n_rows, link = rows[0].shape[0], progress.link
-        tries_sizes = self._granularity.mode is Mode.AUTO and n_rows > DECODE_ROWS
-        step = self._granularity.slice_rows(n_rows, link.layout.capacity, link.learner)
+        step = self._granularity.slice_rows(link.layout.capacity)
         while progress.next_row < n_rows and len(progress.flights) < link.n_slots:
             flight = link.take(wait=not in_flight)
             if flight is None:
                 break
             start = progress.next_row
-            end = min(start + (link.learner.look(step) if tries_sizes else step), n_rows)
+            end = min(start + step, n_rows)
             chunk = rows
             if end - start < n_rows:
                 hidden, ids, weights = rows

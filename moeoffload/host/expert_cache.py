@@ -8,15 +8,16 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
+from torch import nn
 
 from moeoffload.checkpoint import Checkpoint
+from moeoffload.formats import PackedWeights
 from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
 
-READ_BYTES: Final = 256 << 20
-"""Experts are read in groups of at most so many bytes, beside the cache itself."""
+READ_BYTES: Final = 256 << 20  # experts are read in groups of at most so many bytes, beside the cache itself
 _META: Final = torch.device("meta")
 
-_Shape = tuple[int | None, tuple[tuple[str, tuple[int, ...]], ...]]
+_Shape = tuple[object, ...]
 
 
 class ExpertCache:
@@ -47,17 +48,10 @@ class ExpertCache:
     def compute(
         self, layer: int, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Writes the weighted sum of some experts of one layer.
+        """Writes the weighted sum of some experts of one layer into ``out`` (n, hidden) float32.
 
-        Args:
-            layer: running number of the MoE layer.
-            rows: (n, hidden) in the compute dtype.
-            experts: (n, top_k) int64 expert numbers, -1 for those to leave out.
-            weights: (n, top_k) float32 or the compute dtype, see `LayerKernels`.
-            out: (n, hidden) float32; overwritten.
-
-        Raises:
-            ModelError: the checkpoint cannot be read.
+        ``rows`` (n, hidden) in the compute dtype, ``experts`` (n, top_k) int64 with -1 for those to leave out,
+        ``weights`` (n, top_k) float32 or the compute dtype. Raises ModelError: the checkpoint cannot be read.
         """
         with self._lock:
             pool = self._pool(layer)
@@ -121,12 +115,11 @@ class _Pool:
             read = self._checkpoint.build_experts(layer, experts, self._device)
             for i, expert in enumerate(experts):
                 slot = self._free_slot(layer, kept)
-                for name, parameter in self._module.named_parameters():
-                    values = read.get_parameter(name)
-                    if parameter.dim() > 0 and parameter.shape[0] == self.n_slots:
-                        parameter[slot].copy_(values[i])
+                for room, values in zip(_tensors(self._module), _tensors(read), strict=True):
+                    if room.dim() > 0 and room.shape[0] == self.n_slots:
+                        room[slot].copy_(values[i])
                     else:
-                        parameter.copy_(values)
+                        room.copy_(values)
                 self._slots[layer, expert] = slot
         self.n_read += len(experts)
 
@@ -138,10 +131,24 @@ class _Pool:
 
 
 def _shape_of(checkpoint: Checkpoint, layer: int) -> _Shape:
-    """Equal for layers that can share a pool: same shapes, and every parameter belongs to single experts."""
+    """Equal for layers that can share a pool: same shapes and formats, and every tensor belongs to single experts."""
     one, two = (checkpoint.empty_experts(layer, n, _META) for n in (1, 2))
-    shared = any(one.get_parameter(name).shape == parameter.shape for name, parameter in two.named_parameters())
-    return layer if shared else None, tuple((name, tuple(each.shape)) for name, each in one.named_parameters())
+    shapes = [tuple(each.shape) for each in _tensors(one)]
+    shared = any(shape == each.shape for shape, each in zip(shapes, _tensors(two), strict=True))
+    return layer if shared else None, *shapes, *(part.format for part in _packed(one))
+
+
+def _packed(module: nn.Module) -> list[PackedWeights]:
+    """The packed matrices of an experts module."""
+    return [
+        part for name in sorted(vars(module)) if isinstance(vars(module)[name], tuple) for part in vars(module)[name]
+    ]
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    """All tensors of an experts module: its parameters, and what its packed matrices consist of."""
+    packed = [each for part in _packed(module) for each in (part.data, part.scales) if each is not None]
+    return [*module.parameters(), *packed]
 
 
 def _parts(experts: torch.Tensor, most: int) -> Iterator[tuple[int, int, list[int]]]:

@@ -1,4 +1,4 @@
-"""The host as the last to compute a lost server's experts: same rows in, same rounding, same sums out."""
+"""Computes a lost server's experts on the host: same rows in, same rounding, same sums out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from time import perf_counter
 import torch
 
 from moeoffload.errors import PayloadError
-from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.expert_cache import ExpertCache
 from moeoffload.host.flight import Chunk, Flight, ShardLink
@@ -29,8 +28,7 @@ class FallbackLink(ShardLink):
         self, table: ExpertTable, n_experts: list[int], cache: ExpertCache, layout: FrameLayout, dtype: torch.dtype
     ) -> None:
         """``n_experts`` counts those of each layer; ``layout`` and the compute ``dtype`` are the servers'."""
-        learner = SliceLearner([], layout.capacity, layout.capacity)
-        super().__init__("this host", table, n_experts, layout, learner, n_slots=2)
+        super().__init__("this host", table, n_experts, layout, n_slots=2)
         self._cache = cache
         self._dtype = dtype
         self._held = [slot_table(held, n + 1) >= 0 for held, n in zip(table.layers, n_experts, strict=True)]

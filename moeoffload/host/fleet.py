@@ -182,7 +182,7 @@ class Fleet:
                 leases.callback(lease.close)
                 servers.append(functools.partial(lease.calibrate, plan.model, plan.settings.load_timeout_s))
             timings, equal = measure(servers, [candidate.address for candidate in self._candidates])
-        return placement_speeds(timings, self._checkpoint.top_k, equal)
+        return placement_speeds(timings, equal)
 
     def _open_shard(
         self, table: ExpertTable, servers: list[Candidate], plan: AttachPlan, cache: ExpertCache | None
@@ -232,10 +232,10 @@ class Fleet:
     def _batch_bytes(self, candidate: Candidate) -> int:
         checkpoint = self._checkpoint
         rows = min(LEAST_BATCH_ROWS, self._settings.batch_capacity, candidate.info.batch_capacity)
-        largest = max(layer.expert_bytes for layer in checkpoint.layers)
+        widest = max(layer.intermediate for layer in checkpoint.layers)
         slots = min(self._settings.slots, candidate.info.max_slots)
         return rows * batch_row_bytes(
-            checkpoint.hidden_size, checkpoint.top_k, largest, checkpoint.dtype.itemsize, slots
+            checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, slots
         )
 
     def _stop(self) -> None:

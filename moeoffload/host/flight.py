@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
 from moeoffload.placement import ExpertTable
 from moeoffload.wire import FrameLayout
@@ -35,7 +34,6 @@ class ShardLink(ABC):
     """Computes the experts of ``table``. Safe to use from several threads, each with its own flights.
 
     Attributes:
-        learner: what is known of its speed.
         layout: of its frames; ``capacity`` is the most rows of a chunk.
         n_slots: how many chunks may be in flight.
         holds_all: by layer: whether the table has all experts.
@@ -49,14 +47,12 @@ class ShardLink(ABC):
         table: ExpertTable,
         n_experts: list[int],
         layout: FrameLayout,
-        learner: SliceLearner,
         n_slots: int,
     ) -> None:
         """``name`` says who computes, in messages; ``n_experts`` counts the experts of each layer."""
         self.name = name
         self.table = table
         self.layout = layout
-        self.learner = learner
         self.n_slots = n_slots
         self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
         self.holds_none = [not held for held in table.layers]

@@ -32,8 +32,7 @@ class _Streamer(TextStreamer):
     def __init__(self, tokenizer: Any, stream: TextIO) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stream = stream
-        self.on_tokens: Callable[[int], None] | None = None
-        """Told how many tokens have come, the prompt's aside."""
+        self.on_tokens: Callable[[int], None] | None = None  # told how many tokens have come, the prompt's aside
 
     def put(self, value: torch.Tensor) -> None:
         """See `TextStreamer`, which takes one token at a time."""
@@ -54,10 +53,7 @@ class _Streamer(TextStreamer):
 
 def prepare_prompt(offloaded: OffloadedModel, prompt: str, *, chat: bool) -> PreparedPrompt:
     """Tokenizes ``prompt``; with ``chat`` through the tokenizer's chat template, if it has one.
-
-    Raises:
-        PromptError: it has no tokens, or leaves no room for an answer in the model's context.
-    """
+    Raises PromptError: it has no tokens, or leaves no room for an answer in the model's context."""
     tokenizer = offloaded.tokenizer
     if not prompt.strip():
         raise PromptError("the prompt is empty")
@@ -84,10 +80,7 @@ def prepare_prompt(offloaded: OffloadedModel, prompt: str, *, chat: bool) -> Pre
 
 def generate(offloaded: OffloadedModel, prompt: PreparedPrompt, stream: TextIO) -> torch.Tensor:
     """Writes the completion of ``prompt`` to ``stream`` as it comes; returns its tokens (n,) int64.
-
-    Raises:
-        ServerError: a server failed; what was written so far stays.
-    """
+    Raises ServerError: a server failed; what was written so far stays."""
     settings, tokenizer = offloaded.settings, offloaded.tokenizer
     options: dict[str, Any] = {"do_sample": settings.temperature > 0, "max_new_tokens": prompt.max_new_tokens}
     if settings.temperature > 0:
@@ -103,8 +96,8 @@ def generate(offloaded: OffloadedModel, prompt: PreparedPrompt, stream: TextIO) 
     if not speculative:
         tokens = offloaded.model.generate(**prompt.inputs, **options, streamer=streamer)
     else:
-        with offloaded.recorder.speculating(n_prompt) as speculation:
-            streamer.on_tokens = speculation.got
+        with offloaded.recorder.speculating(n_prompt) as got:
+            streamer.on_tokens = got
             tokens = generate_speculatively(offloaded.model, prompt.inputs, options, speculative, streamer)
     completion: torch.Tensor = tokens[0, n_prompt:]
     return completion

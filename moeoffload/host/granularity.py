@@ -8,7 +8,6 @@ from typing import Final
 import torch
 
 from moeoffload.config import Mode, Pipeline
-from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.kernels.attention import takes_many
 from moeoffload.native import Features, cpu_features
 
@@ -39,26 +38,17 @@ class Granularity:
     mode: Mode
     hot_slice: int
     pipeline: Pipeline = Pipeline.OFF
-    chunk_rows: int | None = CHUNK_ROWS
-    """See the function of that name."""
+    chunk_rows: int | None = CHUNK_ROWS  # see the function of that name
 
-    def slice_rows(self, n_rows: int, capacity: int, learner: SliceLearner) -> int:
-        """Most rows in one dispatch of a layer's call of ``n_rows`` rows.
-
-        ``capacity`` is the server's effective batch capacity, ``learner`` what is known of its speed.
-        """
-        if n_rows == 1:
-            return 1
-        if self.mode is Mode.STREAM:
-            return min(self.hot_slice, capacity)
-        return capacity if self.mode is Mode.BATCHED else learner.slice_rows(n_rows)
+    def slice_rows(self, capacity: int) -> int:
+        """Most rows in one dispatch to a server whose effective batch capacity is ``capacity``."""
+        return min(self.hot_slice, capacity) if self.mode is Mode.STREAM else capacity
 
     def pipeline_rows(self, n_rows: int, capacity: int) -> int | None:
         """Rows of a chunk of a prompt of ``n_rows`` tokens, given the least capacity of all servers; None: do not cut.
 
-        In the fixed modes chunks are as large as a dispatch may be, so that the number of calls stays that of the
-        format; in auto mode there are at least two chunks to overlap, of about even length. The length never depends on
-        how fast anything was: products are rounded by their shape.
+        In auto mode there are at least two chunks to overlap, of about even length; else chunks are as large as a
+        dispatch may be. The length never depends on how fast anything was: products are rounded by their shape.
         """
         if self.pipeline is Pipeline.OFF:
             return None

@@ -17,48 +17,16 @@ _LEAST_ROOM: Final = 64
 _SHARE_OF_ROOM: Final = 4
 
 
-class _Buffer:
-    """Memory (batch, heads, capacity, dim) of which the first ``filled`` tokens are in use."""
-
-    def __init__(self, like: torch.Tensor, capacity: int) -> None:
-        batch, heads, _, dim = like.shape
-        self.memory = like.new_empty(batch, heads, capacity, dim)
-        self.filled = 0
-        self.view = self.memory
-
-    def append(self, states: torch.Tensor) -> torch.Tensor:
-        """Adds tokens; all of them so far, as a view."""
-        n_tokens = states.shape[2]
-        self.memory.narrow(2, self.filled, n_tokens).copy_(states)
-        self.filled += n_tokens
-        self.view = self.memory.narrow(2, 0, self.filled)
-        return self.view
-
-    def holds(self, current: torch.Tensor) -> bool:
-        """Whether ``current`` is this memory's beginning."""
-        return current is self.view or (
-            current.data_ptr() == self.memory.data_ptr() and current.stride() == self.memory.stride()
-        )
-
-    def takes(self, current: torch.Tensor, states: torch.Tensor) -> bool:
-        """Whether ``states`` can be added here to ``current``, which must be what is filled and no part of a graph."""
-        return (
-            self.holds(current)
-            and current.shape[2] == self.filled
-            and self.filled + states.shape[2] <= self.memory.shape[2]
-            and (torch.is_inference_mode_enabled() or not self.memory.is_inference())
-        )
-
-
 class GrowingLayer(DynamicLayer):
-    """transformers' `DynamicLayer` with room behind its keys and values. What others put there is copied once."""
+    """transformers' `DynamicLayer` with room behind its keys and values; for generation, where nothing has a graph."""
 
     keys: Any
     values: Any
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._buffers: dict[str, _Buffer] = {}
+        self._memory: dict[str, torch.Tensor] = {}
+        """(batch, heads, capacity, dim) each; keys and values are its first tokens."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -66,51 +34,31 @@ class GrowingLayer(DynamicLayer):
         """Adds (batch, heads, new tokens, dim) keys and values; returns all so far, as views. See `DynamicLayer`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if not (_is_plain(self.keys, key_states) and _is_plain(self.values, value_states)):
-            result: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
-            return result
-        self.keys = self._append("keys", self.keys, key_states)
-        self.values = self._append("values", self.values, value_states)
+        past = self.get_seq_length()
+        self.keys = self._append("keys", self.keys, key_states, past)
+        self.values = self._append("values", self.values, value_states, past)
         return self.keys, self.values
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Removes ``-tokens_to_remove`` tokens from the end. See `DynamicLayer`."""
-        super().crop(tokens_to_remove)
-        for name, buffer in self._buffers.items():
-            current = getattr(self, name)
-            if current is not None and buffer.holds(current):
-                buffer.filled = min(buffer.filled, current.shape[2])
-
-    def reset(self) -> None:
-        """Forgets everything. See `DynamicLayer`."""
-        super().reset()
-        self._buffers.clear()
-
-    def _append(self, name: str, current: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or not buffer.takes(current, states):
-            length = (current.shape[2] if current.numel() else 0) + states.shape[2]
-            buffer = _Buffer(states, length + max(_LEAST_ROOM, length // _SHARE_OF_ROOM))
-            if current.numel():
-                buffer.append(current)
-            self._buffers[name] = buffer
-        return buffer.append(states)
+    def _append(self, name: str, current: torch.Tensor, states: torch.Tensor, past: int) -> torch.Tensor:
+        memory, n_new = self._memory.get(name), states.shape[2]
+        if memory is None or not _takes(memory, current, states, past + n_new):
+            length = past + n_new
+            capacity = length + max(_LEAST_ROOM, length // _SHARE_OF_ROOM)
+            memory = self._memory[name] = states.new_empty(*states.shape[:2], capacity, states.shape[3])
+            if past:
+                memory.narrow(2, 0, past).copy_(current)
+        memory.narrow(2, past, n_new).copy_(states)
+        return memory.narrow(2, 0, past + n_new)
 
 
-def _is_plain(current: torch.Tensor, states: torch.Tensor) -> bool:
-    """Whether adding ``states`` is what concatenation would do, without a graph of either."""
-    same = not current.numel() or (
-        current.ndim == 4
-        and current.shape[:2] == states.shape[:2]
-        and current.shape[3] == states.shape[3]
-        and current.dtype == states.dtype
-        and current.device == states.device
-    )
+def _takes(memory: torch.Tensor, current: torch.Tensor, states: torch.Tensor, length: int) -> bool:
+    """Whether ``states`` can be added in ``memory``: ``current`` is its beginning, not what others put in its place."""
     return (
-        same
-        and states.ndim == 4
-        and not (torch.is_grad_enabled() and (current.requires_grad or states.requires_grad))
-        and not torch.compiler.is_compiling()
+        length <= memory.shape[2]
+        and current.data_ptr() == memory.data_ptr()
+        and current.stride() == memory.stride()
+        and current.shape[0] == states.shape[0]
+        and (torch.is_inference_mode_enabled() or not memory.is_inference())
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -13,7 +13,6 @@ import torch
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ProtocolError, ServerError
-from moeoffload.host.auto_slice import SliceLearner
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.flight import Chunk, Flight, ShardLink
@@ -55,6 +54,8 @@ class LinkInfo:
     kernel: str
     n_experts: int
     resident_bytes: int
+    weight_errors: list[float] | None = None
+    """Of each layer with experts there: how far packed weights are from the stored ones; None if not packed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,16 +90,16 @@ class ExpertLink(ShardLink):
         dtype: torch.dtype,
         floor_s: float,
         ceiling_s: float,
-        learner: SliceLearner,
+        timings: Sequence[tuple[int, float]],
     ) -> None:
-        super().__init__(f"expert server {info.address}", table, n_experts, layout, learner, len(channel.slots))
+        super().__init__(f"expert server {info.address}", table, n_experts, layout, len(channel.slots))
         self.info = info
         self._client = client
         self._lease = lease
         self._channel = channel
         self._epoch = epoch
         self._reader = FrameReader(Role.HOST, layout, epoch)
-        self._deadlines = Deadlines(floor_s, ceiling_s, self.n_slots, learner)
+        self._deadlines = Deadlines(floor_s, ceiling_s, self.n_slots, timings)
         self._leaving = False
         self._slot_of = [slot_table(held, n + 1).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
         """By layer; the last entry is that of no expert, with which narrow routers' choices are filled up."""

@@ -15,11 +15,7 @@ class LocalExperts:
     """Holds the experts of ``table`` on ``device`` and adds their part of a layer's sum. Thread-safe."""
 
     def __init__(self, checkpoint: Checkpoint, table: ExpertTable, device: torch.device) -> None:
-        """Reads the experts.
-
-        Raises:
-            ModelError: the checkpoint cannot be read.
-        """
+        """Reads the experts. Raises ModelError: the checkpoint cannot be read."""
         self.table = table
         self._threads = _Workspaces()
         self._layers: list[LayerKernels | None] = [
@@ -34,17 +30,10 @@ class LocalExperts:
     def compute(
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
     ) -> int:
-        """Writes the local part of a layer's sum.
+        """Writes the local part of a layer's sum; returns how many rows have a local expert.
 
-        Args:
-            layer: running number of the MoE layer.
-            hidden: (n, hidden).
-            ids: (n, top_k) int64 expert numbers.
-            weights: (n, top_k).
-            out: (n, hidden) float32; overwritten, unless the layer has no local experts.
-
-        Returns:
-            How many rows have a local expert.
+        ``hidden`` (n, hidden), ``ids`` (n, top_k) int64 expert numbers, ``weights`` (n, top_k); ``out`` (n, hidden)
+        float32 is overwritten, unless the layer has no local experts.
         """
         kernels = self._layers[layer]
         if kernels is None:

@@ -6,19 +6,18 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from moeoffload.checkpoint import BUILDING, Checkpoint
 from moeoffload.errors import ModelError
 
-IMPLEMENTATION: Final = "moeoffload"
-"""Name under which transformers knows the function (``experts_implementation``)."""
+IMPLEMENTATION: Final = "moeoffload"  # name under which transformers knows the function (`experts_implementation`)
 
 ExpertsCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """hidden (n, hidden), top-k ids (n, top_k) int64, weights (n, top_k) -> (n, hidden) in the dtype of hidden."""
@@ -28,14 +27,28 @@ def remote_experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Experts function for transformers' ``ExpertsInterface``; ``self`` is the experts module of one layer.
-
-    Raises:
-        ModelError: the module belongs to no open model.
-    """
+    Raises ModelError: the module belongs to no open model."""
     call: ExpertsCall | None = getattr(self, "moeoffload_call", None)
     if call is None:
         raise ModelError("this model's routed experts are not attached to expert servers; use moeoffload.open_model")
-    return call(hidden_states, top_k_index, top_k_weights)
+    sums = call(hidden_states, top_k_index, top_k_weights)
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+        return cast(torch.Tensor, _NoGradient.apply(sums, hidden_states, top_k_weights))  # type: ignore[no-untyped-call]
+    return sums
+
+
+class _NoGradient(torch.autograd.Function):
+    """Refuses a backward pass, which would leave out what the experts add to every gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        """Returns ``sums`` (n, hidden) as they are."""
+        return sums.view_as(sums)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Raises ModelError."""
+        raise ModelError("no gradient passes through routed experts on servers: train with transformers alone")
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, remote_experts)
@@ -45,25 +58,25 @@ def load_dense_model(checkpoint: Checkpoint, device: torch.device) -> Any:
     """The transformers model of ``checkpoint`` on ``device``, with experts modules that have no expert parameters.
 
     Only dense tensors are read. The model is in eval mode; its experts modules cannot run before `bind_experts`.
-
-    Raises:
-        ModelError: dense tensors are missing or damaged, or transformers cannot load the model.
+    Raises ModelError: dense tensors are missing or damaged, or transformers cannot load the model.
     """
     with BUILDING, _without_expert_parameters(checkpoint.experts_classes), _quiet_transformers():
         try:
             model, info = checkpoint.model_class.from_pretrained(  # type: ignore[attr-defined]
-                checkpoint.path,
+                None,
+                config=checkpoint.config,
+                state_dict=checkpoint.dense_tensors(),
                 dtype=checkpoint.dtype,
                 experts_implementation=IMPLEMENTATION,
                 output_loading_info=True,
-                trust_remote_code=False,
-                local_files_only=True,
             )
         except Exception as error:  # transformers and safetensors raise anything over a damaged checkpoint
             raise ModelError(f"{checkpoint.path}: transformers cannot load it: {_one_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{checkpoint.path}: {len(missing)} dense tensors are missing, among them {missing[0]}")
+    if checkpoint.folder is not None:
+        model.generation_config = _generation_config(checkpoint.folder)
     return model.to(device).eval()
 
 
@@ -72,16 +85,22 @@ def bind_experts(model: nn.Module, checkpoint: Checkpoint, call_for: Callable[[i
     for layer in checkpoint.layers:
         experts: Any = model.get_submodule(layer.module_name)
         experts.moeoffload_call = call_for(layer.index)
+    saving: Any = model
+    saving.save_pretrained = functools.partial(_refuse_to_save, checkpoint.path)
+
+
+def _refuse_to_save(folder: Path, *args: object, **kwargs: object) -> None:
+    raise ModelError(f"a model whose routed experts are on servers cannot be saved; copy {folder} instead")
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The tokenizer beside the checkpoint.
-
-    Raises:
-        ModelError: there is none that can be read.
-    """
+    """The tokenizer beside the checkpoint, or in the GGUF file. Raises ModelError: there is none that can be read."""
+    folder = checkpoint.folder
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+        if folder is None:
+            tokenizer = _gguf_tokenizer(checkpoint.path)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # depends on the tokenizer's kind
         raise ModelError(f"{checkpoint.path}: its tokenizer cannot be read: {_one_line(error)}") from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -90,12 +109,27 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     return tokenizer
 
 
+def _gguf_tokenizer(file: Path) -> Any:
+    """The tokenizer in a GGUF file, whose header was found to be whole before."""
+    # It imports the tokenizers of half a dozen families.
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    architecture, vocabulary, settings = get_gguf_tokenizer(str(file))
+    backend, more = convert_gguf_tokenizer(architecture, vocabulary)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
+
+
+def eos_tokens(model: Any) -> tuple[int, ...]:
+    """The tokens that end an answer of a transformers model."""
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
 def load_draft_model(folder: Path, model: Any) -> Any:
     """The whole model in ``folder``, on the device and in the dtype of ``model``, to guess its tokens.
-
-    Raises:
-        ModelError: it cannot be loaded, or has another vocabulary.
-    """
+    Raises ModelError: it cannot be loaded, or has another vocabulary."""
     try:
         draft = AutoModelForCausalLM.from_pretrained(
             folder, dtype=model.dtype, trust_remote_code=False, local_files_only=True
@@ -106,6 +140,14 @@ def load_draft_model(folder: Path, model: Any) -> Any:
     if mine != other:
         raise ModelError(f"--draft-model: {folder} has a vocabulary of {other} tokens, the model one of {mine}")
     return draft.to(model.device).eval()
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    """What the model's publisher recommends for generation, as `from_pretrained` finds it beside weights."""
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:
+        return GenerationConfig.from_pretrained(folder, "config.json", local_files_only=True, _from_model_config=True)
 
 
 def _one_line(error: Exception) -> str:

@@ -65,7 +65,8 @@ class PrefillPipeline:
         self._failed = False
         self._layers = _decoder_layers(model, expert_modules)
         self._first_layers = _first_of_each_type(model, len(self._layers))
-        self._layer_of = _decoder_layer_numbers(expert_modules)
+        # For each MoE layer the number of its decoder layer: the first number in its module's name.
+        self._layer_of = [next(int(part) for part in name.split(".") if part.isdecimal()) for name in expert_modules]
         self._pool: ThreadPoolExecutor | None = None
         self.is_possible = self._first_layers is not None and "logits_to_keep" in self._signature.parameters
         """Whether this model's prompts can be cut into chunks at all."""
@@ -229,12 +230,8 @@ class _OtherFailedError(Exception):
 
 def _slice(arguments: dict[str, Any], cache: Any, past: int, start: int, end: int) -> dict[str, Any]:
     """The arguments for tokens ``start`` to ``end`` of a call that begins after ``past`` cached tokens."""
-    part = dict(arguments)
-    ids = arguments["input_ids"]
-    part["input_ids"] = ids[:, start:end]
-    part["past_key_values"] = cache
-    part["use_cache"] = True
-    positions = arguments.get("position_ids")
+    ids, positions = arguments["input_ids"], arguments.get("position_ids")
+    part = arguments | {"input_ids": ids[:, start:end], "past_key_values": cache, "use_cache": True}
     if positions is None:
         positions = torch.arange(past, past + ids.shape[1], device=ids.device).unsqueeze(0)
     part["position_ids"] = positions[..., start:end]
@@ -253,11 +250,6 @@ def _decoder_layers(model: nn.Module, expert_modules: list[str]) -> list[nn.Modu
         if isinstance(module, nn.ModuleList):
             return list(module)
     return []
-
-
-def _decoder_layer_numbers(expert_modules: list[str]) -> list[int]:
-    """For each MoE layer the number of its decoder layer: the first number in its module's name."""
-    return [next(int(part) for part in name.split(".") if part.isdecimal()) for name in expert_modules]
 
 
 def _first_of_each_type(model: Any, n_layers: int) -> list[int] | None:

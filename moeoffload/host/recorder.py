@@ -28,13 +28,6 @@ class GuessCounts:
     passes: int = 0
     tokens: int = 0
 
-    def add(self, guessed: int, right: int, passes: int, tokens: int) -> None:
-        """Adds one answer. A right guess may be cut off by the end of the answer, so ``right`` may be a little low."""
-        self.guessed += guessed
-        self.right += max(0, right)
-        self.passes += passes
-        self.tokens += tokens
-
 
 @dataclass(slots=True)
 class TokenTotals:
@@ -42,20 +35,6 @@ class TokenTotals:
 
     prompt: int = 0
     completion: int = 0
-
-
-class Speculation:
-    """One answer that is given with guesses."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self.n_tokens = 0
-        """Tokens of the answer so far."""
-
-    def got(self, n_tokens: int) -> None:
-        """To be called with the tokens that a pass has made certain; what follows is decoding."""
-        self.n_tokens += n_tokens
-        self._recorder.next_phase = DECODE
 
 
 class Recorder:
@@ -84,10 +63,8 @@ class Recorder:
         self._phase = PREFILL
         self._started = 0.0
         self._last_end = 0.0
-        self.tokens: TokenTotals | None = None
-        """Told by who packs several requests, or guesses, into one pass."""
-        self.guesses: GuessCounts | None = None
-        """Of answers with guesses; None if there were none."""
+        self.tokens: TokenTotals | None = None  # told by who packs several requests, or guesses, into one pass
+        self.guesses: GuessCounts | None = None  # of answers with guesses; None if there were none
 
     @property
     def counters(self) -> PhaseCounters:
@@ -108,25 +85,36 @@ class Recorder:
         return total
 
     @contextlib.contextmanager
-    def speculating(self, prompt_tokens: int) -> Iterator[Speculation]:
-        """While a prompt of so many tokens is answered with guesses; whoever answers it fills in what was kept."""
+    def speculating(self, prompt_tokens: int) -> Iterator[Callable[[int], None]]:
+        """While a prompt of so many tokens is answered with guesses.
+
+        Yields what is to be called with the number of tokens that each pass has made certain.
+        """
         self.next_phase = PREFILL
-        before = self.phases
-        answer = Speculation(self)
+        before, n_tokens = self.phases, 0
+
+        def got(n_more: int) -> None:
+            nonlocal n_tokens
+            n_tokens += n_more
+            self.next_phase = DECODE  # what follows
+
         try:
-            yield answer
+            yield got
         finally:
             self.next_phase = None
             now = self.phases
             rows = sum(now[name].tokens - before[name].tokens for name in PHASES) - prompt_tokens
             passes = sum(now[name].forwards - before[name].forwards for name in PHASES)
-            if passes and self.guesses is None:
-                self.guesses = GuessCounts()
-            if passes and self.guesses is not None:
-                self.guesses.add(rows - passes + 1, answer.n_tokens - passes, passes, answer.n_tokens)
+            if passes:
+                counts = self.guesses = self.guesses or GuessCounts()
+                counts.guessed += rows - passes + 1
+                # A right guess may be cut off by the end of the answer: this may be a little low.
+                counts.right += max(0, n_tokens - passes)
+                counts.passes += passes
+                counts.tokens += n_tokens
                 told = self.told()
                 told.prompt += prompt_tokens
-                told.completion += answer.n_tokens
+                told.completion += n_tokens
 
     def told(self) -> TokenTotals:
         """The totals to add to, for who knows better than forward passes tell."""

@@ -16,16 +16,16 @@ from moeoffload.config import HostSettings
 from moeoffload.devices import device_name
 from moeoffload.host.counters import CallCounters, PhaseCounters, add_fields
 from moeoffload.host.link import ExpertLink
-from moeoffload.host.recorder import DECODE, PREFILL, Recorder, TokenTotals
+from moeoffload.host.recorder import DECODE, PREFILL, GuessCounts, Recorder, TokenTotals
 from moeoffload.payload import PayloadDtype
 
 REPORT_VERSION: Final = 1
-ACCOUNTED: Final = 0.95
-"""A phase whose parts add up to less of its time is marked incomplete."""
+ACCOUNTED: Final = 0.95  # a phase whose parts add up to less of its time is marked incomplete
 _MIB: Final = 1 << 20
 _HOST_FIELDS: Final = ("dense", "pack", "local", "wait", "wait_queue", "wait_compute", "turn", "combine", "other")
-_HOST_PARTS: Final = {"dense": "dense_s", "pack": "pack_s", "local experts": "local_s", "wait": "wait_s",
-                      "combine": "combine_s", "turn": "turn_s", "other": "other_s"}  # fmt: skip
+_PHASE_FIGURES: Final = ("tokens", "seconds", "tokens_per_s", "calls", "rows", "bytes_out", "bytes_back")
+_SERVER_FACTS: Final = ("transport", "transport_reason", "device", "kernel", "n_experts", "resident_bytes",
+                        "batch_capacity")  # fmt: skip
 
 
 def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -40,7 +40,9 @@ def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "top_k": checkpoint.top_k,
         "hidden_size": checkpoint.hidden_size,
         "dense_bytes": checkpoint.dense_bytes,
-        "expert_bytes": sum(layer.n_experts * layer.expert_bytes for layer in layers),
+        "expert_bytes": (n_bytes := sum(layer.n_experts * layer.expert_bytes for layer in layers)),
+        "expert_format": "+".join(sorted({name for layer in layers for name in layer.format.split("+")})),
+        "bits_per_weight": 8 * n_bytes / sum(layer.n_experts * layer.n_weights for layer in layers),
     }
 
 
@@ -61,13 +63,9 @@ def run_facts(settings: HostSettings, payload: PayloadDtype, device: torch.devic
 class Report:
     """One run. Times are seconds, sizes bytes; phases are prefill and decode.
 
-    Attributes:
-        prompt_tokens: tokens of prompts that were computed.
-        completion_tokens: tokens that forward passes produced: one for each sequence of a prefill, one for each decoded
-            token, unless somebody packed requests or guesses into them and told how many.
-        recovery: the server events.
-        guesses: None if nothing was guessed.
-        layers: times by layer, None without ``profile``.
+    ``prompt_tokens`` were computed; ``completion_tokens`` are those that forward passes produced: one for each sequence
+    of a prefill, one for each decoded token, unless requests or guesses were packed into them. ``recovery`` has the
+    server events; ``layers``, times by layer, is None without ``profile``, and ``guesses`` if there were none.
     """
 
     model: dict[str, Any]
@@ -95,24 +93,15 @@ class Report:
             asdict(link.info)
             | {"batch_capacity": link.layout.capacity}
             | {"phases": {name: asdict(phase.servers[i]) for name, phase in totals.items()}}
-            | ({"auto": link.learner.describe()} if run["mode"] == "auto" else {})
             for i, link in enumerate(links)
         ]
         phases = {name: _phase(phase) for name, phase in totals.items()}
         layers = {name: [asdict(times) for times in phase.layers] for name, phase in totals.items()}
         if told is None:
             told = TokenTotals(totals[PREFILL].tokens, totals[PREFILL].sequences + totals[DECODE].tokens)
-        return cls(
-            model=model,
-            run=run,
-            prompt_tokens=told.prompt,
-            completion_tokens=told.completion,
-            phases=phases,
-            servers=servers,
-            recovery=recovery,
-            guesses=_guesses(recorder, phases),
-            layers=layers if recorder.profile else None,
-        )
+        guesses = _guesses(recorder.guesses, sum(phase["calls"] for phase in phases.values()))
+        tokens = told.prompt, told.completion
+        return cls(model, run, *tokens, phases, servers, recovery, guesses, layers if recorder.profile else None)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data, in the form docs/report.md describes."""
@@ -121,90 +110,55 @@ class Report:
 
     def table(self) -> RenderableType:
         """Tables for a terminal: the phases, then the servers."""
-        tables = [self._phase_table(), self._server_table()]
-        if self.guesses is not None:
-            tables.append(_row("guesses", _guess_cells(self.guesses)))
-        faults = {name.replace("_", " "): f"{n:,}" for name, n in self.recovery.items() if name != "events" and n}
-        if faults:
-            tables.append(_row("faults", faults))
-        return Group(*tables)
-
-    def _phase_table(self) -> Table:
-        cells = {}
-        for name, phase in self.phases.items():
-            host, server = phase["host"], phase["server"]
-            accounted = f"{phase['accounted']:.0%}"
-            cells[name] = {
-                "tokens": f"{phase['tokens']:,}",
-                "seconds": f"{phase['seconds']:.3f}",
-                "tok/s": f"{phase['tokens_per_s']:.1f}",
-                "calls": f"{phase['calls']:,}",
-                "rows": f"{phase['rows']:,}",
-                "MiB out": f"{phase['bytes_out'] / _MIB:.2f}",
-                "MiB back": f"{phase['bytes_back'] / _MIB:.2f}",
-                **{f"host: {label} s": f"{host[key]:.3f}" for label, key in _HOST_PARTS.items()},
-                "accounted": accounted if phase["complete"] else f"incomplete: {accounted}",
-                "server: queue s": f"{server['queue_s']:.3f}",
-                "server: compute s": f"{server['compute_s']:.3f}",
-            }
-        return _table(
-            f"{self.model['model_type']} · mode {self.run['mode']} · payload {self.run['payload_dtype']}", cells
-        )
-
-    def _server_table(self) -> Table:
-        cells = {}
-        for server in self.servers:
-            phases = server["phases"].values()
-            cells[server["address"]] = {
-                "transport": server["transport"],
-                "because": server["transport_reason"],
-                "device": server["device"],
-                "kernel": server["kernel"],
-                "experts": f"{server['n_experts']:,}",
-                "resident MiB": f"{server['resident_bytes'] / _MIB:,.1f}",
-                "batch capacity": f"{server['batch_capacity']:,}",
-                "calls": f"{sum(phase['calls'] for phase in phases):,}",
-                "rows": f"{sum(phase['rows'] for phase in phases):,}",
-                "queue s": f"{sum(phase['queue_s'] for phase in phases):.3f}",
-                "compute s": f"{sum(phase['compute_s'] for phase in phases):.3f}",
-            }
-        return _table(None, cells)
+        model, run = self.model, self.run
+        weights = f"experts in {model['expert_format']}, {model['bits_per_weight']:.3g} bits a weight"
+        title = f"{model['model_type']} · {weights} · mode {run['mode']} · payload {run['payload_dtype']}"
+        tables = [
+            _table(title, {name: _phase_cells(phase) for name, phase in self.phases.items()}),
+            _table(None, {server["address"]: _server_cells(server) for server in self.servers}),
+            _table(None, {"guesses": self.guesses or {}}),
+            _table(None, {"faults": {name: n for name, n in self.recovery.items() if name != "events" and n}}),
+        ]
+        return Group(*(table for table in tables if table.row_count))
 
 
-def _guess_cells(guesses: dict[str, Any]) -> dict[str, str]:
-    return {
-        "guessed": f"{guesses['guessed']:,}",
-        "right": f"{guesses['right']:,}",
-        "accepted": f"{guesses['acceptance']:.0%}",
-        "tokens per pass": f"{guesses['tokens_per_pass']:.2f}",
-        "calls per token": f"{guesses['calls_per_token']:.2f}",
-    }
+def _phase_cells(phase: dict[str, Any]) -> dict[str, Any]:
+    share = f"{phase['accounted']:.0%}"
+    return (
+        {name: phase[name] for name in _PHASE_FIGURES}
+        | {f"host: {name} s": phase["host"][f"{name}_s"] for name in _HOST_FIELDS if "wait_" not in name}
+        | {"accounted": share if phase["complete"] else f"incomplete: {share}"}
+        | {f"server: {name}": seconds for name, seconds in phase["server"].items()}
+    )
 
 
-def _table(title: str | None, columns: dict[str, dict[str, str]]) -> Table:
+def _server_cells(server: dict[str, Any]) -> dict[str, Any]:
+    phases = server["phases"].values()
+    sums = {name: sum(phase[name] for phase in phases) for name in ("calls", "rows", "queue_s", "compute_s")}
+    return {name: server[name] for name in _SERVER_FACTS} | sums
+
+
+def _table(title: str | None, columns: dict[str, dict[str, Any]]) -> Table:
     """A table for a terminal: by column its cells by row; all columns have the same rows."""
     table = Table("", title=title)
     for name in columns:
         table.add_column(name, justify="right")
     for row in next(iter(columns.values()), {}):
-        table.add_row(row, *(cells[row] for cells in columns.values()))
+        table.add_row(row.replace("_", " "), *(_cell(row, cells[row]) for cells in columns.values()))
     return table
 
 
-def _row(title: str, cells: dict[str, str]) -> Table:
-    """A table of one row: by column its cell."""
-    table = Table(title=title)
-    for name in cells:
-        table.add_column(name, justify="right")
-    table.add_row(*cells.values())
-    return table
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if "bytes" in name:
+        return f"{value / _MIB:,.2f} MiB"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
 
 
-def _guesses(recorder: Recorder, phases: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    counts = recorder.guesses
+def _guesses(counts: GuessCounts | None, calls: int) -> dict[str, Any] | None:
     if counts is None:
         return None
-    calls = sum(phase["calls"] for phase in phases.values())
     return asdict(counts) | {
         "acceptance": counts.right / counts.guessed if counts.guessed else 0.0,
         "tokens_per_pass": counts.tokens / counts.passes,

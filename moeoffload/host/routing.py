@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import SettingError
 from moeoffload.text import one_line
 
-VERSION: Final = 1
 MAX_BYTES: Final = 64 << 20
+
+
+class RoutingStats(BaseModel):
+    """The file: one list of counts for each MoE layer, over ``tokens`` tokens of one model."""
+
+    model_config = ConfigDict(strict=True)
+    version: Literal[1]
+    model_digest: str
+    tokens: int = 0
+    counts: list[list[Annotated[int, Field(ge=0, lt=1 << 62)]]]
 
 
 class RoutingCounter:
@@ -32,32 +41,22 @@ class RoutingCounter:
             self.n_tokens += ids.shape[0]
 
     def write(self, path: Path) -> None:
-        """Writes the counts as JSON: version, model digest, tokens, and one list of counts for each MoE layer."""
-        data = {
-            "version": VERSION,
-            "model_digest": self._digest,
-            "tokens": self.n_tokens,
-            "counts": [counts.tolist() for counts in self.counts],
-        }
-        path.write_text(json.dumps(data) + "\n")
+        """Writes the counts as JSON."""
+        counts = [counts.tolist() for counts in self.counts]
+        data = RoutingStats(version=1, model_digest=self._digest, tokens=self.n_tokens, counts=counts)
+        path.write_text(data.model_dump_json() + "\n")
 
 
 def read_routing_stats(path: Path, checkpoint: Checkpoint) -> list[list[int]]:
     """The counts of a file that `RoutingCounter.write` made: how often each expert of each layer was chosen.
-
-    Raises:
-        SettingError: the file is not one, or is of another model.
-    """
+    Raises SettingError: the file is not one, or is of another model."""
     try:
         with path.open("rb") as stream:
-            data = json.loads(stream.read(MAX_BYTES + 1)[:MAX_BYTES])
-        version, digest = data["version"], str(data["model_digest"])
-        counts = [[_count(count) for count in layer] for layer in data["counts"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        what = one_line(repr(error), 200)
+            data = RoutingStats.model_validate_json(stream.read(MAX_BYTES + 1)[:MAX_BYTES])
+    except (OSError, ValueError) as error:
+        what = one_line(str(error), 200)
         raise SettingError(f"routing-stats: {path} is no file of `moeoffload profile` ({what})") from None
-    if version != VERSION:
-        raise SettingError(f"routing-stats: {path} has version {str(version)[:20]!r}, expected {VERSION}")
+    digest, counts = data.model_digest, data.counts
     if digest != checkpoint.digest:
         raise SettingError(
             f"routing-stats: {path} is of another model (digest {digest[:12]!r}, not {checkpoint.digest[:12]})"
@@ -65,9 +64,3 @@ def read_routing_stats(path: Path, checkpoint: Checkpoint) -> list[list[int]]:
     if [len(layer) for layer in counts] != [layer.n_experts for layer in checkpoint.layers]:
         raise SettingError(f"routing-stats: {path} does not have one count for each expert")
     return counts
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{str(value)[:20]!r} is no count")
-    return value

@@ -13,8 +13,7 @@ from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import Shard
 
-POLL_S: Final = 0.001
-"""How long each of two servers is waited for in turn."""
+POLL_S: Final = 0.001  # how long each of two servers is waited for in turn
 ROUNDINGS: Final = 8.0
 """Sums of one row may differ by this many roundings of its largest value: kernels add in different orders."""
 
@@ -27,10 +26,7 @@ def chunk_of(flight: Flight, hidden: torch.Tensor, ids: torch.Tensor, weights: t
 
 def receive_all(flight: Flight, to: CallCounters) -> torch.Tensor:
     """The sums that answer ``flight``, however long they take.
-
-    Raises:
-        ServerError: they do not come by the flight's deadline.
-    """
+    Raises ServerError: they do not come by the flight's deadline."""
     part = flight.link.receive(flight, to)
     if part is None:
         raise DeadlineError(f"{flight.link.name}: no reply in time")
@@ -59,10 +55,7 @@ class Hedging:
 
     def receive(self, shard: Shard, flight: Flight, chunk: Chunk, to: CallCounters) -> tuple[Flight, torch.Tensor]:
         """The sums that answer ``flight``, and the flight they came with: the other one is released.
-
-        Raises:
-            ServerError: the link of ``flight`` failed, and no replica answered instead.
-        """
+        Raises ServerError: the link of ``flight`` failed, and no replica answered instead."""
         part = flight.link.receive(flight, to, self._after_s)
         if part is not None:
             return flight, part
@@ -106,10 +99,7 @@ class Verification:
 
     def check(self, shard: Shard, flight: Flight, part: torch.Tensor, chunk: Chunk) -> None:
         """Compares ``part`` (n_rows, hidden), which answered ``flight``, with the sums of another holder.
-
-        Raises:
-            DisagreementError: they differ by more than rounding explains.
-        """
+        Raises DisagreementError: they differ by more than rounding explains."""
         if self._random.random() >= self._share:
             return
         checker = shard.checker(flight.link)

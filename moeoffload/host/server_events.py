@@ -11,8 +11,7 @@ from typing import Any, Final
 
 logger = logging.getLogger(__name__)
 
-KEPT_EVENTS: Final = 256
-"""The newest events; a report does not grow without bound."""
+KEPT_EVENTS: Final = 256  # the newest events; a report does not grow without bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +45,25 @@ class ServerEvents:
 
     def lost(self, server: str, why: str, instead: str) -> None:
         """A server is not used from now on."""
-        level = self._left(server)
-        logger.log(level, "%s; its experts are computed by %s", why, instead)
+        self._log(server, 1, "%s; its experts are computed by %s", why, instead)
         self._note("lost", server, why)
 
     def drained(self, server: str, instead: str) -> None:
         """A server asked to be left."""
-        level = self._left(server)
-        logger.log(level, "expert server %s is draining; its experts are computed by %s", server, instead)
+        self._log(server, 1, "expert server %s is draining; its experts are computed by %s", server, instead)
         self._note("drained", server, "it is draining")
 
     def returned(self, server: str, away_s: float) -> None:
         """A server is used again."""
-        with self._lock:
-            self._away[server] -= 1
-            level = logging.INFO if self._away[server] else logging.WARNING
-        logger.log(level, "expert server %s is back after %.1f s", server, away_s)
+        self._log(server, -1, "expert server %s is back after %.1f s", server, away_s)
         self._note("returned", server, "it answers again", away_s)
 
-    def _left(self, server: str) -> int:
-        """The log level of its line."""
+    def _log(self, server: str, n_more: int, message: str, *values: object) -> None:
+        """One line when the first part of the experts leaves ``server``, and when the last one is back."""
         with self._lock:
-            self._away[server] += 1
-            return logging.INFO if self._away[server] > 1 else logging.WARNING
+            self._away[server] += n_more
+            is_news = self._away[server] == max(0, n_more)
+        logger.log(logging.WARNING if is_news else logging.INFO, message, *values)
 
     def _note(self, what: str, server: str, why: str, seconds: float = 0.0) -> None:
         with self._lock:

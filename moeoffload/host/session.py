@@ -6,13 +6,12 @@ import contextlib
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config import DtypeChoice, HostSettings
+from moeoffload.config import DtypeChoice, ExpertFormat, HostSettings
 from moeoffload.devices import resolve_device
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.fleet import Fleet, OnProgress
@@ -20,6 +19,7 @@ from moeoffload.host.granularity import Granularity, chunk_rows
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.model import bind_experts, load_dense_model, load_draft_model, load_tokenizer
+from moeoffload.host.packed_dense import pack_linears
 from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.report import Report, model_facts, run_facts
@@ -45,18 +45,15 @@ def open_model(
     """Opens a Mixture-of-Experts model whose routed experts live on expert servers.
 
     Args:
-        model: folder of a transformers checkpoint, or hub id.
+        model: folder of a transformers checkpoint, hub id, or a GGUF file.
         settings: all settings at once; or give single ones as keywords (``experts=["127.0.0.1:50051"]``,
             ``mode="batched"``, ``dtype="bf16"``, ...; docs/settings.md lists them).
         revision: branch, tag or commit of a hub id.
         servers: the servers to start when ``experts`` names none; default: one for each spare GPU, or one on the CPU.
         on_progress: told while servers load.
 
-    Raises:
-        SettingError: a setting has a value that is not allowed.
-        ModelError: the model cannot be used.
-        PlacementError: its experts do not fit on the servers.
-        ServerError: a server cannot be reached or refuses.
+    Raises SettingError: a setting has a value that is not allowed; ModelError: the model cannot be used;
+    PlacementError: its experts do not fit on the servers; ServerError: a server cannot be reached or refuses.
     """
     if settings is not None and keywords:
         raise TypeError("give either settings or single settings as keywords, not both")
@@ -67,11 +64,8 @@ class OffloadedModel:
     """An open model; made by `open_model`. Use it in a ``with`` block, or `close` it.
 
     Attributes:
-        reference: folder or hub id, as it was given.
-        model: an ordinary transformers model.
+        model: an ordinary transformers model; ``reference`` is its folder, hub id or file as it was given.
         draft: the model that guesses tokens, or None.
-        settings: the settings it was opened with.
-        checkpoint: the files it came from.
         shards: the parts of the experts that servers compute, in order of placement.
     """
 
@@ -88,14 +82,15 @@ class OffloadedModel:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._device = resolve_device(settings.device, last=False)
-        self.checkpoint = Checkpoint.open(reference, dtype=_model_dtype(settings), revision=revision)
+        packed = None if settings.expert_format is ExpertFormat.KEEP else settings.expert_format.value
+        self.checkpoint = Checkpoint.open(
+            reference, dtype=_model_dtype(settings), revision=revision, expert_format=packed, dense=settings.dense
+        )
         self._payload = PayloadDtype.from_label(settings.dtype.value, self.checkpoint.dtype)
         with contextlib.ExitStack() as stack:
             stats = settings.routing_stats
             usage = read_routing_stats(stats, self.checkpoint) if stats else None
-            counts, sizes = zip(
-                *((layer.n_experts, layer.expert_bytes) for layer in self.checkpoint.layers), strict=True
-            )
+            counts, sizes = zip(*((each.n_experts, each.expert_bytes) for each in self.checkpoint.layers), strict=True)
             local = choose_local(counts, sizes, int(settings.local_experts_gib * GIB), usage)
             remote = [
                 [expert for expert in range(layer.n_experts) if expert not in set(held)]
@@ -108,6 +103,7 @@ class OffloadedModel:
             fleet.attach(remote, Path(reference), revision, on_progress, usage)
             # The dense layers load while the servers load theirs.
             self.model = load_dense_model(self.checkpoint, self._device)
+            self._dense_format = pack_linears(self.model, self.checkpoint, settings.dense_format)
             folder = settings.draft_model
             self.draft = load_draft_model(folder, self.model) if folder is not None else None
             self._local = LocalExperts(self.checkpoint, local, self._device) if local.n_experts else None
@@ -118,10 +114,7 @@ class OffloadedModel:
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, read when it is asked for: a model without one can be used, too.
-
-        Raises:
-            ModelError: the checkpoint has none that can be read.
-        """
+        Raises ModelError: the checkpoint has none that can be read."""
         return load_tokenizer(self.checkpoint)
 
     @property
@@ -165,7 +158,8 @@ class OffloadedModel:
     def report(self) -> Report:
         """Collects what has been done since the model was opened (or since ``recorder.reset()``)."""
         run = run_facts(self.settings, self._payload, self._device)
-        return Report.collect(model_facts(self.checkpoint), run, self.recorder, self.links, self.recovery())
+        model = model_facts(self.checkpoint) | {"dense_format": self._dense_format}
+        return Report.collect(model, run, self.recorder, self.links, self.recovery())
 
     def recovery(self) -> dict[str, Any]:
         """Collects the server events so far, as the report has them."""
@@ -183,9 +177,7 @@ class OffloadedModel:
     def __enter__(self) -> OffloadedModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -71,12 +71,12 @@ class SpawnedServers:
         command = [sys.executable, "-m", "moeoffload.cli.expert_app", "--exit-with-stdin"]
         command += ["--listen", "127.0.0.1:0", "--device", spec.device, "--transport", spec.transport.value]
         command += ["--batch-capacity", str(settings.batch_capacity), "--slots", str(max(4, settings.slots))]
-        if settings.shared_bytes:
-            command += ["--shared-bytes", str(settings.shared_bytes)]
-        if settings.threads is not None:
-            command += ["--threads", str(settings.threads)]
-        if settings.server_memory_gib is not None:
-            command += ["--memory-gib", str(settings.server_memory_gib)]
+        for option, value in (
+            ("--shared-bytes", settings.shared_bytes or None),
+            ("--threads", settings.threads),
+            ("--memory-gib", settings.server_memory_gib),
+        ):
+            command += [option, str(value)] if value is not None else []
         # A name that means one thing for the host means another for its servers: they get theirs as options only.
         names = {name for info in ExpertServerSettings.infos() for name in info.env_names}
         environment = {name: value for name, value in os.environ.items() if name not in names}

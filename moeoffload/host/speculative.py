@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moeoffload.host.model import eos_tokens
 from moeoffload.host.session import OffloadedModel
 
 
@@ -36,8 +37,7 @@ def generate_speculatively(
     first: torch.Tensor = model.generate(**inputs, **options | {"max_new_tokens": 1})
     streamer.put(inputs["input_ids"])
     streamer.put(first[0, -1:])
-    eos = model.generation_config.eos_token_id
-    if not n_left or int(first[0, -1]) in ([eos] if isinstance(eos, int) else eos or ()):
+    if not n_left or int(first[0, -1]) in eos_tokens(model):
         streamer.end()
         return first
     streamer.next_tokens_are_prompt = True  # what comes first now is known already

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from moeoffload.kernels.packing import dtype_of, first_tensor
+
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 FUNCTIONS: Final[dict[str, Function]] = {
@@ -43,7 +45,7 @@ def recognise(experts: nn.Module) -> Activation | None:
     Every rounding step counts, in the dtype and on the device of its weights. Waits for the device.
     """
     module: Any = experts
-    values = _probe(module.down_proj.dtype, module.down_proj.device)
+    values = _probe(dtype_of(module), first_tensor(module.down_proj).device)
     if not module.has_gate:
         for name, function in FUNCTIONS.items():
             if _same(module.act_fn, values, function(values)):

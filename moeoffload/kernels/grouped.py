@@ -30,7 +30,7 @@ class GroupedKernel:
         If so, absent routes are cut off. If not, they are sorted behind all groups, where no product reads or writes
         them, and masked at the end; a slot above the last expert then counts as absent, too.
         """
-        self._sort = _sort_and_cut if may_wait else _sort_without_waiting
+        self._sort = _sort_and_cut if may_wait else sort_without_waiting
 
     def __call__(
         self, experts: nn.Module, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
@@ -93,7 +93,8 @@ def _sort_and_cut(slots: torch.Tensor, n_experts: int) -> _Sorted:
     return _Sorted(sorted_slots, routes, offsets, None)
 
 
-def _sort_without_waiting(slots: torch.Tensor, n_experts: int) -> _Sorted:
+def sort_without_waiting(slots: torch.Tensor, n_experts: int) -> _Sorted:
+    """Sorts (routes,) slots; those that do not exist come last, behind all groups."""
     exists = (slots >= 0) & (slots < n_experts)
     sorted_slots, routes = torch.sort(torch.where(exists, slots, n_experts))
     # bincount would wait to learn its length.

@@ -12,7 +12,7 @@ from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.layout import hidden_of, lay_out, n_experts_of, why_not
 from moeoffload.kernels.packing import dtype_of, first_tensor
 from moeoffload.kernels.tiled import TiledExperts
-from moeoffload.kernels.triton_experts import MAX_ROWS, few_rows_kernel
+from moeoffload.kernels.triton_experts import few_rows_kernel
 from moeoffload.kernels.workspace import KernelWorkspace, LayerShape, PreparedCall
 
 KernelChoice = Literal["auto", "tiled", "grouped"]
@@ -26,6 +26,7 @@ class LayerKernels:
         hidden: elements of a row.
         dtype: the compute dtype.
         falls_back: why only the grouped kernel serves this layer; None if the tiled one does.
+        weight_error: how far its weights are from the stored ones, relative; None if they were not packed here.
         is_batch_invariant: whether a row's bits are the same whatever is computed with it in one call.
         shape: of the layer, if calls can be prepared; layers of the same shape have the same object.
     """
@@ -46,6 +47,7 @@ class LayerKernels:
         self.falls_back = "chosen" if kernel == "grouped" else why_not(experts)
         if kernel == "tiled" and self.falls_back:
             raise ValueError(f"these experts cannot be computed by the tiled kernel: {self.falls_back}")
+        self.weight_error: float | None = getattr(experts, "weight_error", None)
         self.n_experts = n_experts_of(experts)
         self.dtype = dtype_of(experts)
         self.hidden = hidden_of(experts)
@@ -57,7 +59,7 @@ class LayerKernels:
 
     def kernel_for(self, n_rows: int) -> str:
         """Name of the kernel that serves a call of ``n_rows`` rows."""
-        if self._few_rows is not None and n_rows <= MAX_ROWS:
+        if self._few_rows is not None and n_rows <= self._few_rows.most_rows:
             return self._few_rows.name
         return "grouped" if self.falls_back else "tiled"
 
@@ -67,7 +69,7 @@ class LayerKernels:
             for n_rows in (1, max_rows):
                 self._workspace.arena(self._tiled.shape, n_rows, top_k)
         if self._few_rows is not None:
-            self._few_rows.warm_up(top_k)
+            self._few_rows.warm_up(top_k, max_rows)
 
     def __call__(
         self,
@@ -96,7 +98,7 @@ class LayerKernels:
         self._check(rows, slots, weights, out)
         if not slots.numel():
             out.zero_()
-        elif self._few_rows is not None and slots.shape[0] <= MAX_ROWS:
+        elif self._few_rows is not None and slots.shape[0] <= self._few_rows.most_rows:
             self._few_rows(rows, slots, weights, out)
         elif self.falls_back:
             self._check_slots(slots)
@@ -152,7 +154,7 @@ class LayerKernels:
             IndexError, ValueError: see `__call__`.
         """
         self._check(rows, slots, weights, out)
-        few = self._few_rows is not None and slots.shape[0] <= MAX_ROWS
+        few = self._few_rows is not None and slots.shape[0] <= self._few_rows.most_rows
         if self.falls_back or few or not slots.numel():
             self(rows, slots, weights, out)
             yield

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.activations import SiLUActivation
-from transformers.integrations import moe
 
 from moeoffload.kernels import calls
 from moeoffload.kernels.huge_pages import prefer_huge_pages
@@ -122,6 +120,10 @@ def _rows_of(module: Any, name: str) -> Weights:
 
 
 def _is_gated_silu(module: Any) -> bool:
+    # They take seconds to import, for which a server that starts need not wait.
+    from transformers.activations import SiLUActivation
+    from transformers.integrations import moe
+
     return bool(
         module.has_gate
         and getattr(module._apply_gate, "__func__", None) is moe._default_apply_gate

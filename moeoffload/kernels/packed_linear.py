@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import nn
 
@@ -12,9 +10,6 @@ from moeoffload.kernels import calls
 from moeoffload.kernels.dense import product
 from moeoffload.kernels.packing import KernelMatrix, why_not_dtype, why_not_packed
 
-MAX_ROWS: Final = 64
-"""In calls of more rows weights are unpacked for torch's product."""
-
 
 class PackedLinear(nn.Module):
     """A linear layer without gradient that computes with the numbers that its packed weights stand for.
@@ -22,7 +17,7 @@ class PackedLinear(nn.Module):
     Attributes:
         weight: (1, out, in).
         bias: (out) of the compute dtype, or None.
-        falls_back: why weights are unpacked in every call; None if the C kernels compute few rows.
+        falls_back: why weights are unpacked in every call; None if the C kernels compute.
     """
 
     def __init__(self, weight: PackedWeights, bias: torch.Tensor | None = None) -> None:
@@ -42,8 +37,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) of a compute dtype -> (..., out) of it."""
-        is_few = x.numel() <= MAX_ROWS * self.in_features and x.shape[-1] == self.in_features
-        if self.falls_back or not is_few or why_not_dtype(x.dtype) or not x.is_cpu:
+        if self.falls_back or x.shape[-1] != self.in_features or why_not_dtype(x.dtype) or not x.is_cpu:
             return nn.functional.linear(x, self.weight.unpack(x.dtype)[0], self.bias)
         matrix = self._matrices.get(x.dtype)
         if matrix is None:

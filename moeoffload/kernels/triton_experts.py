@@ -1,58 +1,140 @@
-"""Routed experts for few rows on a CUDA device, computed by Triton programs. Triton is optional."""
+"""Routed experts on a CUDA device, computed by Triton programs. Triton is optional."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
-from typing import Any, Final
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 
+from moeoffload.formats.packed import PackedWeights
 from moeoffload.kernels.activation import Activation, recognise
+from moeoffload.kernels.grouped import sort_without_waiting
 from moeoffload.kernels.layout import rows_first, up_weight, why_not_weights
-from moeoffload.kernels.packing import first_tensor
+from moeoffload.kernels.packing import Weights, dtype_of, first_tensor, why_not_packed
+
+if TYPE_CHECKING:
+    from moeoffload.kernels.triton_ops import Matrix
+    from moeoffload.kernels.triton_packed import RowFormat
+
+logger = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 16
-"""Rows of the largest call; above, `moeoffload.kernels.grouped` reads each weight once, too, and multiplies faster."""
+"""Rows of the largest call whose routes are not sorted first."""
+ANY_ROWS: Final = 1 << 30
 
+# Rows of a tile in calls with more rows. Up to 32 the same instruction as for 16 computes a row on all GPUs, so that
+# its bits do not depend on how many there are.
+_TILE_ROWS: Final = 32
 # Weight columns of one tile: the widest that still gives each multiprocessor two tiles, so that one's loads are under
 # way while the other computes. Transposed weights lie along their columns, where a line of the cache has 128 bytes.
 _TILE_COLUMNS: Final = (64, 32, 16)
 _TRANSPOSED_TILE_COLUMNS: Final = (64,)
 _TILES_PER_PROCESSOR: Final = 2
-# Bytes of one weight column that a step reads: two lines of the cache, four such steps under way.
+# Bytes of one weight column that a step reads if it is not packed: two lines of the cache, four such steps under way.
 _STEP_BYTES: Final = 256
 _STAGES: Final = 4
 _WARPS: Final = 4
 _SUM_COLUMNS: Final = 256
+# GPUs on which torch's grouped products of bfloat16 neither wait nor make one product per expert.
+_NATIVE_GROUPED: Final = ((9, 0), (10, 0))
 
 
 def few_rows_kernel(experts: nn.Module) -> TritonExperts | None:
-    """What computes calls of up to MAX_ROWS rows of these experts faster than other kernels do; None: nothing."""
-    return TritonExperts(experts) if why_not_triton(experts) is None else None
+    """What computes calls of up to `TritonExperts.most_rows` rows of these experts faster than other kernels do.
+
+    None: nothing; on a GPU the reason is logged, once.
+    """
+    reason = why_not_triton(experts)
+    if reason is None:
+        return TritonExperts(experts)
+    if not reason.startswith("device"):
+        _warn_once(reason)
+    return None
 
 
 def why_not_triton(experts: nn.Module) -> str | None:
     """Why these experts cannot be computed by `TritonExperts`; None if they can. Wherever they can, ``auto`` does."""
     module: Any = experts
-    up, down = up_weight(module), module.down_proj
-    device = first_tensor(down).device
+    device = first_tensor(module.down_proj).device
     if device.type != "cuda":
         return f"device {device.type}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "a GPU older than compute capability 8.0"
+    return why_no_program_runs(device) or why_not_computed(experts)
+
+
+@functools.cache
+def why_no_program_runs(device: torch.device) -> str | None:
+    """Why Triton runs no program on a device, found out once, by trying; None if it does.
+
+    Where it is installed, it still needs a C compiler and Python's headers.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        from moeoffload.kernels import triton_ops
+
+        slots, numbers = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.zeros(1, 16, device=device)
+        with _current(device):
+            triton_ops.sum_program[(1, 1)](
+                numbers, slots, numbers, numbers, 1, 1, 16, top_k_padded=2, n_columns=16, enable_fp_fusion=False
+            )
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # Triton names no class: compilers, files, imports and drivers fail in their own ways
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return f"triton runs no program here (it needs gcc and Python's headers): {reason}"
+    return None
+
+
+def why_not_computed(experts: nn.Module) -> str | None:
+    """Why the programs cannot compute such experts, wherever they are; None if they can."""
+    module: Any = experts
     if module.has_post_expert_norm:
         return "a norm after each expert"
-    return why_not_weights(up, down) or (None if recognise(module) else "an activation of its own")
+    up, down, activation = up_weight(module), module.down_proj, recognise(module)
+    if isinstance(up, tuple) and isinstance(down, tuple):
+        reason = _why_not_packed(up, down, activation)
+    else:
+        reason = why_not_weights(up, down)
+    return reason or (None if activation else "an activation of its own")
+
+
+def _why_not_packed(
+    up: tuple[PackedWeights, ...], down: tuple[PackedWeights, ...], activation: Activation | None
+) -> str | None:
+    from moeoffload.kernels.triton_packed import why_not_levels
+
+    in_halves = activation is not None and activation.is_gated and not activation.is_interleaved
+    if len(down) > 1 or (len(up) > 1 and not (in_halves and up[0].shape == up[1].shape)):
+        return "a projection in two formats"
+    return why_not_packed(up) or why_not_packed(down) or why_not_levels((*up, *down))
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning("experts on the GPU are computed without Triton programs, more slowly: %s", reason)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever it is given."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class TritonExperts:
-    """The weights of one layer as the programs of `moeoffload.kernels.triton_ops` read them.
+    """The weights of one layer, plain or packed, as the programs of `moeoffload.kernels.triton_ops` read them.
 
-    Checked against a float32 reference and `GroupedKernel` in Triton's interpreter, and compiled for sm_80 and sm_90;
+    Checked against a float32 reference and `GroupedKernel` in Triton's interpreter, and compiled for sm_80 to sm_120;
     not run on a GPU.
+
+    Attributes:
+        most_rows: rows of the largest call that other kernels do not compute faster.
     """
 
     name = "triton"
@@ -72,33 +154,40 @@ class TritonExperts:
         if activation is None:
             raise ValueError("these experts have an activation of their own")
         self._activation: Activation = activation
-        up_name = "gate_up_proj" if module.has_gate else "up_proj"
-        self._up = rows_first(getattr(module, up_name), module)
-        self._down = rows_first(module.down_proj, module)
-        self._up_bias = _bias(module, f"{up_name}_bias")
+        self.dtype, self.device = dtype_of(experts), first_tensor(module.down_proj).device
+        is_packed = isinstance(module.down_proj, tuple)
+        self._up, (self._down,) = _matrices(up_weight(module), module), _matrices(module.down_proj, module)
+        self._up_bias = _bias(module, "gate_up_proj_bias" if module.has_gate else "up_proj_bias")
         self._down_bias = _bias(module, "down_proj_bias")
-        self.n_experts, self._up_columns, self.hidden = self._up.shape
-        self.inter = self._down.shape[2]
-        self.dtype, self.device = self._down.dtype, self._down.device
-        self._tile_columns = _TRANSPOSED_TILE_COLUMNS if module.is_transposed else _TILE_COLUMNS
-        self._depth = _STEP_BYTES // self.dtype.itemsize // (2 if module.is_transposed else 1)
-        self._n_processors = (
-            torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 1
-        )
+        down = module.down_proj[0] if is_packed else rows_first(module.down_proj, module)
+        self.n_experts: int = down.shape[0]
+        self.hidden: int = down.shape[1]
+        self.inter: int = down.shape[2]
+        self._up_columns = self.inter * (2 if module.has_gate else 1)
+        is_transposed = module.is_transposed and not is_packed
+        self._tile_columns = _TRANSPOSED_TILE_COLUMNS if is_transposed else _TILE_COLUMNS
+        self._depth = _STEP_BYTES // self.dtype.itemsize // (2 if is_transposed else 1)
+        self._n_processors, self.most_rows = 1, ANY_ROWS
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            self._n_processors = properties.multi_processor_count
+            if (
+                (properties.major, properties.minor) in _NATIVE_GROUPED
+                and self.dtype == torch.bfloat16
+                and not is_packed
+            ):
+                self.most_rows = MAX_ROWS
 
     def __call__(self, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
         """Launches one call on the current stream of the device; the host waits for nothing.
 
         Args:
-            rows: (n, hidden) in the compute dtype, at most MAX_ROWS rows.
+            rows: (n, hidden) in the compute dtype.
             slots: (n, top_k) int64; a slot that is not one of 0 to n_experts - 1 adds nothing.
             weights: (n, top_k) float32, or the compute dtype: then each weighted output is rounded to it.
             out: (n, hidden) float32, contiguous; overwritten.
         """
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):  # Triton launches on the current device, whatever it is given
-                self._launch(rows.contiguous(), slots.contiguous(), weights.contiguous(), out)
-        else:
+        with _current(self.device):
             self._launch(rows.contiguous(), slots.contiguous(), weights.contiguous(), out)
 
     def _launch(self, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
@@ -107,40 +196,55 @@ class TritonExperts:
         # From torch's pool of this stream: a call that is still running keeps what it works in.
         activated = torch.empty(n_routes, self.inter, dtype=self.dtype, device=self.device)
         down = torch.empty(n_routes, self.hidden, dtype=self.dtype, device=self.device)
-        top_k_padded = max(2, 1 << (top_k - 1).bit_length())
+        by_expert, n_tiles, tile_rows = None, n_routes, MAX_ROWS
+        if n_rows > MAX_ROWS:
+            by_route = sort_without_waiting(slots.view(-1), self.n_experts)
+            by_expert, tile_rows = ops.SortedRoutes(by_route.routes, by_route.offsets), _TILE_ROWS
+            # At most: where each expert that is hit has one row more than fills its tiles.
+            n_tiles = (n_routes + (tile_rows - 1) * min(n_routes, self.n_experts)) // tile_rows
         counts = (n_rows, top_k, self.n_experts, self.hidden, self.inter)
-        options: dict[str, Any] = {"depth": self._depth, "num_warps": _WARPS, "num_stages": _STAGES}
+        top_k_padded = _power_of_two(top_k)
+        options: dict[str, Any] = {
+            "tile_rows": tile_rows,
+            "top_k_padded": top_k_padded,
+            "n_experts_padded": _power_of_two(self.n_experts),
+            "depth": self._depth,
+            "num_warps": _WARPS,
+            "num_stages": _STAGES,
+        }
+        (first, form), (second, second_form) = (*self._up, (None, None))[:2]
         n_columns = self._columns(n_routes, self._up_columns)
-        ops.up_program[(n_routes, -(-self._up_columns // n_columns))](
+        ops.up_program[(n_tiles, -(-self._up_columns // n_columns))](
             rows,
             slots,
-            self._up,
-            self._up_bias if self._up_bias is not None else self._up,
+            by_expert,
+            first,
+            second,
+            self._up_bias,
             activated,
             *counts,
-            *self._up.stride(),
             activation.limit,
             activation.alpha,
-            top_k_padded=top_k_padded,
+            form=form,
+            second_form=second_form,
             n_columns=n_columns,
             function=activation.function,
             is_gated=activation.is_gated,
             is_interleaved=activation.is_interleaved,
-            has_bias=self._up_bias is not None,
             **options,
         )
+        matrix, form = self._down
         n_columns = self._columns(n_routes, self.hidden)
-        ops.down_program[(n_routes, -(-self.hidden // n_columns))](
+        ops.down_program[(n_tiles, -(-self.hidden // n_columns))](
             activated,
             slots,
-            self._down,
-            self._down_bias if self._down_bias is not None else self._down,
+            by_expert,
+            matrix,
+            self._down_bias,
             down,
             *counts,
-            *self._down.stride(),
-            top_k_padded=top_k_padded,
+            form=form,
             n_columns=n_columns,
-            has_bias=self._down_bias is not None,
             **options,
         )
         ops.sum_program[(n_rows, -(-self.hidden // _SUM_COLUMNS))](
@@ -156,14 +260,23 @@ class TritonExperts:
             enable_fp_fusion=False,  # a product is rounded before it is added, as torch does
         )
 
-    def warm_up(self, top_k: int) -> None:
-        """Compiles, or loads from Triton's cache on disk, every program that a call of up to MAX_ROWS rows may need."""
-        for n_rows in range(1, MAX_ROWS + 1):
+    def warm_up(self, top_k: int, max_rows: int = MAX_ROWS) -> None:
+        """Compiles, or loads from Triton's cache on disk, every program that a call of ``max_rows`` rows may need."""
+        for n_rows in self._different(top_k, min(max_rows, self.most_rows)):
             rows = torch.zeros(n_rows, self.hidden, dtype=self.dtype, device=self.device)
             slots = torch.full((n_rows, top_k), -1, device=self.device)
             out = torch.empty(n_rows, self.hidden, device=self.device)
             for dtype in {torch.float32, self.dtype}:
                 self(rows, slots, torch.zeros(n_rows, top_k, dtype=dtype, device=self.device), out)
+
+    def _different(self, top_k: int, max_rows: int) -> Iterator[int]:
+        """Numbers of rows whose calls need other programs than those of fewer rows."""
+        seen = set()
+        for n_rows in range(1, min(max_rows, MAX_ROWS + self.n_experts) + 1):
+            sizes = (self._columns(n_rows * top_k, n) for n in (self._up_columns, self.hidden))
+            if (program := (n_rows > MAX_ROWS, *sizes)) not in seen:
+                seen.add(program)
+                yield n_rows
 
     def _columns(self, n_routes: int, columns: int) -> int:
         """Weight columns of a tile; how many experts the routes name is not known here, at most one each."""
@@ -172,6 +285,26 @@ class TritonExperts:
             if n_groups * -(-columns // n_columns) >= _TILES_PER_PROCESSOR * self._n_processors:
                 return n_columns
         return self._tile_columns[-1]
+
+
+def _matrices(weights: Weights, module: Any) -> list[tuple[Matrix, RowFormat | None]]:
+    from moeoffload.kernels.triton_ops import Matrix
+    from moeoffload.kernels.triton_packed import row_format
+
+    if not isinstance(weights, tuple):
+        data = rows_first(weights, module)
+        return [(Matrix(data, data.stride(0), data.stride(1), data.stride(2)), None)]
+    matrices: list[tuple[Matrix, RowFormat | None]] = []
+    for part in weights:
+        data, shared = part.data, part.scales
+        matrix = Matrix(data, data.stride(0), data.stride(1), 1, shared, 0 if shared is None else shared.stride(0))
+        matrices.append((matrix, row_format(part)))
+    return matrices
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is neither less than n nor than 2."""
+    return max(2, 1 << (n - 1).bit_length())
 
 
 def _bias(module: Any, name: str) -> torch.Tensor | None:

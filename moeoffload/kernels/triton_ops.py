@@ -1,28 +1,58 @@
-"""Triton programs for few rows. Importing this needs triton; `moeoffload.kernels.triton_experts` launches them.
+"""Triton programs for routed experts. Importing this needs triton; `moeoffload.kernels.triton_experts` launches them.
 
-One program instance computes one tile of columns of one projection of one expert, for all rows that route to it: its
-weights are read once. The grid has one instance per route and tile; the first route of an expert does the work, the
-instances of the others end at once, so that nothing has to be sorted and the host waits for nothing. A position is the
-number of a route, row * top_k + choice; the first one of a row that names an expert holds that row's values for it.
+One program instance computes one tile of columns of one projection of one expert, for a tile of the rows that route to
+it: weights are read once for a tile of rows. A position is the number of a route, row * top_k + choice.
 
-Rounding follows transformers' ``grouped_mm`` (``transformers.integrations.moe``): sums are float32, every tensor that
-is written there in the compute dtype is rounded to it here.
+- Few rows: the grid has one instance per route and tile of columns; the first route of an expert does the work for all
+  its rows, the instances of the others end at once, so that nothing has to be sorted. The first position of a row that
+  names an expert holds that row's values for it.
+- More rows: routes come sorted by expert, with the end of each expert's; an instance finds its tile of rows in them.
+
+The host waits for nothing. A row's bits are the same in every tile. Rounding follows transformers' ``grouped_mm``
+(``transformers.integrations.moe``): sums are float32, every tensor that is written there in the compute dtype is
+rounded to it here; packed weights are rounded to it when they are unpacked.
 
 Checked in Triton's interpreter (where bf16 has neither products nor rounding: `INTERPRETED` makes up for both) and
-compiled for sm_80 and sm_90, not run on a GPU.
+compiled for sm_80, 86, 89, 90, 100 and 120, not run on a GPU.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
+from moeoffload.kernels.triton_packed import unpacked
+
 INTERPRETED: Final = tl.constexpr(knobs.runtime.interpret)
-ROWS: Final = tl.constexpr(16)
-"""Rows of a tile: the fewest that a tensor core product has. Rows that do not route to the expert are not read."""
+
+
+class Matrix(NamedTuple):
+    """One projection of all experts, (n_experts, columns, length), plain or packed.
+
+    Attributes:
+        data: weights of the compute dtype by their strides; or packed rows, uint8, whose strides are in bytes.
+        stride_expert, stride_out, stride_in: of ``data``; the last is not used if it is packed.
+        shared: float32 scales that rows of packed weights share.
+        stride_shared: of ``shared`` from one expert to the next.
+    """
+
+    data: torch.Tensor
+    stride_expert: int
+    stride_out: int
+    stride_in: int
+    shared: torch.Tensor | None = None
+    stride_shared: int = 0
+
+
+class SortedRoutes(NamedTuple):
+    """``routes`` (n_routes,) int64: route numbers by expert; ``ends`` (n_experts,) int32: behind each expert's last."""
+
+    routes: torch.Tensor
+    ends: torch.Tensor
 
 
 @triton.jit
@@ -36,28 +66,71 @@ def _rounded(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _routing(
+def _first_of_expert(
     slots: tl.tensor,
     route: tl.tensor,
     n_rows: tl.tensor,
     top_k: tl.tensor,
     n_experts: tl.tensor,
     top_k_padded: tl.constexpr,
+    tile_rows: tl.constexpr,
 ) -> tl.tensor:
-    """The expert of a route, (ROWS,) positions of the rows that name it, which rows do, and if this is its first route.
+    """The expert of a route, (tile_rows,) positions of the rows that name it, which rows do, and if it is its first.
 
     A slot that does not exist counts as absent: whatever a peer sent, no memory beyond the weights is read.
     """
     expert = tl.load(slots + route)
-    row, choice = tl.arange(0, ROWS), tl.arange(0, top_k_padded)
+    row, choice = tl.arange(0, tile_rows), tl.arange(0, top_k_padded)
     exists = (row[:, None] < n_rows) & (choice[None, :] < top_k)
     picked = tl.load(slots + row[:, None] * top_k + choice[None, :], mask=exists, other=-1) == expert
     first_choice = tl.min(tl.where(picked & exists, choice[None, :], top_k_padded), axis=1)
     is_member = first_choice < top_k_padded
     position = row * top_k + first_choice
-    first = tl.min(tl.where(is_member, position, ROWS * top_k_padded), axis=0)
+    first = tl.min(tl.where(is_member, position, tile_rows * top_k_padded), axis=0)
     leads = (expert >= 0) & (expert < n_experts) & (first == route)
     return expert, position, is_member, leads
+
+
+@triton.jit
+def _tile_of_expert(
+    by_expert: tl.tensor,
+    tile: tl.tensor,
+    n_experts: tl.tensor,
+    n_experts_padded: tl.constexpr,
+    tile_rows: tl.constexpr,
+) -> tl.tensor:
+    """The same of a tile of rows, whose number counts through all experts; the last says if there is such a tile."""
+    index = tl.arange(0, n_experts_padded)
+    end = tl.load(by_expert.ends + index, mask=index < n_experts, other=0)
+    start = tl.load(by_expert.ends + index - 1, mask=(index > 0) & (index < n_experts), other=0)
+    n_tiles = (end - start + tile_rows - 1) // tile_rows
+    tiles_end = tl.cumsum(n_tiles, axis=0)
+    is_mine = (tile >= tiles_end - n_tiles) & (tile < tiles_end)
+    expert = tl.sum(tl.where(is_mine, index, 0), axis=0).to(tl.int64)
+    first = tl.sum(tl.where(is_mine, start + (tile - tiles_end + n_tiles) * tile_rows, 0), axis=0)
+    last = tl.sum(tl.where(is_mine, end, 0), axis=0)
+    at = first + tl.arange(0, tile_rows)
+    is_member = at < last
+    position = tl.load(by_expert.routes + at, mask=is_member, other=0)
+    return expert, position, is_member, last > 0
+
+
+@triton.jit
+def _routing(
+    slots: tl.tensor,
+    by_expert: tl.tensor,
+    n_rows: tl.tensor,
+    top_k: tl.tensor,
+    n_experts: tl.tensor,
+    top_k_padded: tl.constexpr,
+    n_experts_padded: tl.constexpr,
+    tile_rows: tl.constexpr,
+) -> tl.tensor:
+    """The expert of this instance, (tile_rows,) positions, which of them are rows of it, and if there is work."""
+    if by_expert is None:
+        return _first_of_expert(slots, tl.program_id(0), n_rows, top_k, n_experts, top_k_padded, tile_rows)
+    else:  # what follows a return would be compiled, too
+        return _tile_of_expert(by_expert, tl.program_id(0), n_experts, n_experts_padded, tile_rows)
 
 
 @triton.jit
@@ -65,36 +138,63 @@ def _product(
     operand: tl.tensor,
     operand_row: tl.tensor,
     is_member: tl.tensor,
-    weight: tl.tensor,
+    matrix: tl.tensor,
+    expert: tl.tensor,
     column: tl.tensor,
     column_exists: tl.tensor,
     length: tl.tensor,
-    stride_out: tl.tensor,
-    stride_in: tl.tensor,
-    n_columns: tl.constexpr,
+    form: tl.constexpr,
     depth: tl.constexpr,
 ) -> tl.tensor:
-    """(ROWS, n_columns) float32: rows ``operand_row`` of operand (any, length) x columns of weight (out, length).
+    """Rows ``operand_row`` of operand (any, length) x columns of an expert's matrix: (rows, columns) float32.
 
     Zero for rows that are no members and columns that do not exist: neither is read.
     """
-    total = tl.zeros((ROWS, n_columns), tl.float32)
+    total = tl.zeros((operand_row.shape[0], column.shape[0]), tl.float32)
     step = tl.arange(0, depth)
     operand_at = operand + operand_row[:, None] * length + step[None, :]
-    weight_at = weight + column[None, :] * stride_out + step[:, None] * stride_in
+    weights = matrix.data + expert * matrix.stride_expert
+    if form is None:
+        weight_at = weights + column[None, :] * matrix.stride_out + step[:, None] * matrix.stride_in
+    elif matrix.shared is not None:
+        shared = matrix.shared + expert * matrix.stride_shared
+    else:
+        shared = None
     for start in range(0, length, depth):
         inside = start + step < length
         # Weights are read once and should not drive the rows, which all instances read, out of the cache.
         values = tl.load(operand_at, mask=is_member[:, None] & inside[None, :], other=0.0, eviction_policy="evict_last")
-        tile = tl.load(
-            weight_at, mask=column_exists[None, :] & inside[:, None], other=0.0, eviction_policy="evict_first"
-        )
+        if form is None:
+            tile = tl.load(
+                weight_at, mask=column_exists[None, :] & inside[:, None], other=0.0, eviction_policy="evict_first"
+            )
+            weight_at += depth * matrix.stride_in
+        else:
+            numbers = unpacked(weights, shared, column, column_exists, start, form, depth)
+            tile = tl.trans(_rounded(numbers, values.dtype) if INTERPRETED else numbers.to(values.dtype))
         if INTERPRETED:
             values, tile = values.to(tl.float32), tile.to(tl.float32)
         total = tl.dot(values, tile, total, input_precision="ieee")
         operand_at += depth
-        weight_at += depth * stride_in
     return total
+
+
+@triton.jit
+def _biased(
+    sums: tl.tensor,
+    bias: tl.tensor,
+    expert: tl.tensor,
+    n_all: tl.tensor,
+    column: tl.tensor,
+    exists: tl.tensor,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """Sums rounded, and the columns of an expert's bias (n_experts, n_all), if there is one, added, and rounded."""
+    values = _rounded(sums, dtype)
+    if bias is not None:
+        added = tl.load(bias + expert * n_all + column, mask=exists, other=0.0)
+        values = _rounded(values + added.to(tl.float32)[None, :], dtype)
+    return values
 
 
 @triton.jit
@@ -130,7 +230,9 @@ def _gated(
 def up_program(
     rows: tl.tensor,
     slots: tl.tensor,
-    weight: tl.tensor,
+    by_expert: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
     bias: tl.tensor,
     activated: tl.tensor,
     n_rows: tl.tensor,
@@ -138,56 +240,54 @@ def up_program(
     n_experts: tl.tensor,
     hidden: tl.tensor,
     inter: tl.tensor,
-    stride_expert: tl.tensor,
-    stride_out: tl.tensor,
-    stride_in: tl.tensor,
     limit: tl.tensor,
     alpha: tl.tensor,
+    form: tl.constexpr,
+    second_form: tl.constexpr,
+    tile_rows: tl.constexpr,
     top_k_padded: tl.constexpr,
+    n_experts_padded: tl.constexpr,
     n_columns: tl.constexpr,
     depth: tl.constexpr,
     function: tl.constexpr,
     is_gated: tl.constexpr,
     is_interleaved: tl.constexpr,
-    has_bias: tl.constexpr,
 ) -> None:
-    """Gate and up projection and activation; grid (routes, tiles of ``n_columns`` weight columns).
+    """Gate and up projection and activation; grid (routes or tiles of rows, tiles of ``n_columns`` weight columns).
 
-    rows (n_rows, hidden); slots (n_rows, top_k) int64; weight (n_experts, columns, hidden) by its strides, with inter
-    columns, or twice as many if gated; bias (n_experts, columns); activated (positions, inter), written.
+    rows (n_rows, hidden); slots (n_rows, top_k) int64; by_expert: `SortedRoutes`, or None for few rows; first: `Matrix`
+    with inter columns, or twice as many if gated; second: None, or that of up where first is that of gate; form,
+    second_form: `RowFormat` if they are packed; bias (n_experts, columns) or None; activated (positions, inter),
+    written.
     """
-    route = tl.program_id(0)
-    expert, position, is_member, leads = _routing(slots, route, n_rows, top_k, n_experts, top_k_padded)
-    if leads:
+    expert, position, is_member, has_work = _routing(
+        slots, by_expert, n_rows, top_k, n_experts, top_k_padded, n_experts_padded, tile_rows
+    )
+    if has_work:
         dtype: tl.constexpr = activated.dtype.element_ty
-        n_weight_columns = inter * 2 if is_gated else inter
-        column = tl.program_id(1) * n_columns + tl.arange(0, n_columns)
-        column_exists = column < n_weight_columns
-        if is_gated and not is_interleaved:
-            column = (column % 2) * inter + column // 2  # gate and up side by side, however they are stored
-        sums = _product(
-            rows,
-            tl.arange(0, ROWS),
-            is_member,
-            weight + expert * stride_expert,
-            column,
-            column_exists,
-            hidden,
-            stride_out,
-            stride_in,
-            n_columns,
-            depth,
-        )
-        values = _rounded(sums, dtype)
-        if has_bias:
-            added = tl.load(bias + expert * n_weight_columns + column, mask=column_exists, other=0.0)
-            values = _rounded(values + added.to(tl.float32)[None, :], dtype)
-        if is_gated:
-            gate, up = tl.split(tl.reshape(values, (ROWS, n_columns // 2, 2)))
-            values = _gated(gate, up, limit, alpha, function, dtype)
+        row = position // top_k
+        n_all = inter * 2 if is_gated else inter
+        if second is not None:
             column = tl.program_id(1) * (n_columns // 2) + tl.arange(0, n_columns // 2)
+            exists = column < inter
+            gate = _product(rows, row, is_member, first, expert, column, exists, hidden, form, depth)
+            up = _product(rows, row, is_member, second, expert, column, exists, hidden, second_form, depth)
+            gate = _biased(gate, bias, expert, n_all, column, exists, dtype)
+            up = _biased(up, bias, expert, n_all, inter + column, exists, dtype)
+            values = _gated(gate, up, limit, alpha, function, dtype)
         else:
-            values = _rounded(_function(values, function), dtype)
+            column = tl.program_id(1) * n_columns + tl.arange(0, n_columns)
+            exists = column < n_all
+            if is_gated and not is_interleaved:
+                column = (column % 2) * inter + column // 2  # gate and up side by side, however they are stored
+            sums = _product(rows, row, is_member, first, expert, column, exists, hidden, form, depth)
+            values = _biased(sums, bias, expert, n_all, column, exists, dtype)
+            if is_gated:
+                gate, up = tl.split(tl.reshape(values, (tile_rows, n_columns // 2, 2)))
+                values = _gated(gate, up, limit, alpha, function, dtype)
+                column = tl.program_id(1) * (n_columns // 2) + tl.arange(0, n_columns // 2)
+            else:
+                values = _rounded(_function(values, function), dtype)
         at = activated + position[:, None] * inter + column[None, :]
         tl.store(at, values.to(dtype), mask=is_member[:, None] & (column < inter)[None, :])
 
@@ -196,7 +296,8 @@ def up_program(
 def down_program(
     activated: tl.tensor,
     slots: tl.tensor,
-    weight: tl.tensor,
+    by_expert: tl.tensor,
+    matrix: tl.tensor,
     bias: tl.tensor,
     down: tl.tensor,
     n_rows: tl.tensor,
@@ -204,44 +305,29 @@ def down_program(
     n_experts: tl.tensor,
     hidden: tl.tensor,
     inter: tl.tensor,
-    stride_expert: tl.tensor,
-    stride_out: tl.tensor,
-    stride_in: tl.tensor,
+    form: tl.constexpr,
+    tile_rows: tl.constexpr,
     top_k_padded: tl.constexpr,
+    n_experts_padded: tl.constexpr,
     n_columns: tl.constexpr,
     depth: tl.constexpr,
-    has_bias: tl.constexpr,
 ) -> None:
-    """Down projection; grid (routes, tiles of ``n_columns`` columns).
+    """Down projection; grid (routes or tiles of rows, tiles of ``n_columns`` columns).
 
-    activated (positions, inter); weight (n_experts, hidden, inter) by its strides; bias (n_experts, hidden); down
-    (positions, hidden), written.
+    activated (positions, inter); matrix: `Matrix` with hidden columns; bias (n_experts, hidden) or None; down
+    (positions, hidden), written; the rest as for `up_program`.
     """
-    route = tl.program_id(0)
-    expert, position, is_member, leads = _routing(slots, route, n_rows, top_k, n_experts, top_k_padded)
-    if leads:
+    expert, position, is_member, has_work = _routing(
+        slots, by_expert, n_rows, top_k, n_experts, top_k_padded, n_experts_padded, tile_rows
+    )
+    if has_work:
         dtype: tl.constexpr = down.dtype.element_ty
         column = tl.program_id(1) * n_columns + tl.arange(0, n_columns)
-        column_exists = column < hidden
-        sums = _product(
-            activated,
-            position,
-            is_member,
-            weight + expert * stride_expert,
-            column,
-            column_exists,
-            inter,
-            stride_out,
-            stride_in,
-            n_columns,
-            depth,
-        )
-        values = _rounded(sums, dtype)
-        if has_bias:
-            added = tl.load(bias + expert * hidden + column, mask=column_exists, other=0.0)
-            values = _rounded(values + added.to(tl.float32)[None, :], dtype)
+        exists = column < hidden
+        sums = _product(activated, position, is_member, matrix, expert, column, exists, inter, form, depth)
+        values = _biased(sums, bias, expert, hidden, column, exists, dtype)
         at = down + position[:, None] * hidden + column[None, :]
-        tl.store(at, values.to(dtype), mask=is_member[:, None] & column_exists[None, :])
+        tl.store(at, values.to(dtype), mask=is_member[:, None] & exists[None, :])
 
 
 @triton.jit(do_not_specialize=["top_k"])

@@ -12,30 +12,20 @@ from moeoffload.errors import SettingError
 
 def check_access(settings: ServeSettings) -> None:
     """Whether a server may be opened to clients as the settings say, and their files hold what they should.
-
-    Raises:
-        SettingError: not so.
-    """
+    Raises SettingError: not so."""
     settings.check_http()
     read_api_key(settings)
     tls_context(settings)
 
 
 def read_api_key(settings: ServeSettings) -> str | None:
-    """What clients have to show; None if nothing.
-
-    Raises:
-        SettingError: the file holds no key.
-    """
+    """What clients have to show; None if nothing. Raises SettingError: the file holds no key."""
     return read_token(settings.api_key_file, "--api-key-file") if settings.api_key_file is not None else None
 
 
 def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
     """How connections are encrypted; None if they are not.
-
-    Raises:
-        SettingError: the files hold no certificate and its key.
-    """
+    Raises SettingError: the files hold no certificate and its key."""
     cert, key = settings.http_tls_cert, settings.http_tls_key
     if cert is None or key is None:
         return None
@@ -47,10 +37,7 @@ def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
 
 def bind_socket(settings: ServeSettings) -> socket.socket:
     """The socket that clients will reach the server at; it does not listen yet.
-
-    Raises:
-        SettingError: the port is taken, or the address is not this machine's.
-    """
+    Raises SettingError: the port is taken, or the address is not this machine's."""
     try:
         found = socket.getaddrinfo(settings.bind, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -58,7 +45,7 @@ def bind_socket(settings: ServeSettings) -> socket.socket:
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
-        # A server that was stopped a moment ago does not keep the next one from its port.
+        # a server that was stopped a moment ago does not keep the next one from its port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:

@@ -14,7 +14,7 @@ from moeoffload.serve.chat import PromptReader
 from moeoffload.serve.choices import Choices, Piece
 from moeoffload.serve.detokenizer import TokenTexts
 from moeoffload.serve.engine import ServingEngine
-from moeoffload.serve.forms import ChatForm, CompletionForm, Usage
+from moeoffload.serve.forms import ChatForm, CompletionForm, usage_json
 from moeoffload.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from moeoffload.serve.sse import EventStream, unless_client_leaves
 from moeoffload.text import one_line
@@ -24,11 +24,7 @@ COMPLETION_TOKENS: Final = 16
 
 
 class Answering:
-    """Answers requests for one model; lives in the event loop.
-
-    Args:
-        max_choices: choices that one request may have in all; more could never be admitted together.
-    """
+    """Answers requests for one model, of up to ``max_choices`` choices each; lives in the event loop."""
 
     def __init__(self, engine: ServingEngine, tokenizer: Any, model_name: str, max_choices: int) -> None:
         self.model_name = model_name
@@ -51,21 +47,13 @@ class Answering:
         self._reader.close()
 
     def check_model(self, name: str) -> None:
-        """Whether ``name`` is the model's.
-
-        Raises:
-            ApiError: 404.
-        """
+        """Whether ``name`` is the model's. Raises ApiError: 404."""
         if name != self.model_name:
             shown = one_line(name, 200)
             raise ApiError(404, f"The model '{shown}' does not exist.", param="model", code="model_not_found")
 
     async def chat(self, request: ChatRequest, receive: Receive) -> Response:
-        """The response to /v1/chat/completions.
-
-        Raises:
-            ApiError: there is no answer.
-        """
+        """The response to /v1/chat/completions. Raises ApiError: there is no answer."""
         self._check(request)
         prompt = await self._reader.read_chat(request)
         max_tokens = self._room(prompt, request.max_completion_tokens or request.max_tokens, None, "messages")
@@ -73,11 +61,7 @@ class Answering:
         return await self._answer(request, form, [(prompt, max_tokens)], request.alternatives, receive)
 
     async def complete(self, request: CompletionRequest, receive: Receive) -> Response:
-        """The response to /v1/completions.
-
-        Raises:
-            ApiError: there is no answer.
-        """
+        """The response to /v1/completions. Raises ApiError: there is no answer."""
         self._check(request)
         n = request.n or 1
         if len(request.prompt) * n > self._max_choices:
@@ -107,17 +91,11 @@ class Answering:
         most, n = self._engine.context_tokens, len(prompt)
         if not prompt:
             raise bad_request("The prompt is empty: it has no tokens.", param)
-        limit = f"This model's maximum context length is {most} tokens. However, "
-        if n >= most:
+        if n + (least := wanted or 1) > most:
             raise bad_request(
-                f"{limit}your {param} resulted in {n} tokens. Please reduce the length of the {param}.",
-                param,
-                "context_length_exceeded",
-            )
-        if wanted is not None and n + wanted > most:
-            raise bad_request(
-                f"{limit}you requested {n + wanted} tokens ({n} in the {param}, {wanted} in the completion). "
-                f"Please reduce the length of the {param} or the completion.",
+                f"This model's maximum context length is {most} tokens. However, you requested {n + least} tokens "
+                f"({n} in the {param}, {least} in the completion). Please reduce the length of the {param} or the "
+                "completion.",
                 param,
                 "context_length_exceeded",
             )
@@ -139,8 +117,8 @@ class Answering:
         )
         n = request.n or 1
 
-        def usage() -> Usage:
-            return Usage(
+        def usage() -> dict[str, Any]:
+            return usage_json(
                 prompt=sum(len(prompt) for prompt, _ in prompts),
                 cached=sum(choice.reused_tokens for choice in choices.choices[::n]),
                 completion=sum(choice.n_tokens for choice in choices.choices),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -14,7 +13,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from moeoffload.config import ServeSettings, is_loopback
 from moeoffload.serve.access import read_api_key
 from moeoffload.serve.answering import Answering
-from moeoffload.serve.api_errors import ApiError, of_exception, of_validation
+from moeoffload.serve.api_errors import ApiError, of_exception
 from moeoffload.serve.dashboard import dashboard_page
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.guard import Guard
@@ -29,30 +28,13 @@ Snapshot = Callable[[bool], dict[str, Any]]
 """All figures as plain data. The argument: whether to add the times of each layer and the figures of now."""
 
 
-@dataclass(frozen=True)
-class Api:
-    """The app, and the two parts of it that a graceful stop needs."""
-
-    app: Guard
-    answering: Answering
-
-    def stop_taking(self) -> None:
-        """New requests are refused from now on; those that run go on."""
-        self.app.stopping = True
-
-
 def create_app(
     engine: ServingEngine, tokenizer: Any, model_name: str, settings: ServeSettings, snapshot: Snapshot
-) -> Api:
-    """The app that answers clients with ``engine``.
+) -> tuple[Guard, Answering]:
+    """The app that answers clients with ``engine``, and its part that gives running requests up.
 
-    Args:
-        tokenizer: the model's; copied for what is not the event loop's.
-        model_name: what clients call the model.
-        snapshot: for /stats and /metrics.
-
-    Raises:
-        SettingError: the file of the API key holds none, or the server would be open to others.
+    Clients call the model ``model_name``; its ``tokenizer`` is copied for what is not the event loop's.
+    Raises SettingError: the file of the API key holds none, or the server would be open to others.
     """
     settings.check_http()
     api_key = read_api_key(settings)
@@ -70,17 +52,12 @@ def create_app(
         max_open=room + _SPARE_PLACES,
     )
     _add_health(app, engine, guard)
-    return Api(guard, answering)
+    return guard, answering
 
 
 def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
     def card() -> dict[str, Any]:
-        return {
-            "id": answering.model_name,
-            "object": "model",
-            "created": answering.created,
-            "owned_by": "moeoffload",
-        }
+        return {"id": answering.model_name, "object": "model", "created": answering.created, "owned_by": "moeoffload"}
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -131,22 +108,13 @@ def _add_health(app: FastAPI, engine: ServingEngine, guard: Guard) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response()
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return of_validation(error).response()
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
+    async def tell(request: Request, error: Exception) -> Response:
+        if not isinstance(error, HTTPException):
+            return of_exception(error).response()
+        message, code = str(error.detail), None
         if error.status_code in (404, 405):
-            url = one_line(request.url.path, 200)
-            message, code = f"Unknown request URL: {request.method} {url}.", "unknown_url"
-            return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
-        return ApiError(error.status_code, str(error.detail)).response()
+            message, code = f"Unknown request URL: {request.method} {one_line(request.url.path, 200)}.", "unknown_url"
+        return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
 
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return of_exception(error).response()
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, tell)

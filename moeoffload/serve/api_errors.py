@@ -71,6 +71,8 @@ def of_exception(error: Exception) -> ApiError:
     """What a client is told of ``error``; one that was not made on purpose is logged and not quoted."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestValidationError):
+        return _of_validation(error)
     if isinstance(error, BusyError):
         return busy(str(error), error.retry_after_s)
     if isinstance(error, PromptError):
@@ -83,7 +85,7 @@ def of_exception(error: Exception) -> ApiError:
     return ApiError(500, "The server had an error while processing the request.", code="internal_error")
 
 
-def of_validation(error: RequestValidationError) -> ApiError:
+def _of_validation(error: RequestValidationError) -> ApiError:
     """What a client is told of a body that is no JSON, or has a parameter of a wrong type or value."""
     details: list[Any] = list(error.errors())
     first: dict[str, Any] = dict(details[0]) if details else {"type": "", "loc": (), "msg": "invalid request"}

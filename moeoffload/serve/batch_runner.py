@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Final
 
@@ -20,92 +19,45 @@ from moeoffload.serve.scheduler import Scheduler
 from moeoffload.serve.sequence import Share
 from moeoffload.serve.speculative import IDLE_REQUESTS, PromptLookup, accept
 
-PAGE_TOKENS: Final = 16
-"""A beginning is used again in pages of so many tokens."""
+PAGE_TOKENS: Final = 16  # a beginning is used again in pages of so many tokens
 _MOST_GUESSES: Final = FEW_QUERIES // IDLE_REQUESTS - 1
 """So many that a step of guesses is computed like one token: kernels for few rows do not round by their number."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a step has brought.
-
-    Attributes:
-        shares: what was computed.
-        choices: of each share its next tokens; none while its prompt has further parts.
-        seconds: how long it took.
-    """
-
-    shares: list[Share]
-    choices: list[list[TokenChoice]]
-    seconds: float
-
-
 class BatchRunner:
-    """A model and the sequences that it computes together. For one thread.
-
-    Attributes:
-        capacity_tokens: tokens whose keys and values fit into the memory.
-        total_bytes: bytes of that memory.
-    """
+    """A model, the memory of its keys and values, and the sequences that it computes together. For one thread."""
 
     def __init__(self, offloaded: OffloadedModel, settings: ServeSettings) -> None:
-        """Takes the model over until `close`.
-
-        Raises:
-            ModelError: requests of this model cannot be batched.
-            ServerError: an expert server failed.
-        """
+        """Takes the model over until ``runner`` is closed.
+        Raises ModelError: requests of this model cannot be batched; ServerError: an expert server failed."""
         self._recorder = offloaded.recorder
-        self._runner = ModelRunner(offloaded.model, PAGE_TOKENS, int(settings.kv_gib * GIB))
-        self._blocks = BlockManager(self._runner.n_pages, PAGE_TOKENS, reuse=settings.prefix_reuse)
-        self._scheduler = Scheduler(
-            self._blocks, max(settings.prefill_chunk, settings.max_running), settings.max_running
-        )
+        self.runner = ModelRunner(offloaded.model, PAGE_TOKENS, int(settings.kv_gib * GIB))
+        self.blocks = BlockManager(self.runner.n_pages, PAGE_TOKENS, reuse=settings.prefix_reuse)
+        step_rows = max(settings.prefill_chunk, settings.max_running)
+        self.scheduler = Scheduler(self.blocks, step_rows, settings.max_running)
         n_guesses = offloaded.settings.prompt_lookup
         self._lookup = PromptLookup(n_guesses) if n_guesses else None
-        self.capacity_tokens = self._runner.n_pages * PAGE_TOKENS
-        self.total_bytes = self._runner.total_bytes
-        self.add, self.remove, self.reset = self._scheduler.add, self._scheduler.remove, self._scheduler.reset
-        self.cache_tokens = self._blocks.cache_tokens
-
-    def close(self) -> None:
-        """Gives the model back. Idempotent."""
-        self._runner.close()
-
-    @property
-    def n_waiting(self) -> int:
-        """Sequences that have not begun, or gave their room up."""
-        return len(self._scheduler.waiting)
-
-    @property
-    def n_running(self) -> int:
-        """Sequences that are being computed."""
-        return len(self._scheduler.running)
 
     def schedule(self) -> list[Share]:
         """Chooses what the next step computes; nothing if no sequence is there."""
-        running = self._scheduler.running
-        if self._lookup is not None and len(running) + self.n_waiting <= IDLE_REQUESTS:
+        running = self.scheduler.running
+        if self._lookup is not None and len(running) + len(self.scheduler.waiting) <= IDLE_REQUESTS:
             for sequence in running:
                 if sequence.sampler.is_plain and sequence.n_answer:
                     most = min(_MOST_GUESSES, sequence.max_tokens - sequence.n_answer - 1)
                     sequence.guesses = self._lookup.guess(sequence.tokens, most)
-        return self._scheduler.schedule()
+        return self.scheduler.schedule()
 
-    def compute(self, shares: list[Share]) -> Step:
-        """Computes a step.
-
-        Raises:
-            MoeOffloadError: an expert server failed; nothing of the step counts.
-        """
+    def compute(self, shares: list[Share]) -> tuple[list[list[TokenChoice]], float]:
+        """Computes a step: of each share its next tokens, none while its prompt has further parts; and the seconds.
+        Raises MoeOffloadError: an expert server failed; nothing of the step counts."""
         started = perf_counter()
         decoding = all(len(share.tokens) == max(1, share.n_logits) for share in shares)
         self._recorder.next_phase = DECODE if decoding else PREFILL
-        choices = _choose(shares, self._runner.forward(shares))
+        choices = _choose(shares, self.runner.forward(shares))
         for share, each in zip(shares, choices, strict=True):
-            self._scheduler.commit(share, [choice.token for choice in each])
-        return Step(shares, choices, perf_counter() - started)
+            self.scheduler.commit(share, [choice.token for choice in each])
+        return choices, perf_counter() - started
 
 
 def _choose(shares: list[Share], logits: torch.Tensor) -> list[list[TokenChoice]]:

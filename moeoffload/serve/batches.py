@@ -6,14 +6,12 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import MoeOffloadError
 from moeoffload.host.session import OffloadedModel
 
 MEMBER_BOUNDS: Final = (1, 2, 3, 4, 8)
 """Of the histogram that servers give: 1, 2, 3, 4, 5 to 8, and more requests in one call."""
-ASK_S: Final = 1.0
-"""A server that does not answer within so many seconds is left out."""
+ASK_S: Final = 1.0  # a server that does not answer within so many seconds is left out
 PAUSE_S: Final = 0.5
 
 
@@ -43,18 +41,11 @@ class BatchWatcher:
         known = dict(self._known)
         for link in self._offloaded.links:
             try:
-                figures = _figures(link.stats(ASK_S))
+                reply = link.stats(ASK_S)
             except MoeOffloadError:
                 continue  # what it said last stays
-            if figures is not None:
-                known[link.info.address] = figures
+            counts = list(reply.batches.by_members)
+            if len(counts) == len(MEMBER_BOUNDS) + 1:  # not from a server that counts otherwise
+                members = {"bounds": list(MEMBER_BOUNDS), "counts": counts, "total": reply.requests, "n": sum(counts)}
+                known[link.info.address] = {"members": members, "wait_s": reply.batches.wait_seconds}
         self._known = known
-
-
-def _figures(reply: pb.StatsReply) -> dict[str, Any] | None:
-    """None from a server that counts otherwise."""
-    counts = list(reply.batches.by_members)
-    if len(counts) != len(MEMBER_BOUNDS) + 1:
-        return None
-    members = {"bounds": list(MEMBER_BOUNDS), "counts": counts, "total": reply.requests, "n": sum(counts)}
-    return {"members": members, "wait_s": reply.batches.wait_seconds}

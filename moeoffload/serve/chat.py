@@ -32,19 +32,12 @@ class PromptReader:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read_text(self, text: str) -> list[int]:
-        """Tokens of a prompt for completion.
-
-        Raises:
-            ApiError: it is no valid Unicode.
-        """
+        """Tokens of a prompt for completion. Raises ApiError: it is no valid Unicode."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, text, True)
 
     async def read_chat(self, request: ChatRequest) -> list[int]:
         """Tokens of the messages in the model's chat template, up to where the assistant's answer begins.
-
-        Raises:
-            ApiError: there is no template, or it takes no such messages or tools.
-        """
+        Raises ApiError: there is no template, or it takes no such messages or tools."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode_chat, request)
 
     def _encode(self, text: str, special: bool) -> list[int]:

@@ -25,8 +25,7 @@ class Piece:
 
     index: int
     text: str
-    tokens: Sequence[tuple[int, TokenChoice]] = ()
-    """Each with where its text begins, in characters of the choice."""
+    tokens: Sequence[tuple[int, TokenChoice]] = ()  # each with where its text begins, in characters of the choice
     finish: FinishReason | None = None
 
 
@@ -91,11 +90,7 @@ class Choices:
         self.choices: list[Choice] = []
 
     def submit(self, prompt: list[int], options: SamplingOptions) -> None:
-        """Asks the engine for one more choice.
-
-        Raises:
-            ApiError: the engine does not take it.
-        """
+        """Asks the engine for one more choice. Raises ApiError: the engine does not take it."""
         index = len(self.choices)
         try:
             self._tickets.append(self._engine.submit(prompt, options, self._listener(index)))
@@ -114,11 +109,7 @@ class Choices:
         self._news.put_nowait((-1, error))
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """All pieces of all choices as they come.
-
-        Raises:
-            ApiError: the engine failed, or gave the request up.
-        """
+        """All pieces of all choices as they come. Raises ApiError: the engine failed, or gave the request up."""
         n_running = len(self.choices)
         while n_running:
             index, news = await self._news.get()

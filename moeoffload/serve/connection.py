@@ -49,8 +49,7 @@ class IdleConnections:
                 seen = -1 if running[self._peer] else begun[self._peer]
                 self._timer = asyncio.get_running_loop().call_later(HEAD_TIMEOUT_S, self._look, seen)
 
-        self.protocol: type[asyncio.Protocol] = Connection
-        """For ``uvicorn.Config(http=...)``."""
+        self.protocol: type[asyncio.Protocol] = Connection  # for `uvicorn.Config(http=...)`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""

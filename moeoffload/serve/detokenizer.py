@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 _UNKNOWN: Final = "\ufffd"
 """What decoders put in the place of bytes that are no UTF-8, also of a character that is not complete yet."""
 _LONGEST_HELD: Final = 8
@@ -58,8 +60,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.found = False
-        """Whether a stop string has come; nothing comes out any more."""
+        self.found = False  # whether a stop string has come; nothing comes out any more
 
     def push(self, piece: str) -> str:
         """The text that is certain to stand before any stop string."""
@@ -91,7 +92,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._bytes_of_letters = _byte_level_alphabet()
+        # Byte-level tokenizers write a letter for each byte.
+        self._bytes_of_letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
         self.of = functools.lru_cache(maxsize=65536)(self._of)
         """(text, UTF-8 bytes) of a token. One that is part of a character has a text like ``bytes:\\xe2\\x82``, as in
         OpenAI's API; its bytes are None where the tokenizer does not tell."""
@@ -109,10 +111,3 @@ class TokenTexts:
         if len(known) != len(parts):
             return text, None
         return "bytes:" + "".join(f"\\x{part:02x}" for part in known), known
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The letters that byte-level tokenizers write for bytes: printable ones stand for themselves, others follow."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

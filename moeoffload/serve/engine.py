@@ -12,14 +12,15 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from moeoffload.config import ServeSettings
 from moeoffload.errors import BusyError, MoeOffloadError, PromptError, ServerError
+from moeoffload.host.model import eos_tokens
 from moeoffload.host.session import OffloadedModel
-from moeoffload.serve.batch_runner import BatchRunner, Step
+from moeoffload.serve.batch_runner import PAGE_TOKENS, BatchRunner
 from moeoffload.serve.request import FinishReason, OnProgress, Progress, SamplingOptions, TokenChoice
 from moeoffload.serve.sampling import Sampler
 from moeoffload.serve.sequence import Sequence, Share
@@ -43,15 +44,8 @@ class Ticket:
     last_token: float = 0.0
     n_tokens: int = 0
     is_over: bool = False
-    is_scheduled: bool = False
-    """Whether the batch has been told of it."""
-    reused: int | None = None
-    """None until its first step."""
-
-    @property
-    def request_id(self) -> str:
-        """Unique in this process."""
-        return self.sequence.request_id
+    is_scheduled: bool = False  # whether the batch has been told of it
+    reused: int | None = None  # None until its first step
 
     def cancel(self) -> None:
         """Ends it; from any thread, at any time, more than once. Its room is free within one step."""
@@ -63,31 +57,27 @@ class ServingEngine:
 
     def __init__(self, offloaded: OffloadedModel, settings: ServeSettings) -> None:
         """Starts the engine's thread, which runs the model once to warm up.
-
-        Raises:
-            ModelError: requests of this model cannot be batched.
-            ServerError: the first step failed.
-        """
+        Raises ModelError: requests of this model cannot be batched; ServerError: the first step failed."""
         self.stats = ServingStats()
         self._offloaded = offloaded
         self._settings = settings
-        self._eos = _eos_tokens(offloaded.model)
+        self._eos = eos_tokens(offloaded.model)
         self._batch = BatchRunner(offloaded, settings)
         most = getattr(offloaded.checkpoint.config.get_text_config(), "max_position_embeddings", None)
-        self.context_tokens = min(most or self._batch.capacity_tokens, self._batch.capacity_tokens)
-        """Tokens that prompt and answer of one request may have together."""
-        self.stats.cache.total_tokens = self._batch.capacity_tokens
-        self.stats.cache.total_bytes = self._batch.total_bytes
+        room = self._batch.runner.n_pages * PAGE_TOKENS
+        self.context_tokens = min(most or room, room)  # tokens that prompt and answer of one request may have together
+        self.stats.cache.total_tokens = room
+        self.stats.cache.total_bytes = self._batch.runner.total_bytes
         self._n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size
         self._numbers = itertools.count()
-        self._requests: dict[str, Ticket] = {}
+        self._requests: dict[Sequence, Ticket] = {}
         self._new: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
         self._changing = threading.Lock()
         """Guards the three above and the three below; never held across a wait or a step."""
         self._draining = False
         self._stopping = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # what ended the engine for good
         self._idle = threading.Condition(self._changing)
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
@@ -101,33 +91,22 @@ class ServingEngine:
     # -- for any thread
 
     @property
-    def failure(self) -> BaseException | None:
-        """What ended the engine for good; None as long as it goes on."""
-        return self._failure
-
-    @property
     def is_ready(self) -> bool:
         """Whether requests are taken: warmed up, not draining, not failed."""
-        return self._thread.is_alive() and not (self._failure or self._draining or self._stopping)
+        return self._thread.is_alive() and not (self.failure or self._draining or self._stopping)
 
     def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> Ticket:
         """Queues a request.
-
-        Raises:
-            PromptError: the prompt is empty or does not fit, or has a token that the model does not.
-            BusyError: the queue is full or the engine drains; says after how many seconds to come again.
-            ServerError: the engine has failed.
-        """
+        Raises PromptError: the prompt is empty or does not fit, or has a token that the model does not; BusyError: the
+        queue is full or the engine drains; says after how many seconds to come again; ServerError: the engine has
+        failed."""
         if not prompt:
             raise PromptError("the prompt is empty")
         # A token that the model does not have would fail the step, and with it all requests.
         for token in (min(prompt), max(prompt), *options.bias):
             if not 0 <= token < self._n_vocabulary:
                 raise PromptError(f"token {token} is none of the model's, which are 0 to {self._n_vocabulary - 1}")
-        room = self.context_tokens - len(prompt)
-        if room < 1:
-            raise PromptError(f"the prompt has {len(prompt)} tokens, the context holds {self.context_tokens}")
-        if options.max_tokens > room:
+        if len(prompt) + options.max_tokens > self.context_tokens:
             raise PromptError(
                 f"the prompt has {len(prompt)} tokens and the answer may have {options.max_tokens}; "
                 f"the context holds {self.context_tokens}"
@@ -136,8 +115,8 @@ class ServingEngine:
         sequence = Sequence(name, list(prompt), len(prompt), options.max_tokens, Sampler(options))
         request = Ticket(sequence, options, on_progress, self, perf_counter())
         with self._changing:
-            if self._failure is not None:
-                raise ServerError(f"the engine has failed: {self._failure}")
+            if self.failure is not None:
+                raise ServerError(f"the engine has failed: {self.failure}")
             if self._draining or self._stopping:
                 self.stats.requests.rejected += 1
                 raise BusyError("the server is shutting down", self._retry_after_s())
@@ -146,7 +125,7 @@ class ServingEngine:
                 raise BusyError(
                     f"{len(self._requests)} requests are running or waiting, more are not taken", self._retry_after_s()
                 )
-            self._requests[request.request_id] = request
+            self._requests[sequence] = request
             self._new.append(request)
         self._wake.set()
         return request
@@ -154,7 +133,7 @@ class ServingEngine:
     def cancel(self, request: Ticket) -> None:
         """Ends a request before the next step, if it has not ended."""
         with self._changing:
-            if request.request_id not in self._requests:
+            if request.sequence not in self._requests:
                 return
             self._cancelled.append(request)
         self._wake.set()
@@ -170,7 +149,7 @@ class ServingEngine:
         self._stopping = True
         self._wake.set()
         self._thread.join(_STOP_TIMEOUT_S)
-        self._batch.close()
+        self._batch.runner.close()
 
     def __enter__(self) -> ServingEngine:
         return self
@@ -198,7 +177,7 @@ class ServingEngine:
             logger.critical("the engine has failed and answers no more requests", exc_info=True)
             last = Progress(finish=FinishReason.ERROR, error=ServerError(f"the engine has failed: {error}"))
             with self._changing:
-                self._failure = error
+                self.failure = error
         with self._idle:
             left = list(self._requests.values())
             self._requests.clear()
@@ -226,16 +205,16 @@ class ServingEngine:
         if not shares:
             return False
         try:
-            step = self._batch.compute(shares)
+            per_share, took_s = self._batch.compute(shares)
         except MoeOffloadError as error:
             logger.warning("a step of %d requests failed: %s", len(shares), error)
             for share in shares:
-                self._end(self._request_of(share), Progress(finish=FinishReason.ERROR, error=error))
+                self._end(self._requests[share.sequence], Progress(finish=FinishReason.ERROR, error=error))
             return True
-        self._count_step(step)
+        self._count_step(shares, per_share, took_s)
         now = perf_counter()
-        for share, choices in zip(step.shares, step.choices, strict=True):
-            request = self._request_of(share)
+        for share, choices in zip(shares, per_share, strict=True):
+            request = self._requests[share.sequence]
             if request.reused is None:
                 request.reused = share.past
                 self._offloaded.recorder.told().prompt += share.sequence.n_prompt - share.past
@@ -246,33 +225,30 @@ class ServingEngine:
                     break
         return True
 
-    def _request_of(self, share: Share) -> Ticket:
-        return self._requests[share.sequence.request_id]
-
     def _take_changes(self) -> None:
         with self._changing:
             new, self._new = self._new, deque()
             cancelled, self._cancelled = self._cancelled, deque()
         for request in new:
             request.is_scheduled = True
-            self._batch.add(request.sequence)
+            self._batch.scheduler.add(request.sequence)
             self.stats.tokens.prompt += request.sequence.n_prompt
         for request in cancelled:
-            if request.request_id in self._requests:
+            if request.sequence in self._requests:
                 self._end(request, Progress(finish=FinishReason.CANCELLED))
 
     def _count_requests(self) -> None:
-        counts, cache = self.stats.requests, self.stats.cache
-        counts.running, counts.waiting = self._batch.n_running, self._batch.n_waiting
-        cache.used_tokens, cache.kept_tokens = self._batch.cache_tokens()
+        counts, cache, scheduler = self.stats.requests, self.stats.cache, self._batch.scheduler
+        counts.running, counts.waiting = len(scheduler.running), len(scheduler.waiting)
+        cache.used_tokens, cache.kept_tokens = self._batch.blocks.cache_tokens()
 
-    def _count_step(self, step: Step) -> None:
+    def _count_step(self, shares: list[Share], per_share: list[list[TokenChoice]], took_s: float) -> None:
         steps, tokens = self.stats.steps, self.stats.tokens
         steps.steps += 1
-        steps.seconds += step.seconds
-        self.stats.step_rows.add(sum(len(share.tokens) for share in step.shares))
-        tokens.guessed += sum(share.n_guesses for share in step.shares)
-        tokens.guessed_right += sum(max(0, len(choices) - 1) for choices in step.choices)
+        steps.seconds += took_s
+        self.stats.step_rows.add(sum(len(share.tokens) for share in shares))
+        tokens.guessed += sum(share.n_guesses for share in shares)
+        tokens.guessed_right += sum(max(0, len(choices) - 1) for choices in per_share)
 
     def _take_token(self, request: Ticket, choice: TokenChoice, now: float) -> None:
         request.n_tokens += 1
@@ -297,7 +273,7 @@ class ServingEngine:
     def _end(self, request: Ticket, progress: Progress) -> None:
         request.is_over = True
         if request.is_scheduled:
-            self._batch.remove(request.sequence)
+            self._batch.scheduler.remove(request.sequence)
         counts = self.stats.requests
         if progress.finish is FinishReason.CANCELLED:
             counts.cancelled += 1
@@ -306,7 +282,7 @@ class ServingEngine:
         else:
             counts.finished += 1
         with self._idle:
-            del self._requests[request.request_id]
+            del self._requests[request.sequence]
             self._idle.notify_all()
         _tell(request, progress)
 
@@ -317,7 +293,7 @@ class ServingEngine:
             left = [request for request in self._requests.values() if request.is_scheduled]
         for request in left:
             self._end(request, Progress(finish=FinishReason.ERROR, error=told))
-        self._batch.reset()
+        self._batch.scheduler.reset()
 
     def _warm_up(self) -> None:
         """A request of a few tokens: what is compiled or allocated at first is so before the first client comes."""
@@ -338,7 +314,7 @@ class ServingEngine:
             raise ServerError(f"the first step did not end within {timeout_s:g} s")
         if done[-1].error is not None:
             raise done[-1].error
-        self.stats.reset()
+        self.stats = ServingStats(self.stats.cache)
         self._offloaded.recorder.reset()
 
 
@@ -347,13 +323,4 @@ def _tell(request: Ticket, progress: Progress) -> None:
     try:
         request.tell(progress)
     except Exception:
-        logger.exception("%s was not told", request.request_id)
-
-
-def _eos_tokens(model: Any) -> tuple[int, ...]:
-    eos = model.generation_config.eos_token_id
-    if eos is None:
-        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
+        logger.exception("%s was not told", request.sequence.request_id)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final
 
-NOW_S: Final = 3.0
-"""Rates "now" are over so many seconds."""
-STEP_S: Final = 10.0
-"""Where the time of steps goes is over so many seconds."""
-LATENCY_S: Final = 60.0
-"""Latencies and batch sizes are over so many seconds."""
+NOW_S: Final = 3.0  # rates "now" are over so many seconds
+STEP_S: Final = 10.0  # where the time of steps goes is over so many seconds
+LATENCY_S: Final = 60.0  # latencies and batch sizes are over so many seconds
 PARTS: Final = ("dense", "pack", "wire", "queue", "compute", "local", "combine", "other")
 """Of a step, in the order in which they are shown."""
 LAYER_PARTS: Final = PARTS[:-1]
-PAUSE_S: Final = 10.0
-"""The history begins anew when no snapshot was asked for in so many seconds."""
+PAUSE_S: Final = 10.0  # the history begins anew when no snapshot was asked for in so many seconds
 _EPSILON_S: Final = 1e-6
 _LEAST_STEP_S: Final = 0.25
 
@@ -48,14 +45,19 @@ class History:
         limit = self.newest["uptime_s"] - seconds + _EPSILON_S
         return next((each for each in reversed(self._snapshots) if each["uptime_s"] <= limit), self._snapshots[0])
 
-    def first_batches(self) -> dict[str, dict[str, Any]]:
-        """By server what it told first of its batches; the first snapshots come before that."""
-        found: dict[str, dict[str, Any]] = {}
+    def batch_members(self) -> dict[str, Any] | None:
+        """Requests in each kernel call of all servers, since each told of them first; None if none did yet."""
+        first: dict[str, dict[str, Any]] = {}
+        told: dict[str, dict[str, Any]] = {}
         for snapshot in self._snapshots:
-            for server in snapshot["servers"]:
-                if "batches" in server:
-                    found.setdefault(server["address"], server["batches"]["members"])
-        return found
+            told = {each["address"]: each["batches"]["members"] for each in snapshot["servers"] if "batches" in each}
+            first = told | first
+        parts = [histogram_difference(members, first[address]) for address, members in told.items()]
+        if not parts:
+            return None
+        counts = [sum(counts) for counts in zip(*(part["counts"] for part in parts), strict=True)]
+        sums = {name: sum(part[name] for part in parts) for name in ("total", "n")}
+        return {"bounds": parts[0]["bounds"], "counts": counts} | sums
 
 
 def figures(history: History) -> dict[str, Any]:
@@ -66,8 +68,7 @@ def figures(history: History) -> dict[str, Any]:
     tokens, cache = new["tokens"], new["cache"]
     steps = new["steps"]["steps"] - older["steps"]["steps"]
     rows = histogram_difference(new["step_rows"], oldest["step_rows"])
-    parts = {part: new["steps"][f"{part}_s"] - older["steps"][f"{part}_s"] for part in PARTS}
-    members = _batch_members(new["servers"], history.first_batches())
+    members = history.batch_members()
     return {
         "watched_s": new["uptime_s"] - history.before(LATENCY_S)["uptime_s"],
         "tokens_per_s": _rate(tokens["completion"] - old["tokens"]["completion"], seconds),
@@ -82,7 +83,7 @@ def figures(history: History) -> dict[str, Any]:
         "rows": rows,
         "rows_per_step": _share(rows["total"], rows["n"]),
         "step_s": _share(new["steps"]["seconds"] - older["steps"]["seconds"], steps),
-        "step_parts": {part: value / steps if steps else 0.0 for part, value in parts.items()},
+        "step_parts": _mean_parts(PARTS, new["steps"], older["steps"], steps),
         "layers": _layers(new["layers"], older["layers"]),
         "servers": [_load(server, old["servers"], seconds) for server in new["servers"]],
         "batch_members": members,
@@ -123,12 +124,13 @@ def _p50_p95(histogram: dict[str, Any]) -> tuple[float | None, float | None]:
 
 def _layers(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[str, float]]:
     calls = [layer["calls"] - before["calls"] for layer, before in zip(new, old, strict=True)]
-    if not any(calls):
-        return []
-    return [
-        {part: (layer[f"{part}_s"] - before[f"{part}_s"]) / n if n else 0.0 for part in LAYER_PARTS}
-        for layer, before, n in zip(new, old, calls, strict=True)
-    ]
+    each = zip(new, old, calls, strict=True)
+    return [_mean_parts(LAYER_PARTS, layer, before, n) for layer, before, n in each] if any(calls) else []
+
+
+def _mean_parts(parts: Sequence[str], new: dict[str, Any], old: dict[str, Any], n: int) -> dict[str, float]:
+    """Seconds of each part of one of the ``n`` steps or calls between two snapshots."""
+    return {part: (new[f"{part}_s"] - old[f"{part}_s"]) / n if n else 0.0 for part in parts}
 
 
 def _load(server: dict[str, Any], before: list[dict[str, Any]], seconds: float) -> dict[str, float]:
@@ -141,19 +143,6 @@ def _load(server: dict[str, Any], before: list[dict[str, Any]], seconds: float) 
         "bytes_per_s": _rate(n_bytes, seconds),
         "busy": min(1.0, _rate(server["compute_s"] - old["compute_s"], seconds)),
         "wait_s": _share(server["wait_s"] - old["wait_s"], calls) or 0.0,
-    }
-
-
-def _batch_members(new: list[dict[str, Any]], first: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    told = {server["address"]: server["batches"]["members"] for server in new if "batches" in server}
-    parts = [histogram_difference(members, first[address]) for address, members in told.items()]
-    if not parts:
-        return None
-    return {
-        "bounds": parts[0]["bounds"],
-        "counts": [sum(counts) for counts in zip(*(part["counts"] for part in parts), strict=True)],
-        "total": sum(part["total"] for part in parts),
-        "n": sum(part["n"] for part in parts),
     }
 
 

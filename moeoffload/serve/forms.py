@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from moeoffload import __version__
@@ -13,31 +13,22 @@ from moeoffload.serve.choices import Piece
 from moeoffload.serve.detokenizer import TokenTexts
 from moeoffload.serve.request import TokenChoice
 
-_LEAST_LOGPROB: Final = -9999.0
-"""What stands for minus infinity, which JSON does not have."""
+_LEAST_LOGPROB: Final = -9999.0  # what stands for minus infinity, which JSON does not have
 
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Usage:
+def usage_json(*, prompt: int, cached: int, completion: int) -> Json:
     """Tokens of one request: of all its prompts (of which ``cached`` were not computed again), of all its choices."""
-
-    prompt: int
-    cached: int
-    completion: int
-
-    def to_json(self) -> Json:
-        """As a response has it."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
-class _Form:
+class _Form(ABC):
     """What both kinds have in common."""
 
     def __init__(self, kind: str, prefix: str, model: str, texts: TokenTexts, with_usage: bool) -> None:
@@ -51,9 +42,18 @@ class _Form:
             "system_fingerprint": f"moeoffload-{__version__}",
         }
 
-    def last_chunk(self, usage: Usage) -> Json:
+    def last_chunk(self, usage: Json) -> Json:
         """The chunk that counts tokens."""
-        return self._chunk_head() | {"choices": [], "usage": usage.to_json()}
+        return self._chunk_head() | {"choices": [], "usage": usage}
+
+    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Json) -> Json:
+        """All in one; ``pieces`` by choice."""
+        choices = [self._whole(index, mine) for index, mine in enumerate(pieces)]
+        return self._head | {"choices": choices, "usage": usage}
+
+    @abstractmethod
+    def _whole(self, index: int, pieces: Sequence[Piece]) -> Json:
+        """One choice."""
 
     def _chunk_head(self) -> Json:
         return self._head | ({"usage": None} if self._with_usage else {})
@@ -82,18 +82,14 @@ class ChatForm(_Form):
             chunks.append(self._delta(piece.index, {}, finish=piece.finish))
         return chunks
 
-    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> Json:
-        """All in one; ``pieces`` by choice."""
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": "".join(piece.text for piece in mine), "refusal": None},
-                "logprobs": self._logprobs(mine),
-                "finish_reason": mine[-1].finish,
-            }
-            for index, mine in enumerate(pieces)
-        ]
-        return self._head | {"choices": choices, "usage": usage.to_json()}
+    def _whole(self, index: int, pieces: Sequence[Piece]) -> Json:
+        text = "".join(piece.text for piece in pieces)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs(pieces),
+            "finish_reason": pieces[-1].finish,
+        }
 
     def _delta(self, index: int, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
@@ -132,13 +128,8 @@ class CompletionForm(_Form):
         """See `ChatForm`."""
         return [self._chunk(self._choice(piece.index, piece.text, [piece]))]
 
-    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> Json:
-        """See `ChatForm`."""
-        choices = [
-            self._choice(index, self._echoes[index] + "".join(piece.text for piece in mine), mine)
-            for index, mine in enumerate(pieces)
-        ]
-        return self._head | {"choices": choices, "usage": usage.to_json()}
+    def _whole(self, index: int, pieces: Sequence[Piece]) -> Json:
+        return self._choice(index, self._echoes[index] + "".join(piece.text for piece in pieces), pieces)
 
     def _choice(self, index: int, text: str, pieces: Sequence[Piece]) -> Json:
         finish = pieces[-1].finish if pieces else None

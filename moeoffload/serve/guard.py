@@ -11,6 +11,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeoffload.config import is_loopback
@@ -31,11 +32,8 @@ class Guard:
     """ASGI middleware. Passes on requests with their whole body read; ``stopping`` makes it take no new ones."""
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, loopback_only: bool, max_open: int) -> None:
-        """Args:
-        api_key: what clients have to show; None lets all in that pass the other rules.
-        loopback_only: without a key on loopback: pages of other sites in this machine's browsers are kept out.
-        max_open: bodies read or answered at a time.
-        """
+        """Clients have to show ``api_key``, if there is one; ``max_open`` bodies are read or answered at a time.
+        ``loopback_only`` is for loopback without a key: pages of other sites in browsers here are kept out."""
         self._app = app
         self._key = api_key.encode() if api_key is not None else None
         self._loopback_only = loopback_only
@@ -56,7 +54,7 @@ class Guard:
                 await self._app(scope, receive, send)
                 return
             with self._place():
-                body = await self._body(Headers(scope=scope), receive)
+                body = await self._body(Request(scope, receive))
                 await self._app(scope, _replay(body, receive), send)
         except ApiError as error:  # of this module: the app answers its own
             error.headers["Connection"] = "close"  # part of the body may not have been read
@@ -98,25 +96,23 @@ class Guard:
         finally:
             self._n_open -= 1
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+    async def _body(self, request: Request) -> bytes:
         limit = _MOST_BODY_BYTES
         too_large = ApiError(413, f"The body of the request is larger than {limit} bytes.", code="request_too_large")
-        length = headers.get("content-length", "0")
+        length = request.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > _DISCARDED_BYTES:
             raise too_large
         body, n_bytes = bytearray(), 0
         try:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
-                while True:
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        raise bad_request("The connection was closed within the request.")
-                    part = message.get("body", b"")
+                async for part in request.stream():
                     n_bytes += len(part)
                     if n_bytes <= limit:
                         body += part
-                    if n_bytes > _DISCARDED_BYTES or not message.get("more_body", False):
+                    if n_bytes > _DISCARDED_BYTES:
                         break
+        except ClientDisconnect:
+            raise bad_request("The connection was closed within the request.") from None
         except TimeoutError:
             raise ApiError(408, "The body of the request took too long.", code="request_timeout") from None
         if n_bytes > limit:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
@@ -17,49 +17,45 @@ from moeoffload.serve.figures import PARTS
 
 _STATES: Final = ("up", "replaced", "lost")
 _RESULTS: Final = ("finished", "cancelled", "failed", "rejected")
-_COUNTERS: Final = (
-    ("prompt_tokens", "tokens", "prompt", "Tokens of prompts"),
-    ("reused_tokens", "tokens", "reused", "Of these, taken from the cache"),
-    ("guessed_tokens", "tokens", "guessed", "Tokens that were guessed ahead"),
-    ("guessed_right_tokens", "tokens", "guessed_right", "Of these, right ones"),
-    ("completion_tokens", "tokens", "completion", "Tokens of answers"),
-    ("steps", "steps", "steps", "Steps of the engine"),
-    ("step_seconds", "steps", "seconds", "Seconds of all steps"),
+_VALUES: Final = (
+    (CounterMetricFamily, "prompt_tokens", "tokens", "prompt", "Tokens of prompts"),
+    (CounterMetricFamily, "reused_tokens", "tokens", "reused", "Of these, taken from the cache"),
+    (CounterMetricFamily, "guessed_tokens", "tokens", "guessed", "Tokens that were guessed ahead"),
+    (CounterMetricFamily, "guessed_right_tokens", "tokens", "guessed_right", "Of these, right ones"),
+    (CounterMetricFamily, "completion_tokens", "tokens", "completion", "Tokens of answers"),
+    (CounterMetricFamily, "steps", "steps", "steps", "Steps of the engine"),
+    (CounterMetricFamily, "step_seconds", "steps", "seconds", "Seconds of all steps"),
+    (GaugeMetricFamily, "requests_running", "requests", "running", "Requests that have a place in the batch"),
+    (GaugeMetricFamily, "requests_waiting", "requests", "waiting", "Requests in the queue"),
+    (GaugeMetricFamily, "cache_used_tokens", "cache", "used_tokens", "Tokens in the cache, of running requests"),
+    (GaugeMetricFamily, "cache_kept_tokens", "cache", "kept_tokens", "Tokens kept in the cache to be reused"),
+    (GaugeMetricFamily, "cache_capacity_tokens", "cache", "total_tokens", "Tokens that the cache can hold"),
+    (GaugeMetricFamily, "cache_capacity_bytes", "cache", "total_bytes", "Memory of the cache"),
 )
-"""Name, where it stands in a snapshot, and what it is."""
-_GAUGES: Final = (
-    ("requests_running", "requests", "running", "Requests that have a place in the batch"),
-    ("requests_waiting", "requests", "waiting", "Requests in the queue"),
-    ("cache_used_tokens", "cache", "used_tokens", "Tokens in the cache, of running requests"),
-    ("cache_kept_tokens", "cache", "kept_tokens", "Tokens kept in the cache to be reused"),
-    ("cache_capacity_tokens", "cache", "total_tokens", "Tokens that the cache can hold"),
-    ("cache_capacity_bytes", "cache", "total_bytes", "Memory of the cache"),
-)
+"""Kind, name, where it stands in a snapshot, and what it is."""
 _HISTOGRAMS: Final = (
     ("first_token_seconds", "first_token_s", "From the request to its first token"),
     ("between_tokens_seconds", "between_tokens_s", "From a token to the next"),
     ("step_rows", "step_rows", "Rows (tokens) of each step"),
 )
-_SERVER_COUNTERS: Final = (
-    ("calls", "calls", "Dispatches of rows"),
-    ("rows", "rows", "Rows sent"),
-    ("sent_bytes", "bytes_out", "Bytes of frames sent"),
-    ("received_bytes", "bytes_back", "Bytes of frames received"),
-    ("queue_seconds", "queue_s", "From received to started, on the server"),
-    ("compute_seconds", "compute_s", "Computing, on the server"),
-    ("wait_seconds", "wait_s", "The host stood still for replies"),
+_OF_SERVERS: Final = (
+    (CounterMetricFamily, "calls", "calls", "Dispatches of rows"),
+    (CounterMetricFamily, "rows", "rows", "Rows sent"),
+    (CounterMetricFamily, "sent_bytes", "bytes_out", "Bytes of frames sent"),
+    (CounterMetricFamily, "received_bytes", "bytes_back", "Bytes of frames received"),
+    (CounterMetricFamily, "queue_seconds", "queue_s", "From received to started, on the server"),
+    (CounterMetricFamily, "compute_seconds", "compute_s", "Computing, on the server"),
+    (CounterMetricFamily, "wait_seconds", "wait_s", "The host stood still for replies"),
+    (GaugeMetricFamily, "experts", "n_experts", "Experts that the server holds for this host"),
+    (GaugeMetricFamily, "resident_bytes", "resident_bytes", "Bytes of these experts"),
 )
-_SERVER_GAUGES: Final = (
-    ("experts", "n_experts", "Experts that the server holds for this host"),
-    ("resident_bytes", "resident_bytes", "Bytes of these experts"),
-)
+
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 def render_metrics(snapshot: dict[str, Any]) -> tuple[bytes, str]:
     """The body and the content type of an answer to a scraper; ``snapshot`` is one of `serving_snapshot`."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_SnapshotCollector(snapshot))
-    return generate_latest(registry), CONTENT_TYPE_LATEST
+    return generate_latest(_SnapshotCollector(snapshot)), CONTENT_TYPE_LATEST
 
 
 class _SnapshotCollector(Collector):
@@ -68,10 +64,6 @@ class _SnapshotCollector(Collector):
     def __init__(self, snapshot: dict[str, Any]) -> None:
         self._snapshot = snapshot
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: registering need not collect."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
         data = self._snapshot
@@ -79,27 +71,23 @@ class _SnapshotCollector(Collector):
         info = {"version": data["version"], "model": model["name"], "type": model["type"], "dtype": model["dtype"]}
         yield InfoMetricFamily("moeoffload_model", "The model that is served", value=info)
         yield GaugeMetricFamily("moeoffload_uptime_seconds", "Since the engine was started", value=data["uptime_s"])
-        for name, group, key, text in _COUNTERS:
-            yield CounterMetricFamily(f"moeoffload_{name}", text, value=data[group][key])
-        for name, group, key, text in _GAUGES:
-            yield GaugeMetricFamily(f"moeoffload_{name}", text, value=data[group][key])
+        for kind, name, group, key, text in _VALUES:
+            yield kind(f"moeoffload_{name}", text, value=data[group][key])
         for name, key, text in _HISTOGRAMS:
             buckets, total = _buckets(data[key]), data[key]["total"]
             yield HistogramMetricFamily(f"moeoffload_{name}", text, buckets=buckets, sum_value=total)
         results = {result: data["requests"][result] for result in _RESULTS}
-        yield _counters("requests", "Requests by what became of them", "result", results)
+        yield _by("result", CounterMetricFamily, "requests", "Requests by what became of them", results)
         parts = {part: data["steps"][f"{part}_s"] for part in PARTS}
-        yield _counters("step_part_seconds", "Where the seconds of steps went", "part", parts)
+        yield _by("part", CounterMetricFamily, "step_part_seconds", "Where the seconds of steps went", parts)
         events = {event: count for event, count in data["recovery"].items() if event != "events"}
-        yield _counters("recovery", "Server events, by kind", "event", events)
+        yield _by("event", CounterMetricFamily, "recovery", "Server events, by kind", events)
         yield from _of_servers({server["address"]: server for server in data["servers"]})
 
 
 def _of_servers(servers: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     about = InfoMetricFamily("moeoffload_server", "An expert server", labels=["server"])
-    state = GaugeMetricFamily(
-        "moeoffload_server_state", "1 for the state that the server is in", labels=["server", "state"]
-    )
+    state = GaugeMetricFamily("moeoffload_server_state", "1 for the state the server is in", labels=["server", "state"])
     members = HistogramMetricFamily(
         "moeoffload_server_batch_members", "Requests in one kernel call, of all hosts", labels=["server"]
     )
@@ -111,20 +99,16 @@ def _of_servers(servers: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     for address, batches in told.items():
         members.add_metric([address], _buckets(batches["members"]), batches["members"]["total"])
     yield from (about, state, members)
-    for name, key, text in _SERVER_COUNTERS:
-        yield _counters(f"server_{name}", text, "server", {address: each[key] for address, each in servers.items()})
-    for name, key, text in _SERVER_GAUGES:
-        gauge = GaugeMetricFamily(f"moeoffload_server_{name}", text, labels=["server"])
-        for address, server in servers.items():
-            gauge.add_metric([address], server[key])
-        yield gauge
+    for kind, name, key, text in _OF_SERVERS:
+        yield _by("server", kind, f"server_{name}", text, {address: each[key] for address, each in servers.items()})
     waits = {address: batches["wait_s"] for address, batches in told.items()}
-    yield _counters("server_batch_wait_seconds", "What the oldest request of each kernel call waited", "server", waits)
+    text = "What the oldest request of each kernel call waited"
+    yield _by("server", CounterMetricFamily, "server_batch_wait_seconds", text, waits)
 
 
-def _counters(name: str, text: str, label: str, values: dict[str, float]) -> CounterMetricFamily:
-    """A counter for each value of ``label``."""
-    family = CounterMetricFamily(f"moeoffload_{name}", text, labels=[label])
+def _by(label: str, kind: Family, name: str, text: str, values: dict[str, float]) -> Metric:
+    """A metric for each value of ``label``."""
+    family = kind(f"moeoffload_{name}", text, labels=[label])
     for each, value in values.items():
         family.add_metric([each], value)
     return family

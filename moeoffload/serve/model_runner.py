@@ -15,20 +15,11 @@ _NO_PAGES = torch.empty(0, dtype=torch.int64)
 
 
 class ModelRunner:
-    """A transformers model and the memory of its keys and values. For one thread.
-
-    Attributes:
-        n_pages: pages of the memory.
-        total_bytes: bytes of the memory.
-    """
+    """A transformers model and the memory of its keys and values: ``n_pages``, ``total_bytes``. For one thread."""
 
     def __init__(self, model: Any, page_tokens: int, kv_bytes: int) -> None:
         """Takes the model over until `close`, and runs it once to learn what its layers keep.
-
-        Raises:
-            ModelError: requests of this model cannot be batched.
-            ServerError: an expert server failed.
-        """
+        Raises ModelError: requests of this model cannot be batched; ServerError: an expert server failed."""
         self._model = model
         self._device = model.device
         self._page_tokens = page_tokens

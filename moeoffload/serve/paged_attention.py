@@ -25,12 +25,8 @@ Attend = Callable[..., tuple[torch.Tensor, Any]]
 class Segment:
     """The rows of one request, and where its keys and values lie.
 
-    Attributes:
-        start: its first row in the batch.
-        n_rows: how many follow it, with it.
-        n_keys: tokens of the request so far, with these rows.
-        first_page: the page of its first token, if its pages follow each other in memory, else -1.
-        pages: its pages, int64; empty if they follow each other.
+    They are ``n_rows`` from row ``start`` of the batch on; with them the request has ``n_keys`` tokens. Its pages
+    follow each other in memory from ``first_page`` on, or that is -1 and they are ``pages`` (int64).
     """
 
     start: int
@@ -120,18 +116,10 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls; shapes as in its ``sdpa_attention_forward``, with a batch of one.
 
-    Args:
-        module: the attention module; ``layer_idx`` says which layer it is.
-        query: (1, heads, rows, dim), the rows of all requests one after the other.
-        key: (1, key heads, rows, dim), of the same rows.
-        value: (1, key heads, rows, dim).
-        attention_mask: not used: a row sees what comes before it in its own request.
-        packed_rows: which rows are whose; given to the model, which hands it on.
-        is_causal: not used.
-        kwargs: what the model has for the attention of one request.
-
-    Raises:
-        NotImplementedError: the model does not hand on what it was given.
+    ``query`` (1, heads, rows, dim), ``key`` and ``value`` (1, key heads, rows, dim) hold the rows of all requests one
+    after the other; ``packed_rows`` tells which rows are whose, and goes to the model, which hands it on. The mask is
+    not used: a row sees what comes before it in its own request.
+    Raises NotImplementedError: the model does not hand on what it was given.
     """
     if packed_rows is None:
         raise NotImplementedError("it gives its attention no arguments of its caller")

@@ -16,8 +16,7 @@ class Sampler:
         self._options = options
         self._counts: Counter[int] = Counter()
         self._generator: torch.Generator | None = None
-        self.is_greedy = options.temperature == 0
-        """Whether the likeliest token is taken."""
+        self.is_greedy = options.temperature == 0  # whether the likeliest token is taken
         self.is_plain = (
             self.is_greedy
             and options.alternatives is None

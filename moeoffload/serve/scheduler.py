@@ -9,8 +9,7 @@ from typing import Final
 from moeoffload.serve.block_manager import BlockManager
 from moeoffload.serve.sequence import Sequence, Share
 
-_LEAST_TURN: Final = 32
-"""Rows of a prompt that are computed in its turn at least, if it has them."""
+_LEAST_TURN: Final = 32  # rows of a prompt that are computed in its turn at least, if it has them
 
 
 class Scheduler:
@@ -26,10 +25,8 @@ class Scheduler:
         self._step_rows = step_rows
         self._max_running = max_running
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        """In the order in which they came."""
-        self._is_full = False
-        """Whether pages ran out; then nothing starts until something has ended."""
+        self.running: list[Sequence] = []  # in the order in which they came
+        self._is_full = False  # whether pages ran out; then nothing starts until something has ended
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""

@@ -40,33 +40,6 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 """Parameters that are known and not supported, with the values that ask for nothing."""
 
 
-def _read_stop(value: Any) -> Any:
-    stops = [value] if isinstance(value, str) else value
-    if stops is None:
-        return []
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError("expected a string or an array of strings")
-    if len(stops) > MAX_STOPS:
-        raise ValueError(f"at most {MAX_STOPS} stop strings are allowed")
-    if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
-        raise ValueError(f"a stop string has 1 to {MAX_STOP_LENGTH} characters")
-    return stops
-
-
-def _read_bias(value: Any) -> Any:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(bias, int | float) for bias in value.values()):
-        raise ValueError("expected an object of token ids and numbers")
-    if len(value) > MAX_BIASES:
-        raise ValueError(f"at most {MAX_BIASES} tokens are allowed")
-    if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in value):
-        raise ValueError("a key is no token id")
-    if not all(-100 <= bias <= 100 for bias in value.values()):
-        raise ValueError("a bias is a number from -100 to 100")
-    return {int(token): float(bias) for token, bias in value.items()}
-
-
 def _read_content(value: Any) -> Any:
     """Text, or parts of text, to one text."""
     if value is None or isinstance(value, str):
@@ -98,6 +71,19 @@ def _are_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stops = Annotated[
+    list[Stop],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else [] if value is None else value),
+]
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_BIASES),
+    BeforeValidator(lambda value: {} if value is None else value),
+]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -118,11 +104,11 @@ class GenerationRequest(_Strict):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Annotated[list[str], BeforeValidator(_read_stop)] = Field(default_factory=list)
+    stop: Stops = Field(default_factory=list)
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_read_bias)] = Field(default_factory=dict)
+    logit_bias: Biases = Field(default_factory=dict)
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
 
@@ -133,10 +119,7 @@ class GenerationRequest(_Strict):
 
     def check(self, n_vocabulary: int) -> None:
         """Refuses parameters that would change the answer and are not supported.
-
-        Raises:
-            ApiError: names the parameter.
-        """
+        Raises ApiError: names the parameter."""
         for name, value in (self.model_extra or {}).items():
             if value is None or name in IGNORED:
                 continue
@@ -146,7 +129,7 @@ class GenerationRequest(_Strict):
                 raise unsupported(name)
         if self.stream_options is not None and not self.stream:
             raise bad_request("'stream_options' is allowed with 'stream' only.", "stream_options")
-        if any(token >= n_vocabulary for token in self.logit_bias):
+        if any(int(token) >= n_vocabulary for token in self.logit_bias):
             raise bad_request(f"Invalid 'logit_bias': tokens are 0 to {n_vocabulary - 1}.", "logit_bias")
 
     def options(self, index: int, max_tokens: int, alternatives: int | None) -> SamplingOptions:
@@ -161,7 +144,7 @@ class GenerationRequest(_Strict):
             alternatives=alternatives,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
-            bias=self.logit_bias,
+            bias={int(token): bias for token, bias in self.logit_bias.items()},
             ignore_eos=bool(self.ignore_eos),
         )
 

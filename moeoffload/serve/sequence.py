@@ -14,17 +14,14 @@ class Sequence:
     request_id: str
     tokens: list[int]
     n_prompt: int
-    max_tokens: int
-    """Of the answer."""
+    max_tokens: int  # of the answer
     sampler: Sampler
     n_computed: int = 0
     """Tokens whose keys and values are in the cache; a sequence that lost its pages starts again from 0."""
-    pages: list[int] = field(default_factory=list)
-    """The block table: page i holds the tokens from i * page_tokens on."""
+    pages: list[int] = field(default_factory=list)  # the block table: page i holds the tokens from i * page_tokens on
     keys: list[bytes] = field(default_factory=list)
     """What names the beginning up to the end of each full page; see `BlockManager.page_key`."""
-    guesses: list[int] = field(default_factory=list)
-    """Tokens that may follow, for the next step to verify."""
+    guesses: list[int] = field(default_factory=list)  # tokens that may follow, for the next step to verify
 
     @property
     def n_left(self) -> int:
@@ -39,14 +36,10 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of one step that is a sequence's.
+    """A sequence's part of one step: the next tokens of the prompt, or the last token and guesses behind it.
 
-    Attributes:
-        sequence: whose.
-        tokens: what goes in: the next tokens of the prompt, or the last token and the guesses behind it.
-        past: tokens before these.
-        n_guesses: how many of ``tokens`` are guesses.
-        has_token: whether a token of the answer comes out; not while a prompt has further parts.
+    ``past`` counts the tokens before these; ``has_token`` is whether a token of the answer comes out, which is not so
+    while a prompt has further parts.
     """
 
     sequence: Sequence

@@ -15,32 +15,38 @@ import uvicorn
 
 from moeoffload.config import ServeSettings
 from moeoffload.serve.access import tls_context
-from moeoffload.serve.api import Api
+from moeoffload.serve.answering import Answering
 from moeoffload.serve.connection import IdleConnections
 from moeoffload.serve.engine import ServingEngine
+from moeoffload.serve.guard import Guard
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 512
-"""More are answered 503: descriptors are needed to reach expert servers, too."""
-_LAST_BYTES_S: Final = 5
-"""The longest wait for responses to be sent when all requests have ended."""
+MAX_CONNECTIONS: Final = 512  # more are answered 503: descriptors are needed to reach expert servers, too
+_LAST_BYTES_S: Final = 5  # the longest wait for responses to be sent when all requests have ended
 
 
 class HttpServer(uvicorn.Server):
     """Serves until it is told to stop: at the first signal it lets requests finish, at the second it does not."""
 
-    def __init__(self, api: Api, engine: ServingEngine, settings: ServeSettings, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        app: Guard,
+        answering: Answering,
+        engine: ServingEngine,
+        settings: ServeSettings,
+        on_ready: Callable[[], None],
+    ) -> None:
         """``on_ready`` is called when requests are taken."""
-        self._api = api
+        self._app = app
+        self._answering = answering
         self._engine = engine
         self._drain_s = settings.drain_seconds
         self._on_ready = on_ready
         self._draining: threading.Thread | None = None
-        self.finished_all = True
-        """Whether all requests that had been taken were answered."""
+        self.finished_all = True  # whether all requests that had been taken were answered
         tls = tls_context(settings)
-        connections = IdleConnections(api.app)
+        connections = IdleConnections(app)
         super().__init__(
             uvicorn.Config(
                 connections,
@@ -76,7 +82,7 @@ class HttpServer(uvicorn.Server):
         """The first call lets running requests finish, the second ends them; from the event loop."""
         if self._draining is None:
             log.info("stopping; running requests have %g s to finish", self._drain_s)
-            self._api.stop_taking()
+            self._app.stopping = True
             # Not the event loop, which has to go on; not its executor, which would be waited for at a second signal.
             self._draining = threading.Thread(target=self._drain, name="drain", daemon=True)
             self._draining.start()
@@ -94,5 +100,5 @@ class HttpServer(uvicorn.Server):
         self.finished_all = done
         if not done:
             log.warning("requests that still run are given up")
-            self._api.answering.give_up_all()
+            self._answering.give_up_all()
         self.should_exit = True

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moeoffload import __version__
-from moeoffload.host.counters import CallCounters, LayerTimes, PhaseCounters, add_counters
+from moeoffload.host.counters import CallCounters, LayerTimes, add_counters
 from moeoffload.host.session import OffloadedModel
 from moeoffload.host.shard import Shard
 from moeoffload.serve.batches import BatchWatcher
@@ -28,16 +28,15 @@ def serving_snapshot(
 ) -> dict[str, Any]:
     """The figures as they stand, in seconds and bytes since the model was opened; from any thread.
 
-    Args:
-        offloaded: the open model.
-        stats: what its engine has counted.
-        watch: also have the times of each layer kept for the next `PAUSE_S`; not for scrapers, which do not use them.
-        batches: by address what expert servers say of their kernel calls, for the servers for which it is known.
+    With ``watch`` the times of each layer are kept for the next `PAUSE_S`; scrapers do not use them. ``batches`` is by
+    address what expert servers say of their kernel calls, where that is known.
     """
     recorder = offloaded.recorder
     if watch:
         recorder.watch_layers(PAUSE_S)
-    total = _both_phases(recorder.phases)
+    total, *others = recorder.phases.values()
+    for other in others:
+        add_counters(total, other)
     known = batches or {}
     servers = [_server(shard, counters, known) for shard, counters in zip(offloaded.shards, total.servers, strict=True)]
     figures = stats.snapshot()
@@ -70,13 +69,6 @@ class Snapshots:
         return snapshot | {"now": figures(self._history)}
 
 
-def _both_phases(phases: dict[str, PhaseCounters]) -> PhaseCounters:
-    first, *others = phases.values()
-    for other in others:
-        add_counters(first, other)
-    return first
-
-
 def _model(offloaded: OffloadedModel) -> dict[str, Any]:
     checkpoint, reference = offloaded.checkpoint, Path(offloaded.reference)
     return {
@@ -88,20 +80,8 @@ def _model(offloaded: OffloadedModel) -> dict[str, Any]:
 
 
 def _server(shard: Shard, counters: CallCounters, batches: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    info = shard.known.info
-    state, by = _state(shard)
-    entry = {
-        "address": info.address,
-        "device": info.device,
-        "device_name": info.device_name,
-        "transport": info.transport,
-        "kernel": info.kernel,
-        "state": state,
-        "computed_by": by,
-        "n_experts": info.n_experts,
-        "resident_bytes": info.resident_bytes,
-        **asdict(counters),
-    }
+    info, (state, by) = shard.known.info, _state(shard)
+    entry = asdict(info) | {"state": state, "computed_by": by} | asdict(counters)
     if info.address in batches:
         entry["batches"] = batches[info.address]
     return entry

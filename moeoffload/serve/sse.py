@@ -14,8 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from moeoffload.serve.api_errors import of_exception
 
-SEND_TIMEOUT_S: float = 60.0
-"""A client that takes nothing for so long has left."""
+SEND_TIMEOUT_S: float = 60.0  # A client that takes nothing for so long has left
 PING_S: float = 15.0
 """Proxies close a connection that is silent for long: a comment is sent while there is nothing to say."""
 _CLIENT_CLOSED: Final = 499

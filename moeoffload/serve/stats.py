@@ -64,8 +64,7 @@ class CacheUse:
     """Memory of keys and values."""
 
     used_tokens: int = 0
-    kept_tokens: int = 0
-    """Of no running request, kept to be reused."""
+    kept_tokens: int = 0  # of no running request, kept to be reused
     total_tokens: int = 0
     total_bytes: int = 0
 
@@ -78,34 +77,20 @@ class StepTimes:
     seconds: float = 0.0
 
 
+@dataclass(slots=True)
 class ServingStats:
-    """All figures of one engine."""
+    """All figures of one engine; ``step_rows`` counts the rows (tokens) of each step."""
 
-    def __init__(self) -> None:
-        self.cache = CacheUse()
-        self.reset()
-
-    def reset(self) -> None:
-        """Starts again from zero; the memory of the cache stays what it is."""
-        self.started = time.time()
-        self.requests = RequestCounts()
-        self.tokens = TokenCounts()
-        self.steps = StepTimes()
-        self.first_token_s = Histogram(LATENCY_BOUNDS_S)
-        self.between_tokens_s = Histogram(LATENCY_BOUNDS_S)
-        self.step_rows = Histogram(ROW_BOUNDS)
-        """Rows (tokens) of each step."""
+    cache: CacheUse = field(default_factory=CacheUse)
+    requests: RequestCounts = field(default_factory=RequestCounts)
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+    steps: StepTimes = field(default_factory=StepTimes)
+    first_token_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
+    between_tokens_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
+    step_rows: Histogram = field(default_factory=lambda: Histogram(ROW_BOUNDS))
+    started: float = field(default_factory=time.time)
 
     def snapshot(self) -> dict[str, Any]:
         """All figures as plain data; may be a step old."""
-        return {
-            "time": time.time(),
-            "uptime_s": time.time() - self.started,
-            "requests": asdict(self.requests),
-            "tokens": asdict(self.tokens),
-            "cache": asdict(self.cache),
-            "steps": asdict(self.steps),
-            "first_token_s": asdict(self.first_token_s),
-            "between_tokens_s": asdict(self.between_tokens_s),
-            "step_rows": asdict(self.step_rows),
-        }
+        now, data = time.time(), asdict(self)
+        return {"time": now, "uptime_s": now - data.pop("started")} | data

@@ -108,15 +108,6 @@ class HostChannel(ABC):
             DeadlineError: none came free in time.
             ServerError: the channel is closed, by either side.
         """
-        if not self._n_abandoned:
-            with self._lock:
-                if self._free_slots and not self._line and not self._closed:
-                    slot = self._free_slots.pop()  # the last one released: its buffers are still in the cache
-                    self._states[slot.index] = SlotState.HELD
-                    return slot
-        return self._acquire_in_line(timeout_s)
-
-    def _acquire_in_line(self, timeout_s: float) -> HostSlot:
         deadline = perf_counter() + timeout_s
         ticket: object | None = None
         try:
@@ -126,7 +117,7 @@ class HostChannel(ABC):
                 with self._lock:
                     self._check_open()
                     if self._free_slots and (not self._line or self._line[0] is ticket):
-                        slot = self._free_slots.pop()
+                        slot = self._free_slots.pop()  # the last one released: its buffers are still in the cache
                         self._states[slot.index] = SlotState.HELD
                         return slot
                     left_s = deadline - perf_counter()

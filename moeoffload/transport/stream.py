@@ -1,8 +1,7 @@
 """The host's end of the stream transport: a ZeroMQ DEALER over TCP, for servers on other machines.
 
 Any number of threads may wait, each for its own slot. One of them leads: it waits for the socket and receives for all,
-so a single waiting thread has no hop to another one. The others sleep until their reply is here, or until the leader's
-reply is here and one of them has to lead.
+so a single waiting thread has no hop to another one. The others sleep until a reply is here, or one has to lead.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from moeoffload.transport.zmq_socket import (
     FrameSocket,
     IncomingFrame,
     OutgoingFrame,
-    new_routing_id,
     slot_buffers,
 )
 from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
@@ -36,7 +34,6 @@ SEND_TIMEOUT_S: Final = 2.0
 RETRY_S: Final = 0.002
 PROBE_S: Final = 0.25
 """Between two questions to the server whether an abandoned slot, or a new channel, is known to it."""
-_NOBODY: Final = -1
 
 
 class StreamHostEnd(HostChannel):
@@ -54,23 +51,18 @@ class StreamHostEnd(HostChannel):
         self._wire = FrameSocket(zmq.DEALER, n_queued_out=2 * sizes.n_slots * n_pieces + 64)
         self._outgoing = [OutgoingFrame(request) for request, _ in buffers]
         self._incoming = [IncomingFrame(reply) for _, reply in buffers]
-        self._using = threading.Lock()
-        """Guards the socket and everything below; never held across a wait."""
+        self._using = threading.Condition(threading.Lock())
+        """Guards the socket and everything below; never held while the socket is waited for."""
         self._awaited = [0] * sizes.n_slots
         """Per slot the request id whose reply is to come, or 0."""
         self._arrived = [0] * sizes.n_slots
         """Per slot the bytes of a reply that nobody has taken yet, or 0."""
-        self._leader = _NOBODY
-        self._follows = [False] * sizes.n_slots
-        self._gates = [threading.Lock() for _ in range(sizes.n_slots)]
-        """Per slot: held by whom nobody woke yet."""
+        self._is_led = False
+        """A thread waits for the socket; it is told when another one has received something."""
         self._control = memoryview(bytearray(HEADER_BYTES))
         self._control_out = OutgoingFrame(self._control)
         self._probed_at = [0.0] * sizes.n_slots
         self._probed_ids = [0] * sizes.n_slots
-        self._greeted_id = 0
-        for gate in self._gates:
-            gate.acquire()
         try:
             self._wire.socket.setsockopt(zmq.ROUTING_ID, routing_id)
             if keys is not None:
@@ -81,28 +73,21 @@ class StreamHostEnd(HostChannel):
             raise ServerError(f"{endpoint} is not an address that can be connected to: {error}") from error
 
     def greet(self, timeout_s: float) -> None:
-        """Sends a ping and waits for its answer, so that the channel is known to work.
+        """Asks for a request that was never sent and waits for the answer, so that the channel is known to work.
 
         Raises:
             DeadlineError: no answer within ``timeout_s`` seconds.
         """
         deadline = perf_counter() + timeout_s
-        slot = self.slots[0]
-        request_id = self._ids[0]
+        request_id = self._awaited[0] = self._ids[0]
         self._ids[0] += len(self.slots)
-        FrameHeader(Kind.PING, request_id=request_id).pack_into(slot.request)
-        self._awaited[0] = self._greeted_id = request_id
-        while True:
-            left_s = deadline - perf_counter()
-            if left_s <= 0:
-                raise DeadlineError(f"no answer from {self._endpoint} within {timeout_s:g} s")
+        while (left_s := deadline - perf_counter()) > 0:
             with self._using:
-                self._wire.send(request_id, self._outgoing[0], HEADER_BYTES, None)
-            try:
-                self._await_reply(slot, perf_counter() + min(PROBE_S, left_s))
+                self._ask(0, request_id)
+            with suppress(DeadlineError):  # the connection may have broken under it; a second answer is dropped
+                self._await_reply(self.slots[0], perf_counter() + min(PROBE_S, left_s))
                 return
-            except DeadlineError:
-                continue  # the connection may have broken under the ping; a second answer is dropped
+        raise DeadlineError(f"no answer from {self._endpoint} within {timeout_s:g} s")
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
         at = 0
@@ -116,7 +101,7 @@ class StreamHostEnd(HostChannel):
                 if at == n_bytes:
                     self._probed_at[slot.index] = perf_counter()  # no question before the reply had its time
                     self._mark_sent(slot)
-                    if self._leader != _NOBODY:
+                    if self._is_led:
                         self._receive_all()  # sending may have used up the signal that the leader waits for
                     return
             if perf_counter() >= deadline:
@@ -126,12 +111,11 @@ class StreamHostEnd(HostChannel):
     def _await_reply(self, slot: HostSlot, deadline: float) -> int:
         index = slot.index
         likely = False
-        try:
-            while True:
-                with self._using:
-                    if self._leader == _NOBODY:
-                        self._leader = index
-                    self._receive_all(index, likely)
+        with self._using:
+            try:
+                while True:
+                    if not self._is_led:
+                        self._receive_all(index, likely)
                     if n_bytes := self._arrived[index]:
                         self._arrived[index] = 0
                         return n_bytes
@@ -139,27 +123,30 @@ class StreamHostEnd(HostChannel):
                     left_s = deadline - perf_counter()
                     if left_s <= 0:
                         raise DeadlineError
-                    leads = self._leader == index
-                    self._follows[index] = not leads
-                if leads:
-                    likely = self._wire.wait(left_s)
-                else:
-                    likely = False
-                    self._gates[index].acquire(timeout=left_s)
+                    likely = self._lead(left_s)
+            finally:
+                self._using.notify_all()  # another one has to lead now
+
+    def _lead(self, timeout_s: float) -> bool:
+        """Waits for the socket, or for who does already; whether something happened on it. ``_using`` is held."""
+        if self._is_led:
+            self._using.wait(timeout_s)
+            return False
+        self._is_led = True
+        self._using.release()
+        try:
+            return self._wire.wait(timeout_s)
         finally:
-            with self._using:
-                self._follows[index] = False
-                if self._leader == index:
-                    self._leader = _NOBODY
-                    if True in self._follows:
-                        self._signal(self._follows.index(True))
+            self._using.acquire()
+            self._is_led = False
 
-    def _receive_all(self, own: int = _NOBODY, likely: bool = False) -> None:
-        """Takes in what has arrived; a leader stops at the reply for ``own``, its slot. ``_using`` is held.
+    def _receive_all(self, own: int = -1, likely: bool = False) -> None:
+        """Takes in what has arrived, up to the reply for slot ``own``, and tells threads that wait for it.
 
-        With ``likely`` it tries without asking first whether there is something.
+        With ``likely`` it tries without asking first whether there is something. ``_using`` is held.
         """
         wire = self._wire
+        news = False
         with suppress(zmq.Again):
             while likely or wire.readable():
                 likely = False
@@ -169,13 +156,15 @@ class StreamHostEnd(HostChannel):
                 elif tag[0] == CLOSED_ID:
                     wire.skip()
                     self._closed = self._closed or "the server closed it"
-                    self._wake()
-                elif not self._receive_piece(*tag):
-                    continue
-                elif (index := tag[0] % len(self.slots)) != own:
-                    self._signal(index)
-                elif self._leader == own:
-                    return  # the next to lead looks whether there is more; another leader would not
+                    news = True
+                elif self._receive_piece(*tag):
+                    news = True
+                    if tag[0] % len(self.slots) == own:
+                        break  # the next to lead looks whether there is more
+        if news:
+            self._using.notify_all()
+            if self._is_led:
+                self._wire.wake()
 
     def _receive_piece(self, request_id: int, at: int, frame_bytes: int) -> bool:
         """Takes one piece in; whether the reply it belongs to is complete."""
@@ -191,7 +180,7 @@ class StreamHostEnd(HostChannel):
         if piece is None:
             self._wire.skip()
             # Nothing stale: the answer to a question that crossed the reply it asked for, or to one that was repeated.
-            self.n_stale += at == 0 and request_id not in (self._probed_ids[index], self._greeted_id)
+            self.n_stale += at == 0 and request_id != self._probed_ids[index]
             return False
         whole = incoming.took(self._wire.receive_piece(piece))
         return whole is not False and self._complete(index, frame_bytes if whole else 0)
@@ -201,19 +190,12 @@ class StreamHostEnd(HostChannel):
         self._arrived[index] = n_bytes or 1  # none at all is as impossible as one byte: `wait` says so
         return True
 
-    def _signal(self, index: int) -> None:
-        """Makes the thread that waits for this slot look again, if there is one."""
-        if index == self._leader:
-            self._wire.wake()
-        elif self._follows[index] and self._gates[index].locked():
-            self._gates[index].release()
-
     def _collect_late(self) -> None:
         self._enter()
         try:
             with self._using:
-                self._receive_all()
                 self._ask_for_lost()
+                self._receive_all()
         finally:
             self._leave()
         super()._collect_late()
@@ -221,7 +203,7 @@ class StreamHostEnd(HostChannel):
     def _ask_for_lost(self) -> None:
         """Asks for the replies of abandoned slots that may have been lost with a connection.
 
-        The server answers such a ping only when it has no such request (any more); so the slot can be used again.
+        The server sends a cancellation back only when it has no such request (any more); so the slot is free then.
         """
         now = perf_counter()
         for index, request_id in enumerate(self._awaited):
@@ -229,20 +211,16 @@ class StreamHostEnd(HostChannel):
                 self._ask(index, request_id)
 
     def _ask(self, index: int, request_id: int) -> None:
-        """``_using`` is held."""
+        """Sends a cancellation, if there is room; ``_using`` is held."""
         self._probed_at[index], self._probed_ids[index] = perf_counter(), request_id
-        self._send_control(Kind.PING, request_id)
-
-    def _send_control(self, kind: Kind, request_id: int) -> None:
-        """Sends a frame without a body, if there is room; ``_using`` is held."""
-        FrameHeader(kind, request_id=request_id).pack_into(self._control)
+        FrameHeader(Kind.CANCEL, request_id=request_id).pack_into(self._control)
         self._wire.send(request_id, self._control_out, HEADER_BYTES, None)
 
     def _cancel(self, slot: HostSlot, request_id: int) -> None:
         with self._using:
             if self._awaited[slot.index] == request_id:  # else its reply is here
-                self._send_control(Kind.CANCEL, request_id)
-                if self._leader != _NOBODY:
+                self._ask(slot.index, request_id)
+                if self._is_led:
                     self._receive_all()  # as in `_send`
 
     def _take_late(self, slot: HostSlot) -> bool:
@@ -251,9 +229,8 @@ class StreamHostEnd(HostChannel):
 
     def _wake(self) -> None:
         self._wire.wake()
-        for gate in self._gates:
-            with suppress(RuntimeError):  # somebody else has just woken that thread
-                gate.release()
+        with self._using:
+            self._using.notify_all()
 
     def _dispose(self) -> None:
         self._wire.close()
@@ -262,7 +239,7 @@ class StreamHostEnd(HostChannel):
 def open_stream(
     offer: ChannelOffer, host: str, *, timeout_s: float, keys: StreamKeys | None = None, encrypted: bool = False
 ) -> StreamHostEnd:
-    """Opens the host's end of a stream channel; what is returned has answered a ping.
+    """Opens the host's end of a stream channel; what is returned is known to work.
 
     Args:
         offer: of a `StreamListener`.
@@ -283,8 +260,7 @@ def open_stream(
     pair = (keys, check_key(server_key, "server")) if server_key and keys is not None else None
     try:
         port = int(offer.parameters["port"])
-        # Under encryption the routing id is nobody's business but ZeroMQ's: it never crosses the control plane.
-        routing_id = new_routing_id() if pair else bytes.fromhex(offer.parameters["routing_id"])
+        routing_id = bytes.fromhex(offer.parameters["routing_id"])
     except (KeyError, ValueError) as error:
         raise ProtocolError(f"the offer of a stream channel has no valid {error}") from error
     if not 0 < port < 65_536 or len(routing_id) != ROUTING_ID_BYTES:

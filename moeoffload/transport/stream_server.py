@@ -1,7 +1,7 @@
 """The server's end of the stream transport: one ZeroMQ ROUTER over TCP for all hosts, one thread that reads it.
 
 Every attach gets an unguessable routing id; what comes under another one is dropped. With encryption every attach has a
-key instead, by which each message is known; the routing id is then the host's own choice.
+key, too, and what comes under its routing id with another key is dropped.
 
 A request is received into the slot with the number of the host's slot (request id modulo slots): a host uses a slot
 again only when it has the whole reply, so a reply can be sent from where it was written, without a copy.
@@ -36,7 +36,7 @@ from moeoffload.transport.zmq_socket import (
     new_routing_id,
     slot_buffers,
 )
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, control_kind, peek_request_id
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, is_cancel, peek_request_id
 
 READ_POLL_S: Final = 0.5
 READ_AHEAD: Final = 16
@@ -58,14 +58,15 @@ class StreamServerEnd(ServerChannel):
         super().__init__(tuple(ServerSlot(i, *pair) for i, pair in enumerate(buffers)), deliver)
         self.key = key
         """The host's public CURVE key; empty without encryption."""
-        self.routing_id = b"" if key else new_routing_id()
-        """Where replies go; with encryption it is known once the host has sent something."""
-        parameters = {"port": str(listener.port)}
-        parameters |= {"server_key": listener.public_key} if key else {"routing_id": self.routing_id.hex()}
-        self.offer = ChannelOffer(self.name, sizes, parameters)
+        self.routing_id = new_routing_id()
+        self.is_stolen = False
+        """Somebody else has used the routing id; nothing is sent there until the host speaks again."""
+        parameters = {"port": str(listener.port), "routing_id": self.routing_id.hex()}
+        self.offer = ChannelOffer(self.name, sizes, parameters | ({"server_key": listener.public_key} if key else {}))
         self._listener = listener
-        self._pong = memoryview(bytearray(HEADER_BYTES))
-        self._pong_out = OutgoingFrame(self._pong)
+        self._unknown = memoryview(bytearray(HEADER_BYTES))
+        """A cancellation that is sent back."""
+        self._unknown_out = OutgoingFrame(self._unknown)
         self._outgoing = [OutgoingFrame(reply) for _, reply in buffers]
         self._incoming = [IncomingFrame(request) for request, _ in buffers]
         self._cancelled = [0] * sizes.n_slots
@@ -114,23 +115,16 @@ class StreamServerEnd(ServerChannel):
             self._refuse(slot, request_id, ErrorCode.CAPACITY, text)
         elif n_bytes < HEADER_BYTES or peek_request_id(slot.request) != request_id:
             self._refuse(slot, request_id, ErrorCode.BAD_FRAME, "what arrived is not the announced frame")
-        elif n_bytes > HEADER_BYTES or (control := control_kind(slot.request)) is None:
+        elif n_bytes > HEADER_BYTES or not is_cancel(slot.request):
             self._deliver(slot, n_bytes)
-        elif control is Kind.PING:  # a cancellation without its request has come too late
-            self._answer_ping(slot, request_id)
-
-    def _answer_ping(self, slot: ServerSlot, request_id: int) -> None:
-        with self._lock:  # not from the slot's buffer: its last reply may be on its way
-            if self._closed:
-                return
-            self._pong[:] = slot.request[:HEADER_BYTES]
-            if not self._listener.send(self.routing_id, request_id, self._pong_out, HEADER_BYTES):
-                self.n_dropped += 1
+        else:
+            with self._lock:  # not from the slot's buffer: its last reply may be on its way
+                if not self._closed:
+                    self._unknown[:] = slot.request[:HEADER_BYTES]
+                    self._listener.send(self, request_id, self._unknown_out, HEADER_BYTES)
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
-        request_id = self._incoming[slot.index].request_id
-        if not self._listener.send(self.routing_id, request_id, self._outgoing[slot.index], n_bytes):
-            self.n_dropped += 1
+        self._listener.send(self, self._incoming[slot.index].request_id, self._outgoing[slot.index], n_bytes)
 
     def _close(self) -> None:
         self._listener.forget(self)
@@ -170,8 +164,7 @@ class StreamListener:
         self.n_unknown = 0
         self._max_request_bytes = max_request_bytes
         self._channels: dict[bytes, StreamServerEnd] = {}
-        """By routing id; with encryption those whose host has sent something."""
-        self._by_key: dict[str, StreamServerEnd] = {}
+        """By routing id."""
         self._on_refused = on_refused
         self._using = threading.Lock()
         """Guards the socket and the table of channels; never held across a wait."""
@@ -225,32 +218,27 @@ class StreamListener:
         with self._using:
             if self._closing:
                 raise ServerError("the stream listener is closed")
-            if self._door is None:
-                self._channels[channel.routing_id] = channel
-            elif key in self._by_key:
-                self._on_refused("a host", "its stream key is that of another open lease")
-                raise ServerError("the stream key of the host is in use by another lease")
-            else:
-                self._by_key[key] = channel
+            if self._door is not None:
+                if any(other.key == key for other in self._channels.values()):
+                    self._on_refused("a host", "its stream key is that of another open lease")
+                    raise ServerError("the stream key of the host is in use by another lease")
                 self._door.admit(key)
+            self._channels[channel.routing_id] = channel
         return channel
 
     def close(self) -> None:
         """Closes every channel, then the socket. Idempotent. Not from a `Deliver` call."""
-        for channel in self._open_channels():
+        for channel in list(self._channels.values()):
             channel.close()
         with self._using:
             first, self._closing = not self._closing, True
         if first:
-            for channel in self._open_channels():
+            for channel in list(self._channels.values()):
                 channel.close()  # opened meanwhile
             self._wire.wake()
             self._reader.join()
             self._shut_door()
             self._wire.close(FAREWELL_MS)
-
-    def _open_channels(self) -> list[StreamServerEnd]:
-        return list(self._channels.values()) if self._door is None else list(self._by_key.values())
 
     def _shut_door(self) -> None:
         if self._door is not None:
@@ -258,23 +246,23 @@ class StreamListener:
 
     # -- for the channels
 
-    def send(self, routing_id: bytes, request_id: int, frame: OutgoingFrame, n_bytes: int) -> bool:
-        """Sends one frame to one host, from any thread; False if it is not connected."""
+    def send(self, channel: StreamServerEnd, request_id: int, frame: OutgoingFrame, n_bytes: int) -> bool:
+        """Sends one frame to one host, from any thread; False, and it is counted, if that is not connected."""
         with self._using:
-            if self._closing:
-                return False
-            sent = self._wire.send(request_id, frame, n_bytes, routing_id)
-            self._wake_reader()
+            sent = 0
+            if not self._closing and not channel.is_stolen:
+                sent = self._wire.send(request_id, frame, n_bytes, channel.routing_id)
+                self._wake_reader()
+            channel.n_dropped += sent != n_bytes
             return sent == n_bytes
 
     def forget(self, channel: StreamServerEnd) -> None:
         """Tells the host of a closed channel so, and drops from now on what it sends."""
         with self._using:
-            self._channels = {id_: other for id_, other in self._channels.items() if other is not channel}
+            self._channels.pop(channel.routing_id, None)
             if self._door is not None:
                 self._door.expel(channel.key)
-                self._by_key.pop(channel.key, None)
-            if self._closing:
+            if self._closing or channel.is_stolen:
                 return
             self._send_error(channel.routing_id, CLOSED_ID, ErrorCode.DRAINING, "closed")
             self._wake_reader()
@@ -290,7 +278,7 @@ class StreamListener:
 
     def _failed(self, text: str) -> None:
         """The reader has ended with an error: hosts are told that their channels are closed."""
-        for channel in self._open_channels():
+        for channel in list(self._channels.values()):
             channel.close()
         self._on_failure(text)
 
@@ -332,15 +320,16 @@ class StreamListener:
         """
         wire = self._wire
         n_bytes = wire.begin(self._routing_id)
-        routing_id = bytes(self._routing_id[:n_bytes])
-        if self._door is not None:
-            tag, key = wire.receive_owned_tag()
-            channel = self._by_key.get(key) if n_bytes == ROUTING_ID_BYTES else None
-            if channel is not None and channel.routing_id != routing_id and not self._move(channel, routing_id):
-                channel = None
-        else:
-            channel = self._channels.get(routing_id) if n_bytes == ROUTING_ID_BYTES else None
+        channel = self._channels.get(bytes(self._routing_id)) if n_bytes == ROUTING_ID_BYTES else None
+        if self._door is None:
             tag = wire.receive_tag() if channel is not None else None
+        else:
+            tag, key = wire.receive_owned_tag()
+            if channel is not None:
+                if channel.key != key and not channel.is_stolen:
+                    self._on_refused("a host", "it used the routing id of another lease")
+                channel.is_stolen = channel.key != key
+                channel = None if channel.is_stolen else channel
         if channel is None:
             wire.skip()
             self.n_unknown += 1
@@ -353,24 +342,11 @@ class StreamListener:
             whole = channel.receive(wire, *tag)
             return whole and (channel, *whole)
         n_bytes = wire.receive_piece(self._scratch)
-        control = control_kind(self._scratch) if n_bytes == HEADER_BYTES else None
+        cancels = n_bytes == HEADER_BYTES and is_cancel(self._scratch)
         if channel.is_working_on(tag[0]):
-            if control is Kind.CANCEL:
+            if cancels:  # else the same request once more; its reply will do for both
                 channel.cancel(tag[0])
-            # A ping about a request that is being worked on, or the same request, needs no answer: its reply will do.
-        elif tag[1] == 0 and control is None:
+        elif tag[1] == 0 and not cancels:
             channel.n_dropped += 1
-            self._send_error(routing_id, tag[0], ErrorCode.BUSY, "the slot still has a request")
+            self._send_error(channel.routing_id, tag[0], ErrorCode.BUSY, "the slot still has a request")
         return None
-
-    def _move(self, channel: StreamServerEnd, routing_id: bytes) -> bool:
-        """Sends replies of a channel to the routing id under which its key has just spoken; False if that is stolen."""
-        owner = self._channels.get(routing_id)
-        if owner is not None and owner is not channel:
-            owner.routing_id = b""  # nothing of the owner's is sent there until its own key speaks again
-            self._on_refused("a host", "it used the routing id of another lease")
-            return False
-        self._channels.pop(channel.routing_id, None)
-        channel.routing_id = routing_id
-        self._channels[routing_id] = channel
-        return True

@@ -9,8 +9,7 @@ from moeoffload.wire.header import (
     FrameReader,
     Kind,
     Role,
-    control_kind,
-    peek_layer,
+    is_cancel,
     peek_request_id,
 )
 from moeoffload.wire.layout import (
@@ -39,8 +38,7 @@ __all__ = [
     "Kind",
     "Role",
     "SlotViews",
-    "control_kind",
-    "peek_layer",
+    "is_cancel",
     "peek_request_id",
     "read_error_text",
     "write_error_text",

@@ -32,7 +32,6 @@ HEADER_BYTES: Final = 64
 _FIELDS: Final = struct.Struct("<4sBBBBQIHHIIQQIII")
 _CHECKSUM: Final = struct.Struct("<I")
 _REQUEST_ID: Final = struct.Struct("<8xQ")
-_LAYER: Final = struct.Struct("<20xH")
 assert _FIELDS.size + _CHECKSUM.size == HEADER_BYTES
 
 
@@ -43,9 +42,8 @@ class Kind(IntEnum):
     COMBINE = 2
     ERROR = 3
     CANCEL = 4
-    """The host does not wait for the reply to this request any more; no answer."""
-    PING = 5
-    """Sent back as it is; about a request that is being worked on it has no answer."""
+    """The host does not wait for the reply to this request any more. A server that has no such request (any more) sends
+    it back: the host's slot is free, or, for a request that was never sent, the channel works."""
 
 
 class Role(Enum):
@@ -73,7 +71,7 @@ RULES: Final = {
         Kind.ERROR: Rule(),
     },
 }
-"""By reader and kind. Pings and cancellations are the transports', see `control_kind`."""
+"""By reader and kind. Cancellations are the transports', see `is_cancel`."""
 
 
 class Agreed(Protocol):
@@ -202,21 +200,16 @@ class FrameReader:
             raise ProtocolError(f"{kind} frame has {n_bytes} bytes, expected {HEADER_BYTES + header.body_bytes}")
 
 
-def control_kind(frame: memoryview) -> Kind | None:
-    """PING or CANCEL if the frame in ``frame`` (at least 64 bytes) has a valid header of that kind, else None."""
+def is_cancel(frame: memoryview) -> bool:
+    """Whether the frame in ``frame`` (at least 64 bytes) has a valid header of a cancellation."""
     header = FrameHeader()
     try:
         header.unpack_from(frame)
     except ProtocolError:
-        return None
-    return Kind(header.kind) if header.kind in (Kind.PING, Kind.CANCEL) else None
+        return False
+    return header.kind == Kind.CANCEL
 
 
 def peek_request_id(buffer: memoryview) -> int:
     """The request id of the frame in ``buffer`` (at least 64 bytes), without looking at anything else."""
     return int(_REQUEST_ID.unpack_from(buffer)[0])
-
-
-def peek_layer(buffer: memoryview) -> int:
-    """The MoE layer of the frame in ``buffer`` (at least 64 bytes), without looking at anything else."""
-    return int(_LAYER.unpack_from(buffer)[0])

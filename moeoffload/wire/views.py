@@ -10,42 +10,38 @@ import torch
 from moeoffload.errors import ServerError
 from moeoffload.wire.layout import DispatchViews, FrameLayout
 
-# Decode and verify steps repeat a few small row counts for ever; prefill brings large ones of any number.
 SMALL_ROWS: Final = 16
-MAX_LARGE: Final = 32
+"""Decode and verify steps repeat a few small row counts for ever; prefill brings large ones of any number."""
 _T = TypeVar("_T")
 
 
 class _ByRows(Generic[_T]):
-    """Views over one buffer: those of few rows are kept for good, of the others the latest."""
+    """Views over one buffer; those of few rows are kept."""
 
     def __init__(self, make: Callable[[memoryview, int], _T], buffer: memoryview) -> None:
         self._make = make
         self._buffer = buffer
-        self._small: dict[int, _T] = {}
-        self._large: dict[int, _T] = {}
+        self._kept: dict[int, _T] = {}
         self.n_created = 0
 
     def get(self, rows: int) -> _T:
         """The view of ``rows`` rows; raises ServerError if the buffer was dropped."""
-        kept = self._small if rows <= SMALL_ROWS else self._large
-        view = kept.get(rows)
+        view = self._kept.get(rows)
         if view is None:
-            if kept is self._large and len(kept) >= MAX_LARGE:
-                del kept[next(iter(kept))]
             # A view made in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
-                view = kept[rows] = self._make(_check(self._buffer), rows)
-            self.n_created += 1
+                view = self._make(_check(self._buffer), rows)
+            if rows <= SMALL_ROWS:
+                self._kept[rows] = view
+                self.n_created += 1
             if not self._buffer:  # dropped while it was made: nobody would drop this one
-                kept.clear()
+                self._kept.clear()
                 _check(self._buffer)
         return view
 
     def drop(self) -> None:
         self._buffer = memoryview(b"")
-        self._small.clear()
-        self._large.clear()
+        self._kept.clear()
 
 
 class SlotViews:
@@ -66,7 +62,7 @@ class SlotViews:
 
     @property
     def n_created(self) -> int:
-        """How often a view had to be made."""
+        """How many views were made that are kept."""
         return self._dispatch.n_created + self._combine.n_created
 
     def drop(self) -> None:

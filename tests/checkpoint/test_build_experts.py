@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from synthetic import TINY_FAMILIES, Layout, write_checkpoint, write_tiny
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import ModelError
@@ -63,121 +64,73 @@ def test_stored_and_compute_dtype_may_differ(family: str, tmp_path: Path) -> Non
     assert checkpoint.layers[0].expert_bytes == 2 * Checkpoint.open(tmp_path).layers[0].expert_bytes
 
 
-@pytest.mark.parametrize("stored_transposed", [False, True])
-def test_multimodal_models_and_conversions_that_check_shapes(stored_transposed: bool, tmp_path: Path) -> None:
-    vision: dict[str, Any] = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-    }
-    text = {
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts": N_EXPERTS,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "pad_token_id": 0,
-    }
-    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    write_checkpoint(
-        CONFIG_MAPPING["qwen3_vl_moe"](text_config=text, vision_config=vision), tmp_path, dtype=torch.float32
-    )
-    if stored_transposed:
-        rewrite(
-            tmp_path,
-            lambda tensors: tensors.update(
-                {name: tensor.transpose(1, 2) for name, tensor in tensors.items() if ".mlp.experts." in name}
-            ),
-        )
-    model = reference_model(tmp_path, AutoModelForImageTextToText)
+TEXT = {
+    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 32, "moe_intermediate_size": 32, "pad_token_id": 0,
+}  # fmt: skip
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_heads": 2}
+# Families that are stored or built in a way of their own: config, what it is loaded as, width of a row, top_k, modules.
+UNUSUAL: dict[str, tuple[dict[str, Any], Any, int, int, str]] = {
+    # A multimodal model, whose conversion looks at shapes.
+    "qwen3_vl_moe": (
+        {
+            "text_config": TEXT | {"num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+            "vision_config": VISION | {
+                "depth": 1, "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]
+            },
+        },
+        AutoModelForImageTextToText, 64, 2, "model.language_model.layers.0.mlp.experts",
+    ),
+    # Experts without a gate.
+    "nemotron_h": (
+        TEXT | {
+            "layers_block_type": ["moe", "attention", "moe"], "n_routed_experts": N_EXPERTS, "num_experts_per_tok": 3,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+        AutoModelForCausalLM, 64, 3, "model.layers.0.mixer.experts",
+    ),
+    # Rows of an expert are narrower than the model's, and as wide as there are experts: the norm behind the experts,
+    # which they share, must not be taken for one row per expert.
+    "muse_spark": (
+        {
+            "text_config": TEXT | {
+                "num_local_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_hidden_size": N_EXPERTS
+            },
+            "vision_config": VISION | {"num_hidden_layers": 1},
+            "audio_config": {"hidden_sizes": [8] * 4, "depths": [1] * 4, "out_hidden_size": 64},
+            "out_hidden_size": 128, "projector_hidden_size": 32,
+        },
+        AutoModelForImageTextToText, N_EXPERTS, 2, "model.language_model.layers.0.mlp.experts",
+    ),
+    # The router keeps its top_k in the config.
+    "gemma4_text": (
+        TEXT | {
+            "vocab_size_per_layer_input": 320, "global_head_dim": 16, "hidden_size_per_layer_input": 0,
+            "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0,
+            "enable_moe_block": True, "num_experts": N_EXPERTS, "top_k_experts": 3,
+        },
+        AutoModelForCausalLM, 64, 3, "model.layers.0.experts",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*UNUSUAL, "qwen3_vl_moe transposed"])
+def test_families_that_are_stored_or_built_in_a_way_of_their_own(family: str, tmp_path: Path) -> None:
+    family, _, stored = family.partition(" ")
+    config, auto, hidden_size, top_k, module_name = UNUSUAL[family]
+    write_checkpoint(CONFIG_MAPPING[family](**config), tmp_path, dtype=torch.float32)
+    if stored == "transposed":
+
+        def turn(tensors: dict[str, torch.Tensor]) -> None:
+            tensors |= {name: each.transpose(1, 2) for name, each in tensors.items() if ".mlp.experts." in name}
+
+        rewrite(tmp_path, turn)
+    model = reference_model(tmp_path, auto)
     checkpoint = Checkpoint.open(tmp_path)
     assert checkpoint.model_class is type(model)
-    assert (checkpoint.hidden_size, checkpoint.top_k) == (64, 2)
+    assert (checkpoint.hidden_size, checkpoint.top_k) == (hidden_size, top_k)
+    assert checkpoint.layers[0].module_name == module_name
     assert_same_experts(checkpoint, model)
-
-
-def test_ungated_experts_and_other_module_names(tmp_path: Path) -> None:
-    config = CONFIG_MAPPING["nemotron_h"](
-        vocab_size=320,
-        hidden_size=64,
-        layers_block_type=["moe", "attention", "moe"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=32,
-        n_routed_experts=N_EXPERTS,
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=32,
-    )
-    write_checkpoint(config, tmp_path, dtype=torch.float32)
-    checkpoint = Checkpoint.open(tmp_path)
-    assert [layer.module_name for layer in checkpoint.layers] == [
-        "model.layers.0.mixer.experts",
-        "model.layers.2.mixer.experts",
-    ]
-    assert_same_experts(checkpoint, reference_model(tmp_path))
-
-
-def test_experts_on_narrower_rows_and_parameters_that_all_experts_share(tmp_path: Path) -> None:
-    config = CONFIG_MAPPING["muse_spark"](
-        text_config={
-            "vocab_size": 320,
-            "hidden_size": 64,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "num_local_experts": N_EXPERTS,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            # As wide as there are experts: the norm behind the experts must not be taken for one row per expert.
-            "moe_hidden_size": N_EXPERTS,
-            "pad_token_id": 0,
-        },
-        vision_config={"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1},
-        audio_config={"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "out_hidden_size": 64},
-        out_hidden_size=128,
-        projector_hidden_size=32,
-    )
-    write_checkpoint(config, tmp_path, dtype=torch.float32)
-    checkpoint = Checkpoint.open(tmp_path)
-    assert checkpoint.hidden_size == N_EXPERTS
-    assert checkpoint.build_experts(0, [1], CPU).get_parameter("post_expert_norm.weight").shape == (N_EXPERTS,)
-    assert_same_experts(checkpoint, reference_model(tmp_path, AutoModelForImageTextToText))
-
-
-def test_router_that_keeps_its_top_k_in_the_config(tmp_path: Path) -> None:
-    config = CONFIG_MAPPING["gemma4_text"](
-        vocab_size=320,
-        vocab_size_per_layer_input=320,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        global_head_dim=16,
-        intermediate_size=64,
-        hidden_size_per_layer_input=0,
-        layer_types=["sliding_attention", "full_attention"],
-        num_kv_shared_layers=0,
-        enable_moe_block=True,
-        num_experts=N_EXPERTS,
-        top_k_experts=3,
-        moe_intermediate_size=32,
-        pad_token_id=0,
-    )
-    write_checkpoint(config, tmp_path, dtype=torch.float32)
-    checkpoint = Checkpoint.open(tmp_path)
-    assert checkpoint.top_k == 3
-    assert_same_experts(checkpoint, reference_model(tmp_path))
 
 
 def test_a_large_layer_is_filled_group_by_group(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +164,12 @@ def test_modules_do_not_share_anything_that_changes(tiny: Path) -> None:
     assert checkpoint.layers[0].n_experts == 8
 
 
-@pytest.mark.parametrize("experts", [[], [8], [-1], [0, 99]])
-def test_experts_that_are_not_there_are_refused(experts: list[int], tiny: Path) -> None:
-    with pytest.raises(ModelError, match=r"layer 0: .* 0\.\.7"):
-        Checkpoint.open(tiny).build_experts(0, experts, CPU)
-
-
-def test_layers_that_are_not_there_are_refused(tiny: Path) -> None:
-    with pytest.raises(ModelError, match=r"layer 2: .* 0\.\.1"):
-        Checkpoint.open(tiny).build_experts(2, [0], CPU)
+@pytest.mark.parametrize(
+    ("layer", "experts", "allowed"),
+    [(0, [], "0..7"), (0, [8], "0..7"), (0, [-1], "0..7"), (0, [0, 99], "0..7"), (2, [0], "0..1")],
+)
+def test_experts_and_layers_that_are_not_there_are_refused(
+    layer: int, experts: list[int], allowed: str, tiny: Path
+) -> None:
+    with pytest.raises(ModelError, match=rf"layer {layer}: .* {re.escape(allowed)}"):
+        Checkpoint.open(tiny).build_experts(layer, experts, CPU)

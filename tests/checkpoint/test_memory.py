@@ -40,14 +40,14 @@ print(json.dumps({
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("layout", Layout)
 def test_half_of_the_experts_costs_half_of_the_bytes(layout: Layout, tmp_path: Path) -> None:
-    # One layer of Qwen3-30B-A3B with half of its experts: 604 MB on disk, every other expert is asked for.
-    write_checkpoint(geometry_config("qwen3-30b-a3b", layers=1, experts=64, vocab=320), tmp_path, layout=layout)
+    # One layer of Qwen3-30B-A3B with a quarter of its experts: 302 MB on disk, every other expert is asked for.
+    write_checkpoint(geometry_config("qwen3-30b-a3b", layers=1, experts=32, vocab=320), tmp_path, layout=layout)
     result = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
     )
     measured = json.loads(result.stdout.splitlines()[-1])
-    assert measured["built"] == measured["asked"] == 32 * 3 * 768 * 2048 * 2
+    assert measured["built"] == measured["asked"] == 16 * 3 * 768 * 2048 * 2
     # The files are not mapped, so what was not read through a call was not read at all.
     assert measured["mapped"] == 0
     assert measured["asked"] <= measured["read"] < measured["asked"] + MIB
-    assert measured["grown"] < measured["asked"] + 300 * MIB
+    assert measured["grown"] < measured["asked"] + 100 * MIB

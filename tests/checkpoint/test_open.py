@@ -37,10 +37,10 @@ def test_attributes(tmp_path: Path) -> None:
     assert checkpoint.model_type == checkpoint.config.model_type == "deepseek_v3"
     assert (checkpoint.hidden_size, checkpoint.top_k) == (64, 2)
     # The first decoder layer is dense: MoE layers are numbered on their own.
-    one_expert = 3 * 64 * 32 * 4
+    n_weights = 3 * 64 * 32
     assert checkpoint.layers == (
-        ExpertLayer(0, "model.layers.1.mlp.experts", 8, one_expert),
-        ExpertLayer(1, "model.layers.2.mlp.experts", 8, one_expert),
+        ExpertLayer(0, "model.layers.1.mlp.experts", 8, 4 * n_weights, n_weights, 32, "f32"),
+        ExpertLayer(1, "model.layers.2.mlp.experts", 8, 4 * n_weights, n_weights, 32, "f32"),
     )
 
 

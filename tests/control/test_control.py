@@ -6,8 +6,9 @@ import contextlib
 import queue
 import runpy
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -24,7 +25,6 @@ from moeoffload.control.protocol import PROTOCOL_VERSION, dtype_label
 from moeoffload.control.server import SERVICE_NAME
 from moeoffload.control.status import RETRY_AFTER
 from moeoffload.control.v1 import expert_service_pb2 as pb
-from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.errors import ServerError
 from moeoffload.expert_server.server import MAX_LEASES, MAX_LEASES_OF_ONE
 from moeoffload.host.generate import prepare_prompt
@@ -32,6 +32,7 @@ from moeoffload.host.session import OffloadedModel, open_model
 from moeoffload.placement import ExpertTable
 
 REFUSED = grpc.StatusCode.FAILED_PRECONDITION
+SERVING, NOT_SERVING = (health_pb2.HealthCheckResponse.ServingStatus.Value(name) for name in ("SERVING", "NOT_SERVING"))
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +55,16 @@ class RawHost:
     """A host that says what it likes: one Attach stream and plain calls beside it."""
 
     def __init__(self, address: str) -> None:
-        self._channel = HostCredentials().channel(address, [])
-        grpc.channel_ready_future(self._channel).result(STEP_TIMEOUT_S)
-        self.stub = pb_grpc.ExpertServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._client = ControlClient(address)
+        self._client.connect(STEP_TIMEOUT_S)
         self._outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
-        self._stream = self.stub.Attach(iter(self._outgoing.get, None), timeout=STEP_TIMEOUT_S)
+        self._stream = self.call("Attach", iter(self._outgoing.get, None))
+
+    def call(self, method: str, request: Any) -> Any:
+        def begin(stub: Any, metadata: Any) -> Any:
+            return getattr(stub, method)(request, timeout=STEP_TIMEOUT_S, metadata=metadata)
+
+        return self._client._begin(begin)
 
     def send(self, **step: object) -> pb.AttachReply:
         self._outgoing.put(pb.AttachRequest(**step))  # type: ignore[arg-type]
@@ -69,28 +75,21 @@ class RawHost:
         return self.send(hello=pb.Hello(protocol_version=PROTOCOL_VERSION, host=name)).welcome.lease_id
 
     def load(self, request: pb.LoadExpertsRequest) -> list[pb.LoadProgress]:
-        return list(self.stub.LoadExperts(request, timeout=STEP_TIMEOUT_S))
+        return list(self.call("LoadExperts", request))
 
     def describe(self) -> pb.DescribeReply:
-        reply: pb.DescribeReply = self.stub.Describe(pb.DescribeRequest(), timeout=STEP_TIMEOUT_S)
-        return reply
+        return self._client.describe(STEP_TIMEOUT_S)
 
     def stats(self) -> pb.StatsReply:
-        reply: pb.StatsReply = self.stub.Stats(pb.StatsRequest(), timeout=STEP_TIMEOUT_S)
-        return reply
+        return self._client.stats(STEP_TIMEOUT_S)
 
     def close(self) -> None:
         self._outgoing.put(None)
-        self._channel.close()
+        self._client.close()
 
 
-@contextlib.contextmanager
-def raw_host(address: str) -> Iterator[RawHost]:
-    host = RawHost(address)
-    try:
-        yield host
-    finally:
-        host.close()
+def raw_host(address: str) -> contextlib.closing[RawHost]:
+    return contextlib.closing(RawHost(address))
 
 
 @contextlib.contextmanager
@@ -111,15 +110,12 @@ def refused(server: RunningServer, *words: str, code: grpc.StatusCode = REFUSED)
     assert not [name for name in shm_names() if f"moeoffload-{server.process.pid}-" in name]
 
 
-def load_request(lease_id: str, checkpoint: Checkpoint, table: ExpertTable, **changes: object) -> pb.LoadExpertsRequest:
+def load_request(lease_id: str, checkpoint: Checkpoint, table: ExpertTable) -> pb.LoadExpertsRequest:
     layers = [pb.LayerExperts(layer=i, experts=experts) for i, experts in enumerate(table.layers)]
     model = pb.ModelReference(
         reference=str(DEMO), digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype)
     )
-    request = pb.LoadExpertsRequest(lease_id=lease_id, model=model, layers=layers)
-    for name, value in changes.items():
-        setattr(request.model, name, value)
-    return request
+    return pb.LoadExpertsRequest(lease_id=lease_id, model=model, layers=layers)
 
 
 def activate_request(checkpoint: Checkpoint, table: ExpertTable, **changes: object) -> pb.Activate:
@@ -161,13 +157,9 @@ def test_generated_code_is_that_of_the_proto_file(tmp_path: Path) -> None:
     assert made == committed, "run make proto"
 
 
-def test_the_health_service_says_serving_for_the_server_and_the_service(server: RunningServer) -> None:
-    assert health_of(server.address, "") == health_pb2.HealthCheckResponse.SERVING
-    assert health_of(server.address, SERVICE_NAME) == health_pb2.HealthCheckResponse.SERVING
-
-
-def test_health_watch_is_not_offered(server: RunningServer) -> None:
-    """With it a peer without a token would keep a connection for ever."""
+def test_health_says_serving_for_the_server_and_the_service_and_watch_is_not_offered(server: RunningServer) -> None:
+    """With Watch a peer without a token would keep a connection for ever."""
+    assert health_of(server.address, "") == health_of(server.address, SERVICE_NAME) == SERVING
     with grpc.insecure_channel(server.address) as channel:
         request = health_pb2.HealthCheckRequest(service="x" * 1000)
         with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
@@ -175,10 +167,11 @@ def test_health_watch_is_not_offered(server: RunningServer) -> None:
 
 
 def test_reflection_lists_the_services(server: RunningServer) -> None:
-    with HostCredentials().channel(server.address, []) as channel:
+    with grpc.insecure_channel(server.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        (reply,) = stub.ServerReflectionInfo(requests, timeout=STEP_TIMEOUT_S)
+        shown = HostCredentials().metadata(server.address)
+        (reply,) = stub.ServerReflectionInfo(requests, timeout=STEP_TIMEOUT_S, metadata=shown)
     names = {service.name for service in reply.list_services_response.service}
     assert {SERVICE_NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
 
@@ -202,7 +195,7 @@ def test_describe_and_stats_follow_a_host_from_load_to_leave(
             assert loaded.resident_bytes == watcher.stats().resident_bytes == expert_bytes
             assert loaded.offered_bytes == free.offered_bytes - expert_bytes
             asked = pb.DescribeRequest(model_digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype))
-            again = watcher.stub.Describe(asked, timeout=STEP_TIMEOUT_S)
+            again = watcher.call("Describe", asked)
             assert again.offered_bytes == free.offered_bytes, "experts of the same model are shared"
             offer = host.send(activate=activate_request(checkpoint, table)).offer
             assert offer.batch_capacity == 64
@@ -215,14 +208,11 @@ def test_describe_and_stats_follow_a_host_from_load_to_leave(
 
 def test_draining_keeps_attached_hosts_refuses_new_ones_and_ends_with_the_last(start_server: StartServer) -> None:
     server = start_server()
-    client = ControlClient(server.address)
-    client.connect(STEP_TIMEOUT_S)
-    try:
+    with contextlib.closing(ControlClient(server.address)) as client:
         with open_model(DEMO, experts=[server.address], threads=1, required=True) as model:
             before = logits_of(model)
             assert client.drain(STEP_TIMEOUT_S) == 1
-            assert health_of(server.address, "") == health_pb2.HealthCheckResponse.NOT_SERVING
-            assert health_of(server.address, SERVICE_NAME) == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert health_of(server.address, "") == health_of(server.address, SERVICE_NAME) == NOT_SERVING
             with pytest.raises(ServerError, match=f"{server.address}: .*draining"):
                 open_model(DEMO, experts=[server.address], threads=1, connect_timeout_s=5.0)
             with raw_host(server.address) as other, pytest.raises(grpc.RpcError, match="draining"):
@@ -230,29 +220,19 @@ def test_draining_keeps_attached_hosts_refuses_new_ones_and_ends_with_the_last(s
             assert torch.equal(logits_of(model), before)
             assert server.process.poll() is None
         assert server.process.wait(READY_TIMEOUT_S) == 0
-    finally:
-        client.close()
     assert "Traceback" not in server.log_text
 
 
-def test_draining_a_server_without_hosts_ends_it(start_server: StartServer) -> None:
-    server = start_server()
-    with raw_host(server.address) as host:
-        assert host.stub.Drain(pb.DrainRequest(), timeout=STEP_TIMEOUT_S).leases == 0
-        assert server.process.wait(READY_TIMEOUT_S) == 0
-
-
-def test_a_stopping_server_tells_its_hosts_so(start_server: StartServer) -> None:
-    server = start_server()
-    client = ControlClient(server.address)
-    client.connect(STEP_TIMEOUT_S)
-    try:
+def test_a_server_without_hosts_ends_when_drained_and_one_that_stops_tells_its_hosts(start_server: StartServer) -> None:
+    drained, stopped = start_server(), start_server()
+    with raw_host(drained.address) as host:
+        assert host.call("Drain", pb.DrainRequest()).leases == 0
+        assert drained.process.wait(READY_TIMEOUT_S) == 0
+    with contextlib.closing(ControlClient(stopped.address)) as client:
         lease = client.attach(STEP_TIMEOUT_S)
-        server.process.send_signal(signal.SIGINT)
-        assert lease.why_ended(STEP_TIMEOUT_S) == f"expert server {server.address}: the server is stopping"
-        assert server.process.wait(READY_TIMEOUT_S) == 0
-    finally:
-        client.close()
+        stopped.process.send_signal(signal.SIGINT)
+        assert lease.why_ended(STEP_TIMEOUT_S) == f"expert server {stopped.address}: the server is stopping"
+        assert stopped.process.wait(READY_TIMEOUT_S) == 0
 
 
 def test_one_lease_more_than_the_limits_is_told_to_come_back(server: RunningServer) -> None:
@@ -322,57 +302,57 @@ def test_activate_after_a_load_that_failed_is_refused(
         host.send(activate=activate_request(checkpoint, table))
 
 
-@pytest.mark.parametrize("lease_id", ["", "0" * 32, "\N{SNOWMAN}"])
-def test_loading_without_a_lease_is_refused(
-    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable, lease_id: str
-) -> None:
-    with raw_host(server.address) as host, refused(server, "no such lease"):
-        host.load(load_request(lease_id, checkpoint, table))
+Change = Callable[[pb.LoadExpertsRequest], None]
+
+
+def layers(*held: tuple[int, list[int]]) -> Change:
+    """Asks for these experts of these layers."""
+
+    def change(request: pb.LoadExpertsRequest) -> None:
+        del request.layers[:]
+        request.layers.extend(pb.LayerExperts(layer=layer, experts=experts) for layer, experts in held)
+
+    return change
+
+
+def model(**values: str) -> Change:
+    """Names another model."""
+
+    def change(request: pb.LoadExpertsRequest) -> None:
+        for name, value in values.items():
+            setattr(request.model, name, value)
+
+    return change
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("change", "words"),
     [
-        ({"reference": "/no/such/folder"}, ["/no/such/folder"]),
-        ({"reference": ""}, ["config.json"]),
-        ({"reference": "\0"}, []),
-        ({"digest": ""}, ["model digest"]),
-        ({"digest": "0" * 64}, ["model digest is 000000000000 (host)"]),
-        ({"compute_dtype": "int7"}, ["compute dtype", "int7", "bf16"]),
-        ({"compute_dtype": ""}, ["compute dtype"]),
+        (lambda request: request.ClearField("lease_id"), ["no such lease"]),
+        (lambda request: request.MergeFrom(pb.LoadExpertsRequest(lease_id="0" * 32)), ["no such lease"]),
+        (lambda request: request.MergeFrom(pb.LoadExpertsRequest(lease_id="\N{SNOWMAN}")), ["no such lease"]),
+        (model(reference="/no/such/folder"), ["/no/such/folder"]),
+        (model(reference=""), ["config.json"]),
+        (model(reference="\0"), []),
+        (model(digest=""), ["model digest"]),
+        (model(digest="0" * 64), ["model digest is 000000000000 (host)"]),
+        (model(compute_dtype="int7"), ["compute dtype", "int7", "bf16"]),
+        (model(compute_dtype=""), ["compute dtype"]),
+        (layers(), ["expert table"]),
+        (layers((0, [0])), ["expert table"]),
+        (layers((0, [0]), (1, [0]), (2, [0]), (3, [0]), (4, [0])), ["expert table"]),
+        (layers((0, [0]), (2, [0]), (1, [0]), (3, [0])), ["expert table"]),
+        (layers((0, [0, 1, 0]), (1, []), (2, []), (3, [])), ["expert table"]),
+        (layers((0, [32]), (1, []), (2, []), (3, [])), ["expert table"]),
+        (layers((0, []), (1, []), (2, []), (3, [2**32 - 1])), ["expert table"]),
     ],
-    ids=str,
 )
-def test_a_model_that_cannot_be_loaded_is_refused(
-    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable, changes: dict[str, str], words: list[str]
+def test_what_cannot_be_loaded_is_refused(
+    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable, change: Any, words: list[str]
 ) -> None:
     with raw_host(server.address) as host, refused(server, *words):
-        try:
-            host.load(load_request(host.hello(), checkpoint, table, **changes))
-        finally:
-            host.close()
-
-
-@pytest.mark.parametrize(
-    "layers",
-    [
-        [],
-        [(0, [0])],
-        [(0, [0]), (1, [0]), (2, [0]), (3, [0]), (4, [0])],
-        [(0, [0]), (2, [0]), (1, [0]), (3, [0])],
-        [(0, [0, 1, 0]), (1, []), (2, []), (3, [])],
-        [(0, [32]), (1, []), (2, []), (3, [])],
-        [(0, []), (1, []), (2, []), (3, [2**32 - 1])],
-    ],
-    ids=["none", "too few", "too many", "order", "twice", "unknown", "absurd"],
-)
-def test_an_expert_table_that_the_model_does_not_have_is_refused(
-    server: RunningServer, checkpoint: Checkpoint, table: ExpertTable, layers: list[tuple[int, list[int]]]
-) -> None:
-    with raw_host(server.address) as host, refused(server, "expert table"):
         request = load_request(host.hello(), checkpoint, table)
-        del request.layers[:]
-        request.layers.extend(pb.LayerExperts(layer=layer, experts=experts) for layer, experts in layers)
+        change(request)
         try:
             host.load(request)
         finally:

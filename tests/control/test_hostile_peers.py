@@ -18,10 +18,11 @@ from fuzz_frames import HTTP2_CALL
 from google.protobuf.message import Message
 
 from moeoffload.checkpoint import Checkpoint
+from moeoffload.control.call_threads import MOST_CALLS
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.protocol import PROTOCOL_VERSION
-from moeoffload.control.server import MOST_CALLS, ControlServer
+from moeoffload.control.server import ControlServer
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.control.validate import checked_parameters, checked_timings, clean_texts
@@ -175,24 +176,27 @@ def test_a_path_that_is_no_text_ends_neither_the_server_nor_a_lease(serve: Serve
 
 
 def test_an_attached_host_and_one_that_loads_may_be_silent(serve: Serve) -> None:
-    channel, backend = serve(first_s=2, step_s=2)
-    backend.lease.goes_on.set()
+    channel, backend = serve(first_s=0.3, step_s=0.3)
+
+    def patience_is_over() -> None:
+        """Returns when another call that began now has been silent for too long."""
+        assert code_of(raw_call(channel, "Attach", silent())) is grpc.StatusCode.FAILED_PRECONDITION
+
     stub = pb_grpc.ExpertServiceStub(channel)  # type: ignore[no-untyped-call]
     outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
     call = stub.Attach(iter(outgoing.get, None), timeout=60)
     outgoing.put(pb.AttachRequest(hello=pb.Hello(protocol_version=PROTOCOL_VERSION)))
     assert next(call).welcome.lease_id == "1"
-    backend.lease.goes_on.clear()
     load = stub.LoadExperts(pb.LoadExpertsRequest(lease_id="1"), timeout=60)
     assert next(load).total_bytes == 1
-    time.sleep(2.5)
+    patience_is_over()
     backend.lease.goes_on.set()
     assert list(load) == []
     outgoing.put(pb.AttachRequest(activate=pb.Activate()))
     assert next(call).WhichOneof("step") == "offer"
     outgoing.put(pb.AttachRequest(accept=pb.Accept()))
     assert next(call).ready.epoch == 1
-    time.sleep(2.5)
+    patience_is_over()
     outgoing.put(None)
     assert list(call) == []
     assert backend.lease.closed.get(timeout=SOON_S) == "the host ended the lease"
@@ -293,6 +297,25 @@ def test_a_server_that_answers_what_nobody_asked_ends_the_lease(serve: Serve) ->
     finally:
         client.close()
         server.stop(0).wait(SOON_S)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.connect(SOON_S),
+        lambda client: client.describe(SOON_S),
+        lambda client: client.attach(SOON_S),
+        lambda client: client.stats(SOON_S),
+        lambda client: client.drain(SOON_S),
+    ],
+    ids=["connect", "describe", "attach", "stats", "drain"],
+)
+def test_a_call_on_a_connection_that_was_closed_meanwhile_is_an_error(call: Callable[[ControlClient], object]) -> None:
+    """gRPC ends the process when one is begun there."""
+    client = ControlClient("127.0.0.1:9")
+    client.close()
+    with pytest.raises(ServerError, match=r"127\.0\.0\.1:9: the connection to it is closed"):
+        call(client)
 
 
 @pytest.mark.parametrize(

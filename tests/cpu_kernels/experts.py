@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING
+from gpu_kernels.experts_modules import make_experts
 from transformers.integrations import moe
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moeoffload.native import Features, cpu_features
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
+
+
+@contextlib.contextmanager
+def threads(n: int) -> Iterator[None]:
+    """Computes with ``n`` threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def instruction_sets() -> list[Features]:
@@ -29,18 +42,12 @@ def gated_experts(
     n_experts: int, hidden: int, inter: int, dtype: torch.dtype, *, seed: int = 0, integers: bool = False
 ) -> Any:
     """Experts with silu(gate) * up; with ``integers`` every product and sum of a dot product is exact."""
-    config = CONFIG_MAPPING["qwen3_moe"](
-        hidden_size=hidden, moe_intermediate_size=inter, num_experts=n_experts, num_experts_per_tok=1
-    )
-    config._experts_implementation = "eager"
-    experts = Qwen3MoeExperts(config).to(dtype).eval()
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in experts.parameters():
-        parameter.requires_grad_(False)
-        if integers:
+    experts = make_experts("silu", n_experts, hidden, inter, dtype, seed=seed)
+    experts.config._experts_implementation = "eager"
+    if integers:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in experts.parameters():
             parameter.copy_(torch.randint(-2, 3, parameter.shape, generator=generator))
-        else:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
     return experts
 
 
@@ -62,18 +69,6 @@ def call(layer: Any, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Ten
     """The layer's result in an ``out`` that held NaN before."""
     out = torch.full(rows.shape, torch.nan, dtype=torch.float32)
     layer(rows, slots, weights, out)
-    return out
-
-
-def exact(experts: Any, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum in float64, nothing rounded; any layout with silu(gate) * up."""
-    up, down = experts.gate_up_proj.double(), experts.down_proj.double()
-    out = torch.zeros(rows.shape, dtype=torch.float64)
-    for row in range(rows.shape[0]):
-        for slot, weight in zip(slots[row].tolist(), weights[row].double(), strict=True):
-            if slot >= 0:
-                gate, value = (up[slot] @ rows[row].double()).chunk(2)
-                out[row] += weight * (down[slot] @ (torch.nn.functional.silu(gate) * value))
     return out
 
 

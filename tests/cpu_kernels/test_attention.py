@@ -1,4 +1,4 @@
-"""Attention of few queries: exact but for one rounding, whatever the layout, and the same bits in any company."""
+"""Attention of few and many queries: as exact as its roundings allow, whatever the layout, the mask and the batch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from moeoffload import native
-from moeoffload.kernels import cpu_attention
-from moeoffload.kernels.attention import FEW_QUERIES
+from moeoffload.kernels import attention
+from moeoffload.kernels.attention import FEW_QUERIES, cpu_attention, takes_many
 from moeoffload.native import Features, cpu_features
 
-from .experts import DTYPES
+from .experts import DTYPES, EPSILON, instruction_sets, threads
 
-EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 # (heads, key heads, dim, value dim)
-LAYOUTS = [(32, 4, 128, 128), (4, 4, 16, 16), (6, 2, 80, 80), (8, 1, 192, 128), (16, 1, 7, 5), (2, 2, 24, 40)]
-# A dtype and a number of queries; many of bfloat16 are computed otherwise where the CPU multiplies pairs of them.
-MANY = (torch.bfloat16, 333 if Features.BF16_DOT in cpu_features() else FEW_QUERIES)
-KINDS = [*((dtype, 7) for dtype in DTYPES), MANY]
-
-# Of CPUs with less than this one.
-LESS = [Features(0), Features.AVX2, Features.AVX2 | Features.AVX512]
+LAYOUTS = [(32, 4, 128, 128), (4, 4, 16, 16), (6, 2, 80, 72), (8, 1, 192, 128), (16, 1, 6, 5), (2, 2, 24, 40)]
+# Many queries of bfloat16 are computed otherwise, where the CPU multiplies pairs of them: a dtype, a number of queries.
+TAKES_MANY = Features.BF16_DOT in cpu_features()
+KINDS = [*((dtype, 7) for dtype in DTYPES), *([(torch.bfloat16, 333)] if TAKES_MANY else [])]
+needs_many = pytest.mark.skipif(not TAKES_MANY, reason="this CPU does not multiply bfloat16")
+BLOCK_ROWS, KEY_BLOCK = 48, 256  # of cpu/attention.h
 
 
 @pytest.fixture(autouse=True)
@@ -65,52 +64,75 @@ def operands(
 
 
 def check(operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], *mask: Any, **options: Any) -> torch.Tensor:
+    """The result is rounded once; of many queries so are the probabilities, each by as much as the dtype allows."""
     ours = cpu_attention(*operands, *mask, **options)
     expected = truth(*operands, *mask, **options)
-    query, _, value = operands
+    query, key, value = operands
     assert ours.dtype == query.dtype
     assert ours.shape == (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     assert ours.is_contiguous()
-    assert ((ours - expected).abs() <= EPSILON[query.dtype] * expected.abs() + 2**-17).all()
+    rounded = expected.abs()
+    if query.shape[2] > FEW_QUERIES:
+        rounded = rounded + truth(query, key, value.abs(), *mask, **options)
+    assert ((ours - expected).abs() <= EPSILON[query.dtype] * rounded + 2**-17).all()
     return ours
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, (16, 1, 7, 5)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_result_is_exact_but_for_one_rounding(dtype: torch.dtype, layout: tuple[int, int, int, int]) -> None:
+def test_results_of_few_queries(dtype: torch.dtype, layout: tuple[int, int, int, int]) -> None:
     for n_queries, n_keys in product((1, 2, FEW_QUERIES), (1, 2, 3, 5, 16, 90, 257, 600)):
         check(operands(layout, n_queries, n_keys, dtype))
     check(operands(layout, 3, 40, dtype, batch=2), scale=0.3)
 
 
-@pytest.mark.parametrize("features", LESS, ids=repr)
+@needs_many
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_results_of_many_queries(layout: tuple[int, int, int, int]) -> None:
+    for n_queries, n_keys in product((17, BLOCK_ROWS, BLOCK_ROWS + 7), (1, 2, 15, 90, KEY_BLOCK, KEY_BLOCK + 1, 600)):
+        check(operands(layout, n_queries, n_keys, torch.bfloat16))
+    check(operands(layout, 40, 70, torch.bfloat16, batch=2), scale=0.3)
+    check(operands(layout, 40, 70, torch.bfloat16, batch=2), scale=-0.3)
+
+
+@pytest.mark.parametrize("features", [each for each in instruction_sets() if Features.BF16_DOT not in each], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cpus_with_fewer_instructions(dtype: torch.dtype, features: Features, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "cpu_features", lambda some=features & cpu_features(): some)
+    monkeypatch.setattr(native, "cpu_features", lambda: features)
     for layout, n_queries in product(LAYOUTS, (1, 5)):
         some = operands(layout, n_queries, 300, dtype)
         check(some, torch.rand(n_queries, 300) < 0.5)
         check(some, torch.randn(n_queries, 300))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_masks_of_every_kind(dtype: torch.dtype) -> None:
-    batch, n_queries, n_keys = 2, 5, 300
-    for layout in ((8, 2, 64, 64), (4, 4, 24, 16)):
-        some = operands(layout, n_queries, n_keys, dtype, batch)
-        for shape in ((1, 1, n_queries, n_keys), (batch, 1, 1, n_keys), (batch, layout[0], n_queries, n_keys)):
-            seen = torch.rand(shape) < 0.5
-            check(some, seen)
-            check(some, seen.transpose(2, 3).contiguous().transpose(2, 3))
-            for kind in (dtype, torch.float32):
-                check(some, torch.randn(shape).to(kind))
-                check(some, torch.zeros(shape, dtype=kind).masked_fill(~seen, torch.finfo(kind).min))
-        check(some, torch.rand(n_queries, n_keys) < 0.5)
-        check(operands(layout, n_queries, n_queries, dtype, batch), is_causal=True)
-        check(operands(layout, n_queries, 3, dtype), is_causal=True)
+@pytest.mark.parametrize(
+    ("dtype", "n_queries", "n_keys"),
+    [*((dtype, 5, 300) for dtype in DTYPES), pytest.param(torch.bfloat16, 61, 530, marks=needs_many)],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", [(8, 2, 64, 64), (4, 4, 24, 16)], ids=str)
+def test_masks_of_every_kind(
+    layout: tuple[int, int, int, int], dtype: torch.dtype, n_queries: int, n_keys: int
+) -> None:
+    batch = 2
+    some = operands(layout, n_queries, n_keys, dtype, batch)
+    for shape in ((1, 1, n_queries, n_keys), (batch, 1, 1, n_keys), (batch, layout[0], n_queries, n_keys)):
+        seen = torch.rand(shape) < 0.5
+        check(some, seen)
+        check(some, seen.transpose(2, 3).contiguous().transpose(2, 3))
+        for kind in (dtype, torch.float32):
+            check(some, torch.randn(shape).to(kind))
+            check(some, torch.zeros(shape, dtype=kind).masked_fill(~seen, torch.finfo(kind).min))
+    check(some, torch.rand(n_queries, n_keys) < 0.5)
+    for window in (10_000, 300, 40):
+        places = torch.arange(n_keys - n_queries, n_keys)[:, None] - torch.arange(n_keys)
+        check(some, (places >= 0) & (places < window))
+    long = n_queries if n_queries <= FEW_QUERIES else 600
+    check(operands(layout, long, long, dtype, batch), is_causal=True)
+    check(operands(layout, min(n_queries, 40), min(n_queries - 2, 17), dtype), is_causal=True)
 
 
-@pytest.mark.parametrize("n_queries", [3, MANY[1]])
+@pytest.mark.parametrize("n_queries", [3, pytest.param(333, marks=needs_many)])
 def test_a_query_that_sees_no_key_gives_zeros_as_in_torch(n_queries: int) -> None:
     some = operands((4, 2, 16, 16), n_queries, 300, torch.bfloat16)
     seen = torch.ones(n_queries, 300, dtype=torch.bool)
@@ -120,7 +142,7 @@ def test_a_query_that_sees_no_key_gives_zeros_as_in_torch(n_queries: int) -> Non
     ours = cpu_attention(*some, seen)
     assert not ours[:, 1].any()
     assert ours[:, 2].any()
-    theirs = torch.nn.functional.scaled_dot_product_attention(*some, attn_mask=seen, enable_gqa=True)
+    theirs = scaled_dot_product_attention(*some, attn_mask=seen, enable_gqa=True)
     assert not theirs[:, :, 1].any()
 
 
@@ -152,15 +174,11 @@ def test_bits_do_not_depend_on_other_queries_heads_or_threads(dtype: torch.dtype
             query[:1, 3 * head : 3 * head + 1], key[:1, head : head + 1], value[:1, head : head + 1], mask[:1]
         )
         assert torch.equal(one[0, :, 0], together[0, :, 3 * head])
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         assert all(torch.equal(cpu_attention(query, key, value, mask), together) for _ in range(10))
-    finally:
-        torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("n_queries", [2, MANY[1]])
+@pytest.mark.parametrize("n_queries", [2, pytest.param(333, marks=needs_many)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_non_finite_values_are_not_hidden(where: int, bad: float, n_queries: int) -> None:
@@ -197,3 +215,36 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="mask"):
             cpu_attention(*bad)
+
+
+@needs_many
+def test_errors_are_no_larger_than_those_of_torch() -> None:
+    some = operands((8, 2, 128, 128), 700, 700, torch.bfloat16)
+    expected = truth(*some, is_causal=True)
+    ours = cpu_attention(*some, is_causal=True)
+    theirs = scaled_dot_product_attention(*some, is_causal=True, enable_gqa=True).transpose(1, 2)
+    ours_off, theirs_off = ((each - expected).square().mean().sqrt() for each in (ours, theirs))
+    assert ours_off < 1.1 * theirs_off
+
+
+@needs_many
+def test_bits_do_not_depend_on_how_a_prompt_is_cut() -> None:
+    query, key, value = operands((8, 2, 64, 64), 900, 900, torch.bfloat16)
+    whole = cpu_attention(query, key, value, is_causal=True)
+    seen = torch.ones(900, 900, dtype=torch.bool).tril()
+    assert torch.equal(cpu_attention(query, key, value, seen), whole)
+    for first, end in ((0, 17), (17, 300), (300, 349), (349, 900)):
+        part = cpu_attention(query[:, :, first:end], key[:, :, :end], value[:, :, :end], seen[first:end, :end])
+        assert torch.equal(part, whole[:, first:end])
+
+
+@needs_many
+def test_torch_computes_many_queries_where_the_cpu_has_a_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "cpu_features", lambda: Features.BF16_DOT | Features.MATRIX_UNIT)
+    assert not takes_many(torch.bfloat16)
+    assert not attention.fits(*operands((4, 2, 16, 16), FEW_QUERIES + 1, 30, torch.bfloat16), None)
+    monkeypatch.setattr(native, "cpu_features", lambda: Features.AVX512)
+    assert not takes_many(torch.bfloat16)
+    monkeypatch.setattr(native, "cpu_features", lambda: Features.BF16_DOT)
+    assert takes_many(torch.bfloat16)
+    assert not takes_many(torch.float32)

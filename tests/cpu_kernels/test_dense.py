@@ -7,14 +7,13 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from moeoffload.kernels import few_row_linear
-from moeoffload.kernels.dense import MAX_ROWS, FewRowLinear, accelerate_linears
+from moeoffload import native
+from moeoffload.kernels.dense import MAX_ROWS, FewRowLinear, accelerate_linears, few_row_linear
+from moeoffload.native import Features
 
-from .experts import DTYPES
-
-EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
+from .experts import DTYPES, EPSILON, instruction_sets, threads
+from .test_fast_dense import small_model
 
 
 def _linear(n_in: int, n_out: int, dtype: torch.dtype, *, bias: bool) -> nn.Linear:
@@ -22,10 +21,14 @@ def _linear(n_in: int, n_out: int, dtype: torch.dtype, *, bias: bool) -> nn.Line
     return nn.Linear(n_in, n_out, bias=bias).to(dtype).requires_grad_(False)
 
 
-@pytest.mark.parametrize("shape", [(64, 32), (2048, 96), (130, 77), (7, 5), (4096, 4)], ids=str)
+@pytest.mark.parametrize("features", instruction_sets(), ids=str)
+@pytest.mark.parametrize("shape", [(64, 32), (2048, 96), (130, 77), (7, 5), (1, 1), (4096, 4)], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_result_is_exact_but_for_one_rounding(dtype: torch.dtype, bias: bool, shape: tuple[int, int]) -> None:
+def test_result_is_exact_but_for_one_rounding(
+    dtype: torch.dtype, bias: bool, shape: tuple[int, int], features: Features, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "cpu_features", lambda: features)
     linear = _linear(*shape, dtype, bias=bias)
     for n_rows in (1, 2, 3, 6, 7, MAX_ROWS):
         x = torch.randn(n_rows, shape[0]).to(dtype)
@@ -35,6 +38,10 @@ def test_result_is_exact_but_for_one_rounding(dtype: torch.dtype, bias: bool, sh
         assert ((ours - truth).abs() <= EPSILON[dtype] * truth.abs() + 2**-19).all()
         for row in range(n_rows):
             assert torch.equal(few_row_linear(x[row], linear.weight, linear.bias), ours[row])
+        x[-1, -1] = torch.nan if n_rows % 2 else torch.inf
+        spoilt = few_row_linear(x, linear.weight, linear.bias)
+        assert not spoilt[-1].isfinite().any()
+        assert torch.equal(spoilt[:-1], ours[:-1])
 
 
 def test_shapes_of_the_input_are_kept() -> None:
@@ -52,52 +59,21 @@ def test_what_does_not_fit_is_refused() -> None:
             few_row_linear(x, weight)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_non_finite_values_are_not_hidden(bad: float) -> None:
-    linear = _linear(64, 32, torch.bfloat16, bias=False)
-    x = torch.ones(2, 64).bfloat16()
-    x[1, 3] = bad
-    out = few_row_linear(x, linear.weight)
-    assert out[0].isfinite().all()
-    assert not out[1].isfinite().any()
-
-
 @pytest.mark.parametrize("n_out", [1030, 1040])
 @pytest.mark.parametrize("n_rows", [1, 3, MAX_ROWS])
 def test_two_threads_give_the_same_bits(n_rows: int, n_out: int) -> None:
     linear = _linear(1024, n_out, torch.bfloat16, bias=True)
     x = torch.randn(n_rows, 1024).bfloat16()
     alone = few_row_linear(x, linear.weight, linear.bias)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         assert all(torch.equal(few_row_linear(x, linear.weight, linear.bias), alone) for _ in range(20))
-    finally:
-        torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING["qwen3_moe"](
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-
-
-def test_a_model_generates_as_before_and_is_restored(model: nn.Module) -> None:
+def test_a_model_generates_as_before_and_is_restored() -> None:
+    model = small_model("qwen3_moe")
     ids = torch.arange(1, 9).view(1, 8)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    expected = model.generate(ids, **options)  # type: ignore[operator]
+    expected = model.generate(ids, **options)
     classes = [type(module) for module in model.modules()]
     keys = list(model.state_dict())
     restore = accelerate_linears(model)
@@ -105,7 +81,7 @@ def test_a_model_generates_as_before_and_is_restored(model: nn.Module) -> None:
     assert len(fast) == 2 * 4 + 1
     assert all(isinstance(module, nn.Linear) for module in fast)
     assert list(model.state_dict()) == keys
-    got = model.generate(ids, **options)  # type: ignore[operator]
+    got = model.generate(ids, **options)
     assert (got == expected).float().mean() > 0.8
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -116,11 +92,14 @@ def test_a_model_generates_as_before_and_is_restored(model: nn.Module) -> None:
     assert [type(module) for module in model.modules()] == classes
 
 
-def test_gradients_many_rows_and_other_dtypes_go_to_torch() -> None:
+def test_hooks_are_called_and_gradients_many_rows_and_other_dtypes_go_to_torch() -> None:
     linear = nn.Linear(64, 32, dtype=torch.bfloat16)
     accelerate_linears(linear)
     x = torch.randn(MAX_ROWS + 1, 64).bfloat16()
+    seen = []
+    linear.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
     out = linear(x[:1])
+    assert seen == [(1, 32)]
     assert out.requires_grad
     out.sum().backward()
     assert linear.weight.grad is not None
@@ -128,12 +107,3 @@ def test_gradients_many_rows_and_other_dtypes_go_to_torch() -> None:
         assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
         with pytest.raises(RuntimeError):
             linear(x[:1].float())
-
-
-def test_hooks_are_called() -> None:
-    linear = nn.Linear(64, 32, dtype=torch.bfloat16).requires_grad_(False)
-    accelerate_linears(linear)
-    seen = []
-    linear.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
-    linear(torch.zeros(1, 1, 64).bfloat16())
-    assert seen == [(1, 1, 32)]

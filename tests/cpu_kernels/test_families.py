@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_kernels.experts_modules import make_experts
 from synthetic import TINY_FAMILIES, write_tiny
 from torch import nn
-from transformers.activations import ReLUSquaredActivation
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.kernels import GroupedKernel, prepare_layer
@@ -59,13 +59,9 @@ def test_transposed_weights_are_turned_in_their_own_memory(checkpoints: dict[str
 
 
 def test_norm_after_each_expert_and_no_gate() -> None:
-    experts = gated_experts(4, 64, 32, torch.bfloat16)
+    experts = make_experts("ungated-relu2", 4, 64, 32, torch.bfloat16)
     experts.has_post_expert_norm = True
     experts.post_expert_norm = nn.RMSNorm(64, dtype=torch.bfloat16).requires_grad_(False)
-    experts.has_gate = False
-    experts.up_proj = nn.Parameter(experts.gate_up_proj[:, :32].clone(), requires_grad=False)
-    experts.act_fn = ReLUSquaredActivation()
-    del experts.gate_up_proj
     rows = random_rows(6, 64, torch.bfloat16)
     slots, weights = routes(6, 2, 4, absent=0.2)
     expected = GroupedKernel()(experts, rows, slots, weights)

@@ -8,37 +8,28 @@ import pytest
 import tasks
 import torch
 from conftest import DEMO, local_model
+from synthetic import tiny_config
 from torch import nn
-from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from moeoffload.kernels import accelerate_dense, sdpa
+from moeoffload.kernels import sdpa
 from moeoffload.kernels.attention import FEW_QUERIES
+from moeoffload.kernels.fast_dense import accelerate_dense
 
-SMALL = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 8, "head_dim": 16},
-    "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 32},
-    "mixtral": {"num_local_experts": 4, "sliding_window": 6},
-    "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
-    "deepseek_v3": {
-        "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "q_lora_rank": 32,
-        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "first_k_dense_replace": 1,
-    },
-    "olmoe": {"num_experts": 8},
-    "qwen3_next": {"num_experts": 8, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-                   "linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 32,
-                   "layer_types": ["linear_attention", "full_attention"]},
+# Families by their tiny configs, with a window shorter than the prompt, and values narrower than keys.
+FAMILIES: dict[str, dict[str, int]] = {
+    "qwen3_moe": {}, "qwen2_moe": {}, "mixtral": {"sliding_window": 6}, "gpt_oss": {},
+    "deepseek_v3": {"v_head_dim": 12}, "olmoe": {}, "qwen3_5_moe": {},
 }  # fmt: skip
 
 
 def small_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A random model of a family, without gradients."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**{**SMALL, **FAMILIES[family]})
+    config = tiny_config(family)
+    for name, value in FAMILIES[family].items():
+        setattr(config, name, value)
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
 
 

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from moeoffload.kernels import KernelWorkspace, prepare_layer
 
-from .experts import DTYPES, call, gated_experts, random_rows, routes
+from .experts import DTYPES, call, gated_experts, random_rows, routes, threads
 
 SHAPE = (16, 320, 160)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -48,16 +38,15 @@ def test_partial_sums_of_two_servers_add_up(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_do_not_change_bits(dtype: torch.dtype, two_threads: None) -> None:
+def test_threads_do_not_change_bits(dtype: torch.dtype) -> None:
     layer = prepare_layer(gated_experts(8, 512, 384, dtype), kernel="tiled")
     for n_rows in (1, 5, 40):
         rows = random_rows(n_rows, 512, dtype)
         slots, weights = routes(n_rows, 4, 8, absent=0.1)
-        threaded = [call(layer, rows, slots, weights) for _ in range(20)]
-        torch.set_num_threads(1)
-        alone = call(layer, rows, slots, weights)
-        torch.set_num_threads(2)
-        assert all(torch.equal(some, alone) for some in threaded)
+        with threads(1):
+            alone = call(layer, rows, slots, weights)
+        with threads(2):
+            assert all(torch.equal(call(layer, rows, slots, weights), alone) for _ in range(20))
 
 
 def test_layers_share_a_workspace_and_do_not_disturb_each_other() -> None:

@@ -8,7 +8,8 @@ import weakref
 import pytest
 import torch
 
-from moeoffload.kernels import local, local_experts, prepare_layer, register_local_experts
+from moeoffload.kernels import local, prepare_layer
+from moeoffload.kernels.local import local_experts, register_local_experts
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes, transformers_result
 

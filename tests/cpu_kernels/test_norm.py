@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from itertools import product
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ from torch import nn
 
 from moeoffload import native
 from moeoffload.kernels.norm import FusedNorm, NormKind, accelerate_norms, rms_norm
-from moeoffload.native import Features, cpu_features
+from moeoffload.native import Features
 
-from .test_attention import LESS
+from .experts import instruction_sets, threads
 
 FAMILIES = {
     "qwen3_moe.Qwen3MoeRMSNorm": NormKind.ROUNDED,
@@ -44,7 +43,11 @@ def ulps(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_familys_norm_is_recognised_and_gives_its_results(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("features", instruction_sets(), ids=str)
+def test_a_familys_norm_is_recognised_and_gives_its_results(
+    name: str, dtype: torch.dtype, features: Features, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "cpu_features", lambda: features)
     for dim in (16, 77, 128, 2048):
         module = family_norm(name, dim, dtype)
         x = (torch.randn(2, 3, 5, dim) * 3).to(dtype)
@@ -64,13 +67,6 @@ def test_a_familys_norm_is_recognised_and_gives_its_results(name: str, dtype: to
         assert type(module).__name__ == name.split(".")[1]
 
 
-@pytest.mark.parametrize("features", LESS, ids=repr)
-def test_cpus_with_fewer_instructions(features: Features, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "cpu_features", lambda some=features & cpu_features(): some)
-    for name, dtype in product(list(FAMILIES)[-3:], (torch.bfloat16, torch.float16)):
-        test_a_familys_norm_is_recognised_and_gives_its_results(name, dtype)
-
-
 @pytest.mark.parametrize("kind", list(NormKind))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_rows_do_not_change_each_other(dtype: torch.dtype, kind: NormKind) -> None:
@@ -82,14 +78,10 @@ def test_rows_do_not_change_each_other(dtype: torch.dtype, kind: NormKind) -> No
     bad = rms_norm(x, weight, 1e-6, kind)
     assert not bad[3].isfinite().any()
     assert torch.equal(bad[4:], together[4:])
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         assert torch.equal(
             rms_norm(together.repeat(1000, 1), weight, 1e-6, kind)[-40:], rms_norm(together, weight, 1e-6, kind)
         )
-    finally:
-        torch.set_num_threads(before)
 
 
 class OddRMSNorm(nn.Module):

@@ -1,32 +1,51 @@
-"""The tiled kernel against float64 and against transformers, for every dtype, shape and number of rows."""
+"""The tiled kernel against float64 and against transformers, for every dtype, shape, CPU and number of rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from gpu_kernels.experts_modules import reference
 
+from moeoffload import native
 from moeoffload.kernels import GroupedKernel, prepare_layer
+from moeoffload.native import Features
 
-from .experts import DTYPES, call, exact, gated_experts, random_rows, routes, transformers_result
+from .experts import (
+    DTYPES,
+    EPSILON,
+    call,
+    gated_experts,
+    instruction_sets,
+    random_rows,
+    routes,
+    transformers_result,
+)
 
 # (experts, hidden, inter, top_k); inner dimensions that are no multiple of any vector among them.
 SHAPES = [(8, 64, 32, 2), (5, 72, 36, 3), (6, 2048, 96, 4), (16, 130, 770, 8), (3, 33, 7, 1), (4, 4, 4, 2)]
-EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 
 
+@pytest.mark.parametrize("features", instruction_sets(), ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_results_are_as_near_to_exact_as_the_dtype_allows(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+def test_results_are_as_near_to_exact_as_the_dtype_allows_and_of_each_row_alone(
+    dtype: torch.dtype, shape: tuple[int, int, int, int], features: Features, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "cpu_features", lambda: features)
     n_experts, hidden, inter, top_k = shape
     experts = gated_experts(n_experts, hidden, inter, dtype)
     layer = prepare_layer(experts, kernel="tiled")
     for n_rows in (1, 2, 3, 5, 7, 16, 17, 40):
         rows = random_rows(n_rows, hidden, dtype, seed=n_rows)
         slots, weights = routes(n_rows, top_k, n_experts, seed=n_rows, absent=0.2)
-        truth = exact(experts, rows, slots, weights)
+        truth = reference(experts, rows, slots, weights)
         for route_weights in (weights, weights.to(dtype)):
-            error = (call(layer, rows, slots, route_weights) - truth).abs().max()
-            assert error <= 8 * EPSILON[dtype] * truth.abs().max().clamp(min=1.0), (n_rows, route_weights.dtype)
+            out = call(layer, rows, slots, route_weights)
+            bound = 8 * EPSILON[dtype] * truth.abs().max().clamp(min=1.0)
+            assert (out - truth).abs().max() <= bound, (n_rows, route_weights.dtype)
+        for row in range(0, n_rows, 5):
+            one = slice(row, row + 1)
+            assert torch.equal(call(layer, rows[one], slots[one], route_weights[one]), out[one]), (n_rows, row)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

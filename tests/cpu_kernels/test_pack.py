@@ -7,10 +7,14 @@ import itertools
 import pytest
 import torch
 
+from moeoffload import native
 from moeoffload.kernels.pack import MAX_ROWS, RowPacker, SumEncoder
+from moeoffload.native import Features
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import slot_table
 from moeoffload.wire import HEADER_BYTES, FrameLayout
+
+from .experts import instruction_sets
 
 HIDDEN, TOP_K, N_EXPERTS = 48, 3, 11
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -106,13 +110,18 @@ def test_what_it_is_not_made_for_is_left_to_torch() -> None:
     assert not packer.takes(*a_call(MAX_ROWS + 1, torch.bfloat16))
 
 
+@pytest.mark.parametrize("features", instruction_sets(), ids=str)
 @pytest.mark.parametrize("payload", FLOATS)
-@pytest.mark.parametrize("width", [1, 31, 64, 2048])
-def test_sums_are_rounded_as_torch_rounds_them(payload: torch.dtype, width: int) -> None:
-    sums = torch.randn(MAX_ROWS, width, generator=torch.manual_seed(width)) * 100
-    out = torch.empty(MAX_ROWS, width, dtype=payload)
-    assert SumEncoder(payload).encode(sums, out) is None
-    assert torch.equal(out, sums.to(payload))
+def test_sums_of_all_sizes_are_rounded_as_torch_rounds_them(
+    payload: torch.dtype, features: Features, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "cpu_features", lambda: features)
+    values = torch.randn(MAX_ROWS, 4099, generator=torch.manual_seed(0)) * torch.logspace(-9, 4, 4099)
+    halfway = torch.arange(1, 2049) * 2.0**-25  # between two subnormal numbers of float16
+    for sums in (values, -values, halfway.view(1, -1), values[:, :1].clone(), values[:, :31].clone()):
+        out = torch.empty(sums.shape, dtype=payload)
+        assert SumEncoder(payload).encode(sums, out) is None
+        assert torch.equal(out, sums.to(payload))
 
 
 @pytest.mark.parametrize(

@@ -7,102 +7,41 @@ from typing import Any
 
 import pytest
 import torch
+from packed_weights import BY_NAME, pack_experts, random_packed, unpacked
 from synthetic import TINY_FAMILIES, write_tiny
 
 from moeoffload import native
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.formats.packed import Codes, Offsets, PackedFormat, PackedWeights, Scales
-from moeoffload.kernels import GroupedKernel, PackedLinear, few_row_linear, prepare_layer
+from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights, Scales
+from moeoffload.kernels import GroupedKernel, prepare_layer
+from moeoffload.kernels.dense import few_row_linear
+from moeoffload.kernels.packed_linear import PackedLinear
 from moeoffload.native import Features
 
 from .experts import DTYPES, call, gated_experts, instruction_sets, random_rows, routes
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-INT4 = tuple(float(level) for level in range(-8, 8))
-UINT4 = tuple(float(level) for level in range(16))
-IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
-PLAIN = {torch.bfloat16: Codes.BFLOAT16, torch.float16: Codes.FLOAT16, torch.float32: Codes.FLOAT32}
-
-FORMATS = (
-    PackedFormat("fp8 blocks", Codes.FP8, Scales.F32, group=128, shared_rows=128),
-    PackedFormat("fp8 channels", Codes.FP8, Scales.F32),
-    PackedFormat("mxfp8", Codes.FP8, Scales.E8M0, group=32),
-    *(
-        PackedFormat(f"int8 {scales.name} {group}", Codes.INT8, scales, group=group)
-        for scales in (Scales.F16, Scales.BF16, Scales.F32)
-        for group in (32, 128, 0)
-    ),
-    PackedFormat("int8 zero", Codes.INT8, Scales.F16, Offsets.ZERO, 128),
-    PackedFormat("mxfp4", Codes.LEVELS4, Scales.E8M0, group=32, levels=E2M1),
-    *(
-        PackedFormat(f"int4 {scales.name} {group} {offsets.name}", Codes.LEVELS4, scales, offsets, group, levels)
-        for scales in (Scales.F16, Scales.BF16)
-        for group in (32, 64, 128)
-        for offsets, levels in ((Offsets.NONE, INT4), (Offsets.ZERO, UINT4))
-    ),
-    PackedFormat("nvfp4-like", Codes.LEVELS4, Scales.BF16, group=16, levels=E2M1),
-    PackedFormat("q4_k", Codes.LEVELS4, Scales.SUPER, Offsets.MIN, 32, UINT4),
-    PackedFormat("iq4_xs", Codes.LEVELS4, Scales.SUPER, group=32, levels=IQ4),
-    PackedFormat("q5_k", Codes.UINT5, Scales.SUPER, Offsets.MIN, 32),
-    PackedFormat("q6_k", Codes.INT6, Scales.SUPER, group=16),
-    *(PackedFormat(code.name, code) for code in PLAIN.values()),
-)
-BY_NAME = {form.name: form for form in FORMATS}
 MIXES = (("q4_k", "q6_k"), ("BFLOAT16", "fp8 blocks"), ("mxfp4", "q5_k"))
-
-
-def random_packed(form: PackedFormat, n_experts: int, n_out: int, n_in: int, seed: int = 0) -> PackedWeights:
-    """All codes, and scales of all sizes, zero and the least that there are; none so large that sums overflow."""
-    generator = torch.Generator().manual_seed(seed)
-    packed = PackedWeights.empty(form, n_experts, n_out, n_in, torch.device("cpu"))
-    packed.data.copy_(torch.randint(0, 256, packed.data.shape, generator=generator, dtype=torch.uint8))
-
-    def scales(shape: tuple[int, ...]) -> torch.Tensor:
-        # Levels reach 448, and 2 ** -6 of that times sqrt(n_in) is no overflow in float16.
-        values = torch.exp2(-14 + 6 * torch.rand(shape, generator=generator))
-        values[torch.rand(shape, generator=generator) < 0.1] *= 2.0**-11
-        values[torch.rand(shape, generator=generator) < 0.05] *= 2.0**-110
-        values[torch.rand(shape, generator=generator) < 0.05] = 0.0
-        return values
-
-    codes = packed.section("codes")
-    if form.codes is Codes.FP8:
-        codes[(codes & 0x7F) == 0x7F] -= 1
-    if form.codes in PLAIN.values():
-        dtype = next(dtype for dtype, code in PLAIN.items() if code is form.codes)
-        weights = torch.randn(n_experts, n_out, n_in, generator=generator) / n_in**0.5
-        codes.copy_(weights.to(dtype).view(torch.uint8))
-    elif form.scales is Scales.SUPER:
-        for name in ("factors", "min_factors") if form.offsets is Offsets.MIN else ("factors",):
-            part = packed.section(name)
-            values = scales((*part.shape[:2], part.shape[2] // 2)) * 2.0**-6
-            part.copy_(values.to(torch.float16).view(torch.uint8))
-    elif packed.scales is not None:
-        packed.scales.copy_(scales(tuple(packed.scales.shape)))
-    elif form.scales is Scales.E8M0:
-        part = packed.section("scales")
-        part.copy_(torch.randint(0, 120, part.shape, generator=generator, dtype=torch.uint8))
-        part[torch.rand(part.shape, generator=generator) < 0.7] = 118
-    else:
-        dtype = {Scales.F32: torch.float32, Scales.F16: torch.float16, Scales.BF16: torch.bfloat16}[form.scales]
-        part = packed.section("scales")
-        part.copy_(scales((*part.shape[:2], part.shape[2] // dtype.itemsize)).to(dtype).view(torch.uint8))
-    return packed
-
-
-def pack_experts(
-    experts: Any, up: tuple[PackedWeights, ...], down: tuple[PackedWeights, ...], dtype: torch.dtype
-) -> Any:
-    up_name = "gate_up_proj" if experts.has_gate else "up_proj"
-    delattr(experts, up_name)
-    delattr(experts, "down_proj")
-    setattr(experts, up_name, up)
-    experts.down_proj, experts.compute_dtype = down, dtype
-    return experts
-
-
-def unpacked(parts: tuple[PackedWeights, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat([part.unpack(dtype) for part in parts], dim=1)
+SETS = instruction_sets()
+KINDS = (
+    "fp8 blocks",
+    "mxfp8",
+    "int8 F16 32",
+    "int8 zero",
+    "mxfp4",
+    "int4 BF16 128 ZERO",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "FLOAT32",
+)
+"""A format of each kind of codes, scales and offsets."""
+CASES = [
+    pytest.param(features, BY_NAME[name], dtype, id=f"{name}-{dtype}-{features}")
+    for features in SETS
+    # Products of bfloat16 pairs and the matrix unit are for bfloat16 alone.
+    for dtype in (DTYPES if Features.BF16_DOT not in features else DTYPES[:1])
+    for name in (BY_NAME if features is SETS[-1] else KINDS)
+]
 
 
 def two_modules(
@@ -135,35 +74,29 @@ def assert_same_bits(packed: Any, plain: Any, dtype: torch.dtype, all_rows: tupl
             assert torch.equal(call(layers[0], rows[one], slots[one], weights[one]), result[one]), (n_rows, row)
 
 
-@pytest.fixture(params=instruction_sets(), ids=str)
-def features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Features:
-    monkeypatch.setattr(native, "cpu_features", lambda: request.param)
-    return request.param
-
-
-@pytest.mark.usefixtures("features")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_experts(form: PackedFormat, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("features", "form", "dtype"), CASES)
+def test_experts(features: Features, form: PackedFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "cpu_features", lambda: features)
     # The second shape fits no tile, chunk, segment or group, and is none for the matrix unit.
     assert_same_bits(*two_modules((form,), form, (3, 672, 288), dtype), dtype, (1, 3, 16, 200))
     assert_same_bits(*two_modules((form,), form, (3, 581, 77), dtype), dtype, (1, 16))
 
 
-@pytest.mark.usefixtures("features")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("names", MIXES, ids=str)
-def test_gate_and_up_of_two_formats(names: tuple[str, str], dtype: torch.dtype) -> None:
-    forms = BY_NAME[names[0]], BY_NAME[names[1]]
-    # 72 + 72 rows: the boundary lies within a tile.
-    assert_same_bits(*two_modules(forms, forms[1], (3, 288, 72), dtype), dtype, (1, 16, 200))
-    assert_same_bits(*two_modules(forms, forms[0], (3, 96, 40), dtype), dtype, (1, 5))
+def test_gate_and_up_of_two_formats(names: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    forms, dtype = (BY_NAME[names[0]], BY_NAME[names[1]]), torch.bfloat16
+    for features in SETS:
+        monkeypatch.setattr(native, "cpu_features", lambda features=features: features)
+        # 72 + 72 rows: the boundary lies within a tile.
+        assert_same_bits(*two_modules(forms, forms[1], (3, 288, 72), dtype), dtype, (1, 16, 200))
+        assert_same_bits(*two_modules(forms, forms[0], (3, 96, 40), dtype), dtype, (1, 5))
 
 
-@pytest.mark.usefixtures("features")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_linear_layers(form: PackedFormat, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("features", "form", "dtype"), CASES)
+def test_linear_layers(
+    features: Features, form: PackedFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "cpu_features", lambda: features)
     for n_in, n_out in ((544, 96), (75, 33)):
         packed = random_packed(form, 1, n_out, n_in)
         bias = random_rows(1, n_out, dtype)[0]
@@ -178,7 +111,6 @@ def test_linear_layers(form: PackedFormat, dtype: torch.dtype) -> None:
             assert (result - truth).abs().max() <= 2**-7 * truth.abs().max()
 
 
-@pytest.mark.usefixtures("features")
 def test_largest_scales_and_not_a_number() -> None:
     x = torch.eye(64, dtype=torch.bfloat16)
     packed = random_packed(BY_NAME["mxfp8"], 1, 64, 64)

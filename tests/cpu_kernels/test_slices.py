@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from gpu_kernels.experts_modules import make_experts
 
 from moeoffload.kernels import KernelWorkspace, LayerKernels, calls, prepare_layer, tiled
 
-from .experts import DTYPES, call, gated_experts, random_rows, routes
+from .experts import DTYPES, call, gated_experts, random_rows, routes, threads
 
 
 @pytest.fixture
@@ -36,19 +35,15 @@ def sliced(layer: LayerKernels, inputs: tuple[torch.Tensor, ...], between: Any =
 
 @pytest.mark.usefixtures("tiny_slices")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n_rows", [1, 5, 150])
+@pytest.mark.parametrize("n_rows", [1, 5, 60])
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_slices_have_the_bits_of_one_call(dtype: torch.dtype, n_rows: int, n_threads: int) -> None:
     layer = prepare_layer(gated_experts(16, 320, 160, dtype), kernel="tiled")
     inputs = (random_rows(n_rows, 320, dtype), *routes(n_rows, 8, 16, absent=0.2))
-    before = torch.get_num_threads()
-    torch.set_num_threads(n_threads)
-    try:
+    with threads(n_threads):
         whole = call(layer, *inputs)
         assert torch.equal(sliced(layer, inputs), whole)
         assert torch.equal(call(layer, *inputs), whole), "a whole call after one in slices"
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_slice_is_bounded_and_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,14 +87,7 @@ def test_another_call_in_between_disturbs_neither() -> None:
 
 @pytest.mark.usefixtures("tiny_slices")
 def test_experts_with_bias_and_an_activation_of_their_own() -> None:
-    config = CONFIG_MAPPING["gpt_oss"](
-        hidden_size=128, intermediate_size=96, num_local_experts=8, num_experts_per_tok=2
-    )
-    config._experts_implementation = "eager"
-    experts = GptOssExperts(config).to(torch.float32).eval()
-    for parameter in experts.parameters():
-        parameter.requires_grad_(False)
-        parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) / 10)
+    experts = make_experts("gpt_oss", 8, 128, 96, torch.float32, seed=1)
     layer = prepare_layer(experts, kernel="tiled")
     inputs = (random_rows(40, 128, torch.float32), *routes(40, 2, 8, absent=0.2))
     assert torch.equal(sliced(layer, inputs), call(layer, *inputs))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import threading
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -66,21 +66,17 @@ def test_threads_with_workspaces_of_their_own_do_not_disturb_each_other() -> Non
     rows = random_rows(12, 256, torch.bfloat16)
     slots, weights = routes(12, 4, 8)
     expected = call(layer, rows, slots, weights)
-    wrong = []
 
-    def run() -> None:
+    def is_right(_: int) -> bool:
         workspace, out = KernelWorkspace(), torch.empty(12, 256)
         for _ in range(200):
             layer(rows, slots, weights, out, workspace)
             if not torch.equal(out, expected):
-                wrong.append(out.clone())
+                return False
+        return True
 
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(is_right, range(3)))
 
 
 def test_a_prepared_call_makes_nothing_and_serves_layers_of_one_shape() -> None:

@@ -10,16 +10,10 @@ import torch
 from torch import nn
 
 from moeoffload import native
-from moeoffload.kernels import (
-    GroupedKernel,
-    accelerate_dense,
-    calls,
-    cpu_attention,
-    few_row_linear,
-    prepare_layer,
-    threads,
-)
-from moeoffload.kernels.attention import takes_many
+from moeoffload.kernels import GroupedKernel, calls, prepare_layer, threads
+from moeoffload.kernels.attention import cpu_attention, takes_many
+from moeoffload.kernels.dense import few_row_linear
+from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.kernels.pack import RowPacker, SumEncoder
 
 from .experts import call, gated_experts, random_rows, routes

@@ -1,8 +1,8 @@
-"""Compiles what `TritonExperts` launches for a GPU that need not be here, and says what the programs take of it.
+"""Compiles what `TritonExperts` launches for GPUs that need not be here, and says what the programs take of them.
 
-In the folder of the tests, ``python -m gpu_kernels.compile_triton 90 bf16`` prints a line per program: registers, bytes
+In the folder of the tests, ``python -m gpu_kernels.compile_triton bf16 90`` prints a line per program: registers, bytes
 of registers spilt, shared memory, bytes of each asynchronous copy, whether tensor cores are used. Capability 90
-is sm_90.
+is sm_90; one that follows ``-`` compiles only some of the programs (``bf16 90 - 86 89``).
 """
 
 from __future__ import annotations
@@ -18,15 +18,21 @@ from typing import Any
 
 import torch
 import triton
+from packed_weights import BY_NAME
 from triton.backends.compiler import GPUTarget
 
 from moeoffload.kernels import triton_ops
 from moeoffload.kernels.triton_experts import TritonExperts
 
 from .experts_modules import make_experts
+from .packed_modules import make_packed
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 PROGRAMS = ("up_program", "down_program", "sum_program")
+PLAIN = (("silu", 16), ("silu", 1), ("gpt_oss", 1), ("silu", 40))
+PACKED = ("fp8 blocks", "int8 BF16 0", "mxfp4", "int4 F16 128 ZERO", "iq4_xs", "q4_k", "q5_k", "q6_k")
+WIDTH = 2304
+"""Of rows. A whole number of groups of all kinds, but rows of Q6_K begin at multiples of 4 bytes only."""
 
 
 class OnlyCompiled:
@@ -34,26 +40,39 @@ class OnlyCompiled:
 
     def __init__(self, program: Any) -> None:
         self._program = program
+        self.is_wanted = True
         self.compiled: Any = None
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **options: Any) -> None:
-            self.compiled = self._program.warmup(*arguments, grid=grid, **options)
+            if self.is_wanted:
+                self.compiled = self._program.warmup(*arguments, grid=grid, **options)
 
         return launch
 
 
-def compile_all(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
-    """Name and compiled program, for wide and narrow tiles and both layouts of the weights."""
-    for kind, n_rows in (("silu", 16), ("silu", 1), ("gpt_oss", 1)):
+def compile_all(dtype: torch.dtype, *, only_some: bool) -> Iterator[tuple[str, Any]]:
+    """Name and compiled program, for few and many rows, wide and narrow tiles, and all layouts of the weights."""
+    for kind, n_rows in PLAIN[-1:] if only_some else PLAIN:
         experts = TritonExperts(make_experts(kind, n_experts=8, hidden=256, inter=256, dtype=dtype))
-        experts._n_processors = 16
-        programs = {name: OnlyCompiled(getattr(triton_ops, name)) for name in PROGRAMS}
-        experts._ops = SimpleNamespace(**programs)  # type: ignore[assignment]
-        rows, slots = torch.zeros(n_rows, 256, dtype=dtype), torch.zeros(n_rows, 4, dtype=torch.int64)
-        experts(rows, slots, torch.zeros(n_rows, 4), torch.zeros(n_rows, 256))
-        for name, program in programs.items():
-            yield f"{name} {kind} of {n_rows} rows", program.compiled
+        yield from _compiled(experts, n_rows, f"{kind} of {n_rows} rows", PROGRAMS)
+    for name in ("fp8 blocks", "q4_k") if only_some else PACKED:
+        packed, _ = make_packed("silu", (BY_NAME[name],), (1, WIDTH, WIDTH), dtype)
+        yield from _compiled(TritonExperts(packed), 16, name, PROGRAMS[1:2])
+        if name == "q4_k":
+            yield from _compiled(TritonExperts(packed), 40, "q4_k of 40 rows", PROGRAMS[:1])
+
+
+def _compiled(experts: TritonExperts, n_rows: int, name: str, wanted: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    experts._n_processors = 16
+    programs = {program: OnlyCompiled(getattr(triton_ops, program)) for program in PROGRAMS}
+    for program in set(PROGRAMS) - set(wanted):
+        programs[program].is_wanted = False
+    experts._ops = SimpleNamespace(SortedRoutes=triton_ops.SortedRoutes, **programs)  # type: ignore[assignment]
+    rows, slots = torch.zeros(n_rows, experts.hidden, dtype=experts.dtype), torch.zeros(n_rows, 4, dtype=torch.int64)
+    experts(rows, slots, torch.zeros(n_rows, 4), torch.zeros(n_rows, experts.hidden))
+    for program in wanted:
+        yield f"{program} {name}", programs[program].compiled
 
 
 def resources(compiled: Any) -> dict[str, int]:
@@ -65,19 +84,23 @@ def resources(compiled: Any) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
-def main(capability: int, dtype: str) -> None:
+def main(dtype: str, capability: int, *, only_some: bool) -> None:
     target = GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
-            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+            get_current_target=lambda: target,
+            get_current_device=lambda: capability,  # what is compiled is kept by device
+            get_current_stream=lambda device: 0,
         )
     )
-    for name, compiled in compile_all(DTYPES[dtype]):
+    for name, compiled in compile_all(DTYPES[dtype], only_some=only_some):
         used, ptx = resources(compiled), compiled.asm["ptx"]
         copies = sorted({int(size, 0) for size in re.findall(r"cp\.async\.c.*, (0x\w+|\d+), ", ptx)})
-        print(f"{name}: {used['REG']} registers, {used['STACK'] + used['LOCAL']} bytes spilt, ", end="")
+        print(f"sm_{capability} {name}: {used['REG']} registers, {used['STACK'] + used['LOCAL']} bytes spilt, ", end="")
         print(f"{compiled.metadata.shared} bytes shared, copies of {copies} bytes, tensor cores {'mma.' in ptx}")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    for index, capability in enumerate(sys.argv[2:], 2):
+        if capability != "-":
+            main(sys.argv[1], int(capability), only_some="-" in sys.argv[:index])

@@ -1,4 +1,4 @@
-"""Experts modules of several kinds with random weights, and what they should compute, in plain float32."""
+"""Experts modules of several kinds with random weights, and what they should compute, in plain float64."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def make_experts(
 
 
 def reference(experts: Any, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """(n, hidden) float32: every route by itself, without any rounding in between."""
+    """(n, hidden) float64: every route by itself, without any rounding in between."""
     up = experts.gate_up_proj if experts.has_gate else experts.up_proj
     up_bias = getattr(experts, "gate_up_proj_bias" if experts.has_gate else "up_proj_bias", None)
-    out = torch.zeros(rows.shape[0], rows.shape[1], device=rows.device)
+    out = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
     for row, choice in (slots >= 0).nonzero().tolist():
         expert = int(slots[row, choice])
         values = _linear(rows[row : row + 1], up[expert], up_bias, expert, experts.is_transposed)
@@ -63,10 +63,10 @@ def reference(experts: Any, rows: torch.Tensor, slots: torch.Tensor, weights: to
         values = _linear(
             values, experts.down_proj[expert], getattr(experts, "down_proj_bias", None), expert, experts.is_transposed
         )
-        out[row] += values[0] * weights[row, choice].float()
+        out[row] += values[0] * weights[row, choice].double()
     return out
 
 
 def _linear(values: torch.Tensor, weight: torch.Tensor, bias: Any, expert: int, is_transposed: bool) -> torch.Tensor:
-    weight = weight.float() if is_transposed else weight.float().t()
-    return values.float() @ weight + (bias[expert].float() if bias is not None else 0.0)
+    weight = weight.double() if is_transposed else weight.double().t()
+    return values.double() @ weight + (bias[expert].double() if bias is not None else 0.0)

@@ -47,3 +47,10 @@ def ask(engine: ServingEngine, prompt: list[int], max_tokens: int = 24, **option
     options.setdefault("temperature", 0.0)
     answer.ticket = engine.submit(prompt, SamplingOptions(max_tokens=max_tokens, **options), answer.take)
     return answer
+
+
+def whole(engine: ServingEngine, prompt: list[int], max_tokens: int = 24, **options: Any) -> Answer:
+    """Waits for an answer of ``max_tokens`` tokens."""
+    answer = ask(engine, prompt, max_tokens, ignore_eos=True, **options)
+    assert answer.finish is FinishReason.LENGTH
+    return answer

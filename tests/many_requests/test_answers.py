@@ -74,19 +74,6 @@ def test_a_stop_string_over_several_tokens_is_cut_and_never_told(server: Running
         wait_until(lambda: all(ticket.cancelled.is_set() for ticket in engine.tickets), "the end of the request")
 
 
-def test_the_start_of_a_stop_string_that_does_not_come_is_told_at_the_end(server: Running, engine: FakeEngine) -> None:
-    engine.tokens = tokens_of("one EN")
-    with server.client() as client:
-        answer = client.completions.create(model="demo", prompt="x", stop="END", logprobs=2, max_tokens=50)
-    choice = answer.choices[0]
-    assert (choice.text, choice.finish_reason) == ("one EN", "stop")
-    assert choice.logprobs is not None
-    assert choice.logprobs.tokens == list("one EN")
-    assert choice.logprobs.text_offset == list(range(6))
-    assert choice.logprobs.top_logprobs is not None
-    assert all(len(best) == 3 for best in choice.logprobs.top_logprobs)
-
-
 def test_what_a_client_asks_for_reaches_the_engine(server: Running, engine: FakeEngine) -> None:
     with server.client() as client:
         answer = client.chat.completions.create(
@@ -127,12 +114,12 @@ def test_what_a_client_asks_for_reaches_the_engine(server: Running, engine: Fake
 def test_defaults_are_those_of_openai(server: Running, engine: FakeEngine) -> None:
     with server.client() as client:
         client.chat.completions.create(model="demo", messages=HELLO)
-        client.completions.create(model="demo", prompt="abc")
+        answer = client.completions.create(model="demo", prompt="abc", logprobs=2).choices[0]
     chat, completion = (ticket.options for ticket in engine.tickets)
     assert (chat.max_tokens, completion.max_tokens) == (engine.context_tokens - 2, 16)
-    for options in (chat, completion):
-        assert (options.temperature, options.top_p, options.top_k, options.seed) == (1.0, 1.0, 0, None)
-        assert options.alternatives is None
+    assert (chat.temperature, chat.top_p, chat.top_k, chat.seed, chat.alternatives) == (1.0, 1.0, 0, None, None)
+    assert answer.logprobs is not None
+    assert answer.logprobs.text_offset == [at for at, letter in enumerate(TEXT) for _ in letter.encode()][:16]
 
 
 @pytest.mark.parametrize("prompt", ["ab", ["ab", "ab"], [97, 98], [[97, 98], [97, 98]]])
@@ -178,9 +165,6 @@ def test_tools_go_to_a_template_that_takes_them(server: Running, engine: FakeEng
         tokenizer.chat_template = plain
 
 
-# ---------------------------------------------------------------- failures of the engine
-
-
 def test_a_full_queue_is_429_with_retry_after_and_leaves_nothing_behind(server: Running, engine: FakeEngine) -> None:
     engine.held, engine.room = True, 2
     with server.client() as client, pytest.raises(openai.RateLimitError) as caught:
@@ -224,9 +208,6 @@ def test_an_answer_that_the_engine_gives_up_is_503(server: Running, engine: Fake
         engine.tickets[0].tell(Progress(finish=FinishReason.CANCELLED))
         with pytest.raises(openai.APIError, match="the server is stopping"):
             list(stream)
-
-
-# ---------------------------------------------------------------- clients that leave
 
 
 @pytest.mark.parametrize("n_tokens", [0, 5])

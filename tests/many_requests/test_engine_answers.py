@@ -18,7 +18,7 @@ from moeoffload.host.session import OffloadedModel
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import FinishReason
 
-from .client import Answer, ask, limits
+from .client import Answer, ask, limits, whole
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,7 @@ def test_the_second_turn_of_a_conversation_computes_what_is_new_only(offloaded: 
     turns = demo_prompt(2100, seed=2)[0].tolist()
     first = turns[:2000]
     with ServingEngine(offloaded, limits()) as engine:
-        answer = ask(engine, first, 16, ignore_eos=True)
-        assert answer.finish is FinishReason.LENGTH
+        answer = whole(engine, first, 16)
         rows = [rows_sent(offloaded)]
         second = ask(engine, [*first, *answer.tokens, *turns[2050:]])
         assert second.finish is FinishReason.STOP
@@ -115,8 +114,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(offloaded: OffloadedModel, 
 def test_log_probabilities_are_the_models(offloaded: OffloadedModel) -> None:
     prompt = held_out(offloaded, 1)[0]
     with ServingEngine(offloaded, limits()) as engine:
-        answer = ask(engine, prompt, 3, alternatives=4, ignore_eos=True)
-        assert answer.finish is FinishReason.LENGTH
+        answer = whole(engine, prompt, 3, alternatives=4)
     with torch.inference_mode():
         logits = offloaded.model(torch.tensor([[*prompt, *answer.tokens[:-1]]])).logits[0, -3:].float()
     for row, progress in zip(logits.log_softmax(-1), answer.progress, strict=True):
@@ -130,11 +128,9 @@ def test_log_probabilities_are_the_models(offloaded: OffloadedModel) -> None:
 def test_a_bias_and_penalties_change_the_choice(offloaded: OffloadedModel, engine: ServingEngine) -> None:
     prompt = held_out(offloaded, 1)[0]
     assert ask(engine, prompt, 4, bias={9: 100.0}, ignore_eos=True).finish is FinishReason.LENGTH
-    biased = ask(engine, prompt, 4, bias={9: 100.0}, ignore_eos=True)
-    assert biased.finish is FinishReason.LENGTH
+    biased = whole(engine, prompt, 4, bias={9: 100.0})
     assert biased.tokens == [9] * 4
-    varied = ask(engine, prompt, 4, bias={9: 50.0, 10: 49.0}, presence_penalty=2.0, ignore_eos=True)
-    assert varied.finish is FinishReason.LENGTH
+    varied = whole(engine, prompt, 4, bias={9: 50.0, 10: 49.0}, presence_penalty=2.0)
     assert varied.tokens[:2] == [9, 10]
 
 
@@ -185,26 +181,20 @@ def until(last: int, tokens: list[int]) -> list[int]:
     return tokens[: tokens.index(last)]
 
 
-def in_turn(engine: ServingEngine, prompt: list[int], n_tokens: int) -> Answer:
-    answer = ask(engine, prompt, n_tokens, ignore_eos=True)
-    assert answer.finish is FinishReason.LENGTH
-    return answer
-
-
 def test_guesses_change_nothing_but_the_number_of_steps(three_servers: list[str]) -> None:
     repetitive = [[7, 8, 9, 10] * 6, [20, 21, 22] * 5]
     with open_model(DEMO, experts=three_servers[:1], device="cpu", threads=1) as opened:
         with ServingEngine(opened, limits()) as engine:
-            plain = [in_turn(engine, prompt, 100) for prompt in repetitive]
+            plain = [whole(engine, prompt, 100) for prompt in repetitive]
             steps = engine.stats.steps.steps
         opened.settings = opened.settings.model_copy(update={"prompt_lookup": 7})
         with ServingEngine(opened, limits()) as engine:
-            guessed = [in_turn(engine, prompt, 100) for prompt in repetitive]
+            guessed = [whole(engine, prompt, 100) for prompt in repetitive]
             stats = engine.stats
             # The next turn finds in the cache what the guesses of this one have left there: only what was right.
-            turn = in_turn(engine, [*repetitive[0], *plain[0].tokens], 40)
+            turn = whole(engine, [*repetitive[0], *plain[0].tokens], 40)
         with ServingEngine(opened, limits(prefix_reuse=False)) as engine:
-            fresh = in_turn(engine, [*repetitive[0], *plain[0].tokens], 40)
+            fresh = whole(engine, [*repetitive[0], *plain[0].tokens], 40)
     assert [answer.tokens for answer in guessed] == [answer.tokens for answer in plain]
     assert 0 < stats.tokens.guessed_right < stats.tokens.guessed
     assert stats.steps.steps < 0.8 * steps

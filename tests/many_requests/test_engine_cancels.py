@@ -17,7 +17,7 @@ from moeoffload.host.session import OffloadedModel
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import FinishReason
 
-from .client import ask, limits
+from .client import ask, limits, whole
 
 N_CANCELS = 3_000
 WAVE = 20
@@ -54,8 +54,7 @@ def test_thousands_of_cancels_leave_nothing(offloaded: OffloadedModel) -> None:
         assert len(finishes) == N_CANCELS
         assert n_begun > N_CANCELS / 10, "many were cancelled in the middle of their answers"
         assert finishes.count(FinishReason.CANCELLED) > N_CANCELS / 2
-        last = ask(engine, [7] * 20, 3, ignore_eos=True)
-        assert last.finish is FinishReason.LENGTH
+        whole(engine, [7] * 20, 3)
         assert engine.drain(10)
         wait_until(lambda: engine.stats.cache.used_tokens == 0, "the room of all")
         assert sum(link.n_stale for link in offloaded.links) == 0, "a step is finished before its requests are dropped"
@@ -81,8 +80,7 @@ def test_a_failed_step_fails_its_requests_and_no_others(
     offloaded: OffloadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ServingEngine(offloaded, limits()) as engine:
-        expected = ask(engine, [9] * 12, 8, ignore_eos=True)
-        assert expected.finish is FinishReason.LENGTH
+        expected = whole(engine, [9] * 12, 8)
         dispatcher = offloaded.dispatcher
         for error in (ServerError("the server is gone"), ZeroDivisionError("unforeseen")):
             failing = threading.Event()
@@ -98,8 +96,7 @@ def test_a_failed_step_fails_its_requests_and_no_others(
                 assert FinishReason.ERROR in [answer.finish for answer in answers]
             told = [answer.progress[-1].error for answer in answers if answer.finish is FinishReason.ERROR]
             assert all(isinstance(each, ServerError) and str(error) in str(each) for each in told)
-            again = ask(engine, [9] * 12, 8, ignore_eos=True)
-            assert again.finish is FinishReason.LENGTH
+            again = whole(engine, [9] * 12, 8)
             assert again.tokens == expected.tokens
         assert engine.is_ready
 

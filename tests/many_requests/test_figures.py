@@ -66,23 +66,17 @@ def test_nothing_is_made_up_where_nothing_happened() -> None:
         assert shown["layers"] == []
 
 
-def test_batches_count_from_when_their_server_first_told_of_them() -> None:
+def test_batches_count_from_when_their_server_first_told_of_them_or_started_again() -> None:
     snapshots = scripted(20, n_layers=2)
     for server in snapshots[0]["servers"]:
         del server["batches"]
     members = figures(history_of(snapshots))["batch_members"]
-    assert members is not None
     first, last = (sum(server["batches"]["members"]["n"] for server in snapshots[i]["servers"]) for i in (1, -1))
     assert members["n"] == last - first > 0
-
-
-def test_an_expert_server_that_started_again_counts_from_zero() -> None:
-    snapshots = scripted(20, n_layers=2)
     fresh = {"bounds": [1, 2, 3, 4, 8], "counts": [2, 1, 0, 0, 0, 0], "total": 4, "n": 3}
     for server in snapshots[-1]["servers"]:
         server["batches"]["members"] = fresh
     members = figures(history_of(snapshots))["batch_members"]
-    assert members is not None
     assert (members["counts"], members["n"]) == ([4, 2, 0, 0, 0, 0], 6)
 
 
@@ -94,16 +88,10 @@ def test_a_host_that_started_again_and_a_pause_begin_a_new_history(uptime_s: flo
     assert history.before(60) is history.newest
 
 
-def test_several_who_watch_do_not_make_the_history_longer() -> None:
-    snapshots = scripted(30, n_layers=1)
-    often = [
-        snapshot | {"uptime_s": snapshot["uptime_s"] + later} for snapshot in snapshots for later in (0, 0.001, 0.1)
-    ]
+def test_a_history_holds_a_minute_however_long_and_by_how_many_it_is_watched() -> None:
+    snapshots = scripted(200, n_layers=1)
+    often = [each | {"uptime_s": each["uptime_s"] + later} for each in snapshots for later in (0, 0.001, 0.1)]
     kept = list(history_of(often)._snapshots)
-    assert len(kept) <= 2 * len(snapshots)
+    assert len(kept) <= 2 * 62
     assert kept[-1] is often[-1]
-
-
-def test_a_history_holds_a_minute_however_long_it_is_watched() -> None:
-    history = history_of(scripted(200, n_layers=1))
-    assert history.newest["uptime_s"] - history.before(1e9)["uptime_s"] == 60
+    assert 60 <= kept[-1]["uptime_s"] - kept[0]["uptime_s"] <= 62

@@ -1,4 +1,4 @@
-"""The figures of an open model: those of its report, and the times of layers only while somebody looks."""
+"""The figures of an open model: those of its report, and the times of layers only while they are asked for."""
 
 from __future__ import annotations
 

@@ -17,9 +17,8 @@ from moeoffload.transport import (
 )
 
 from .ends import SIZES, Ends, echo
-from .loopback import loopback_pair
 
-TRANSPORTS = ("loopback", "shared", "stream", "stream encrypted")
+TRANSPORTS = ("shared", "stream", "stream encrypted")
 
 OpenEnds = Callable[..., Ends]
 
@@ -28,9 +27,7 @@ OpenEnds = Callable[..., Ends]
 def both_ends(transport: str, deliver: Deliver = echo, sizes: ChannelSizes = SIZES) -> Iterator[Ends]:
     """A host's and a server's end that know each other; both are closed at the end."""
     with contextlib.ExitStack() as stack:
-        if transport == "loopback":
-            ends = Ends(*loopback_pair(sizes, deliver))
-        elif transport == "shared":
+        if transport == "shared":
             server = SharedServerEnd(sizes, deliver)
             stack.callback(server.close)
             ends = Ends(open_channel(server.offer, host="", timeout_s=10), server)

@@ -170,18 +170,20 @@ class Closing(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class ModelReference(_message.Message):
-    __slots__ = ("reference", "revision", "digest", "compute_dtype", "expert_format")
+    __slots__ = ("reference", "revision", "digest", "compute_dtype", "expert_format", "config")
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     EXPERT_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
     reference: str
     revision: str
     digest: str
     compute_dtype: str
     expert_format: str
-    def __init__(self, reference: _Optional[str] = ..., revision: _Optional[str] = ..., digest: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., expert_format: _Optional[str] = ...) -> None: ...
+    config: str
+    def __init__(self, reference: _Optional[str] = ..., revision: _Optional[str] = ..., digest: _Optional[str] = ..., compute_dtype: _Optional[str] = ..., expert_format: _Optional[str] = ..., config: _Optional[str] = ...) -> None: ...
 
 class CalibrateRequest(_message.Message):
     __slots__ = ("lease_id", "model")

@@ -50,7 +50,7 @@ async function poll() {
   clearTimeout(timer);
   await ask();
   asking = false;
-  // Nobody looks at a hidden page, and a host times its layers only while somebody looks.
+  // A hidden page asks for nothing: a host times its layers only while figures are asked for.
   if (!document.hidden) timer = setTimeout(poll, POLL_MS);
 }
 

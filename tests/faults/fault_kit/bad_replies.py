@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -12,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Final
 
 from moeoffload.transport.base import ServerChannel, ServerSlot, write_error_frame
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, peek_request_id
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, peek_request_id
 
 LATE_S: Final = 3.0
 SLOW_S: Final = 0.02
@@ -45,23 +46,18 @@ def _unwritten(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
     _send(channel, slot, n_bytes)
 
 
-def _rewritten(change: Callable[[FrameHeader], None]) -> Reply:
+def _rewritten(change: Callable[[FrameHeader], dict[str, int]]) -> Reply:
+    """A valid frame whose header has other values."""
+
     def reply(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
         header = FrameHeader()
         header.unpack_from(slot.reply)
-        change(header)
+        for name, value in change(header).items():
+            setattr(header, name, value)
         header.pack_into(slot.reply)
         _send(channel, slot, n_bytes)
 
     return reply
-
-
-def _older(header: FrameHeader) -> None:
-    header.request_id = max(1, header.request_id - 64)
-
-
-def _other_epoch(header: FrameHeader) -> None:
-    header.epoch += 1
 
 
 def _twice(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
@@ -95,32 +91,18 @@ def _failed(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
     _send(channel, slot, write_error_frame(FrameHeader(), slot.reply, request_id, ErrorCode.INTERNAL, text))
 
 
-def _wrong_sums(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
-    """A valid frame with other numbers in it: the sign of every second value is turned."""
-    if peek_kind(slot) == Kind.COMBINE:
-        body = slot.reply[HEADER_BYTES:n_bytes]
-        body[1::4] = bytes(value ^ 0x80 for value in body[1::4])
-    _send(channel, slot, n_bytes)
-
-
-def peek_kind(slot: ServerSlot) -> int:
-    """The kind of the frame in the reply area."""
-    return int(slot.reply[5])
-
-
 SPOILERS: Final[dict[str, Reply]] = {
     "half": _half,
     "die": _die,
     "damaged": _damaged,
     "unwritten": _unwritten,
-    "older": _rewritten(_older),
-    "other epoch": _rewritten(_other_epoch),
+    "older": _rewritten(lambda header: {"request_id": max(1, header.request_id - 64)}),
+    "other epoch": _rewritten(lambda header: {"epoch": header.epoch + 1}),
     "twice": _twice,
     "late": _late,
     "never": _never,
     "slowly": _slowly,
     "failed": _failed,
-    "wrong sums": _wrong_sums,
 }
 
 
@@ -136,13 +118,11 @@ def spoil_replies(orders: Connection) -> None:
         spoiler(channel, slot, n_bytes)
 
     def listen() -> None:
-        try:
+        with contextlib.suppress(EOFError):
             while True:
                 name, n = orders.recv()
                 ordered.extend([SPOILERS[name]] * n)
                 orders.send(name)
-        except EOFError:
-            pass
 
     ServerChannel.reply = reply  # type: ignore[method-assign, assignment]
     threading.Thread(target=listen, name="bad-replies", daemon=True).start()

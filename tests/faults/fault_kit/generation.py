@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import tasks
-
-from fault_kit.processes import ROOT
-
-DEMO: Final = ROOT / "examples" / "demo" / "checkpoint"
-N_SHORT: Final = 8
-LONG_CHARACTERS: Final = 300
-MAX_NEW_TOKENS: Final = 16
 
 
 def fixed_prompts() -> list[str]:
     """Short ones of all tasks, and one with solved lines before its question, whose prefill is a large call."""
-    return [*tasks.prompts(N_SHORT, seed=3), tasks.long_prompt(LONG_CHARACTERS, seed=3)]
+    return [*tasks.prompts(8, seed=3), tasks.long_prompt(300, seed=3)]
 
 
-def generate_all(offloaded: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """The new tokens of each prompt."""
-    return [generate_one(offloaded, prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
-
-
-def generate_one(offloaded: Any, prompt: str, **options: Any) -> list[int]:
-    """The new tokens of one prompt, greedily."""
+def generate(offloaded: Any, prompt: str, **options: Any) -> list[int]:
+    """The new tokens of one prompt, greedily; 16 unless ``options`` say otherwise."""
     inputs = offloaded.tokenizer(prompt, return_tensors="pt")
-    tokens = offloaded.model.generate(**inputs, do_sample=False, **options)
+    tokens = offloaded.model.generate(**inputs, do_sample=False, **{"max_new_tokens": 16, **options})
     found: list[int] = tokens[0, inputs["input_ids"].shape[1] :].tolist()
     return found

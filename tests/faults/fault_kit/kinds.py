@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
+
+from server_processes import STEP_TIMEOUT_S
 
 from fault_kit.station import Station
 
-SLOW_LINK_S: Final = 0.004
-N_SLOW_REPLIES: Final = 25
+if TYPE_CHECKING:
+    from fault_kit.world import World
+
+Act = Callable[["World", Station], None]
 
 
-class Scene(Protocol):
-    """What a fault finds where it strikes."""
-
-    other_model: Path
-    """A checkpoint that is not the one in use."""
-
-    def kill_second_host(self) -> None:
-        """kill -9 of another host that uses the same servers."""
-
-
-Act = Callable[[Scene, Station], None]
-
-
-def _nothing(scene: Scene, station: Station) -> None:
+def _nothing(world: World, station: Station) -> None:
     """The fault is over by itself."""
 
 
@@ -44,82 +35,59 @@ class Kind:
     second_host: bool = False
 
 
-def _restart(scene: Scene, station: Station) -> None:
+def _restart(world: World, station: Station) -> None:
+    station.kill()
     station.start()
 
 
-def _drain(scene: Scene, station: Station) -> None:
+def _died(world: World, station: Station) -> None:
+    assert station.server.process.wait(STEP_TIMEOUT_S) == -signal.SIGKILL
+    _restart(world, station)
+
+
+def _drain(world: World, station: Station) -> None:
     code = station.server.drain()
-    station.proxy.forward([])
+    station.proxy.tell("forward", [])
     assert code == 0, f"a drained server ended with {code}:\n{station.server.log_text[-2000:]}"
 
 
-def _other_model(scene: Scene, station: Station) -> None:
+def _other_model(world: World, station: Station) -> None:
     station.kill()
-    station.start("--model", str(scene.other_model))
+    station.start("--model", str(world.other_model))
 
 
-def _right_model(scene: Scene, station: Station) -> None:
-    station.kill()
-    station.start()
+def _signal(number: signal.Signals) -> Act:
+    return lambda world, station: station.server.process.send_signal(number)
 
 
-def _die_writing(scene: Scene, station: Station) -> None:
-    station.server.spoil("die")
+def _link(order: str, *arguments: float) -> Act:
+    return lambda world, station: station.proxy.tell(order, *arguments)
 
 
-def _died(scene: Scene, station: Station) -> None:
-    station.gone()
-    station.start()
+def _reply(how: str, n: int = 1) -> Act:
+    return lambda world, station: station.server.spoil(how, n)
 
 
-def _spoil(how: str, n: int = 1) -> Act:
-    return lambda scene, station: station.server.spoil(how, n)
-
-
+_mend = _link("mend")
 KINDS: Final = (
-    Kind("killed", lambda scene, station: station.kill(), _restart, (0.1, 1.0)),
-    Kind(
-        "stopped",
-        lambda scene, station: station.server.pause(),
-        lambda scene, station: station.server.resume(),
-        (0.1, 4.0),
-        loses=False,
-    ),
+    Kind("killed", lambda world, station: station.kill(), _restart, (0.1, 1.0)),
+    Kind("stopped", _signal(signal.SIGSTOP), _signal(signal.SIGCONT), (0.1, 4.0), loses=False),
     Kind("drained", _drain, _restart, (0.1, 1.0)),
-    Kind("other model", _other_model, _right_model, (0.5, 2.0)),
-    Kind("host killed", lambda scene, station: scene.kill_second_host(), loses=False, second_host=True),
-    Kind(
-        "link cut", lambda scene, station: station.proxy.cut(), lambda scene, station: station.proxy.mend(), (0.1, 2.0)
-    ),
-    Kind(
-        "link stalled",
-        lambda scene, station: station.proxy.stall(),
-        lambda scene, station: station.proxy.mend(),
-        (0.1, 4.0),
-        loses=False,
-    ),
-    Kind(
-        "link slow",
-        lambda scene, station: station.proxy.slow(SLOW_LINK_S),
-        lambda scene, station: station.proxy.mend(),
-        (0.1, 1.0),
-        loses=False,
-    ),
-    Kind(
-        "frame corrupted on the link",
-        lambda scene, station: station.proxy.corrupt(1),
-        transports=("stream",),
-    ),
-    Kind("died writing a reply", _die_writing, _died, (0.1, 0.5)),
-    Kind("reply half written", _spoil("half")),
-    Kind("reply not written", _spoil("unwritten")),
-    Kind("reply damaged", _spoil("damaged")),
-    Kind("reply to an older request", _spoil("older")),
-    Kind("reply of another epoch", _spoil("other epoch")),
-    Kind("reply twice", _spoil("twice"), loses=False),
-    Kind("reply late", _spoil("late")),
-    Kind("reply lost", _spoil("never")),
-    Kind("server error", _spoil("failed")),
-    Kind("server slow", _spoil("slowly", N_SLOW_REPLIES), loses=False),
+    Kind("other model", _other_model, _restart, (0.5, 2.0)),
+    Kind("host killed", lambda world, station: world.kill_second_host(), loses=False, second_host=True),
+    Kind("link cut", _link("cut"), _mend, (0.1, 2.0)),
+    Kind("link stalled", _link("stall"), _mend, (0.1, 4.0), loses=False),
+    Kind("link slow", _link("slow", 0.004), _mend, (0.1, 1.0), loses=False),
+    Kind("frame corrupted on the link", _link("corrupt", 1), transports=("stream",)),
+    Kind("died writing a reply", _reply("die"), _died, (0.1, 0.5)),
+    Kind("reply half written", _reply("half")),
+    Kind("reply not written", _reply("unwritten")),
+    Kind("reply damaged", _reply("damaged")),
+    Kind("reply to an older request", _reply("older")),
+    Kind("reply of another epoch", _reply("other epoch")),
+    Kind("reply twice", _reply("twice"), loses=False),
+    Kind("reply late", _reply("late")),
+    Kind("reply lost", _reply("never")),
+    Kind("server error", _reply("failed")),
+    Kind("server slow", _reply("slowly", 25), loses=False),
 )

@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import psutil
+from server_processes import wait_until
 
-from fault_kit.processes import wait_for
-
-SHM: Final = Path("/dev/shm")
-_OUR_SHM: Final = re.compile(r"(sem\.)?moeoffload-([0-9]+)-.*")
-SPARE_THREADS: Final = 4
+SPARE: Final = {"descriptors": 0, "sockets": 0, "threads": 4, "segments": 0}
 """gRPC and its pools start and end threads as they like, up to a few; what leaks grows past this."""
 
 
@@ -49,28 +45,8 @@ class Holding:
 
     def beyond(self, before: Holding) -> list[str]:
         """What is more than it was before, in words; memory is looked at over time, by the soak, not here."""
-        spare = {"threads": SPARE_THREADS}
-        now, then = asdict(self), asdict(before)
-        return [
-            f"{name} {then[name]} -> {now[name]}"
-            for name in ("descriptors", "sockets", "threads", "segments")
-            if now[name] > then[name] + spare.get(name, 0)
-        ]
-
-
-def shm_names() -> set[str]:
-    """Segments and semaphores of ours that have a name in /dev/shm."""
-    return {entry.name for entry in SHM.iterdir() if _OUR_SHM.fullmatch(entry.name)}
-
-
-def shm_left(before: set[str], *pids: int) -> list[str]:
-    """New names in /dev/shm of processes that are gone or among ``pids``: others may be of somebody else's run."""
-    left = []
-    for name in shm_names() - before:
-        match = _OUR_SHM.fullmatch(name)
-        if match and (int(match[2]) in pids or not psutil.pid_exists(int(match[2]))):
-            left.append(name)
-    return left
+        pairs = {name: (getattr(before, name), getattr(self, name)) for name in SPARE}
+        return [f"{name} {then} -> {now}" for name, (then, now) in pairs.items() if now > then + SPARE[name]]
 
 
 def descendants() -> set[int]:
@@ -85,8 +61,6 @@ def descendants() -> set[int]:
 
 def settled(leaks: Callable[[], list[str]], timeout_s: float) -> list[str]:
     """Looks until there are no leaks or ``timeout_s`` seconds are over: what is being freed is not lost."""
-    try:
-        wait_for(lambda: not leaks(), "leaks", timeout_s)
-    except TimeoutError:
-        return leaks()
-    return []
+    with contextlib.suppress(TimeoutError):
+        wait_until(lambda: not leaks(), "leaks", timeout_s)
+    return leaks()

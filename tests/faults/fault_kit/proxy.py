@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import socket
 import struct
-from collections.abc import Coroutine
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
-from fault_kit.processes import CONTEXT, STEP_TIMEOUT_S, start_process
+from server_processes import STEP_TIMEOUT_S, WARM, WarmProcess, end
 
 MAGIC: Final = b"MOEX"
 CURVE: Final = b"\x07MESSAGE"
@@ -33,7 +34,6 @@ class _Forwarder:
         self._here, self._target = here, target
         self._servers: dict[int, asyncio.Server] = {}
         self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._flows = asyncio.Event()
         self._flows.set()
         self._delay_s = 0.0
@@ -120,32 +120,25 @@ class _Forwarder:
         spoiled[at + _HEADER_BYTE] ^= 0x10
         return bytes(spoiled)
 
-    def obey(self, orders: Connection) -> None:
-        """Called when there is an order, ``(name, arguments)``; answers when it is carried out."""
-        loop = asyncio.get_running_loop()
-        try:
-            name, arguments = orders.recv()
-        except EOFError:
-            loop.stop()
-            return
-        order: Coroutine[Any, Any, None] = getattr(self, name)(*arguments)
-        task = loop.create_task(order)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda done: orders.send(repr(done.exception())))
-
 
 def _run(orders: Connection, here: str, target: str) -> None:
-    """In the child."""
-    loop = asyncio.new_event_loop()
-    loop.set_exception_handler(lambda loop, context: None)  # connections that are cut are no news here
+    """In the child: carries out one order ``(name, arguments)`` after the other, and answers each."""
 
-    async def begin() -> None:
+    async def obey() -> None:
         forwarder = _Forwarder(here, target)
-        asyncio.get_running_loop().add_reader(orders.fileno(), forwarder.obey, orders)
+        # Connections that are cut are no news here.
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        while True:
+            name, arguments = await asyncio.to_thread(orders.recv)
+            try:
+                await getattr(forwarder, name)(*arguments)
+            except Exception as error:
+                orders.send(repr(error))
+            else:
+                orders.send(None)
 
-    loop.run_until_complete(begin())
-    loop.run_forever()
+    with contextlib.suppress(EOFError):
+        asyncio.run(obey())
 
 
 class Proxy:
@@ -153,41 +146,20 @@ class Proxy:
 
     def __init__(self, here: str, target: str) -> None:
         self.here = here
-        self._orders, theirs = CONTEXT.Pipe()
-        self._process = start_process(_run, theirs, here, target)
+        self._orders, theirs = WARM.Pipe()
+        nowhere = Path(os.devnull)
+        self._process = WarmProcess(nowhere, nowhere, _run, theirs, here, target)
         theirs.close()
-
-    def forward(self, ports: list[int]) -> None:
-        """Listens at these ports, and at no other; see `_Forwarder` for this and the next ones."""
-        self._order("forward", ports)
-
-    def cut(self) -> None:
-        self._order("cut")
-
-    def stall(self) -> None:
-        self._order("stall")
-
-    def slow(self, delay_s: float) -> None:
-        self._order("slow", delay_s)
-
-    def corrupt(self, n: int) -> None:
-        self._order("corrupt", n)
-
-    def mend(self) -> None:
-        self._order("mend")
 
     def close(self) -> None:
         """Ends the process. Idempotent."""
-        if not self._orders.closed:
-            self._orders.close()
-            self._process.kill()
-            self._process.join(STEP_TIMEOUT_S)
-            self._process.close()
+        self._orders.close()
+        end(self._process)
 
-    def _order(self, name: str, *arguments: Any) -> None:
-        self._orders.send((name, arguments))
+    def tell(self, order: str, *arguments: float | list[int]) -> None:
+        """Has it forward, cut, stall, slow, corrupt or mend; see `_Forwarder`."""
+        self._orders.send((order, arguments))
         if not self._orders.poll(STEP_TIMEOUT_S):
-            raise TimeoutError(f"the proxy at {self.here} does not {name}")
-        answer = self._orders.recv()
-        if answer != "None":
-            raise RuntimeError(f"the proxy at {self.here}: {name}: {answer}")
+            raise TimeoutError(f"the proxy at {self.here} does not {order}")
+        if (error := self._orders.recv()) is not None:
+            raise RuntimeError(f"the proxy at {self.here}: {order}: {error}")

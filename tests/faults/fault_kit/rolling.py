@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
 
+from server_processes import ServerProcess, wait_until
+
 from fault_kit.clock import LayerClock
-from fault_kit.generation import generate_one
-from fault_kit.processes import wait_for
-from fault_kit.server import ServerProcess
+from fault_kit.generation import generate
 
 BACK_TIMEOUT_S: Final = 30.0
 
@@ -54,40 +55,25 @@ def rolling_restart(
 
     ``token_s`` makes every token take so much longer, as a larger model would.
     """
-    clock = LayerClock(offloaded.dispatcher)
-    clock.layer_s = token_s / len(offloaded.checkpoint.layers)
     options = {"min_new_tokens": n_tokens, "max_new_tokens": n_tokens}
-    generate_one(offloaded, prompt, min_new_tokens=8, max_new_tokens=8)
-    clock.start()
-    started = perf_counter()
-    expected = generate_one(offloaded, prompt, **options)
-    undisturbed_s, n_calls = perf_counter() - started, len(clock.ticks)
-    restarts: list[Restart] = []
-    failures: list[BaseException] = []
+    generate(offloaded, prompt)
+    restarts: list[Future[list[Restart]]] = []
+    with ThreadPoolExecutor(1) as pool, contextlib.closing(LayerClock(offloaded.dispatcher)) as clock:
+        clock.layer_s = token_s / len(offloaded.checkpoint.layers)
 
-    def restart_all() -> None:
-        try:
-            for number, server in enumerate(servers):
-                restarts.append(_restart(offloaded, number, server, clock))
-        except BaseException as error:
-            failures.append(error)
+        def restart_all() -> list[Restart]:
+            return [_restart(offloaded, number, server, clock) for number, server in enumerate(servers)]
 
-    restarter = threading.Thread(target=restart_all, name="restarter")
-    try:
-        clock.start(n_calls // 10, restarter.start)
         started = perf_counter()
-        found = generate_one(offloaded, prompt, **options)
-        disturbed_s, pause_s = perf_counter() - started, clock.longest_pause()
-        finished = not restarter.is_alive()
-        restarter.join()
-    finally:
-        clock.close()
-    if failures:
-        raise failures[0]
+        expected = generate(offloaded, prompt, **options)
+        undisturbed_s, n_calls = perf_counter() - started, len(clock.ticks)
+        clock.start(n_calls // 10, lambda: restarts.append(pool.submit(restart_all)))
+        started = perf_counter()
+        found = generate(offloaded, prompt, **options)
+        disturbed_s, pause_s, finished = perf_counter() - started, clock.longest_pause(), restarts[0].done()
     equal = sum(a == b for a, b in zip(expected, found, strict=True))
-    return Rolling(
-        n_tokens, equal, undisturbed_s, disturbed_s, disturbed_s - undisturbed_s, pause_s, restarts, finished
-    )
+    added_s = disturbed_s - undisturbed_s
+    return Rolling(n_tokens, equal, undisturbed_s, disturbed_s, added_s, pause_s, restarts[0].result(), finished)
 
 
 def _restart(offloaded: Any, number: int, server: ServerProcess, clock: LayerClock) -> Restart:
@@ -103,6 +89,6 @@ def _restart(offloaded: Any, number: int, server: ServerProcess, clock: LayerClo
         last = {event["server"]: event["what"] for event in events}
         return last.get(server.address) == "returned"
 
-    wait_for(back, f"the return of server {number}", BACK_TIMEOUT_S)
+    wait_until(back, f"the return of server {number}", BACK_TIMEOUT_S)
     times.append(perf_counter())
     return Restart(number, layer_call, code, *(later - earlier for earlier, later in itertools.pairwise(times)))

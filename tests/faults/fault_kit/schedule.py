@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from fault_kit.kinds import KINDS, Kind
 
-LAST_TENTHS: Final = 7
-"""Faults strike in the first seven tenths of a generation, so that there is something left to recover for."""
+LAST_SHARE: Final = 0.7
+"""Faults strike in this part of a generation, so that there is something left to recover for."""
 
 
 @dataclass(frozen=True)
@@ -45,41 +45,24 @@ class Fault:
     """Whether the generation waits until the fault is there, or the fault comes while frames may be on their way."""
 
 
-def draw_faults(n: int, seed: int, setups: Sequence[Setup] = SETUPS, kinds: Sequence[Kind] = KINDS) -> list[Fault]:
-    """``n`` faults, all kinds in all setups equally often as far as ``n`` allows, in the order of ``setups``."""
+def draw_faults(n: int, seed: int) -> list[Fault]:
+    """``n`` faults, all kinds equally often as far as ``n`` allows, each in all its setups in turn; setup by setup."""
     dice = random.Random(seed)
-    deck: list[tuple[Setup, Kind]] = []
-    faults = []
-    for number in range(n):
-        if not deck:
-            # Kinds first: a small n has as many different ones as it can.
-            for kind in dice.sample(list(kinds), len(kinds)):
-                fitting = [setup for setup in setups if setup.transport in kind.transports]
-                deck += [(setup, kind) for setup in fitting]
-            deck = _interleaved(deck, dice)
-        setup, kind = deck.pop()
-        faults.append(
-            Fault(
-                number,
-                setup,
-                kind,
-                victim=dice.randrange(2),
-                at=dice.uniform(0.05, LAST_TENTHS / 10),
-                lasts_s=dice.uniform(*kind.lasts_s),
-                before_frames=dice.random() < 0.5,
-            )
+    turns = {}
+    for kind in KINDS:
+        fitting = [setup for setup in SETUPS if setup.transport in kind.transports]
+        turns[kind.name] = itertools.cycle(dice.sample(fitting, len(fitting)))
+    kinds = [kind for _ in range(0, n, len(KINDS)) for kind in dice.sample(KINDS, len(KINDS))]
+    faults = [
+        Fault(
+            number,
+            next(turns[kind.name]),
+            kind,
+            victim=dice.randrange(2),
+            at=dice.uniform(0.05, LAST_SHARE),
+            lasts_s=dice.uniform(*kind.lasts_s),
+            before_frames=dice.random() < 0.5,
         )
-    return sorted(faults, key=lambda fault: (list(setups).index(fault.setup), fault.number))
-
-
-def _interleaved(deck: list[tuple[Setup, Kind]], dice: random.Random) -> list[tuple[Setup, Kind]]:
-    """Rounds in which every kind comes once, each time in another setup; the first round last, where ``pop`` takes."""
-    by_kind: dict[str, list[tuple[Setup, Kind]]] = {}
-    for entry in deck:
-        by_kind.setdefault(entry[1].name, []).append(entry)
-    for entries in by_kind.values():
-        dice.shuffle(entries)
-    rounds: list[tuple[Setup, Kind]] = []
-    while any(by_kind.values()):
-        rounds += [entries.pop() for entries in by_kind.values() if entries]
-    return rounds[::-1]
+        for number, kind in enumerate(kinds[:n])
+    ]
+    return sorted(faults, key=lambda fault: (SETUPS.index(fault.setup), fault.number))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
+from server_processes import DEMO, STEP_TIMEOUT_S, WARM, WarmProcess, end
 
-from fault_kit.network import enter_namespace
-from fault_kit.processes import CONTEXT, STEP_TIMEOUT_S, redirect, start_process
-
+CLONE_NEWNET = 0x40000000
 N_TOKENS = 32
 
 
@@ -28,16 +25,16 @@ class Progress:
     recovery: dict[str, Any]
 
 
-def _generate(pipe: Connection, log: Path, model: Path, namespace: str | None, options: dict[str, Any]) -> None:
+def _generate(pipe: Connection, namespace: str, options: dict[str, Any]) -> None:
     """In the child."""
-    redirect(log)
-    if namespace is not None:
-        enter_namespace(namespace)
+    if namespace:  # while there are no threads yet
+        with Path("/var/run/netns", namespace).open() as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
     import torch
 
     from moeoffload.host.session import open_model
 
-    with open_model(model, **options) as offloaded:
+    with open_model(DEMO, **options) as offloaded:
         ids = (torch.arange(24) * 7).remainder(200).add(5).unsqueeze(0)
         asked = {"do_sample": False, "min_new_tokens": N_TOKENS, "max_new_tokens": N_TOKENS}
         results: list[list[int]] = []
@@ -53,15 +50,12 @@ def _generate(pipe: Connection, log: Path, model: Path, namespace: str | None, o
 class SecondHost:
     """Started, attached and generating when it is made, in float32, since what it generates means nothing."""
 
-    def __init__(
-        self, folder: Path, model: Path, experts: Sequence[str], *, namespace: str | None = None, **options: Any
-    ) -> None:
-        self._pipe, theirs = CONTEXT.Pipe()
+    def __init__(self, folder: Path, experts: Sequence[str], *, namespace: str = "", **options: Any) -> None:
+        self._pipe, theirs = WARM.Pipe()
+        self._log = folder / f"second-host-{id(self)}.log"
         options |= {"experts": list(experts), "threads": 1, "device": "cpu", "model_dtype": "f32"}
-        log = folder / f"second-host-{id(self)}.log"
-        self._process = start_process(_generate, theirs, log, model, namespace, options)
+        self._process = WarmProcess(self._log, self._log, _generate, theirs, namespace, options)
         theirs.close()
-        self._log = log.with_suffix(".err")
         self.tokens = self.progress().results[0]
 
     def progress(self) -> Progress:
@@ -79,16 +73,7 @@ class SecondHost:
             pass
         raise RuntimeError(f"the second host does not answer:\n{self._log.read_text()[-4000:]}")
 
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def kill(self) -> None:
+    def close(self) -> None:
         """kill -9. Idempotent."""
-        if not self._pipe.closed:
-            if psutil.pid_exists(self.pid):
-                os.kill(self.pid, signal.SIGKILL)
-            self._process.join(STEP_TIMEOUT_S)
-            self._process.close()
-            self._pipe.close()
+        end(self._process)
+        self._pipe.close()

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Final
-
 from fault_kit.proxy import Proxy
-from fault_kit.server import ServerProcess
+from fault_kit.server import FaultyServer
 from moeoffload.control.user_token import UserToken, user_tokens
-
-SERVER_HOST: Final = "127.0.0.1"
-PROXY_HOST: Final = "127.0.0.2"
 
 
 class Station:
     """Hosts that are given ``address`` reach the server through the proxy only, both planes. ``close`` it."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.server = ServerProcess(folder, *options, host=SERVER_HOST)
-        self.proxy = Proxy(PROXY_HOST, SERVER_HOST)
-        self.address = f"{PROXY_HOST}:{self.server.port}"
+    def __init__(self, server: FaultyServer, proxy_host: str) -> None:
+        self.server = server
+        self._server_host, _, port = server.address.rpartition(":")
+        self._port = int(port)
+        self.address = f"{proxy_host}:{port}"
+        self.proxy = Proxy(proxy_host, self._server_host)
         self._tokens: list[UserToken] = []
         self._forward()
 
     def _forward(self) -> None:
         """Lets hosts reach the server that runs now, and find its token at the proxy's address."""
-        port = self.server.port
-        self._tokens += [UserToken.write(PROXY_HOST, port, token) for token in user_tokens(SERVER_HOST, port)]
-        self.proxy.forward(self.server.ports())
+        tokens = user_tokens(self._server_host, self._port)
+        self._tokens += [UserToken.write(self.proxy.here, self._port, token) for token in tokens]
+        self.proxy.tell("forward", self.server.ports())
 
     def kill(self) -> None:
-        """kill -9; nothing listens at the address any more."""
+        """kill -9, unless it has ended by itself; nothing listens at the address any more."""
         self.server.kill()
-        self.proxy.forward([])
-
-    def gone(self) -> None:
-        """The process has ended by itself, or is about to."""
-        self.server.reap()
-        self.proxy.forward([])
+        self.proxy.tell("forward", [])
 
     def start(self, *more: str) -> None:
         """A new process at the same address."""
@@ -45,7 +36,7 @@ class Station:
         self._forward()
 
     def close(self) -> None:
-        self.server.close()
+        """Takes the proxy away."""
         self.proxy.close()
         for token in self._tokens:
             token.remove()

@@ -9,19 +9,20 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Final
 
 import torch
+from command_lines import shm_left, shm_names
+from server_processes import DEMO, wait_until
 from synthetic import write_tiny
 
 from fault_kit.clock import LayerClock
-from fault_kit.generation import DEMO, fixed_prompts, generate_all
-from fault_kit.leaks import Holding, descendants, settled, shm_left, shm_names
+from fault_kit.generation import fixed_prompts, generate
+from fault_kit.leaks import Holding, descendants, settled
 from fault_kit.outcome import Outcome
-from fault_kit.processes import wait_for
 from fault_kit.schedule import Fault, Setup
 from fault_kit.second_host import SecondHost
+from fault_kit.server import FaultyServer
 from fault_kit.station import Station
 from moeoffload.control.client import ControlClient
 from moeoffload.host.session import open_model
@@ -54,6 +55,8 @@ class World:
 
     Attributes:
         other_model: a checkpoint that is not the demo.
+        servers: two.
+        stations: they and the proxies in front of them.
         host: the open model, None while there is none.
         expected: the tokens of an undisturbed generation, per prompt.
         n_layer_calls: of such a generation.
@@ -64,7 +67,6 @@ class World:
         self.host: Any = None
         self.expected: list[list[int]] = []
         self.n_layer_calls = 0
-        self.prompts = fixed_prompts()
         self._folder = folder
         self._setup: Setup | None = None
         self._second: SecondHost | None = None
@@ -72,19 +74,15 @@ class World:
         self._warnings = _Warnings()
         with contextlib.ExitStack() as stack:
             stack.callback(self._end_second)
-            self.stations = [Station(folder, *server_options) for _ in range(2)]
-            for station in self.stations:
-                stack.callback(station.close)
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="generation")
-            stack.callback(self._pool.shutdown)
+            self.servers = [stack.enter_context(FaultyServer(folder, *server_options)) for _ in range(2)]
+            self.stations = [
+                stack.enter_context(contextlib.closing(Station(server, "127.0.0.2"))) for server in self.servers
+            ]
+            self._pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="generation"))
             logging.getLogger("moeoffload.host").addHandler(self._warnings)
             stack.callback(logging.getLogger("moeoffload.host").removeHandler, self._warnings)
             stack.callback(self._close_host)
             self._stack = stack.pop_all()
-
-    @property
-    def addresses(self) -> list[str]:
-        return [station.address for station in self.stations]
 
     def open(self, setup: Setup, **options: Any) -> None:
         """Opens the model and generates undisturbed; ``options`` are settings beside those of ``setup``."""
@@ -99,20 +97,21 @@ class World:
             "dispatch_floor_s": FLOOR_S,
             "connect_timeout_s": 5.0,
         } | options
+        addresses = [station.address for station in self.stations]
         # What libraries make once and keep is there after a first opening.
-        open_model(DEMO, experts=self.addresses, **keywords).close()
-        self._alone = [Holding.of(pid) for pid in self._pids()]
+        open_model(DEMO, experts=addresses, **keywords).close()
+        self._alone = list(self.holdings().values())
         self._setup = setup
-        self.host = open_model(DEMO, experts=self.addresses, **keywords)
+        self.host = open_model(DEMO, experts=addresses, **keywords)
         self.clock = LayerClock(self.host.dispatcher)
         self.expected = self.generate()
         self.clock.start()
         if self.generate() != self.expected:
             raise RuntimeError("two undisturbed generations differ")
         self.n_layer_calls = len(self.clock.ticks)
-        self._processes = descendants() - {station.server.pid for station in self.stations}
-        self._n_leases = [_leases(station) for station in self.stations]
-        self._whole = [Holding.of(pid) for pid in self._pids()]
+        self._processes = descendants()
+        self._n_leases = [_leases(server) for server in self.servers]
+        self._whole = list(self.holdings().values())
 
     def shut(self) -> list[str]:
         """Closes the model; returns what is left on both sides that was not there before it was opened."""
@@ -125,7 +124,8 @@ class World:
         Raises:
             TimeoutError: it hangs.
         """
-        return self._pool.submit(generate_all, self.host, self.prompts).result(HANG_S)
+        prompts = fixed_prompts()
+        return self._pool.submit(lambda: [generate(self.host, prompt) for prompt in prompts]).result(HANG_S)
 
     def run(self, fault: Fault) -> Outcome:
         """One generation under ``fault``, the way back, and a look at what is left."""
@@ -137,7 +137,9 @@ class World:
         )
         before, n_warnings = self.recovery(), len(self._warnings.lines)
         if fault.kind.second_host:
-            self._second = SecondHost(self._folder, DEMO, self.addresses, transport=fault.setup.transport)
+            self._second = SecondHost(
+                self._folder, [station.address for station in self.stations], transport=fault.setup.transport
+            )
         acts = ThreadPoolExecutor(1, thread_name_prefix="fault")
         struck: list[Future[None]] = []
 
@@ -177,24 +179,20 @@ class World:
         return section
 
     def kill_second_host(self) -> None:
-        """See `Scene`."""
+        """kill -9 of another host that uses the same servers."""
         assert self._second is not None
-        self._second.kill()
+        self._second.close()
 
     def holdings(self) -> dict[str, Holding]:
         """What the host and the servers hold now."""
         return dict(zip(("host", "server 0", "server 1"), map(Holding.of, self._pids()), strict=True))
 
-    def in_use(self) -> bool:
+    def _in_use(self) -> bool:
         """Whether the host is attached to every server as it was at first, by what both sides say."""
         recovery = self.recovery()
         if recovery["lost"] + recovery["drained"] != recovery["returned"]:
             return False
-        return [_leases(station) for station in self.stations] == self._n_leases
-
-    def close(self) -> None:
-        """Ends everything. Idempotent."""
-        self._stack.close()
+        return [_leases(server) for server in self.servers] == self._n_leases
 
     def _close_host(self) -> None:
         if self.host is not None:
@@ -205,10 +203,8 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def _repair(self, fault: Fault, station: Station) -> None:
         time.sleep(fault.lasts_s)
@@ -217,35 +213,32 @@ class World:
     def _wait_whole(self) -> float | None:
         started = perf_counter()
         with contextlib.suppress(TimeoutError):
-            wait_for(self.in_use, "all servers in use", WHOLE_TIMEOUT_S)
+            wait_until(self._in_use, "all servers in use", WHOLE_TIMEOUT_S)
             return perf_counter() - started
         return None
 
     def _pids(self) -> list[int]:
-        return [os.getpid(), *(station.server.pid for station in self.stations)]
+        return [os.getpid(), *(server.pid for server in self.servers)]
 
     def _leaks(self) -> list[str]:
-        left = self._left(self._whole)
-        more = descendants() - {station.server.pid for station in self.stations} - self._processes
-        return [*left, *(f"process {pid}" for pid in sorted(more))]
+        # A server that was started again is another process.
+        more = descendants() - self._processes - {server.pid for server in self.servers}
+        return [*self._left(self._whole), *(f"process {pid}" for pid in sorted(more))]
 
     def _left(self, before: list[Holding]) -> list[str]:
-        names = ("host", "server 0", "server 1")
-        now = [Holding.of(pid) for pid in self._pids()]
-        left = [f"{name}: {what}" for name, n, b in zip(names, now, before, strict=True) for what in n.beyond(b)]
+        pairs = zip(self.holdings().items(), before, strict=True)
+        left = [f"{name}: {what}" for (name, now), then in pairs for what in now.beyond(then)]
         return [*left, *(f"/dev/shm: {name}" for name in shm_left(self._shm_before, *self._pids()))]
 
     def _end_second(self) -> None:
         if self._second is not None:
-            self._second.kill()
+            self._second.close()
 
 
-def _leases(station: Station) -> int:
+def _leases(server: FaultyServer) -> int:
     """How many hosts the server knows, asked past the proxy; -1 if it does not answer."""
-    client = ControlClient(station.server.address)
-    try:
-        return int(client.stats(RPC_TIMEOUT_S).leases)
-    except Exception:
-        return -1
-    finally:
-        client.close()
+    with contextlib.closing(ControlClient(server.address)) as client:
+        try:
+            return int(client.stats(RPC_TIMEOUT_S).leases)
+        except Exception:
+            return -1

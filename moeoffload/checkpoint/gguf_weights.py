@@ -1,0 +1,235 @@
+"""The tensors of a GGUF file under transformers' names: experts as packed rows, dense tensors unpacked one by one.
+
+llama.cpp stores the experts of a layer in three matrices (or two, gate and up joined) and their biases, always in the
+order of rows that the model computes in, for every family under the same names. So one rule serves all: the flags of
+the experts class say what becomes of them. Dense tensors are found by the names that the gguf package lists for each
+family, or by transformers' own conversions where llama.cpp stores something else than the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from types import EllipsisType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    Interleave,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    rename_source_key,
+)
+from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
+
+from moeoffload.checkpoint.gguf_config import FAMILIES
+from moeoffload.checkpoint.gguf_file import GgufFile
+from moeoffload.checkpoint.tensors import DTYPES, StoredTensor, TensorReader
+from moeoffload.checkpoint.weights import StoredWeight, WeightIndex
+from moeoffload.errors import ModelError
+from moeoffload.formats import PackedWeights
+from moeoffload.formats.file_format import Packing, Parts
+from moeoffload.formats.gguf import BLOCK_TYPES, BlockType, split_rows
+
+_EXPERTS: Final = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|gate_up|down)_exps\.(?:weight|bias))")
+_OF_EXPERTS: Final = re.compile(r"blk\.(\d+)\.ffn_\w*_(ch)?exps\.")
+_LAYER: Final = re.compile(r"\.(\d+)\.")
+_PIECE_BYTES: Final = 1 << 18  # of blocks, unpacked at a time: what is made of them stays in a core's cache
+_BIASES: Final = {"gate_up_proj": "gate_up_proj_bias", "up_proj": "up_proj_bias", "down_proj": "down_proj_bias"}
+
+
+def expert_weights(gguf: GgufFile, experts: Mapping[str, nn.Module]) -> WeightIndex:
+    """The stored weights of the experts modules, each named after its module: ``{module}.ffn_up_exps.weight``.
+
+    Raises ModelError for a type that is not computed, and for tensors of experts that have another meaning.
+    """
+    modules = {_layer_of(name): name for name in experts}
+    found = []
+    for tensor in gguf.tensors:
+        layer = _OF_EXPERTS.match(tensor.name)
+        if layer is None or int(layer[1]) not in modules:
+            continue
+        name = _EXPERTS.fullmatch(tensor.name)
+        if name is None:
+            raise ModelError(f"{tensor.name}: is a tensor of routed experts that is not supported")
+        found.append(_packed(tensor, f"{modules[int(layer[1])]}.{name[2]}"))
+    return WeightIndex(found)
+
+
+def expert_mapping(experts: Mapping[str, nn.Module]) -> list[WeightTransform]:
+    """How transformers would convert `expert_weights` into the parameters of the modules."""
+    steps: dict[tuple[str, ...], WeightTransform] = {}
+    for module in experts.values():
+        for parameter, _ in module.named_parameters(recurse=False):
+            for step in _steps(module, parameter):
+                steps.setdefault((*step.source_patterns, *step.target_patterns), step)
+    return list(steps.values())
+
+
+def _steps(module: Any, parameter: str) -> Iterator[WeightTransform]:
+    """The conversion that gives one parameter of an experts module, of each way in which its weights may be stored."""
+    matrix = parameter.removesuffix("_bias")
+    if matrix not in _BIASES:
+        return  # found missing when all of the module is there
+    kind = "bias" if parameter.endswith("_bias") else "weight"
+    turn: list[ConversionOps] = [Transpose(1, 2)] if module.is_transposed and kind == "weight" else []
+    target = rf".experts.{parameter}"
+    if matrix == "gate_up_proj":
+        mix: list[ConversionOps] = [] if module.is_concatenated else [Interleave(1, inverse=True)]
+        pair = [rf"\.experts\.ffn_{which}_exps\.{kind}$" for which in ("gate", "up")]
+        yield WeightConverter(pair, target, [Concatenate(1), *mix, *turn])
+        yield _convert(rf"\.experts\.ffn_gate_up_exps\.{kind}$", target, [*mix, *turn])
+    else:
+        which = matrix.removesuffix("_proj")
+        yield _convert(rf"\.experts\.ffn_{which}_exps\.{kind}$", target, turn)
+
+
+def _convert(source: str, target: str, operations: Sequence[ConversionOps]) -> WeightTransform:
+    return WeightConverter(source, target, list(operations)) if operations else WeightRenaming(source, target)
+
+
+def _layer_of(module_name: str) -> int:
+    """The decoder layer of an experts module: llama.cpp numbers its blocks as transformers does."""
+    numbers = _LAYER.findall(module_name)
+    if len(numbers) != 1:
+        raise ModelError(f"{module_name}: its layer in a GGUF file is not known")
+    return int(numbers[0])
+
+
+def _packed(tensor: StoredTensor, name: str) -> StoredWeight:
+    if tensor.dtype in DTYPES:
+        return StoredWeight(name, tensor.shape, {"weight": tensor})
+    if tensor.dtype not in BLOCK_TYPES:
+        known = ", ".join(BLOCK_TYPES)
+        raise ModelError(f"{tensor.name}: is of type {tensor.dtype}; experts are computed from {known}")
+    return StoredWeight(name, tensor.shape, {"weight": _as_bytes(tensor)}, _packing(tensor.dtype, tensor.shape))
+
+
+@cache
+def _packing(type_name: str, shape: tuple[int, ...]) -> Packing:
+    kind = BLOCK_TYPES[type_name]
+    return Packing(kind.format, shape, partial(_sections, kind))
+
+
+def _sections(kind: BlockType, parts: Parts) -> dict[str, torch.Tensor]:
+    return split_rows(parts["weight"], kind)
+
+
+def _as_bytes(tensor: StoredTensor) -> StoredTensor:
+    """The tensor as the bytes of its rows."""
+    n_rows = max(1, int(np.prod(tensor.shape[:-1])))
+    return replace(tensor, dtype="U8", shape=(*tensor.shape[:-1], tensor.nbytes // n_rows))
+
+
+@dataclass(frozen=True)
+class DenseTensor:
+    """A dense tensor, read and unpacked when transformers asks for its values, ``tensor[...]``.
+
+    Attributes:
+        stored: where it lies.
+        name: of the parameter that it becomes.
+        shape: of that.
+        dtype: compute dtype.
+        converter: undoes what llama.cpp did to the weights; None if it did nothing.
+    """
+
+    stored: StoredTensor
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    converter: WeightConverter | None = None
+
+    def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
+        with TensorReader() as reader:
+            values = _unpack(reader, self.stored, self.dtype if self.converter is None else torch.float32)
+        if self.converter is not None:
+            converter = copy.deepcopy(self.converter)
+            converter.collected_tensors[converter.source_patterns[0]] = [values]
+            values = converter.convert(self.name)[self.name]
+        if values.shape != self.shape and values.numel() != torch.Size(self.shape).numel():
+            raise ModelError(f"{self.stored.name}: has shape {tuple(values.shape)}, the model needs {self.shape}")
+        return values.reshape(self.shape).to(self.dtype)
+
+    def packed(self) -> PackedWeights | None:
+        """The matrix as it is stored, (1, out, in), if it is packed and becomes the parameter without a change."""
+        if self.converter is not None or self.stored.dtype not in BLOCK_TYPES or self.stored.shape != self.shape:
+            return None
+        with TensorReader() as reader:
+            return _packed(self.stored, self.name).read_packed(reader) if len(self.shape) == 2 else None
+
+
+def dense_tensors(gguf: GgufFile, config: Any, shapes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, DenseTensor]:
+    """The dense parameters that are in the file, by name. ``shapes``: of all parameters and buffers of the model."""
+    name = gguf.architecture
+    sources = _by_list(name, config, shapes) if name in FAMILIES else _by_conversions(gguf, config, shapes)
+    stored = {tensor.name: tensor for tensor in gguf.tensors}
+    return {
+        target: DenseTensor(stored[source], target, tuple(shapes[target]), dtype, converter)
+        for target, (source, converter) in sources.items()
+        if source in stored
+    }
+
+
+_Sources = dict[str, tuple[str, WeightConverter | None]]
+"""Parameter -> the tensor that it comes from, and how."""
+
+
+def _by_list(architecture: str, config: Any, shapes: Mapping[str, Any]) -> _Sources:
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(number, config.num_hidden_layers)
+    found: _Sources = {}
+    for target in shapes:
+        # What adds to the scores of experts has no module of its own in transformers.
+        spelled = target.replace("score_correction_bias", "score_correction.bias")
+        known = names.get_name(spelled, try_suffixes=(".weight", ".bias"))
+        if known is not None:
+            is_whole = known.endswith((".weight", ".bias"))
+            found[target] = (known if is_whole else f"{known}.weight", None)
+    return found
+
+
+def _by_conversions(gguf: GgufFile, config: Any, shapes: Mapping[str, Any]) -> _Sources:
+    mapping = GGUF_ARCHS[gguf.architecture](config)
+    renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
+    converters = [step for step in mapping if isinstance(step, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    found: _Sources = {}
+    for tensor in gguf.tensors:
+        target, pattern = rename_source_key(tensor.name, renamings, converters)
+        if target in shapes:
+            found[target] = (tensor.name, by_pattern[pattern] if pattern is not None else None)
+    return found
+
+
+def _unpack(reader: TensorReader, tensor: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weights of a tensor of any type."""
+    if tensor.dtype in DTYPES:
+        return reader.read(tensor).to(dtype)
+    from gguf.quants import dequantize
+
+    rows = reader.read(_as_bytes(tensor)).flatten(0, -2)
+    result = torch.empty((rows.shape[0], tensor.shape[-1]), dtype=dtype)
+    step = max(1, _PIECE_BYTES // max(1, rows.shape[1]))
+    kind = _type_of(tensor.dtype)
+    for start in range(0, rows.shape[0], step):
+        piece = dequantize(rows[start : start + step].numpy(), kind)
+        result[start : start + step] = torch.from_numpy(piece)
+    return result.reshape(tensor.shape)
+
+
+@cache
+def _type_of(name: str) -> Any:
+    from gguf.constants import GGMLQuantizationType
+
+    return GGMLQuantizationType[name]

@@ -1,0 +1,216 @@
+"""Which row of which stored weight each row of an expert's packed matrix is, and the copying of rows.
+
+The conversions of transformers (join gate and up, interleave, transpose) are run once on numbers that say where an
+element comes from. What they do to whole rows is then done to packed rows; a conversion that does more is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from moeoffload.checkpoint.tensors import TensorReader
+from moeoffload.checkpoint.weights import StoredWeight
+from moeoffload.errors import ModelError
+from moeoffload.formats import Codes, PackedFormat, PackedWeights, Scales
+from moeoffload.formats.file_format import SHARED, Packing, Parts, as_bytes
+
+_PLAIN: Final = {
+    torch.bfloat16: PackedFormat("bf16", Codes.BFLOAT16),
+    torch.float16: PackedFormat("f16", Codes.FLOAT16),
+    torch.float32: PackedFormat("f32", Codes.FLOAT32),
+}
+_CPU: Final = torch.device("cpu")
+Rows = slice | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows ``taken`` of a stored weight, the ``number``-th of the recipe, which become ``rows`` of a piece.
+
+    ``is_transposed``: the weight is stored (in, out).
+    """
+
+    number: int
+    is_transposed: bool
+    rows: Rows
+    taken: Rows
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring rows of a matrix, packed in one format, (n_out, n_in); all of the matrix but for mixed formats."""
+
+    form: PackedFormat
+    n_out: int
+    n_in: int
+    sources: tuple[Source, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one expert."""
+        return self.form.n_bytes(self.n_out, self.n_in)
+
+    def empty(self, n_experts: int, device: torch.device) -> PackedWeights:
+        """Room for experts."""
+        return PackedWeights.empty(self.form, n_experts, self.n_out, self.n_in, device)
+
+    def fill(
+        self,
+        out: PackedWeights,
+        slot: int,
+        reader: TensorReader,
+        weights: Sequence[StoredWeight],
+        expert: int,
+    ) -> None:
+        """Write the rows of one expert to ``out[slot]``; ``weights`` are its stored ones in the recipe's order.
+
+        Raises ModelError when bytes are missing or values do not fit.
+        """
+        room = out if out.device == _CPU else self.empty(1, _CPU)
+        at = slot if room is out else 0
+        for source in self.sources:
+            weight, packing = as_packed(weights[source.number], source.is_transposed)
+            into = self._place(room, at, source, packing) if packing.is_verbatim else None
+            parts = weight.sections(weight.read_parts(reader, expert, into))
+            shared = parts.pop(SHARED, None)
+            if shared is not None and room.scales is not None:
+                n_shared = self.form.shared_rows
+                room.scales[at, _blocks(source.rows, n_shared)] = shared[_blocks(source.taken, n_shared)]
+            elif shared is not None:
+                of_rows = shared.repeat_interleave(packing.packed.shared_rows, dim=0)
+                parts["scales"] = as_bytes(of_rows)[: packing.rows_first[0]]
+            if into is not None:
+                del parts["codes"]
+            for name, values in parts.items():
+                room.section(name)[at, source.rows] = values[source.taken]
+        if room is not out:
+            out.data[slot].copy_(room.data[0])
+            if out.scales is not None and room.scales is not None:
+                out.scales[slot].copy_(room.scales[0])
+
+    def _place(self, room: PackedWeights, slot: int, source: Source, packing: Packing) -> torch.Tensor | None:
+        """Where the codes of a whole weight lie one after the other; None if they do not."""
+        if not isinstance(source.rows, slice) or source.taken != slice(0, packing.rows_first[0], 1):
+            return None
+        place = room.section("codes")[slot, source.rows]
+        return place if place.is_contiguous() else None
+
+
+def as_packed(weight: StoredWeight, is_transposed: bool) -> tuple[StoredWeight, Packing]:
+    """A weight with its packing: a plain one becomes rows of its own dtype. Raises ModelError for other dtypes."""
+    if weight.packing is not None:
+        return weight, weight.packing
+    dtype = weight.plain.torch_dtype
+    if dtype not in _PLAIN:
+        raise ModelError(f"{weight.name}: is stored as {weight.plain.dtype} beside packed weights; not supported")
+    sections = _transposed_codes if is_transposed else _codes
+    packing = Packing(_PLAIN[dtype], weight.shape, sections, is_transposed)
+    return replace(weight, packing=packing), packing
+
+
+def trace(weights: Mapping[str, StoredWeight]) -> dict[str, list[torch.Tensor]]:
+    """For each pattern an expert's weight whose elements are numbers: of the weight, its row and its column."""
+    n_rows, n_columns = _bounds(weights.values())
+    dtype = torch.int32 if len(weights) * n_rows * n_columns < 1 << 31 else torch.int64
+    traced = {}
+    for number, (pattern, weight) in enumerate(weights.items()):
+        rows, columns = weight.shape[-2:]
+        lines = torch.arange(number * n_rows, number * n_rows + rows, dtype=dtype) * n_columns
+        codes = lines[:, None] + torch.arange(columns, dtype=dtype)
+        traced[pattern] = [codes if len(weight.shape) == 2 else codes[None]]
+    return traced
+
+
+def plan(target: str, traced: torch.Tensor, weights: Sequence[StoredWeight]) -> tuple[Piece, ...]:
+    """The pieces of a matrix.
+
+    Args:
+        target: name of the parameter, for errors.
+        traced: (out, in), what its conversion made of `trace`.
+        weights: the stored weights of an expert, as they were traced.
+
+    Raises ModelError for a conversion that does not move whole rows, and for formats that cannot be mixed.
+    """
+    n_rows, n_columns = _bounds(weights)
+    start = traced[:, 0]
+    number, row, column = start // (n_rows * n_columns), start // n_columns % n_rows, start % n_columns
+    steps = torch.arange(traced.shape[1], dtype=traced.dtype)
+    by_format: dict[PackedFormat, list[Source]] = {}
+    for i, weight in enumerate(weights):
+        rows = (number == i).nonzero().flatten()
+        if not len(rows):
+            continue
+        step = int(traced[rows[0], -1] - start[rows[0]]) // max(1, traced.shape[1] - 1)
+        is_transposed = weight.packing.is_transposed if weight.packing else step == n_columns > 1
+        along, across = (column, row) if is_transposed else (row, column)
+        expected = start[rows, None] + steps * (n_columns if is_transposed else 1)
+        n_in = weight.shape[-2 if is_transposed else -1]
+        if across[rows].any() or n_in != traced.shape[1] or not torch.equal(traced[rows], expected):
+            raise ModelError(f"{target}: its conversion mixes columns of {weight.name}, which is packed; not supported")
+        _, packing = as_packed(weight, is_transposed)
+        by_format.setdefault(packing.packed, []).append(Source(i, is_transposed, rows, along[rows]))
+    return _pieces(target, by_format, traced.shape[1])
+
+
+def _pieces(target: str, by_format: Mapping[PackedFormat, list[Source]], n_in: int) -> tuple[Piece, ...]:
+    """One piece for all rows if they are of one format, else one for each format, whose rows must be neighbours."""
+    pieces: list[tuple[int, Piece]] = []
+    for form, sources in by_format.items():
+        rows = torch.cat([torch.as_tensor(source.rows) for source in sources])
+        first, n_out = int(rows.min()), len(rows)
+        if int(rows.max()) - first + 1 != n_out:
+            raise ModelError(f"{target}: rows of different formats ({form.name} and others) alternate; not supported")
+        moved = [replace(source, rows=torch.as_tensor(source.rows) - first) for source in sources]
+        shared = form if all(_keeps_blocks(source, form.shared_rows) for source in moved) else None
+        packed = shared or replace(form, shared_rows=1, scales=Scales.F32)
+        done = tuple(replace(each, rows=_as_slice(each.rows), taken=_as_slice(each.taken)) for each in moved)
+        pieces.append((first, Piece(packed, n_out, n_in, done)))
+    return tuple(piece for _, piece in sorted(pieces, key=lambda each: each[0]))
+
+
+def _keeps_blocks(source: Source, n: int) -> bool:
+    """Whether rows that share scales still do: every block starts at a block, and is whole or the last of both."""
+    if n == 1:
+        return True
+    rows, taken = torch.as_tensor(source.rows), torch.as_tensor(source.taken)
+    whole = torch.arange(len(rows))
+    return bool(
+        rows[0] % n == 0
+        and taken[0] % n == 0
+        and torch.equal(rows, rows[0] + whole)
+        and torch.equal(taken, taken[0] + whole)
+    )
+
+
+def _bounds(weights: Iterable[StoredWeight]) -> tuple[int, int]:
+    """The most rows and columns that a weight has."""
+    rows, columns = zip(*(weight.shape[-2:] for weight in weights), strict=True)
+    return max(rows), max(columns)
+
+
+def _as_slice(rows: Rows) -> Rows:
+    """The same rows as a slice, if they are evenly spaced: then they need not be gathered."""
+    numbers = torch.as_tensor(rows)
+    first = int(numbers[0])
+    step = int(numbers[1]) - first if len(numbers) > 1 else 1
+    if step > 0 and torch.equal(numbers, torch.arange(first, first + step * len(numbers), step)):
+        return slice(first, first + step * (len(numbers) - 1) + 1, step)
+    return numbers.long()
+
+
+def _blocks(rows: Rows, n: int) -> slice:
+    """The blocks of ``n`` rows that neighbouring rows touch."""
+    assert isinstance(rows, slice)
+    return slice(rows.start // n, -(-rows.stop // n))
+
+
+def _codes(parts: Parts) -> dict[str, torch.Tensor]:
+    return {"codes": as_bytes(parts["weight"])}
+
+
+def _transposed_codes(parts: Parts) -> dict[str, torch.Tensor]:
+    return {"codes": as_bytes(parts["weight"].t())}

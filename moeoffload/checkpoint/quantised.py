@@ -1,0 +1,72 @@
+"""Experts that are packed in fewer bits while they are read, for ``--expert-format``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from moeoffload.checkpoint.convert import Recipe
+from moeoffload.checkpoint.layout import per_expert_parameters
+from moeoffload.checkpoint.packed_rows import Piece
+from moeoffload.errors import ModelError
+from moeoffload.formats import PackedFormat, PackedWeights
+from moeoffload.formats.quantise import quantise, squared_errors
+
+
+def refuse_packed(path: Path, recipes: Mapping[str, Sequence[Recipe]], name: str) -> None:
+    """Raises ModelError if experts are stored packed: packed again they would lose more than either format loses."""
+    stored = sorted(
+        {piece.form.name for each in recipes.values() for r in each for p in r.pieces.values() for piece in p}
+    )
+    if stored:
+        raise ModelError(f"{path}: its experts are stored as {stored[0]}; they cannot be packed again as {name}")
+
+
+def quantised_pieces(mould: nn.Module, form: PackedFormat) -> dict[str, tuple[Piece, ...]]:
+    """The matrices of an experts module, by the names of their parameters, in ``form``."""
+    module: Any = mould
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    for name, shape in per_expert_parameters(mould).items():
+        if len(shape) == 3:
+            n_out, n_in = (shape[2], shape[1]) if module.is_transposed else (shape[1], shape[2])
+            pieces[name] = (Piece(form, n_out, n_in, ()),)
+    return pieces
+
+
+def quantised_experts(
+    module: nn.Module, read: Callable[[Sequence[int]], nn.Module], groups: Sequence[Sequence[int]]
+) -> nn.Module:
+    """Fills ``module``, whose matrices are packed, with the experts of ``groups``, which ``read`` gives as stored.
+
+    Its attribute ``weight_error`` becomes the root of the mean squared error of its weights over their root mean
+    square.
+    """
+    about: Any = module
+    wrong = total = 0.0
+    start = 0
+    for group in groups:
+        stored = read(group)
+        places = slice(start, start + len(group))
+        start = places.stop
+        for name, values in stored.named_parameters():
+            room = getattr(about, name, None) if "." not in name else None
+            if not isinstance(room, tuple):
+                target = module.get_parameter(name)
+                (target[places] if target.shape != values.shape else target).copy_(values)
+                continue
+            rows = values.transpose(1, 2) if about.is_transposed else values
+            packed = quantise(rows, room[0].format)
+            _copy(packed, room[0], places)
+            of_group = squared_errors(rows, packed)
+            wrong, total = wrong + of_group[0], total + of_group[1]
+    about.weight_error = (wrong / total) ** 0.5 if total else 0.0
+    return module
+
+
+def _copy(packed: PackedWeights, room: PackedWeights, places: slice) -> None:
+    room.data[places].copy_(packed.data)
+    if room.scales is not None and packed.scales is not None:
+        room.scales[places].copy_(packed.scales)

@@ -1,0 +1,185 @@
+"""The weights of a checkpoint under the names and shapes of a plain one, whatever tensors they are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import torch
+
+from moeoffload.checkpoint.tensors import StoredTensor, TensorIndex, TensorReader
+from moeoffload.errors import ModelError
+from moeoffload.formats import PackedWeights
+from moeoffload.formats.file_format import SHARED, FileFormat, Packing
+from moeoffload.formats.methods import file_formats
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One weight of a checkpoint.
+
+    Attributes:
+        name: its name in a plain checkpoint.
+        shape: its shape there.
+        parts: the stored tensors by role; ``weight`` is the weight itself, or its codes.
+        packing: how the parts become packed rows; None if ``weight`` is the weight as it is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, StoredTensor]
+    packing: Packing | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of all parts."""
+        return sum(tensor.nbytes for tensor in self.parts.values())
+
+    @property
+    def plain(self) -> StoredTensor:
+        """The stored tensor of a weight that is not packed."""
+        return self.parts["weight"]
+
+    def read_parts(
+        self, reader: TensorReader, expert: int = 0, into: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The parts of one matrix; of ``expert`` where all experts are stored in one weight.
+
+        The same thread's next call overwrites them, but for ``weight`` if its bytes are read ``into`` a tensor. Raises
+        ModelError when bytes are missing.
+        """
+        row = None if len(self.shape) == 2 else expert
+        return {
+            role: reader.read_part(tensor, role, row, into if role == "weight" else None)
+            for role, tensor in self.parts.items()
+        }
+
+    def unpack(self, reader: TensorReader, dtype: torch.dtype) -> torch.Tensor:
+        """The whole weight: packed ones as ``dtype``, others in their stored dtype.
+
+        Raises ModelError when bytes are missing.
+        """
+        if self.packing is None:
+            return reader.read(self.plain)
+        matrices = []
+        for expert in range(1 if len(self.shape) == 2 else self.shape[0]):
+            matrix = self.read_packed(reader, expert).unpack(dtype)[0]
+            matrices.append(matrix.t() if self.packing.is_transposed else matrix)
+        return (matrices[0] if len(self.shape) == 2 else torch.stack(matrices)).contiguous()
+
+    def read_packed(self, reader: TensorReader, expert: int = 0) -> PackedWeights:
+        """One matrix of a weight that is packed, (1, out, in). Raises ModelError when bytes are missing."""
+        assert self.packing is not None
+        n_out, n_in = self.packing.rows_first
+        packed = PackedWeights.empty(self.packing.packed, 1, n_out, n_in, torch.device("cpu"))
+        for name, values in self.sections(self.read_parts(reader, expert)).items():
+            if name == SHARED and packed.scales is not None:
+                packed.scales[0] = values
+            else:
+                packed.section(name)[0] = values
+        return packed
+
+    def sections(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What `Packing.sections` makes of the parts of a matrix. Raises ModelError when their values do not fit."""
+        assert self.packing is not None
+        try:
+            return self.packing.sections(parts)
+        except ValueError as error:
+            raise ModelError(f"{self.name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class DenseTensor:
+    """A weight that is read when transformers asks for its values, ``tensor[...]``, as it does of its own slices."""
+
+    weight: StoredWeight
+    dtype: torch.dtype
+
+    def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
+        with TensorReader() as reader:
+            return self.weight.unpack(reader, self.dtype)
+
+    def packed(self) -> PackedWeights | None:
+        """The matrix as it is stored, (1, out, in), if it is packed. Raises ModelError when bytes are missing."""
+        packing = self.weight.packing
+        if packing is None or packing.is_transposed or len(self.weight.shape) != 2:
+            return None
+        with TensorReader() as reader:
+            return self.weight.read_packed(reader)
+
+
+class WeightIndex:
+    """Every weight of a checkpoint, in the order of the stored names."""
+
+    def __init__(self, weights: Iterable[StoredWeight]):
+        self._weights = tuple(weights)
+
+    @classmethod
+    def of(cls, index: TensorIndex, settings: Mapping[str, Any] | None) -> WeightIndex:
+        """The weights in ``index``; ``settings`` are the quantization_config, None when the checkpoint has none.
+
+        Raises ModelError naming the tensor when parts of a weight are missing or do not fit.
+        """
+        if settings is None:
+            return cls(_plain(tensor) for tensor in index)
+        return cls(_find(index, file_formats(settings), settings))
+
+    def __iter__(self) -> Iterator[StoredWeight]:
+        return iter(self._weights)
+
+
+def _plain(tensor: StoredTensor) -> StoredWeight:
+    return StoredWeight(tensor.name, tensor.shape, {"weight": tensor})
+
+
+def _find(index: TensorIndex, formats: tuple[FileFormat, ...], settings: Mapping[str, Any]) -> Iterator[StoredWeight]:
+    packings: dict[object, Packing] = {}
+    taken: set[str] = set()
+    found: list[StoredWeight] = []
+    for tensor in index:
+        form = next((each for each in formats if _is_main(tensor, each)), None)
+        if form is None:
+            continue
+        parts = _parts(tensor, form, index)
+        key = (form.main, tuple((role, part.dtype, part.shape) for role, part in parts.items()))
+        if key not in packings:
+            packings[key] = _pack(tensor, form, parts, settings)
+        packing = packings[key]
+        name = tensor.name.removesuffix(form.main) + form.plain
+        found.append(StoredWeight(name, packing.shape, parts, packing))
+        taken.update(part.name for part in parts.values())
+    yield from found
+    yield from (_plain(tensor) for tensor in index if tensor.name not in taken)
+
+
+def _is_main(tensor: StoredTensor, form: FileFormat) -> bool:
+    return tensor.name.endswith(form.main) and tensor.known_dtype in form.dtypes
+
+
+def _parts(main: StoredTensor, form: FileFormat, index: TensorIndex) -> dict[str, StoredTensor]:
+    base = main.name.removesuffix(form.main)
+    parts = {"weight": main}
+    for role, endings in form.parts.items():
+        name = next((base + ending for ending in endings if base + ending in index), None)
+        if name is not None:
+            parts[role] = index[name]
+        elif role not in form.optional:
+            raise ModelError(f"{main.name}: is stored as {main.dtype}, and has no {role} ({base + endings[0]})")
+    return parts
+
+
+def _pack(
+    main: StoredTensor, form: FileFormat, parts: Mapping[str, StoredTensor], settings: Mapping[str, Any]
+) -> Packing:
+    on_meta = {role: torch.empty(part.shape, dtype=part.torch_dtype, device="meta") for role, part in parts.items()}
+    if len(main.shape) < 2 or not all(main.shape):
+        raise ModelError(f"{main.name}: has shape {main.shape}, needed is one matrix, or one for each expert")
+    try:
+        packing = form.pack(on_meta, settings)
+    except (ValueError, IndexError) as error:
+        raise ModelError(f"{main.name}: {error}") from error
+    if len(packing.shape) not in (2, 3):
+        raise ModelError(f"{main.name}: has shape {main.shape}, needed is one matrix, or one for each expert")
+    return packing

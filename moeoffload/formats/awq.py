@@ -1,0 +1,68 @@
+"""AWQ, 4 bits: ``qweight`` (in, out / 8) int32, ``qzeros`` (groups, out / 8) int32, ``scales`` (groups, out).
+
+A word holds eight neighbouring rows' weights in the order 0, 2, 4, 6, 1, 3, 5, 7; a weight is (code - zero) * scale.
+Source: AutoAWQ ``modules/linear/gemm.py`` and ``utils/packing_utils.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape
+from moeoffload.formats.int4 import int4_format, nibbles
+
+_PLACES: Final = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Which nibble of a word holds its first row, its second, and so on."""
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Raises ValueError, in one line, for settings that are not supported."""
+    bits = settings.get("bits", settings.get("w_bit"))
+    if bits != 4:
+        raise ValueError(f"awq with {str(bits)[:20]} bits; supported are 4")
+    version = str(settings.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise ValueError(f"awq, version {version[:20]}; supported is gemm")
+    if not settings.get("zero_point", True):
+        raise ValueError("awq without zero points")
+
+
+def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
+    """As the module says."""
+    n_in, n_out = parts["weight"].shape[0], 8 * parts["weight"].shape[1]
+    size = settings.get("group_size", settings.get("q_group_size", 128))
+    group = n_in if size == -1 else size
+    if type(group) is not int or group < 1:
+        raise ValueError(f"group_size is {str(size)[:20]}")
+    n_groups = -(-n_in // group)
+    check_shape("scales", parts["scale"], n_groups, n_out)
+    check_shape("zeros", parts["zeros"], n_groups, n_out // 8)
+    return Packing(int4_format(parts["scale"], group, with_zeros=True), (n_out, n_in), _sections)
+
+
+def _sections(parts: Parts) -> dict[str, torch.Tensor]:
+    zeros = nibbles(as_bytes(parts["zeros"])).unflatten(-1, (-1, 8))[..., _PLACES].flatten(-2)
+    # (in / 8, 8, out / 8) words of eight rows -> words of eight columns, (out, in / 8)
+    words = _exchanged(parts["weight"].unflatten(0, (-1, 8)))[:, _PLACES].permute(2, 1, 0)
+    return {
+        "codes": as_bytes(words.flatten(0, 1)),
+        "scales": as_bytes(parts["scale"].t()),
+        "offsets": zeros.t(),
+    }
+
+
+def _exchanged(words: torch.Tensor) -> torch.Tensor:
+    """(n, 8, m) int32: nibble i of word k and nibble k of word i change places, halves of words first."""
+    words = words.clone()
+    for distance, mask in ((4, 0xFFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+        first, second = words.unflatten(1, (-1, 2, distance)).unbind(2)
+        moved = (first >> 4 * distance ^ second) & mask
+        second ^= moved
+        first ^= moved << 4 * distance
+    return words
+
+
+FILE_FORMATS: Final = (FileFormat(".qweight", (torch.int32,), {"scale": (".scales",), "zeros": (".qzeros",)}, pack),)

@@ -1,0 +1,72 @@
+"""GPTQ, 4 bits: ``qweight`` (in / 8, out) int32, ``qzeros`` (groups, out / 8) int32, ``scales`` (groups, out).
+
+A word holds eight neighbouring weights of a column, the first in the lowest bits; a weight is (code - zero) * scale.
+Files of the first version (``checkpoint_format`` "gptq") hold zero - 1. Sources: AutoGPTQ ``qlinear_cuda_old.py``,
+GPTQModel ``utils/model.py`` (``convert_gptq_v1_to_v2_format``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape
+from moeoffload.formats.int4 import check_order, int4_format, nibbles
+
+_SMALLER_BY: Final = {"gptq": 1, "gptq_v2": 0}
+_MIDDLE: Final = 8
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Raises ValueError, in one line, for settings that are not supported."""
+    if settings.get("bits") != 4:
+        raise ValueError(f"gptq with {str(settings.get('bits'))[:20]} bits; supported are 4")
+    if settings.get("desc_act"):
+        raise ValueError("gptq with desc_act: columns in the order of their activations")
+    if _version(settings) not in _SMALLER_BY:
+        raise ValueError(f"gptq with checkpoint_format {_version(settings)[:40]}; known are {', '.join(_SMALLER_BY)}")
+
+
+def _version(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("checkpoint_format") or "gptq")
+
+
+def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
+    """As the module says; with ``sym`` all zeros are 8, and need not be kept."""
+    n_in, n_out = 8 * parts["weight"].shape[0], parts["weight"].shape[1]
+    size = settings.get("group_size", 128)
+    group = n_in if size == -1 else size
+    if type(group) is not int or group < 1:
+        raise ValueError(f"group_size is {str(size)[:20]}")
+    n_groups = -(-n_in // group)
+    check_shape("scales", parts["scale"], n_groups, n_out)
+    check_shape("zeros", parts["zeros"], n_groups, n_out // 8)
+    is_symmetric = settings.get("sym") is True
+    form = int4_format(parts["scale"], group, with_zeros=not is_symmetric)
+    less = _SMALLER_BY[_version(settings)]
+    return Packing(form, (n_out, n_in), partial(_sections, group=group, less=less, is_symmetric=is_symmetric))
+
+
+def _sections(parts: Parts, *, group: int, less: int, is_symmetric: bool) -> dict[str, torch.Tensor]:
+    check_order(parts, group)
+    zeros = nibbles(as_bytes(parts["zeros"])) + less
+    sections = {"codes": as_bytes(parts["weight"].t()), "scales": as_bytes(parts["scale"].t())}
+    if not is_symmetric:
+        sections["offsets"] = zeros.t()
+    elif not bool((zeros == _MIDDLE).all()):
+        raise ValueError(f"the config says symmetric (sym), but not all of its zeros are {_MIDDLE}")
+    return sections
+
+
+FILE_FORMATS: Final = (
+    FileFormat(
+        ".qweight",
+        (torch.int32,),
+        {"scale": (".scales",), "zeros": (".qzeros",), "g_idx": (".g_idx",)},
+        pack,
+        optional=frozenset({"g_idx"}),
+    ),
+)

@@ -1,0 +1,42 @@
+"""What the formats of 4-bit integers share: their levels, zeros and orders of groups."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from moeoffload.formats.file_format import Parts
+from moeoffload.formats.packed import Codes, Offsets, PackedFormat, Scales
+
+_SIGNED: Final = tuple(float(level) for level in range(-8, 8))
+_UNSIGNED: Final = tuple(float(level) for level in range(16))
+SCALES: Final = {torch.float16: Scales.F16, torch.bfloat16: Scales.BF16, torch.float32: Scales.F32}
+
+
+def int4_format(scale: torch.Tensor, group: int, *, with_zeros: bool) -> PackedFormat:
+    """4-bit codes: 8 stands for 0, or the group's zero does. Raises ValueError for scales or groups of other kinds."""
+    if scale.dtype not in SCALES:
+        raise ValueError(f"its scales are stored as {scale.dtype}")
+    if group % 16:
+        raise ValueError(f"its groups have {group} weights, needed is a multiple of 16")
+    offsets, levels = (Offsets.ZERO, _UNSIGNED) if with_zeros else (Offsets.NONE, _SIGNED)
+    return PackedFormat("int4", Codes.LEVELS4, SCALES[scale.dtype], offsets, group, levels)
+
+
+def nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """(rows, n) uint8 -> (rows, 2 * n) uint8 of 0 to 15, low halves first."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def check_order(parts: Parts, group: int) -> None:
+    """Raises ValueError if ``g_idx`` says that the columns of a group are not neighbours."""
+    order = parts.get("g_idx")
+    if (
+        order is not None
+        and order.numel()
+        and not torch.equal(
+            order.long(), torch.arange(order.numel()) // group if group else torch.zeros_like(order, dtype=torch.int64)
+        )
+    ):
+        raise ValueError("its columns are in the order of their activations (g_idx, desc_act); not supported")

@@ -1,0 +1,55 @@
+"""MXFP4: weights of 4 bits (E2M1), a power of two (E8M0) for each 32 (OCP MX v1.0), under three namings.
+
+``_blocks`` (..., out, in / 32, 16) and ``_scales`` (gpt-oss); int8 bytes (out, in / 2) with ``.scale`` (DeepSeek V4);
+``.weight_packed`` with ``.weight_scale`` (compressed-tensors, ``mxfp4-pack-quantized``). All hold the first of two
+weights in the low half of a byte. Source: ``transformers.integrations.mxfp4`` and ``.finegrained_fp8``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape
+from moeoffload.formats.packed import Codes, PackedFormat, Scales
+
+POSITIVE: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FORMAT: Final = PackedFormat(
+    "mxfp4", Codes.LEVELS4, Scales.E8M0, group=32, levels=(*POSITIVE, *(-level for level in POSITIVE))
+)
+_SCALES: Final = (torch.uint8, torch.float8_e8m0fnu)
+
+
+def pack_bytes(parts: Parts, settings: Mapping[str, Any]) -> Packing:
+    """Bytes (..., out, in / 2) and scales (..., out, in / 32)."""
+    *lead, n_out, n_bytes = parts["weight"].shape
+    _check_dtype(parts["scale"])
+    check_shape("scale", parts["scale"], *lead, n_out, n_bytes // 16)
+    return Packing(FORMAT, (*lead, n_out, 2 * n_bytes), _sections)
+
+
+def pack_blocks(parts: Parts, settings: Mapping[str, Any]) -> Packing:
+    """Blocks (experts, out, in / 32, 16) of a weight that the plain model has as (experts, in, out)."""
+    if parts["weight"].dim() != 4 or parts["weight"].shape[-1] != 16:
+        raise ValueError(f"its blocks have shape {tuple(parts['weight'].shape)}, needed is (experts, out, in / 32, 16)")
+    n_experts, n_out, n_groups, _ = parts["weight"].shape
+    _check_dtype(parts["scale"])
+    check_shape("scale", parts["scale"], n_experts, n_out, n_groups)
+    return Packing(FORMAT, (n_experts, 32 * n_groups, n_out), _sections, is_transposed=True)
+
+
+def _check_dtype(scale: torch.Tensor) -> None:
+    if scale.dtype not in _SCALES:
+        raise ValueError(f"its scale is stored as {scale.dtype}, needed is E8M0")
+
+
+def _sections(parts: Parts) -> dict[str, torch.Tensor]:
+    return {"codes": as_bytes(parts["weight"].flatten(1)), "scales": as_bytes(parts["scale"])}
+
+
+WITH_SCALE: Final = FileFormat(
+    ".weight", (torch.int8, torch.uint8), {"scale": (".weight_scale_inv", ".scale")}, pack_bytes
+)
+FILE_FORMATS: Final = (FileFormat("_blocks", (torch.uint8,), {"scale": ("_scales",)}, pack_blocks, plain=""),)

@@ -1,0 +1,89 @@
+"""Packing GGUF's blocks keeps every number: unpacked they are what the gguf package unpacks them to, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+
+from moeoffload.formats.gguf import BLOCK_TYPES, split_rows
+from moeoffload.formats.packed import PackedWeights
+
+CPU = torch.device("cpu")
+SHAPE = (3, 5, 512)
+# Of the others the package has no quantiser.
+QUANTISED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "MXFP4")
+
+
+def random_blocks(name: str, seed: int) -> np.ndarray:
+    """(3, 5, bytes of 512 weights): every bit is random but for the float16 factors, which are finite, or floats."""
+    kind, random = BLOCK_TYPES[name], np.random.default_rng(seed)
+    if kind.n_weights == 1:
+        return quantize(random.standard_normal(SHAPE, dtype=np.float32), GGMLQuantizationType[name]).view(np.uint8)
+    blocks = random.integers(0, 256, (*SHAPE[:2], SHAPE[2] // kind.n_weights, kind.n_bytes), dtype=np.uint8)
+    factors = random.standard_normal((*blocks.shape[:3], 2)).astype(np.float16).view(np.uint8)
+    if name == "MXFP4":
+        blocks[..., 0] = random.integers(0, 252, blocks.shape[:3])  # larger ones overflow, 255 is no number
+    elif name == "Q6_K":
+        blocks[..., -2:] = factors[..., :2]
+    else:
+        n_factors = 4 if name in ("Q4_K", "Q5_K") else 2
+        blocks[..., :n_factors] = factors[..., :n_factors]
+    return blocks.reshape(*SHAPE[:2], -1)
+
+
+def packed(raw: np.ndarray, name: str) -> PackedWeights:
+    kind = BLOCK_TYPES[name]
+    weights = PackedWeights.empty(kind.format, *SHAPE, CPU)
+    weights.data.fill_(0xAA)
+    for expert, rows in enumerate(torch.from_numpy(raw.copy())):
+        for section, values in split_rows(rows, kind).items():
+            weights.section(section)[expert] = values
+    return weights
+
+
+def reference(raw: np.ndarray, name: str) -> torch.Tensor:
+    return torch.from_numpy(dequantize(raw, GGMLQuantizationType[name]).copy()).reshape(SHAPE)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_blocks_have_the_size_of_ggml(name: str) -> None:
+    kind = BLOCK_TYPES[name]
+    assert (kind.n_weights, kind.n_bytes) == GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_blocks_unpack_to_the_bits_of_the_reference(name: str, seed: int) -> None:
+    raw = random_blocks(name, seed)
+    unpacked, wanted = packed(raw, name).unpack(torch.float32), reference(raw, name)
+    assert wanted.isfinite().all()
+    assert wanted.unique().numel() > 100
+    assert torch.equal(unpacked.view(torch.int32), wanted.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_weights_unpack_to_the_bits_of_the_reference(name: str) -> None:
+    weights = np.random.default_rng(7).standard_normal(SHAPE, dtype=np.float32)
+    raw = quantize(weights, GGMLQuantizationType[name]).view(np.uint8).reshape(*SHAPE[:2], -1)
+    unpacked, wanted = packed(raw, name).unpack(torch.bfloat16), reference(raw, name)
+    assert torch.equal(unpacked, wanted.bfloat16())
+    assert (wanted - torch.from_numpy(weights)).abs().mean() < 0.2  # it is these weights, not others
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_packed_weights_take_the_room_of_the_file(name: str) -> None:
+    raw = random_blocks(name, 0)
+    # Q5_0 has a zero point in each block that its format leaves unsaid.
+    assert raw.nbytes <= packed(raw, name).nbytes <= (1.05 if name == "Q5_0" else 1.03) * raw.nbytes
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_many_rows_are_split_as_a_few_are(name: str) -> None:
+    rows = torch.from_numpy(random_blocks(name, 5)).reshape(15, -1)
+    many = rows.repeat(300, 1)
+    few, all_of_them = (split_rows(each, BLOCK_TYPES[name]) for each in (rows, many))
+    for section, values in few.items():
+        assert torch.equal(all_of_them[section], values.repeat(300, 1))
