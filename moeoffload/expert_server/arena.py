@@ -39,9 +39,7 @@ class Arena(Protocol):
 
         ``views`` are over the frame; ``weights_dtype`` is float32 or the compute dtype. Views of buffers are kept by
         row count for decode-shaped calls.
-
-        Raises:
-            IndexError: a slot is not one of -1 to n_experts - 1, and the kernels on this device would not say so.
+        Raises IndexError: a slot is not one of -1 to n_experts - 1, and the kernels on this device would not say so.
         """
 
     def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:

@@ -72,10 +72,7 @@ def connect(
     address: str, checkpoint: Checkpoint, timeout_s: float, credentials: HostCredentials | None = None
 ) -> Candidate:
     """Reaches the server at ``address`` and asks what it offers to this model.
-
-    Raises:
-        ServerError: it cannot be reached, or is not of this protocol version.
-    """
+    Raises ServerError: it cannot be reached, or is not of this protocol version."""
     client = ControlClient(address, credentials)
     try:
         client.connect(timeout_s)
@@ -88,10 +85,7 @@ def connect(
 
 def retry_while_busy(attempt: Callable[[], _Result], timeout_s: float) -> _Result:
     """The result of ``attempt()``; repeats it as long as it is told to come back, up to ``timeout_s`` seconds.
-
-    Raises:
-        BusyError: there was no room in time; and whatever else ``attempt`` raises.
-    """
+    Raises BusyError: there was no room in time; and whatever else ``attempt`` raises."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -106,10 +100,7 @@ def retry_while_busy(attempt: Callable[[], _Result], timeout_s: float) -> _Resul
 
 def take_lease(candidate: Candidate, timeout_s: float) -> Lease:
     """Opens a lease on a server; waits up to ``timeout_s`` seconds where it has no room.
-
-    Raises:
-        ServerError: it refuses, or does not answer in time.
-    """
+    Raises ServerError: it refuses, or does not answer in time."""
     return retry_while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
 
 
@@ -222,10 +213,7 @@ def _open_channel(
     candidate: Candidate, offer: pb.Offer, layout: FrameLayout, settings: HostSettings, keys: StreamKeys
 ) -> tuple[HostChannel, str]:
     """Opens the first offered channel that works; returns it and the reason for it.
-
-    Raises:
-        ServerError: none works, or the server's sizes are not the agreed ones.
-    """
+    Raises ServerError: none works, or the server's sizes are not the agreed ones."""
     host = Address(candidate.address).host
     reason = "as the setting says" if settings.transport is not TransportChoice.AUTO else ""
     last: ServerError | None = None

@@ -52,10 +52,7 @@ class Fleet:
         servers: Sequence[ServerSpec] | None,
     ) -> None:
         """Reaches the servers of the settings, or starts ``servers`` (default: see `default_specs`).
-
-        Raises:
-            ServerError: a required server cannot be reached, or one cannot be started.
-        """
+        Raises ServerError: a required server cannot be reached, or one cannot be started."""
         self._checkpoint = checkpoint
         self._settings = settings
         self._device = device
@@ -113,10 +110,7 @@ class Fleet:
         """Places ``experts`` (those of each MoE layer that are not on the host) and starts to load them everywhere.
 
         ``usage`` is how often each expert was chosen, see `place_experts`.
-
-        Raises:
-            PlacementError: they do not fit.
-            ServerError: a server refuses.
+        Raises PlacementError: they do not fit; ServerError: a server refuses.
         """
         checkpoint, settings = self._checkpoint, self._settings
         told = threading.Lock()
@@ -156,11 +150,7 @@ class Fleet:
         ]
 
     def shards(self) -> list[Shard]:
-        """Waits until all servers hold what `attach` gave them.
-
-        Raises:
-            ServerError: one of them failed.
-        """
+        """Waits until all servers hold what `attach` gave them. Raises ServerError: one of them failed."""
         done, _ = wait(self._attaching, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()  # the failure must not wait for servers that still load

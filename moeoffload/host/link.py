@@ -123,10 +123,7 @@ class ExpertLink(ShardLink):
 
     def stats(self, timeout_s: float) -> pb.StatsReply:
         """What the server has counted since its start, for all hosts; by the control plane.
-
-        Raises:
-            ServerError: it does not answer.
-        """
+        Raises ServerError: it does not answer."""
         return self._client.stats(timeout_s)
 
     @property
