@@ -22,8 +22,8 @@ from moeoffload.expert_server.agreement import (
     check_table,
     check_transport,
     compare,
+    read_dtype,
     read_format,
-    read_payload,
 )
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import Engine
@@ -133,7 +133,7 @@ class HostLease:
         if checkpoint is None:
             from moeoffload.checkpoint import Checkpoint
 
-            dtype = read_payload("compute dtype", model.compute_dtype).torch_dtype
+            dtype = read_dtype("compute dtype", model.compute_dtype)
             revision = model.revision or None
             reference = self._settings.model or self._roots.resolve(model.reference, revision)
             checkpoint = Checkpoint.open(

@@ -20,7 +20,7 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.validate import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.errors import BusyError, ServerError
 from moeoffload.host.link import ExpertLink, LinkInfo
-from moeoffload.payload import PayloadDtype
+from moeoffload.payload import Payloads
 from moeoffload.placement import ExpertTable
 from moeoffload.text import one_line
 from moeoffload.transport import ChannelOffer, ChannelSizes, HostChannel, StreamKeys, open_channel
@@ -50,7 +50,7 @@ class AttachPlan:
     checkpoint: Checkpoint
     reference: str
     revision: str
-    payload: PayloadDtype
+    payloads: Payloads
     settings: HostSettings
     device: torch.device
     on_progress: Callable[[str, int, int], None]
@@ -147,8 +147,8 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             table_digest=table.digest,
             hidden_size=checkpoint.hidden_size,
             top_k=checkpoint.top_k,
-            dtype_out=plan.payload.label,
-            dtype_back=plan.payload.label,
+            dtype_out=plan.payloads.out.label,
+            dtype_back=plan.payloads.back.label,
             batch_capacity=settings.batch_capacity,
             n_slots=settings.slots,
             transport=settings.transport.value,
@@ -170,7 +170,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             settings.batch_capacity,
             "its own --batch-capacity" if is_setting else "its memory has no room for more",
         )
-    layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, plan.payload, plan.payload, offer.batch_capacity)
+    layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, *plan.payloads, offer.batch_capacity)
     timings = checked_timings(offer.timings)
     checked_items("channels", len(offer.channels))
     channel, reason = _open_channel(candidate, offer, layout, settings, keys)

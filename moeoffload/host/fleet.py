@@ -26,7 +26,7 @@ from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import Holder, Shard
 from moeoffload.host.spawn import ServerSpec, SpawnedServers, default_specs
 from moeoffload.host.speeds import measure, placement_speeds
-from moeoffload.payload import PayloadDtype
+from moeoffload.payload import Payloads
 from moeoffload.placement import GIB, ExpertTable, MemoryOffer, batch_row_bytes, place_experts, place_replicas
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Fleet:
         checkpoint: Checkpoint,
         settings: HostSettings,
         device: torch.device,
-        payload: PayloadDtype,
+        payloads: Payloads,
         servers: Sequence[ServerSpec] | None,
     ) -> None:
         """Reaches the servers of the settings, or starts ``servers`` (default: see `default_specs`).
@@ -56,7 +56,7 @@ class Fleet:
         self._checkpoint = checkpoint
         self._settings = settings
         self._device = device
-        self._payload = payload
+        self._payloads = payloads
         self._stack = contextlib.ExitStack()
         self._stopping = threading.Event()
         self._open_lock = threading.Lock()
@@ -124,7 +124,7 @@ class Fleet:
             checkpoint=checkpoint,
             reference=str(reference.absolute()) if reference.exists() else str(reference),
             revision=revision or "",
-            payload=self._payload,
+            payloads=self._payloads,
             settings=settings,
             device=self._device,
             on_progress=progress,
