@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -17,20 +17,30 @@ class PayloadDtype(IntEnum):
     F32 = 1
     F16 = 2
     BF16 = 3
+    F8 = 4
+    """e4m3, and behind the values of a row a float32 scale for each `F8_GROUP` of them."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch dtype with the same bit layout."""
+        """The torch dtype with the same bit layout; of F8, whose rows are values and scales, bytes."""
         return _TORCH[self]
 
     @property
-    def itemsize(self) -> int:
-        """Bytes per value."""
-        return 4 if self is PayloadDtype.F32 else 2
+    def eps(self) -> float:
+        """Distance of 1 to the next larger value."""
+        return float(torch.finfo(torch.float8_e4m3fn if self is PayloadDtype.F8 else self.torch_dtype).eps)
+
+    def columns(self, hidden: int) -> int:
+        """Elements of ``torch_dtype`` in a row of ``hidden`` values."""
+        return hidden if self is not PayloadDtype.F8 else _scales_at(hidden) + 4 * -(-hidden // F8_GROUP)
+
+    def row_bytes(self, hidden: int) -> int:
+        """Bytes of a row of ``hidden`` values."""
+        return self.columns(hidden) * self.torch_dtype.itemsize
 
     @property
     def label(self) -> str:
-        """The name used in settings and reports: f32, f16 or bf16."""
+        """The name used in settings and reports: f32, f16, bf16 or f8."""
         return self.name.lower()
 
     @classmethod
@@ -44,11 +54,66 @@ class PayloadDtype(IntEnum):
 
     @classmethod
     def from_label(cls, label: str, activations: torch.dtype) -> PayloadDtype:
-        """Resolves a setting (``auto``, ``f32``, ``f16``, ``bf16``); ``auto`` is the dtype of the activations."""
+        """Resolves a setting (``auto`` or a label); ``auto`` is the dtype of the activations."""
         return cls.from_torch(activations) if label == "auto" else cls[label.upper()]
 
 
-_TORCH: Final = {PayloadDtype.F32: torch.float32, PayloadDtype.F16: torch.float16, PayloadDtype.BF16: torch.bfloat16}
+class Payloads(NamedTuple):
+    """How rows travel to servers, and sums back."""
+
+    out: PayloadDtype
+    back: PayloadDtype
+
+    @property
+    def label(self) -> str:
+        """The name of both, or of each."""
+        same = self.out is self.back
+        return self.out.label if same else f"{self.out.label} out, {self.back.label} back"
+
+
+_TORCH: Final = {
+    PayloadDtype.F32: torch.float32,
+    PayloadDtype.F16: torch.float16,
+    PayloadDtype.BF16: torch.bfloat16,
+    PayloadDtype.F8: torch.uint8,
+}
+F8_GROUP: Final = 128
+_LARGEST_F8: Final = 448.0
+
+
+def _scales_at(hidden: int) -> int:
+    """Where scales begin in a row of F8."""
+    return -(-hidden // 4) * 4
+
+
+def store_rows(rows: torch.Tensor, stored: torch.Tensor) -> int | None:
+    """Writes ``rows`` (n, hidden) of any float dtype into ``stored`` (n, columns), whose dtype says how they travel.
+    Returns the first row that is not finite there, or None."""
+    if stored.dtype is not torch.uint8:
+        stored.copy_(rows)
+        return first_bad_row(stored)
+    hidden, at = rows.shape[1], _scales_at(rows.shape[1])
+    n_groups = (stored.shape[1] - at) // 4
+    grouped = torch.nn.functional.pad(rows.float(), (0, n_groups * F8_GROUP - hidden)).unflatten(
+        1, (n_groups, F8_GROUP)
+    )
+    scales = grouped.abs().amax(dim=2) / _LARGEST_F8
+    values = grouped / torch.where(scales > 0, scales, 1).unsqueeze(2)
+    stored[:, :hidden] = values.flatten(1)[:, :hidden].to(torch.float8_e4m3fn).view(torch.uint8)
+    stored[:, hidden:at] = 0
+    stored[:, at:] = scales.contiguous().view(torch.uint8)
+    return first_bad_row(scales)
+
+
+def load_rows(stored: torch.Tensor, rows: torch.Tensor) -> None:
+    """Writes into ``rows`` (n, hidden) of any float dtype what `store_rows` has stored."""
+    if stored.dtype is not torch.uint8:
+        rows.copy_(stored)
+        return
+    hidden, at = rows.shape[1], _scales_at(rows.shape[1])
+    values = stored[:, :hidden].contiguous().view(torch.float8_e4m3fn).float()
+    scales = stored[:, at:].contiguous().view(torch.float32)
+    rows.copy_(values * scales.repeat_interleave(F8_GROUP, dim=1)[:, :hidden])
 
 
 def first_bad_row(rows: torch.Tensor) -> int | None:
@@ -73,12 +138,11 @@ def describe_bad_row(source: torch.Tensor, dtype: PayloadDtype) -> str:
 def encode_rows(
     source: torch.Tensor, target: torch.Tensor, dtype: PayloadDtype, *, where: Callable[[int], str]
 ) -> None:
-    """Writes ``source`` (n, hidden), any float dtype and device, into ``target`` (n, hidden) of the payload dtype.
+    """Writes ``source`` (n, hidden), any float dtype and device, into ``target`` (n, columns) of the payload dtype.
 
     ``where(row)`` names a row for the error message.
     Raises PayloadError if a value is not finite or overflows the payload dtype; names the layer and the row.
     """
-    target.copy_(source)
-    row = first_bad_row(target)
+    row = store_rows(source, target)
     if row is not None:
         raise PayloadError(f"{where(row)}: hidden states {describe_bad_row(source[row], dtype)}")

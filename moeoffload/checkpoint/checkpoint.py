@@ -160,11 +160,9 @@ class Checkpoint:
         Parameters have the first dimension ``len(experts)``, the compute dtype and no gradient; ``num_experts`` is
         ``len(experts)``; the module is in eval mode with a config of its own whose experts implementation is ``eager``,
         and has the compute dtype as ``compute_dtype``. Matrices that the checkpoint holds packed are tuples of
-        `PackedWeights`, (n_experts, out, in), instead of parameters: one, or two whose rows follow each other.
-        Beside the result about 150 MiB are held at most (more when a single expert is larger).
-
-        Raises:
-            ModelError: no such layer or expert, or bytes of the checkpoint that cannot be read.
+        `PackedWeights`, (n_experts, out, in), instead of parameters: one, or two whose rows follow each other. Beside
+        the result about 150 MiB are held at most (more when a single expert is larger).
+        Raises ModelError: no such layer or expert, or bytes of the checkpoint that cannot be read.
         """
         if not 0 <= layer < len(self.layers):
             raise ModelError(f"layer {layer}: this model has MoE layers 0..{len(self.layers) - 1}")

@@ -58,10 +58,7 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
 
 def locate_cached(model: str, revision: str | None = None) -> Path | None:
     """The folder of a hub id if all of it is in the local cache; nothing is downloaded, and no other folder looked at.
-
-    Raises:
-        ModelError: ``revision`` is no name.
-    """
+    Raises ModelError: ``revision`` is no name."""
     check_revision(revision)
     if not is_hub_id(model):
         return None

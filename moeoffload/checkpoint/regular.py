@@ -11,11 +11,7 @@ from moeoffload.errors import ModelError
 
 def open_regular(path: Path) -> int:
     """A descriptor of ``path`` for reading; the caller closes it.
-
-    Raises:
-        ModelError: it is no regular file.
-        OSError: it cannot be opened.
-    """
+    Raises ModelError: it is no regular file; OSError: it cannot be opened."""
     # A pipe would keep a plain open waiting until somebody writes.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -26,11 +22,7 @@ def open_regular(path: Path) -> int:
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
     """What is in ``path``.
-
-    Raises:
-        ModelError: it is no regular file, or has more than ``most_bytes`` bytes.
-        OSError: it cannot be read.
-    """
+    Raises ModelError: it is no regular file, or has more than ``most_bytes`` bytes; OSError: it cannot be read."""
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:

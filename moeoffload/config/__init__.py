@@ -2,7 +2,7 @@
 
 from moeoffload.config.base import SettingsBase
 from moeoffload.config.describe import SettingInfo
-from moeoffload.config.host import DenseFormat, DtypeChoice, ExpertFormat, HostSettings, Mode, Pipeline
+from moeoffload.config.host import DenseFormat, DtypeChoice, ExpertFormat, HostSettings, Mode, PayloadChoice, Pipeline
 from moeoffload.config.serve import ServeSettings
 from moeoffload.config.server import ExpertServerSettings, Kernel
 from moeoffload.config.shared import LogLevel, TransportChoice
@@ -18,6 +18,7 @@ __all__ = [
     "Kernel",
     "LogLevel",
     "Mode",
+    "PayloadChoice",
     "Pipeline",
     "ServeSettings",
     "SettingInfo",

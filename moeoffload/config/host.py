@@ -11,7 +11,9 @@ from moeoffload.config.shared import KEYS_HINT, CommonSettings, LogLevel
 from moeoffload.config.values import Address, is_loopback
 from moeoffload.errors import SettingError
 
-_DTYPES = "auto, f32, f16 or bf16 (float32, fp32, float16, fp16 and bfloat16 too)"
+_SPELLINGS = "(float32, fp32, float16, fp16 and bfloat16 too)"
+_DTYPES = f"auto, f32, f16 or bf16 {_SPELLINGS}"
+_PAYLOADS = f"auto, f32, f16, bf16 or f8 {_SPELLINGS}"
 
 _recovery = Panel.RECOVERY.setting
 _limits = Panel.TIME_LIMITS.setting
@@ -38,6 +40,16 @@ class DtypeChoice(StrEnum):
     F32 = "f32"
     F16 = "f16"
     BF16 = "bf16"
+
+
+class PayloadChoice(StrEnum):
+    """A dtype of rows that travel; AUTO is that of the model, or, on the way back, that of the way out."""
+
+    AUTO = "auto"
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+    F8 = "f8"
 
 
 class ExpertFormat(StrEnum):
@@ -122,8 +134,14 @@ class HostSettings(_Recovery, _Generation):
         "One dispatch of many rows a layer and server (batched), or small slices (stream).",
         means="batched; a long prompt is cut in at least two chunks, which overlap",
     )
-    dtype: DtypeChoice = _channel(
-        DtypeChoice.AUTO, "The dtype of rows that travel.", allowed=_DTYPES, means="the model's activation dtype"
+    dtype: PayloadChoice = _channel(
+        PayloadChoice.AUTO,
+        "The dtype of rows that travel to servers.",
+        allowed=_PAYLOADS,
+        means="the model's activation dtype",
+    )
+    dtype_back: PayloadChoice = _channel(
+        PayloadChoice.AUTO, "The dtype of sums that travel back.", allowed=_PAYLOADS, means="that of --dtype"
     )
     shared_bytes: values.Size = _channel(
         0, "Least shared memory with a server started here.", means="as much as a batch needs"

@@ -51,10 +51,7 @@ class ControlClient:
 
     def connect(self, timeout_s: float) -> None:
         """Waits until the server accepts a connection.
-
-        Raises:
-            ServerError: nothing listens there within ``timeout_s``, or one side does not accept the other.
-        """
+        Raises ServerError: nothing listens there within ``timeout_s``, or one side does not accept the other."""
         deadline = monotonic() + timeout_s
         ready = self._begin(lambda stub, metadata: grpc.channel_ready_future(self._channel))
         try:
@@ -76,10 +73,7 @@ class ControlClient:
 
     def describe(self, timeout_s: float, *, model_digest: str = "", compute_dtype: str = "") -> pb.DescribeReply:
         """What the server is and offers.
-
-        Raises:
-            ServerError: it is no expert server, of another protocol version, or draining.
-        """
+        Raises ServerError: it is no expert server, of another protocol version, or draining."""
         request = pb.DescribeRequest(model_digest=model_digest, compute_dtype=compute_dtype)
         reply: pb.DescribeReply = self._call("Describe", request, timeout_s)
         clean_texts(reply)
@@ -95,28 +89,18 @@ class ControlClient:
 
     def attach(self, timeout_s: float) -> Lease:
         """Opens the lease: everything this host has on the server lives as long as it.
-
-        Raises:
-            BusyError: it has no room now.
-            ServerError: the server refuses, or does not answer within ``timeout_s``.
+        Raises BusyError: it has no room now; ServerError: the server refuses, or does not answer within ``timeout_s``.
         """
         return Lease(self, timeout_s)
 
     def stats(self, timeout_s: float) -> pb.StatsReply:
-        """Counters of the server since its start.
-
-        Raises:
-            ServerError: it does not answer.
-        """
+        """Counters of the server since its start. Raises ServerError: it does not answer."""
         reply: pb.StatsReply = self._call("Stats", pb.StatsRequest(), timeout_s)
         return reply
 
     def drain(self, timeout_s: float) -> int:
         """Asks the server to take no new hosts and to stop after the last one; returns the leases it still has.
-
-        Raises:
-            ServerError: it does not answer.
-        """
+        Raises ServerError: it does not answer."""
         return int(self._call("Drain", pb.DrainRequest(), timeout_s).leases)
 
     def _call(self, method: str, request: Message, timeout_s: float) -> Any:
@@ -180,10 +164,7 @@ class Lease:
 
     def calibrate(self, model: pb.ModelReference, timeout_s: float) -> list[tuple[int, float]]:
         """How long calls of some sizes take there with a few experts of ``model``: (rows, seconds).
-
-        Raises:
-            ServerError: the server cannot do it.
-        """
+        Raises ServerError: the server cannot do it."""
         request = pb.CalibrateRequest(lease_id=self.lease_id, model=model)
         timings = checked_timings(self._client._call("Calibrate", request, timeout_s).timings)
         if not timings:
@@ -227,19 +208,13 @@ class Lease:
 
     def activate(self, request: pb.Activate) -> pb.Offer:
         """Agrees on everything that does not change from call to call.
-
-        Raises:
-            ServerError: the server refuses, naming the field that differs.
-        """
+        Raises ServerError: the server refuses, naming the field that differs."""
         offer: pb.Offer = self._exchange(pb.AttachRequest(activate=request), "offer").offer
         return offer
 
     def accept(self, transport: str, nonce: bytes, reason: str) -> int:
         """Names the channel this host has opened; returns the epoch that its frames must carry.
-
-        Raises:
-            ServerError: the server refuses, for instance because the nonce is not the one in its segment.
-        """
+        Raises ServerError: the server refuses, for instance because the nonce is not the one in its segment."""
         accept = pb.Accept(transport=transport, nonce=nonce, reason=reason)
         return int(self._exchange(pb.AttachRequest(accept=accept), "ready").ready.epoch)
 

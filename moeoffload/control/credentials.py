@@ -37,10 +37,7 @@ class HostCredentials:
     @classmethod
     def of(cls, settings: HostSettings) -> HostCredentials:
         """Reads the files of the settings.
-
-        Raises:
-            SettingError: they do not go together, or hold something else than they should.
-        """
+        Raises SettingError: they do not go together, or hold something else than they should."""
         settings.check_security(settings.experts)
         context = None
         if settings.tls_ca is not None:
@@ -95,10 +92,7 @@ class ServerCredentials:
     @classmethod
     def of(cls, settings: ExpertServerSettings) -> ServerCredentials:
         """Reads the files of the settings.
-
-        Raises:
-            SettingError: they do not go together, or hold something else than they should.
-        """
+        Raises SettingError: they do not go together, or hold something else than they should."""
         settings.check_security(settings.listen)
         tls = None
         if settings.tls_cert is not None and settings.tls_key is not None:
@@ -124,10 +118,7 @@ class ServerCredentials:
 
 def read_token(path: Path, flag: str = "--token-file") -> str:
     """The token in a file that setting ``flag`` names; white space around it does not count.
-
-    Raises:
-        SettingError: the file cannot be read, or holds no token. The message does not show what it holds.
-    """
+    Raises SettingError: the file cannot be read, or holds no token. The message does not show what it holds."""
     try:
         token = path.read_bytes()[: MOST_TOKEN + 64].decode("ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -153,10 +144,7 @@ def _load_ca(context: ssl.SSLContext, path: Path, flag: str) -> None:
 
 def load_pair(context: ssl.SSLContext, cert: Path, key: Path, flags: str = "--tls") -> None:
     """Makes a certificate and its key, of the settings whose flags begin with ``flags``, those of ``context``.
-
-    Raises:
-        SettingError: they are none, or the key has a password.
-    """
+    Raises SettingError: they are none, or the key has a password."""
 
     def no_password() -> str:
         raise SettingError(f"{flags}-key: {key} is locked with a password; give a key without one")

@@ -62,10 +62,8 @@ class ControlServer:
 
         Calls that ``credentials`` do not allow are refused and added to ``refusals``; health checks are open to all. A
         call has to say what it wants within ``first_s`` seconds, a host goes on attaching within ``step_s``.
-
-        Raises:
-            ServerError: the address cannot be bound.
-            SystemLimitError: there is no place for the token of a server that is for its own user.
+        Raises ServerError: the address cannot be bound; SystemLimitError: there is no place for the token of a server
+        that is for its own user.
         """
         gate = Gate(credentials, refusals, first_s)
         control = cls(gate, ExpertServicer(backend, first_s, step_s))
@@ -99,11 +97,7 @@ class ControlServer:
             logging.getLogger(__name__).warning("the control plane did not stop within %g s", grace_s + _STOP_S)
 
     def _bind(self, host: str, port: int, tls: grpc.ServerCredentials | None) -> int:
-        """The port that the server got.
-
-        Raises:
-            ServerError: it is taken, or the address is not of this machine.
-        """
+        """The port that the server got. Raises ServerError: it is taken, or the address is not of this machine."""
         numeric = numeric_loopback(host)
         address = f"[{numeric}]:{port}" if ":" in numeric else f"{numeric}:{port}"
         try:

@@ -167,10 +167,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
 
     def _next_event(self, events: queue.SimpleQueue[_Event], lease: BackendLease | None, *, ready: bool) -> _Event:
         """What happens next on the stream of an attach.
-
-        Raises:
-            DeadlineError: the host does not say what it wants, or has a lease and does not come to use it.
-        """
+        Raises DeadlineError: the host does not say what it wants, or has a lease and does not come to use it."""
         while True:
             patience_s = None if ready else self._first_s if lease is None else self._step_s
             try:

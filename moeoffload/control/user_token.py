@@ -29,10 +29,7 @@ class UserToken:
     @classmethod
     def write(cls, host: str, port: int, token: str) -> UserToken:
         """Replaces what an earlier server at this address has left.
-
-        Raises:
-            SystemLimitError: there is no folder that is this user's alone.
-        """
+        Raises SystemLimitError: there is no folder that is this user's alone."""
         for folder in _folders():
             try:
                 folder.mkdir(mode=0o700, exist_ok=True)

@@ -35,9 +35,7 @@ def checked_items(name: str, n: int) -> None:
 
 def checked_timings(timings: Iterable[pb.Timing]) -> list[tuple[int, float]]:
     """(rows, seconds) of a server's timings.
-
-    Raises:
-        ProtocolError: too many, no rows, or seconds that are no time: what is computed from them decides placement.
+    Raises ProtocolError: too many, no rows, or seconds that are no time: what is computed from them decides placement.
     """
     found: list[tuple[int, float]] = []
     for timing in timings:
@@ -49,11 +47,7 @@ def checked_timings(timings: Iterable[pb.Timing]) -> list[tuple[int, float]]:
 
 
 def checked_parameters(channel: pb.ChannelOffer) -> dict[str, str]:
-    """The parameters of a channel offer.
-
-    Raises:
-        ProtocolError: more or longer ones than any transport has.
-    """
+    """The parameters of a channel offer. Raises ProtocolError: more or longer ones than any transport has."""
     checked_items("channel parameters", len(channel.parameters))
     for name, value in channel.parameters.items():
         if len(name) > MAX_PARAMETER or len(value) > MAX_PARAMETER:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
 from moeoffload.formats.quantise import FORMATS
@@ -28,7 +30,15 @@ def read_payload(field: str, label: str) -> PayloadDtype:
     try:
         return PayloadDtype[label.upper()]
     except KeyError:
-        raise ServerError(f"{field} is {label!r} (host), allowed are f32, f16 and bf16") from None
+        raise ServerError(f"{field} is {label!r} (host), allowed are f32, f16, bf16 and f8") from None
+
+
+def read_dtype(field: str, label: str) -> torch.dtype:
+    """As `read_payload`, for a dtype that is computed with."""
+    payload = read_payload(field, label)
+    if payload is PayloadDtype.F8:
+        raise ServerError(f"{field} is {label!r} (host), allowed are f32, f16 and bf16")
+    return payload.torch_dtype
 
 
 def compare(field: str, host: str | int, here: str | int) -> None:

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 
 from moeoffload.kernels.pack import MAX_ROWS, SumEncoder
-from moeoffload.payload import first_bad_row
+from moeoffload.payload import PayloadDtype, load_rows, store_rows
 from moeoffload.wire import DispatchViews, FrameLayout
 
 DECODE_ROWS: Final = 8
@@ -39,13 +39,11 @@ class Arena(Protocol):
 
         ``views`` are over the frame; ``weights_dtype`` is float32 or the compute dtype. Views of buffers are kept by
         row count for decode-shaped calls.
-
-        Raises:
-            IndexError: a slot is not one of -1 to n_experts - 1, and the kernels on this device would not say so.
+        Raises IndexError: a slot is not one of -1 to n_experts - 1, and the kernels on this device would not say so.
         """
 
     def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
-        """Writes the result of a call into ``reply`` (n, hidden) of the payload dtype, in the frame.
+        """Writes the result of a call into ``reply`` (n, columns) of the payload dtype, in the frame.
 
         Returns the first row that is not finite there, or None.
         """
@@ -65,7 +63,8 @@ class HostArena:
             dtype: torch.empty(max_rows, layout.top_k, dtype=dtype) for dtype in {torch.float32, compute_dtype}
         }
         self._kept: dict[tuple[int, int, torch.dtype], KernelInput] = {}
-        self.encoder = SumEncoder(layout.dtype_back.torch_dtype)
+        back = layout.dtype_back
+        self.encoder = None if back is PayloadDtype.F8 else SumEncoder(back.torch_dtype)
         self.n_created = 1
 
     def part(self, start: int, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
@@ -89,7 +88,7 @@ class HostArena:
         buffers.weights.copy_(views.weights)
         if not self.copies_rows:
             return KernelInput(views.rows, *buffers[1:])
-        buffers.rows.copy_(views.rows)
+        load_rows(views.rows, buffers.rows)
         return buffers
 
     def gather(self, views: DispatchViews, start: int, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
@@ -100,12 +99,11 @@ class HostArena:
         part = self.part(start, n_rows, weights_dtype)
         part.slots.copy_(views.slots)
         part.weights.copy_(views.weights)
-        part.rows.copy_(views.rows)
+        load_rows(views.rows, part.rows)
         return part
 
     def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
         """See `Arena`; uses no buffers of its own, so ``call`` may be of another host's arena."""
-        if reply.shape[0] <= MAX_ROWS:
+        if reply.shape[0] <= MAX_ROWS and self.encoder is not None:
             return self.encoder.encode(call.out, reply)
-        reply.copy_(call.out)
-        return first_bad_row(reply)
+        return store_rows(call.out, reply)

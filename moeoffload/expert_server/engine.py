@@ -110,11 +110,8 @@ class Engine:
 
     def run(self, work: Callable[[], T], share: HostShare, timeout_s: float) -> T:
         """Runs ``work`` on the compute thread when it is the turn of this host, and returns its result.
-
-        Raises:
-            ServerError: the thread did not come to it within ``timeout_s``, or the host's lease ended; and whatever
-                ``work`` raises.
-        """
+        Raises ServerError: the thread did not come to it within ``timeout_s``, or the host's lease ended; and whatever
+        ``work`` raises."""
         job = Job(work)
         share.large.append(job)
         self._wake()

@@ -22,8 +22,8 @@ from moeoffload.expert_server.agreement import (
     check_table,
     check_transport,
     compare,
+    read_dtype,
     read_format,
-    read_payload,
 )
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import Engine
@@ -109,11 +109,7 @@ class HostLease:
 
     def calibrate(self, request: pb.CalibrateRequest) -> pb.CalibrateReply:
         """Loads a few experts for a moment and times them.
-
-        Raises:
-            ModelError: the model cannot be read here.
-            ServerError: its digest differs from the host's.
-        """
+        Raises ModelError: the model cannot be read here; ServerError: its digest differs from the host's."""
         checkpoint = self._open_checkpoint(request.model)
         layer = checkpoint.layers[0]
         room = min(CALIBRATION_BYTES, self._store.free_bytes) // layer.expert_bytes
@@ -137,7 +133,7 @@ class HostLease:
         if checkpoint is None:
             from moeoffload.checkpoint import Checkpoint
 
-            dtype = read_payload("compute dtype", model.compute_dtype).torch_dtype
+            dtype = read_dtype("compute dtype", model.compute_dtype)
             revision = model.revision or None
             reference = self._settings.model or self._roots.resolve(model.reference, revision)
             checkpoint = Checkpoint.open(
@@ -154,12 +150,8 @@ class HostLease:
 
     def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
         """Makes the asked experts resident, one layer at a time.
-
-        Raises:
-            ModelError: the model cannot be read here.
-            ServerError: its digest differs from the host's, or the table does not fit the model.
-            CapacityError: the experts do not fit into the memory budget.
-        """
+        Raises ModelError: the model cannot be read here; ServerError: its digest differs from the host's, or the table
+        does not fit the model; CapacityError: the experts do not fit into the memory budget."""
         with self._lock:
             if self._loads:
                 raise ServerError("this lease has loaded its experts already")
@@ -209,11 +201,8 @@ class HostLease:
 
     def activate(self, request: pb.Activate) -> pb.Offer:
         """Checks what the host wants against what is loaded, decides the batch capacity and opens channels.
-
-        Raises:
-            ServerError: something differs; the message names the field.
-            CapacityError: no memory is left for even one row.
-        """
+        Raises ServerError: something differs; the message names the field; CapacityError: no memory is left for even
+        one row."""
         checkpoint, table = self._checkpoint, self._table
         if checkpoint is None or table is None:
             raise ServerError("activate came before the experts were loaded")
@@ -320,10 +309,7 @@ class HostLease:
 
     def accept(self, request: pb.Accept) -> pb.Ready:
         """Keeps the channel the host has opened and closes the others.
-
-        Raises:
-            ServerError: there is no such channel, or the host has not proved that it shares the segment.
-        """
+        Raises ServerError: there is no such channel, or the host has not proved that it shares the segment."""
         channel = self._channels.get(request.transport)
         if channel is None:
             raise ServerError(f"transport {request.transport!r} was not offered")

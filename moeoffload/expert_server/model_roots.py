@@ -22,11 +22,8 @@ class ModelRoots:
 
     def resolve(self, reference: str, revision: str | None) -> str | Path:
         """What to open for a host's ``reference``: a folder, or the reference itself where everything is allowed.
-
-        Raises:
-            ModelError: the revision is no name, or the reference is not allowed, whether or not there is such a
-                model: a host learns nothing of other folders.
-        """
+        Raises ModelError: the revision is no name, or the reference is not allowed, whether or not there is such a
+        model: a host learns nothing of other folders."""
         from moeoffload.checkpoint.locate import check_revision, locate_cached
 
         try:

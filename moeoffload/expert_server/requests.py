@@ -106,11 +106,8 @@ def is_small(request: Request | Job) -> bool:
 
 def check(request: Request) -> LayerKernels:
     """Reads and checks the header; returns the experts of its layer. Allocates nothing before.
-
-    Raises:
-        RequestError: the frame is not one that was agreed on, its experts are not here, or the host does not wait for
-            the reply any more.
-    """
+    Raises RequestError: the frame is not one that was agreed on, its experts are not here, or the host does not wait
+    for the reply any more."""
     channel, slot = request
     context: SlotContext = slot.owner
     host, header = context.host, context.header

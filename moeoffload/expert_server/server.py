@@ -64,12 +64,8 @@ class ExpertServer:
     @classmethod
     def start(cls, settings: ExpertServerSettings, on_drained: Callable[[], object] = lambda: None) -> ExpertServer:
         """Opens everything and serves.
-
-        Raises:
-            SettingError: the device does not exist, or has less memory than asked for; or the server would be open to
-                others than its user says.
-            ServerError: the address is taken.
-        """
+        Raises SettingError: the device does not exist, or has less memory than asked for; or the server would be open
+        to others than its user says; ServerError: the address is taken."""
         credentials = ServerCredentials.of(settings)
         refusals = Refusals()
         device = resolve_device(settings.device, last=True)
@@ -265,11 +261,7 @@ def _is_loopback(peer: str) -> bool:
 
 
 def _numeric(host: str) -> str:
-    """The address of a host name: ZeroMQ binds to addresses only.
-
-    Raises:
-        ServerError: the name is not known.
-    """
+    """The address of a host name: ZeroMQ binds to addresses only. Raises ServerError: the name is not known."""
     try:
         host = numeric_loopback(host)
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import torch
 
 from moeoffload.expert_server.arena import DECODE_ROWS, KernelInput
-from moeoffload.payload import first_bad_row
+from moeoffload.payload import first_bad_row, load_rows, store_rows
 from moeoffload.wire import DispatchViews, FrameLayout
 
 _ALIGNMENT: Final = 16
@@ -48,8 +48,9 @@ class DeviceArena:
         self._weights = torch.empty(max_rows, layout.top_k, dtype=compute_dtype, device=device)
         self._out = torch.empty(max_rows, hidden, dtype=torch.float32, device=device)
         back = layout.dtype_back.torch_dtype
-        self._host_reply = torch.empty(max_rows, hidden, dtype=back, pin_memory=is_gpu)
-        self._device_reply = torch.empty(max_rows, hidden, dtype=back, device=device)
+        columns = layout.dtype_back.columns(hidden)
+        self._host_reply = torch.empty(max_rows, columns, dtype=back, pin_memory=is_gpu)
+        self._device_reply = torch.empty(max_rows, columns, dtype=back, device=device)
         self._kept: dict[tuple[int, torch.dtype], _Staged] = {}
         self._staged: _Staged | None = None
         self._is_busy = False
@@ -79,7 +80,7 @@ class DeviceArena:
         if call.weights is not device.weights:
             call.weights.copy_(device.weights)
         if call.rows is not device.rows:
-            call.rows.copy_(device.rows)
+            load_rows(device.rows, call.rows)
         return call
 
     def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
@@ -87,14 +88,17 @@ class DeviceArena:
         staged = self._staged
         assert staged is not None
         assert call is staged.call, "calls are finished before the next one is filled in"
-        if staged.device_reply is not call.out:
+        bad = None
+        if staged.device_reply.dtype is torch.uint8:
+            bad = store_rows(call.out, staged.device_reply)
+        elif staged.device_reply is not call.out:
             staged.device_reply.copy_(call.out)
         target = reply if self.frames_are_locked else staged.host_reply
         target.copy_(staged.device_reply, non_blocking=True)
         self.settle()
         if target is not reply:
             reply.copy_(target)
-        return first_bad_row(reply)
+        return bad if reply.dtype is torch.uint8 else first_bad_row(reply)
 
     def settle(self) -> None:
         """Waits for all that is under way, so that frames can be given back."""
@@ -126,7 +130,7 @@ class DeviceArena:
     def _sections(self, n_rows: int) -> tuple[int, int, int]:
         """Where weights and slots begin in a dispatch body of ``n_rows`` rows, and its length, in bytes."""
         layout = self._layout
-        weights_at = _aligned(n_rows * layout.hidden * layout.dtype_out.itemsize)
+        weights_at = _aligned(n_rows * layout.dtype_out.row_bytes(layout.hidden))
         slots_at = weights_at + _aligned(n_rows * layout.top_k * torch.float32.itemsize)
         return weights_at, slots_at, slots_at + _aligned(n_rows * layout.top_k * torch.int16.itemsize)
 
@@ -134,7 +138,7 @@ class DeviceArena:
         layout = self._layout
         weights_at, slots_at, end = self._sections(n_rows)
         return buffer[:end], DispatchViews(
-            _matrix(buffer, 0, layout.dtype_out.torch_dtype, n_rows, layout.hidden),
+            _matrix(buffer, 0, layout.dtype_out.torch_dtype, n_rows, layout.dtype_out.columns(layout.hidden)),
             _matrix(buffer, weights_at, torch.float32, n_rows, layout.top_k),
             _matrix(buffer, slots_at, torch.int16, n_rows, layout.top_k),
         )

@@ -70,10 +70,7 @@ class ExpertStore:
 
     def acquire(self, key: LayerKey, n_bytes: int, build: Callable[[], LayerKernels]) -> LayerKernels:
         """The experts of ``key``, built by ``build`` if no other lease has them. Each call needs a `release`.
-
-        Raises:
-            CapacityError: they do not fit into the budget.
-        """
+        Raises CapacityError: they do not fit into the budget."""
         with self._loading:
             with self._lock:
                 resident = self._residents.get(key)

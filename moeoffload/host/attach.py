@@ -20,7 +20,7 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.validate import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.errors import BusyError, ServerError
 from moeoffload.host.link import ExpertLink, LinkInfo
-from moeoffload.payload import PayloadDtype
+from moeoffload.payload import Payloads
 from moeoffload.placement import ExpertTable
 from moeoffload.text import one_line
 from moeoffload.transport import ChannelOffer, ChannelSizes, HostChannel, StreamKeys, open_channel
@@ -50,7 +50,7 @@ class AttachPlan:
     checkpoint: Checkpoint
     reference: str
     revision: str
-    payload: PayloadDtype
+    payloads: Payloads
     settings: HostSettings
     device: torch.device
     on_progress: Callable[[str, int, int], None]
@@ -72,10 +72,7 @@ def connect(
     address: str, checkpoint: Checkpoint, timeout_s: float, credentials: HostCredentials | None = None
 ) -> Candidate:
     """Reaches the server at ``address`` and asks what it offers to this model.
-
-    Raises:
-        ServerError: it cannot be reached, or is not of this protocol version.
-    """
+    Raises ServerError: it cannot be reached, or is not of this protocol version."""
     client = ControlClient(address, credentials)
     try:
         client.connect(timeout_s)
@@ -88,10 +85,7 @@ def connect(
 
 def retry_while_busy(attempt: Callable[[], _Result], timeout_s: float) -> _Result:
     """The result of ``attempt()``; repeats it as long as it is told to come back, up to ``timeout_s`` seconds.
-
-    Raises:
-        BusyError: there was no room in time; and whatever else ``attempt`` raises.
-    """
+    Raises BusyError: there was no room in time; and whatever else ``attempt`` raises."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -106,10 +100,7 @@ def retry_while_busy(attempt: Callable[[], _Result], timeout_s: float) -> _Resul
 
 def take_lease(candidate: Candidate, timeout_s: float) -> Lease:
     """Opens a lease on a server; waits up to ``timeout_s`` seconds where it has no room.
-
-    Raises:
-        ServerError: it refuses, or does not answer in time.
-    """
+    Raises ServerError: it refuses, or does not answer in time."""
     return retry_while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
 
 
@@ -156,8 +147,8 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             table_digest=table.digest,
             hidden_size=checkpoint.hidden_size,
             top_k=checkpoint.top_k,
-            dtype_out=plan.payload.label,
-            dtype_back=plan.payload.label,
+            dtype_out=plan.payloads.out.label,
+            dtype_back=plan.payloads.back.label,
             batch_capacity=settings.batch_capacity,
             n_slots=settings.slots,
             transport=settings.transport.value,
@@ -179,7 +170,7 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             settings.batch_capacity,
             "its own --batch-capacity" if is_setting else "its memory has no room for more",
         )
-    layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, plan.payload, plan.payload, offer.batch_capacity)
+    layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, *plan.payloads, offer.batch_capacity)
     timings = checked_timings(offer.timings)
     checked_items("channels", len(offer.channels))
     channel, reason = _open_channel(candidate, offer, layout, settings, keys)
@@ -222,10 +213,7 @@ def _open_channel(
     candidate: Candidate, offer: pb.Offer, layout: FrameLayout, settings: HostSettings, keys: StreamKeys
 ) -> tuple[HostChannel, str]:
     """Opens the first offered channel that works; returns it and the reason for it.
-
-    Raises:
-        ServerError: none works, or the server's sizes are not the agreed ones.
-    """
+    Raises ServerError: none works, or the server's sizes are not the agreed ones."""
     host = Address(candidate.address).host
     reason = "as the setting says" if settings.transport is not TransportChoice.AUTO else ""
     last: ServerError | None = None

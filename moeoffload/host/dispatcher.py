@@ -51,10 +51,7 @@ class _Progress:
 
     def move_on(self, error: ServerError) -> None:
         """Leaves the link that failed; its outstanding rows are to be sent again, to the next holder.
-
-        Raises:
-            ServerError: there is none.
-        """
+        Raises ServerError: there is none."""
         if self.flights:
             self.next_row = self.flights[0].start
         self.release_flights()

@@ -11,7 +11,7 @@ from moeoffload.errors import PayloadError
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.expert_cache import ExpertCache
 from moeoffload.host.flight import Chunk, Flight, ShardLink
-from moeoffload.payload import describe_bad_row, encode_rows, first_bad_row
+from moeoffload.payload import PayloadDtype, describe_bad_row, encode_rows, load_rows, store_rows
 from moeoffload.placement import ExpertTable, slot_table
 from moeoffload.wire import FrameLayout
 
@@ -52,10 +52,13 @@ class FallbackLink(ShardLink):
         if flight.index is not None:
             hidden, experts, weights = hidden[flight.index], experts[flight.index], weights[flight.index]
         payload = self.layout.dtype_out
-        rows = torch.empty(hidden.shape, dtype=payload.torch_dtype, device=hidden.device)
-        encode_rows(hidden, rows, payload, where=lambda row: f"layer {layer}, row {start + row} of a chunk")
+        shape = hidden.shape[0], payload.columns(hidden.shape[1])
+        stored = torch.empty(shape, dtype=payload.torch_dtype, device=hidden.device)
+        encode_rows(hidden, stored, payload, where=lambda row: f"layer {layer}, row {start + row} of a chunk")
         weights = weights if weights.dtype == torch.float32 else weights.to(self._dtype)
-        flight.work = rows.to(self._dtype), experts, weights
+        rows = torch.empty(hidden.shape, dtype=self._dtype, device=hidden.device)
+        load_rows(stored, rows)
+        flight.work = rows, experts, weights
         return True
 
     def receive(self, flight: Flight, to: CallCounters, within_s: float | None = None) -> torch.Tensor | None:
@@ -66,14 +69,18 @@ class FallbackLink(ShardLink):
         started = perf_counter()
         sums = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
         self._cache.compute(flight.layer, rows, experts, weights, sums)
-        out = sums.to(self.layout.dtype_back.torch_dtype)
-        bad = first_bad_row(out)
+        back = self.layout.dtype_back
+        stored = torch.empty(rows.shape[0], back.columns(rows.shape[1]), dtype=back.torch_dtype, device=rows.device)
+        bad = store_rows(sums, stored)
         if bad is not None:
-            what = describe_bad_row(sums[bad], self.layout.dtype_back)
+            what = describe_bad_row(sums[bad], back)
             raise PayloadError(f"layer {flight.layer}: expert output {what} ({self.name})")
         flight.compute_s, flight.queue_s = perf_counter() - started, 0.0
         self.n_calls += 1
-        return out
+        if back is not PayloadDtype.F8:
+            return stored
+        load_rows(stored, sums)
+        return sums
 
     def release(self, flight: Flight) -> None:
         """See `ShardLink`."""

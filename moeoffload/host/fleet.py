@@ -26,7 +26,7 @@ from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import Holder, Shard
 from moeoffload.host.spawn import ServerSpec, SpawnedServers, default_specs
 from moeoffload.host.speeds import measure, placement_speeds
-from moeoffload.payload import PayloadDtype
+from moeoffload.payload import Payloads
 from moeoffload.placement import GIB, ExpertTable, MemoryOffer, batch_row_bytes, place_experts, place_replicas
 
 logger = logging.getLogger(__name__)
@@ -48,18 +48,15 @@ class Fleet:
         checkpoint: Checkpoint,
         settings: HostSettings,
         device: torch.device,
-        payload: PayloadDtype,
+        payloads: Payloads,
         servers: Sequence[ServerSpec] | None,
     ) -> None:
         """Reaches the servers of the settings, or starts ``servers`` (default: see `default_specs`).
-
-        Raises:
-            ServerError: a required server cannot be reached, or one cannot be started.
-        """
+        Raises ServerError: a required server cannot be reached, or one cannot be started."""
         self._checkpoint = checkpoint
         self._settings = settings
         self._device = device
-        self._payload = payload
+        self._payloads = payloads
         self._stack = contextlib.ExitStack()
         self._stopping = threading.Event()
         self._open_lock = threading.Lock()
@@ -113,10 +110,7 @@ class Fleet:
         """Places ``experts`` (those of each MoE layer that are not on the host) and starts to load them everywhere.
 
         ``usage`` is how often each expert was chosen, see `place_experts`.
-
-        Raises:
-            PlacementError: they do not fit.
-            ServerError: a server refuses.
+        Raises PlacementError: they do not fit; ServerError: a server refuses.
         """
         checkpoint, settings = self._checkpoint, self._settings
         told = threading.Lock()
@@ -130,7 +124,7 @@ class Fleet:
             checkpoint=checkpoint,
             reference=str(reference.absolute()) if reference.exists() else str(reference),
             revision=revision or "",
-            payload=self._payload,
+            payloads=self._payloads,
             settings=settings,
             device=self._device,
             on_progress=progress,
@@ -156,11 +150,7 @@ class Fleet:
         ]
 
     def shards(self) -> list[Shard]:
-        """Waits until all servers hold what `attach` gave them.
-
-        Raises:
-            ServerError: one of them failed.
-        """
+        """Waits until all servers hold what `attach` gave them. Raises ServerError: one of them failed."""
         done, _ = wait(self._attaching, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()  # the failure must not wait for servers that still load

@@ -61,11 +61,7 @@ class ShardLink(ABC):
     @abstractmethod
     def take(self, *, wait: bool) -> Flight | None:
         """A free flight for `send`; without ``wait``, None if there is none at the moment.
-
-        Raises:
-            DeadlineError: none came free in time.
-            ServerError: the link is closed.
-        """
+        Raises DeadlineError: none came free in time; ServerError: the link is closed."""
 
     @abstractmethod
     def send(self, flight: Flight, layer: int, start: int, chunk: Chunk, to: CallCounters) -> bool:
@@ -88,11 +84,8 @@ class ShardLink(ABC):
         """Waits for the sums that answer ``flight``: (n_rows, hidden) in the payload dtype, valid until `release`.
 
         With ``within_s`` it gives up after so many seconds with None, and may be called again.
-
-        Raises:
-            DeadlineError: no answer by the deadline of the dispatch.
-            ServerError: the server refused, failed or is gone.
-            PayloadError: the result does not fit the payload dtype.
+        Raises DeadlineError: no answer by the deadline of the dispatch; ServerError: the server refused, failed or is
+        gone; PayloadError: the result does not fit the payload dtype.
         """
 
     @abstractmethod

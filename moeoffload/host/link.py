@@ -17,7 +17,7 @@ from moeoffload.host.counters import CallCounters
 from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.kernels.pack import RowPacker
-from moeoffload.payload import describe_bad_row, encode_rows
+from moeoffload.payload import PayloadDtype, describe_bad_row, encode_rows, load_rows
 from moeoffload.placement import ExpertTable, slot_table
 from moeoffload.transport import HostChannel, HostSlot
 from moeoffload.transport.page_locked import PageLocked
@@ -64,7 +64,7 @@ class _RemoteFlight(Flight):
 
     slot: HostSlot = field(kw_only=True)
     views: SlotViews = field(kw_only=True)
-    packer: RowPacker = field(kw_only=True)
+    packer: RowPacker | None = field(kw_only=True)
     header: FrameHeader = field(kw_only=True)
     """Of requests; the fields that all of them share are filled in once."""
     reply: FrameHeader = field(default_factory=FrameHeader)
@@ -107,7 +107,9 @@ class ExpertLink(ShardLink):
             body = torch.frombuffer(slot.request, dtype=torch.uint8, offset=HEADER_BYTES).data_ptr()
             payload = layout.dtype_out.torch_dtype
             header = FrameHeader(Kind.DISPATCH, layout.dtype_out, layout.dtype_back, epoch=epoch, top_k=layout.top_k)
-            packer = RowPacker(body, dtype, payload, hidden=layout.hidden, top_k=layout.top_k)
+            packer = None
+            if layout.dtype_out is not PayloadDtype.F8:
+                packer = RowPacker(body, dtype, payload, hidden=layout.hidden, top_k=layout.top_k)
             views = SlotViews(layout, slot.request, slot.reply)
             slot.owner = _RemoteFlight(self, slot=slot, views=views, packer=packer, header=header)
         if device.type == "cuda":
@@ -123,10 +125,7 @@ class ExpertLink(ShardLink):
 
     def stats(self, timeout_s: float) -> pb.StatsReply:
         """What the server has counted since its start, for all hosts; by the control plane.
-
-        Raises:
-            ServerError: it does not answer.
-        """
+        Raises ServerError: it does not answer."""
         return self._client.stats(timeout_s)
 
     @property
@@ -170,7 +169,7 @@ class ExpertLink(ShardLink):
         _, ids, weights = chunk
         channel, slot, header = self._channel, flight.slot, flight.header
         try:
-            pack = self._pack_few if flight.packer.takes(*chunk) else self._pack
+            pack = self._pack_few if flight.packer is not None and flight.packer.takes(*chunk) else self._pack
             n_rows, index = pack(flight, layer, start, chunk)
             if n_rows == 0:
                 channel.release(slot)
@@ -220,6 +219,7 @@ class ExpertLink(ShardLink):
     def _pack_few(self, flight: _RemoteFlight, layer: int, start: int, chunk: Chunk) -> tuple[int, torch.Tensor | None]:
         """As `_pack`, for what the slot's packer takes."""
         packer, hidden = flight.packer, chunk[0]
+        assert packer is not None
         index = packer.pack(*chunk, self._slot_of[layer], holds_all=self.holds_all[layer])
         bad = packer.bad_row
         if bad is not None:
@@ -259,6 +259,9 @@ class ExpertLink(ShardLink):
         flight.queue_s, flight.compute_s = header.queue_us * 1e-6, header.compute_us * 1e-6
         to.queue_s += flight.queue_s
         to.compute_s += flight.compute_s
+        if self.layout.dtype_back is PayloadDtype.F8:
+            stored, sums = sums, torch.empty(flight.n_rows, self.layout.hidden)
+            load_rows(stored, sums)
         return sums
 
     def release(self, flight: Flight) -> None:

@@ -17,7 +17,7 @@ from moeoffload.devices import device_name
 from moeoffload.host.counters import CallCounters, PhaseCounters, add_fields
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.recorder import DECODE, PREFILL, GuessCounts, Recorder, TokenTotals
-from moeoffload.payload import PayloadDtype
+from moeoffload.payload import Payloads
 
 REPORT_VERSION: Final = 1
 ACCOUNTED: Final = 0.95  # a phase whose parts add up to less of its time is marked incomplete
@@ -46,11 +46,11 @@ def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def run_facts(settings: HostSettings, payload: PayloadDtype, device: torch.device) -> dict[str, Any]:
+def run_facts(settings: HostSettings, payloads: Payloads, device: torch.device) -> dict[str, Any]:
     """Collects what the report says of the settings, with the payload dtype and the device that were chosen."""
     return {
         "mode": settings.mode.value,
-        "payload_dtype": payload.label,
+        "payload_dtype": payloads.label,
         "batch_capacity": settings.batch_capacity,
         "hot_slice": settings.hot_slice,
         "slots": settings.slots,

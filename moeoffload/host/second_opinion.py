@@ -87,12 +87,12 @@ class Hedging:
 class Verification:
     """Computes a ``share`` (0 to 1) of the replies a second time and compares.
 
-    ``dtype`` is the coarsest of the payload and the model.
+    ``eps`` is that of the coarsest of the payloads and the model.
     """
 
-    def __init__(self, share: float, dtype: torch.dtype, events: ServerEvents) -> None:
+    def __init__(self, share: float, eps: float, events: ServerEvents) -> None:
         self._share = share
-        self._tolerance = ROUNDINGS * torch.finfo(dtype).eps
+        self._tolerance = ROUNDINGS * eps
         self._events = events
         self._random = random.Random()
         self._unused = CallCounters()

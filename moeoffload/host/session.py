@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config import DtypeChoice, ExpertFormat, HostSettings
+from moeoffload.config import DtypeChoice, ExpertFormat, HostSettings, PayloadChoice
 from moeoffload.devices import resolve_device
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.fleet import Fleet, OnProgress
@@ -29,7 +29,7 @@ from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import event_figures
 from moeoffload.host.spawn import ServerSpec
 from moeoffload.kernels.fast_dense import accelerate_dense
-from moeoffload.payload import PayloadDtype
+from moeoffload.payload import PayloadDtype, Payloads
 from moeoffload.placement import GIB, choose_local
 
 
@@ -86,7 +86,9 @@ class OffloadedModel:
         self.checkpoint = Checkpoint.open(
             reference, dtype=_model_dtype(settings), revision=revision, expert_format=packed, dense=settings.dense
         )
-        self._payload = PayloadDtype.from_label(settings.dtype.value, self.checkpoint.dtype)
+        out = PayloadDtype.from_label(settings.dtype.value, self.checkpoint.dtype)
+        back = settings.dtype_back
+        self._payloads = Payloads(out, out if back is PayloadChoice.AUTO else PayloadDtype[back.name])
         with contextlib.ExitStack() as stack:
             stats = settings.routing_stats
             usage = read_routing_stats(stats, self.checkpoint) if stats else None
@@ -98,7 +100,7 @@ class OffloadedModel:
             ]
             # With every expert on the host there is nothing to do for a server.
             specs = servers if any(remote) else ()
-            fleet = Fleet(self.checkpoint, settings, self._device, self._payload, specs)
+            fleet = Fleet(self.checkpoint, settings, self._device, self._payloads, specs)
             stack.callback(fleet.close)
             fleet.attach(remote, Path(reference), revision, on_progress, usage)
             # The dense layers load while the servers load theirs.
@@ -128,7 +130,7 @@ class OffloadedModel:
         self.recorder = Recorder(len(self.shards), len(checkpoint.layers), profile=settings.profile)
         rows = chunk_rows(self._device, checkpoint.dtype, fast_dense=settings.fast_dense)
         granularity = Granularity(settings.mode, settings.hot_slice, settings.pipeline, rows)
-        coarsest = max((checkpoint.dtype, self._payload.torch_dtype), key=lambda dtype: torch.finfo(dtype).eps)
+        coarsest = max(torch.finfo(checkpoint.dtype).eps, *(payload.eps for payload in self._payloads))
         self.dispatcher = Dispatcher(
             self.shards,
             granularity,
@@ -157,7 +159,7 @@ class OffloadedModel:
 
     def report(self) -> Report:
         """Collects what has been done since the model was opened (or since ``recorder.reset()``)."""
-        run = run_facts(self.settings, self._payload, self._device)
+        run = run_facts(self.settings, self._payloads, self._device)
         model = model_facts(self.checkpoint) | {"dense_format": self._dense_format}
         return Report.collect(model, run, self.recorder, self.links, self.recovery())
 

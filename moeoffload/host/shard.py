@@ -88,10 +88,7 @@ class Shard:
 
     def replace(self, lost: ShardLink, error: ServerError) -> ShardLink:
         """Who computes from now on, after ``lost`` has failed with ``error``.
-
-        Raises:
-            ServerError: nobody is left, and nobody came back in time.
-        """
+        Raises ServerError: nobody is left, and nobody came back in time."""
         deadline = perf_counter() + (0.0 if isinstance(error, DeadlineError) else self._return_wait_s)
         with self._lock:
             self._lose(lost, str(error))

@@ -119,11 +119,8 @@ class SpawnedServers:
 
 def _ready_address(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
     """Reads the line that a server prints when it is ready.
-
-    Raises:
-        ServerError: the server ended instead; the message holds its last words.
-        DeadlineError: it did not become ready in time.
-    """
+    Raises ServerError: the server ended instead; the message holds its last words; DeadlineError: it did not become
+    ready in time."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)

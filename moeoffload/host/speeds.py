@@ -40,10 +40,7 @@ def measure(servers: Sequence[Measure], names: Sequence[str]) -> tuple[list[Timi
 
     Servers are timed one after the other, since they may share a device, and in rounds, so that a moment in which the
     machine was busy does not make one of them slow. Where rounds go on to differ, that is logged, and servers that
-    differ by less than the rounds did count as equal.
-
-    Raises:
-        ServerError: a server cannot be timed.
+    differ by less than the rounds did count as equal. Raises ServerError: a server cannot be timed.
     """
     best: list[dict[int, float]] = [{} for _ in servers]
     spread = 1.0

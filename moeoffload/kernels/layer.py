@@ -125,11 +125,7 @@ class LayerKernels:
         return self._tiled.prepare((rows, slots, weights, out), self._workspace)
 
     def run(self, prepared: PreparedCall) -> None:
-        """As a call with the tensors of `prepare`, which has checked them.
-
-        Raises:
-            IndexError: see `__call__`.
-        """
+        """As a call with the tensors of `prepare`, which has checked them. Raises IndexError: see `__call__`."""
         self._tiled.run_prepared(prepared)
 
     def in_slices(

@@ -66,10 +66,7 @@ class KernelMatrix:
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         """Args: weights: (n_experts, n_out, n_in) contiguous, or packed as `why_not_packed` allows.
-
-        Raises:
-            ValueError: parts that do not fit together.
-        """
+        Raises ValueError: parts that do not fit together."""
         self._kept = weights
         if not isinstance(weights, tuple):
             self.shape, self.nbytes = weights.shape, weights.nbytes

@@ -66,10 +66,7 @@ class ServerSlot:
 @dataclass(frozen=True, slots=True)
 class ChannelSizes:
     """How large a channel is: agreed at attach, checked there against the limits of both sides.
-
-    Raises:
-        ProtocolError: a value is out of range; names it. Both sides build this from numbers of the other one.
-    """
+    Raises ProtocolError: a value is out of range; names it. Both sides build this from numbers of the other one."""
 
     n_slots: int
     request_bytes: int

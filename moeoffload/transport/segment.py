@@ -97,10 +97,7 @@ class Segment:
     @classmethod
     def create(cls, sizes: ChannelSizes) -> Segment:
         """Makes a new segment with a random name, all of its memory reserved.
-
-        Raises:
-            ServerError: /dev/shm has too little room; the message says how much is needed and available.
-        """
+        Raises ServerError: /dev/shm has too little room; the message says how much is needed and available."""
         name = f"/moeoffload-{os.getpid()}-{secrets.token_hex(16)}"
         needed = max(segment_bytes(sizes), sizes.shared_bytes)
         room = os.statvfs(SHM_FOLDER)
@@ -123,10 +120,7 @@ class Segment:
     @classmethod
     def open(cls, name: str, sizes: ChannelSizes) -> Segment:
         """Opens what the server created and takes its names away, so that nothing is left whoever is killed.
-
-        Raises:
-            ServerError: there is no such segment on this host, or it is not one that this user's server made.
-        """
+        Raises ServerError: there is no such segment on this host, or it is not one that this user's server made."""
         if not _NAME.fullmatch(name):
             raise ProtocolError(f"{name!r} is not the name of a shared-memory channel")
         try:

@@ -208,10 +208,7 @@ class SharedServerEnd(ServerChannel):
 
 def open_shared(offer: ChannelOffer) -> SharedHostEnd:
     """Opens the host's end of what a `SharedServerEnd` offers and takes the names of its memory away.
-
-    Raises:
-        ServerError: the memory is not on this host, or not one that a server of this user made.
-    """
+    Raises ServerError: the memory is not on this host, or not one that a server of this user made."""
     name = offer.parameters.get("segment")
     if name is None:
         raise ProtocolError("the offer of a shared-memory channel does not name its segment")

@@ -73,11 +73,7 @@ class HostChannel(ABC):
     @abstractmethod
     def _await_reply(self, slot: HostSlot, deadline: float) -> int:
         """Waits until ``deadline`` (perf_counter seconds); returns the length of the reply, not checked yet.
-
-        Raises:
-            DeadlineError: there was none; the text does not matter.
-            ServerError: see `_check_open`.
-        """
+        Raises DeadlineError: there was none; the text does not matter; ServerError: see `_check_open`."""
 
     @abstractmethod
     def _cancel(self, slot: HostSlot, request_id: int) -> None:
@@ -103,11 +99,7 @@ class HostChannel(ABC):
 
     def acquire(self, timeout_s: float) -> HostSlot:
         """A free slot; waits up to ``timeout_s`` seconds for one to be released.
-
-        Raises:
-            DeadlineError: none came free in time.
-            ServerError: the channel is closed, by either side.
-        """
+        Raises DeadlineError: none came free in time; ServerError: the channel is closed, by either side."""
         deadline = perf_counter() + timeout_s
         ticket: object | None = None
         try:
@@ -147,11 +139,8 @@ class HostChannel(ABC):
         """Sends the first ``n_bytes`` of ``slot.request``, a whole frame; its request id must be ``next_id(slot)``.
 
         The buffer must stay as it is until ``wait`` returns.
-
-        Raises:
-            CapacityError: the frame is longer than the slot or shorter than a header.
-            ProtocolError: the frame carries another request id.
-            ServerError: the channel is closed, or the frame could not be handed over.
+        Raises CapacityError: the frame is longer than the slot or shorter than a header; ProtocolError: the frame
+        carries another request id; ServerError: the channel is closed, or the frame could not be handed over.
         """
         index = slot.index
         if self._states[index] != SlotState.HELD:
@@ -169,14 +158,10 @@ class HostChannel(ABC):
 
     def wait(self, slot: HostSlot, timeout_s: float, *, keep: bool = False) -> int:
         """Waits for the reply to what was sent from ``slot``; returns its length in bytes, in ``slot.reply``.
-
-        Raises:
-            DeadlineError: no reply within ``timeout_s`` seconds. With ``keep`` it can be waited for again. Without, the
-                slot is abandoned: after its ``release`` it comes free only when the late reply has arrived (which is
-                dropped and counted in ``n_stale``), so nothing is overwritten.
-            ProtocolError: the reply has an impossible length.
-            ServerError: the channel was closed, by either side.
-        """
+        Raises DeadlineError: no reply within ``timeout_s`` seconds. With ``keep`` it can be waited for again. Without,
+        the slot is abandoned: after its ``release`` it comes free only when the late reply has arrived (which is
+        dropped and counted in ``n_stale``), so nothing is overwritten; ProtocolError: the reply has an impossible
+        length; ServerError: the channel was closed, by either side."""
         index = slot.index
         if self._states[index] != SlotState.SENT:
             raise RuntimeError(f"slot {index} is {SlotState(self._states[index]).name}; wait needs it sent")

@@ -74,10 +74,7 @@ class StreamHostEnd(HostChannel):
 
     def greet(self, timeout_s: float) -> None:
         """Asks for a request that was never sent and waits for the answer, so that the channel is known to work.
-
-        Raises:
-            DeadlineError: no answer within ``timeout_s`` seconds.
-        """
+        Raises DeadlineError: no answer within ``timeout_s`` seconds."""
         deadline = perf_counter() + timeout_s
         request_id = self._awaited[0] = self._ids[0]
         self._ids[0] += len(self.slots)

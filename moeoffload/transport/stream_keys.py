@@ -49,11 +49,7 @@ class StreamKeys:
 
 
 def check_key(text: str, of_whom: str) -> bytes:
-    """A public key from the other side, as ZeroMQ takes it.
-
-    Raises:
-        ProtocolError: it is none.
-    """
+    """A public key from the other side, as ZeroMQ takes it. Raises ProtocolError: it is none."""
     try:
         key = text.encode("ascii")
         if len(key) != KEY_CHARACTERS or len(z85.decode(key)) != 32:

@@ -313,11 +313,7 @@ class StreamListener:
                 likely = self._wire.wait(READ_POLL_S)
 
     def _receive(self) -> tuple[StreamServerEnd, ServerSlot, int] | None:
-        """Takes one message in; None if no frame is complete with it, or it was dropped or answered here.
-
-        Raises:
-            zmq.Again: there is none.
-        """
+        """Takes one message in; None if no frame is complete with it, or it was dropped or answered here. Raises ."""
         wire = self._wire
         n_bytes = wire.begin(self._routing_id)
         channel = self._channels.get(bytes(self._routing_id)) if n_bytes == ROUTING_ID_BYTES else None

@@ -55,10 +55,7 @@ class FrameSocket:
 
     def __init__(self, kind: int, *, n_queued_out: int) -> None:
         """Makes the socket; with ``n_queued_out`` pieces on their way to one peer, no more are taken.
-
-        Raises:
-            OSError: there are too few file descriptors.
-        """
+        Raises OSError: there are too few file descriptors."""
         _check_descriptors()
         context = zmq.Context(io_threads=1)
         self.socket = context.socket(kind)
@@ -97,19 +94,12 @@ class FrameSocket:
         return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # type: ignore[operator, arg-type]
 
     def begin(self, buffer: memoryview) -> int:
-        """Receives the first part of the next message, cut to what fits; returns its true length.
-
-        Raises:
-            zmq.Again: there is no message.
-        """
+        """Receives the first part of the next message, cut to what fits; returns its true length. Raises ."""
         return self.socket.recv_into(buffer, flags=_NOBLOCK)
 
     def receive_tag(self) -> tuple[int, int, int] | None:
         """Request id, offset and frame bytes of the message at hand; None if it has no tag, it is then skipped.
-
-        Raises:
-            zmq.Again: there is no message.
-        """
+        Raises ."""
         n_bytes = self.socket.recv_into(self._tag_in, flags=_NOBLOCK)
         if n_bytes == TAG.size and self.socket.getsockopt(zmq.RCVMORE):
             return TAG.unpack(self._tag_in)  # type: ignore[return-value]
@@ -117,11 +107,7 @@ class FrameSocket:
         return None
 
     def receive_owned_tag(self) -> tuple[tuple[int, int, int] | None, str]:
-        """As `receive_tag`, with the CURVE key of the peer whose connection the message came on.
-
-        Raises:
-            zmq.Again: there is no message.
-        """
+        """As `receive_tag`, with the CURVE key of the peer whose connection the message came on. Raises ."""
         frame = self.socket.recv(_NOBLOCK, copy=False)
         key = str(frame.get("User-Id"))
         if len(frame) == TAG.size and self.socket.getsockopt(zmq.RCVMORE):

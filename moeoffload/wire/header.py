@@ -138,10 +138,7 @@ class FrameHeader:
 
     def unpack_from(self, buffer: memoryview) -> None:
         """Reads a header from the first 64 bytes of ``buffer`` into this object.
-
-        Raises:
-            ProtocolError: naming the field, if the bytes are too few, of another protocol or damaged.
-        """
+        Raises ProtocolError: naming the field, if the bytes are too few, of another protocol or damaged."""
         if len(buffer) < HEADER_BYTES:
             raise ProtocolError(f"frame of {len(buffer)} bytes is shorter than its {HEADER_BYTES}-byte header")
         (
@@ -174,11 +171,8 @@ class FrameReader:
 
     def read(self, header: FrameHeader, frame: memoryview, n_bytes: int) -> None:
         """Reads the header of the first ``n_bytes`` of ``frame`` into ``header``.
-
-        Raises:
-            CapacityError: more rows than agreed.
-            ProtocolError: anything else that is not as `RULES` say; names the field.
-        """
+        Raises CapacityError: more rows than agreed; ProtocolError: anything else that is not as `RULES` say; names the
+        field."""
         header.unpack_from(frame)
         rule = self._rules.get(header.kind)
         if rule is None:

@@ -1,6 +1,6 @@
 """Where the segments of dispatch and combine frames lie, and views on them.
 
-A dispatch body is ``rows`` (n, hidden) in the payload dtype, ``weights`` (n, top_k) float32 and ``slots`` (n, top_k)
+A dispatch body is ``rows`` (n, columns) in the payload dtype, ``weights`` (n, top_k) float32 and ``slots`` (n, top_k)
 int16, back to back without padding. A combine body is ``rows`` (n, hidden). A slot is the server-local number of an
 expert within its layer; -1 means that the expert is not on this server.
 """
@@ -28,7 +28,7 @@ MAX_FRAME_BYTES: Final = 1 << 30
 
 
 class DispatchViews(NamedTuple):
-    """Tensors over a dispatch body: rows (n, hidden), weights (n, top_k) float32, slots (n, top_k) int16."""
+    """Tensors over a dispatch body: rows (n, columns), weights (n, top_k) float32, slots (n, top_k) int16."""
 
     rows: torch.Tensor
     weights: torch.Tensor
@@ -53,8 +53,8 @@ class FrameLayout:
 
     def __post_init__(self) -> None:
         routes = self.top_k * (WEIGHT_BYTES + SLOT_BYTES)
-        object.__setattr__(self, "dispatch_row_bytes", self.hidden * self.dtype_out.itemsize + routes)
-        object.__setattr__(self, "combine_row_bytes", self.hidden * self.dtype_back.itemsize)
+        object.__setattr__(self, "dispatch_row_bytes", self.dtype_out.row_bytes(self.hidden) + routes)
+        object.__setattr__(self, "combine_row_bytes", self.dtype_back.row_bytes(self.hidden))
         for name, value, most in (
             ("hidden", self.hidden, MAX_HIDDEN),
             ("top_k", self.top_k, MAX_TOP_K),
@@ -90,18 +90,18 @@ class FrameLayout:
 
     def dispatch_views(self, frame: memoryview, rows: int) -> DispatchViews:
         """Tensors over the dispatch body in ``frame`` (which starts at the header); nothing is copied."""
-        n_values, n_routes = rows * self.hidden, rows * self.top_k
-        weights_at = HEADER_BYTES + n_values * self.dtype_out.itemsize
+        n_routes = rows * self.top_k
+        weights_at = HEADER_BYTES + rows * self.dtype_out.row_bytes(self.hidden)
         slots_at = weights_at + n_routes * WEIGHT_BYTES
         return DispatchViews(
-            _view(frame, self.dtype_out.torch_dtype, HEADER_BYTES, rows, self.hidden),
+            _view(frame, self.dtype_out.torch_dtype, HEADER_BYTES, rows, self.dtype_out.columns(self.hidden)),
             _view(frame, torch.float32, weights_at, rows, self.top_k),
             _view(frame, torch.int16, slots_at, rows, self.top_k),
         )
 
     def combine_view(self, frame: memoryview, rows: int) -> torch.Tensor:
-        """Tensor (rows, hidden) over the combine body in ``frame``; nothing is copied."""
-        return _view(frame, self.dtype_back.torch_dtype, HEADER_BYTES, rows, self.hidden)
+        """Tensor (rows, columns) over the combine body in ``frame``; nothing is copied."""
+        return _view(frame, self.dtype_back.torch_dtype, HEADER_BYTES, rows, self.dtype_back.columns(self.hidden))
 
 
 def _view(frame: memoryview, dtype: torch.dtype, offset: int, rows: int, columns: int) -> torch.Tensor:
