@@ -6,7 +6,6 @@ import contextlib
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from server_processes import STEP_TIMEOUT_S, WARM, ServerProcess, WarmProcess, end
@@ -18,9 +17,11 @@ SPARE_MIB = 100
 """For frames, workspaces and what libraries make: less than the 144 MiB of experts that each server holds."""
 
 
-def peak_mib(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
+def resident_mib(pid: int, *, peak: bool) -> float:
+    """Without pages of files, such as libraries, of which more are touched as a process goes on."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    kib = {words[0]: int(words[1]) for words in lines if words[0] in ("VmHWM:", "VmRSS:", "RssFile:")}
+    return (kib["VmHWM:" if peak else "VmRSS:"] - kib["RssFile:"]) / 1024
 
 
 def host(pipe: Connection, checkpoint: Path, experts: list[str]) -> None:
@@ -48,12 +49,12 @@ def test_peak_memory_stays_near_what_each_process_must_hold(tmp_path: Path) -> N
         stack.callback(end, process)
         pipe.recv()
         pids = [process.pid, *(server.pid for server in servers)]
-        before = [psutil.Process(pid).memory_info().rss / (1 << 20) for pid in pids]
+        before = [resident_mib(pid, peak=False) for pid in pids]
         pipe.send("go on")
         assert pipe.poll(STEP_TIMEOUT_S), log.read_text()
         dense_mib, held_mib = pipe.recv()
         assert sum(held_mib) == pytest.approx(EXPERT_MIB)
-        grown = [peak_mib(pid) - was for pid, was in zip(pids, before, strict=True)]
+        grown = [resident_mib(pid, peak=True) - was for pid, was in zip(pids, before, strict=True)]
         over = [got - holds for got, holds in zip(grown, [dense_mib, *held_mib], strict=True)]
         assert max(over) < SPARE_MIB, over
         pipe.send("the end")
