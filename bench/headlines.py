@@ -72,7 +72,36 @@ def _hot_experts(rows: Rows) -> str:
     return f"a call takes at most **{worst:.2f} ×** the longer of its two parts"
 
 
+def _packed(rows: Rows) -> str:
+    """Times of packed experts beside those in bfloat16."""
+    ours = {(row["kernel"], row["rows"]): row for row in rows if row["layer"] == "packed experts"}
+    plain = {n: row["ms"]["median"] for (name, n), row in ours.items() if name == "bfloat16"}
+    parts = []
+    for name in dict.fromkeys(name for name, _ in ours if name not in ("bfloat16", "limit")):
+        few, many = ours[name, 1], ours[name, max(plain)]
+        faster, prefill = plain[1] / few["ms"]["median"], plain[max(plain)] / many["ms"]["median"]
+        read = f"{few['of_read']:.0%} of the read rate"
+        parts.append(f"{name}: **{faster:.2f} ×** bf16 at one row ({read}), {prefill:.2f}")
+    return "; ".join(parts) + f" at {max(plain):,} rows"
+
+
+def _llama_cpp(rows: Rows) -> str:
+    found = {(row["weights"], row["system"], row["where"]): row for row in rows}
+    parts = []
+    for weights in dict.fromkeys(row["weights"] for row in rows):
+        ours, theirs = found[weights, "moeoffload", "remote"], found[weights, "llama.cpp", "remote"]
+        local = ours["decode"]["median"] / found[weights, "moeoffload", "local"]["decode"]["median"]
+        decode, prefill = (ours[task]["median"] / theirs[task]["median"] for task in ("decode", "prefill_512"))
+        parts.append(
+            f"{weights}: decode **{decode:.2f} ×** ({ours['decode']['median']:.1f} tok/s), prefill **{prefill:.2f} ×** "
+            f"({ours['prefill_512']['median']:.0f}); remote / local {local:.2f}"
+        )
+    return "; ".join(parts)
+
+
 def _kernels(rows: Rows) -> str:
+    if any(row["layer"] == "packed experts" for row in rows):
+        return _packed(rows)
     ours = [
         row for row in rows if row["layer"] == "experts" and row["kernel"] == "tiled" and "bfloat16" in row["dtype"]
     ]
@@ -169,6 +198,7 @@ HEADLINES: dict[str, Callable[[Rows], str]] = {
     "fuzz": _fuzz,
     "hot_experts": _hot_experts,
     "kernels": _kernels,
+    "llama_cpp": _llama_cpp,
     "memory": _memory,
     "overhead": _overhead,
     "parity": _parity,

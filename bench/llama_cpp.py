@@ -48,7 +48,6 @@ OPTIONS: Final = (
 )
 CACHE: Final = Path.home() / ".cache/moeoffload-bench"
 EXPERTS: Final = "ffn_.*_exps"
-PROMPTS: Final = (512, 2048)
 DECODED: Final = 32
 TURNS: Final = 5
 CALL_S: Final = 900.0
@@ -63,7 +62,7 @@ class Row:
     system: str
     where: str
     prefill_512: Spread
-    prefill_2048: Spread
+    prefill_2048: Spread | None
     decode: Spread
     decode_limit: float
     turns: list[dict[str, float]]
@@ -116,11 +115,11 @@ def read_bytes(file: Path) -> float:
 class LlamaCpp:
     """llama.cpp with one thread, its experts here or on its RPC server."""
 
-    def __init__(self, tools: Path, file: Path, rpc_port: int | None) -> None:
+    def __init__(self, tools: Path, file: Path, rpc_port: int | None, prompts: Sequence[int]) -> None:
         host_core, _ = cores()
         self._command = ["taskset", "-c", str(host_core), str(tools / "llama-bench"), "-m", str(file)]
         self._command += ["-t", "1", "-ngl", "0", "-r", "1", "-o", "json", "-n", str(DECODED)]
-        self._command += ["-p", ",".join(map(str, PROMPTS))]
+        self._command += ["-p", ",".join(map(str, prompts))]
         if rpc_port is not None:
             device = f"127.0.0.1:{rpc_port}"
             self._command += ["-rpc", device, "-ot", f"{EXPERTS}=RPC0[{device}]"]
@@ -170,28 +169,31 @@ def rpc_server(tools: Path) -> Iterator[int]:
 class Ours:
     """A host with its expert server, or one that holds all experts itself."""
 
-    def __init__(self, opponent: Opponent) -> None:
+    def __init__(self, opponent: Opponent, prompts: Sequence[int]) -> None:
         self._opponent = opponent
+        self._prompts = prompts
 
     def measure(self) -> dict[str, float]:
         """Tokens per second of each task."""
-        found = {f"prefill_{n}": n / self._opponent.run({"task": "prefill", "prompt": n}) for n in PROMPTS}
+        found = {f"prefill_{n}": n / self._opponent.run({"task": "prefill", "prompt": n}) for n in self._prompts}
         decode = {"task": "decode", "prompt": 16, "tokens": DECODED}
         return found | {"decode": DECODED / self._opponent.run(decode)}
 
 
-def compare(tools: Path, kind: str, file: Path, ours: Path, turns: int, limit: float) -> list[Row]:
+def compare(
+    tools: Path, kind: str, file: Path, ours: Path, turns: int, limit: float, prompts: Sequence[int]
+) -> list[Row]:
     """All contenders with one format, in turns, after one turn each that does not count."""
     settings = {"remote": {}, "local": {"local_experts_gib": 64}}
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(rpc_server(tools))
         contenders: dict[tuple[str, str], LlamaCpp | Ours] = {
-            ("llama.cpp", "remote"): LlamaCpp(tools, file, port),
-            ("llama.cpp", "local"): LlamaCpp(tools, file, None),
+            ("llama.cpp", "remote"): LlamaCpp(tools, file, port, prompts),
+            ("llama.cpp", "local"): LlamaCpp(tools, file, None, prompts),
         }
         for where, words in settings.items():
             opponent = stack.enter_context(Opponent(ours, {"settings": words}, ROOT))
-            contenders["moeoffload", where] = Ours(opponent)
+            contenders["moeoffload", where] = Ours(opponent, prompts)
         found: dict[tuple[str, str], list[dict[str, float]]] = {name: [] for name in contenders}
         for turn in range(turns + 1):
             for name, contender in contenders.items():
@@ -200,7 +202,8 @@ def compare(tools: Path, kind: str, file: Path, ours: Path, turns: int, limit: f
                     found[name].append(speeds)
     rows = []
     for (system, where), done in found.items():
-        spreads = {task: Spread.of([each[task] for each in done]) for task in done[0]}
+        spreads: dict[str, Any] = {"prefill_2048": None}
+        spreads |= {task: Spread.of([each[task] for each in done]) for task in done[0]}
         rows.append(Row(kind, system, where, **spreads, decode_limit=limit, turns=done))
     return rows
 
@@ -209,6 +212,7 @@ def main(
     checkpoint: Annotated[Path | None, typer.Option(help="A Qwen3 MoE in bf16. Default: one is written.")] = None,
     types: Annotated[str, typer.Option(help="GGUF types, with commas.")] = "BF16,Q8_0,Q4_K_M",
     turns: Annotated[int, typer.Option(min=1)] = TURNS,
+    long: Annotated[bool, typer.Option(help="Prompts of 2,048 tokens, too.")] = True,
     cache: Annotated[Path, typer.Option(help="For llama.cpp and the files.")] = CACHE,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
@@ -219,8 +223,9 @@ def main(
     files = gguf_files(model, cache, tools, types.split(","))
     rate = read_bandwidth()
     rows: list[Row] = []
+    prompts = (512, 2048) if long else (512,)
     for kind, file in files.items():
-        rows += compare(tools, kind, file, file, turns, rate / read_bytes(file))
+        rows += compare(tools, kind, file, file, turns, rate / read_bytes(file), prompts)
         show(rows)
         if json_file is not None:
             settings: dict[str, Any] = {"turns": turns, "package": PACKAGE, "decoded": DECODED}
@@ -236,7 +241,8 @@ def show(rows: Sequence[Row]) -> None:
     for row in rows:
         other = theirs[row.weights, row.where]
         ratio = row.decode.median / other.decode.median
-        speeds = f"{row.prefill_512:.0f}", f"{row.prefill_2048:.0f}", f"{row.decode:.1f}", f"{row.decode_limit:.0f}"
+        longest = "–" if row.prefill_2048 is None else f"{row.prefill_2048:.0f}"
+        speeds = f"{row.prefill_512:.0f}", longest, f"{row.decode:.1f}", f"{row.decode_limit:.0f}"
         table.add_row(row.weights, row.system, row.where, *speeds, f"{ratio:.2f}")
     Console(width=160).print(table)
 

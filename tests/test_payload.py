@@ -11,7 +11,7 @@ from moeoffload.errors import PayloadError
 from moeoffload.payload import PayloadDtype, encode_rows, first_bad_row
 
 
-@pytest.mark.parametrize("payload", list(PayloadDtype))
+@pytest.mark.parametrize("payload", [each for each in PayloadDtype if each is not PayloadDtype.F8])
 def test_rows_of_the_same_dtype_travel_without_loss(payload: PayloadDtype) -> None:
     source = torch.randn(5, 64).to(payload.torch_dtype)
     target = torch.empty_like(source)
@@ -31,7 +31,7 @@ def test_rows_of_the_same_dtype_travel_without_loss(payload: PayloadDtype) -> No
     ],
 )
 def test_values_that_cannot_travel_are_named_with_their_row(payload: PayloadDtype, value: float, words: str) -> None:
-    source, target = torch.randn(7, 64), torch.empty(7, 64, dtype=payload.torch_dtype)
+    source, target = torch.randn(7, 64), torch.empty(7, payload.columns(64), dtype=payload.torch_dtype)
     source[4, 63] = value
     with pytest.raises(PayloadError, match=f"row 4: hidden states {words}"):
         encode_rows(source, target, payload, where=lambda row: f"row {row}")

@@ -13,7 +13,7 @@ from conftest import DEMO, StartServer
 from moeoffload import open_model
 from moeoffload.expert_server.arena import DECODE_ROWS, HostArena
 from moeoffload.expert_server.staging import DeviceArena
-from moeoffload.payload import PayloadDtype
+from moeoffload.payload import PayloadDtype, store_rows
 from moeoffload.transport.page_locked import PageLocked
 from moeoffload.wire import FrameLayout
 
@@ -24,7 +24,7 @@ N_EXPERTS = 9
 def a_frame(layout: FrameLayout, n_rows: int, seed: int = 0) -> Any:
     views = layout.dispatch_views(memoryview(bytearray(layout.request_bytes)), n_rows)
     generator = torch.Generator().manual_seed(seed)
-    views.rows.copy_(torch.randn(views.rows.shape, generator=generator))
+    store_rows(torch.randn(n_rows, layout.hidden, generator=generator), views.rows)
     views.weights.copy_(torch.rand(views.weights.shape, generator=generator))
     views.slots.copy_(torch.randint(-1, N_EXPERTS, views.slots.shape, generator=generator))
     return views

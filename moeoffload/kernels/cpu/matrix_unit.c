@@ -129,7 +129,7 @@ INLINE void products(const int n_weights, const int n_operands, const Tiles *t, 
 // the second-level cache.
 INLINE void products_of_packed(const int n_operands, const Product *p, const Tiles *t, int64_t row, float sums[2][2][16][16]) {
     uint16_t spans[2][2 * MATRIX_ROWS][SPAN] __attribute__((aligned(64)));
-    const int64_t stride = t->weights ? t->stride : sizeof spans[0][0];
+    const int64_t stride = t->weights ? t->stride : (int64_t)sizeof spans[0][0];
     Scales scales[2 * MATRIX_ROWS];
     const int64_t n_rows = at_most(2 * MATRIX_ROWS, p->to - row), step = packed_step(p);
     Ahead ahead = {t->ahead ? t->ahead : (const char *)spans, t->ahead ? step : 0};
