@@ -60,7 +60,8 @@ def check(path: Path, reference: Any, server: str, transport: str, **options: An
 def test_tokens_are_those_of_a_local_run_on_the_unpacked_weights(
     three_servers: list[str], tmp_path: Path, family: str, kind: str, down_kind: str, transport: str
 ) -> None:
-    path = models.write_model(family, tmp_path, kind, down_kind=down_kind)
+    dense_kind = "BF16" if kind == "BF16" else "Q8_0"
+    path = models.write_model(family, tmp_path, kind, down_kind=down_kind, dense_kind=dense_kind)
     reference = models.reference_model(tmp_path, path, torch.float32)
     alone = tmp_path / "alone"
     alone.mkdir()

@@ -161,10 +161,11 @@ class DenseTensor:
 
     def packed(self) -> PackedWeights | None:
         """The matrix as it is stored, (1, out, in), if it is packed and becomes the parameter without a change."""
-        if self.converter is not None or self.stored.dtype not in BLOCK_TYPES or self.stored.shape != self.shape:
+        is_packed = self.stored.dtype in BLOCK_TYPES and self.stored.dtype not in DTYPES
+        if self.converter is not None or not is_packed or self.stored.shape != self.shape or len(self.shape) != 2:
             return None
         with TensorReader() as reader:
-            return _packed(self.stored, self.name).read_packed(reader) if len(self.shape) == 2 else None
+            return _packed(self.stored, self.name).read_packed(reader)
 
 
 def dense_tensors(gguf: GgufFile, config: Any, shapes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, DenseTensor]:
