@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import torch
 import typer
 from duel import Opponent
 from gguf import GGUFReader
@@ -221,6 +222,7 @@ def main(
     tools = build(cache)
     model = checkpoint or benchmark_checkpoint(cache / "qwen3-30b-a3b-4")
     files = gguf_files(model, cache, tools, types.split(","))
+    torch.set_num_threads(1)
     rate = read_bandwidth()
     rows: list[Row] = []
     prompts = (512, 2048) if long else (512,)
