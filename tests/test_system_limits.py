@@ -51,7 +51,8 @@ def test_a_server_without_memory_or_threads_refuses_hosts_in_one_line_and_heeds_
     process.rlimit(resource.RLIMIT_AS, (process.memory_info().vms + room, resource.RLIM_INFINITY))
     result = commands.run("moeoffload", "run", DEMO, "--prompt", "x", "--experts", server.address, "--device", "cpu")
     line = one_line_error(result, ServerError.exit_code)
-    reasons = ("no further thread can be started", "out of memory", "failed to map")  # the last: of a library
+    # The third comes from a library; in the last case gRPC's own threads have got no memory to accept a connection.
+    reasons = ("no further thread can be started", "out of memory", "failed to map", "no connection within 10 s")
     assert any(reason in line for reason in reasons), line
     server.process.terminate()
     assert server.process.wait(STEP_TIMEOUT_S) == 0

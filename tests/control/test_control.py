@@ -14,7 +14,7 @@ import grpc
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, shm_names, wait_until
-from conftest import DEMO, READY_TIMEOUT_S, ROOT, RunningServer, StartServer, expert_server
+from conftest import DEMO, READY_TIMEOUT_S, ROOT, RunningServer, StartServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -33,12 +33,6 @@ from moeoffload.placement import ExpertTable
 
 REFUSED = grpc.StatusCode.FAILED_PRECONDITION
 SERVING, NOT_SERVING = (health_pb2.HealthCheckResponse.ServingStatus.Value(name) for name in ("SERVING", "NOT_SERVING"))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with expert_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
