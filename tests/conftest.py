@@ -21,9 +21,7 @@ __all__ = ["DEMO", "READY_TIMEOUT_S", "ROOT"]
 
 # Tests run several processes on few cores; one thread each is what a shared machine can bear.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if not any(
-    Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg")
-):  # Triton asks when it is first imported, whoever does that
+if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg")):  # read by Triton at its first import
     os.environ.setdefault("TRITON_INTERPRET", "1")
 for name in [name for name in os.environ if name.startswith(("MOEOFFLOAD_", "DFLASH_MOE_"))]:
     del os.environ[name]

@@ -61,6 +61,7 @@ class Checkpoint:
         top_k: routed experts per row.
         layers: the MoE layers in model order.
         dense_bytes: bytes of everything but the routed experts, in the compute dtype.
+        expert_format: what experts are packed in while they are read, see `open`.
     """
 
     path: Path
@@ -94,7 +95,7 @@ class Checkpoint:
         self._moulds = experts
         self._recipes, self._dense = source.sort(model, experts)
         self._model_config = model.config
-        self._quantised = quantised
+        self.expert_format = quantised
         if quantised is not None:
             refuse_packed(self.path, self._recipes, quantised)
         self.layers = tuple(self._describe(number, name) for number, name in enumerate(experts))
@@ -143,7 +144,11 @@ class Checkpoint:
         Experts that are packed while they are read have another one for each format.
         """
         stored = digest_checkpoint(self._source.values, self._source.index)
-        return stored if self._quantised is None else hashlib.sha256(f"{stored} {self._quantised}".encode()).hexdigest()
+        return (
+            stored
+            if self.expert_format is None
+            else hashlib.sha256(f"{stored} {self.expert_format}".encode()).hexdigest()
+        )
 
     @property
     def experts_classes(self) -> tuple[type[nn.Module], ...]:
@@ -171,7 +176,7 @@ class Checkpoint:
         if wrong or not experts:
             asked = f"expert {wrong[0]}" if wrong else "no expert"
             raise ModelError(f"layer {layer}: {asked} was asked for, there are 0..{about.n_experts - 1}")
-        if self._quantised is not None:
+        if self.expert_format is not None:
             pieces = self._pieces(about.module_name)
             return quantised_experts(
                 self._cast(about, len(experts), device, pieces),
@@ -207,8 +212,8 @@ class Checkpoint:
 
     def _pieces(self, module_name: str) -> dict[str, tuple[Piece, ...]]:
         """The matrices of an experts module that are packed in memory, by the names of their parameters."""
-        if self._quantised is not None:
-            return quantised_pieces(self._moulds[module_name], FORMATS[self._quantised])
+        if self.expert_format is not None:
+            return quantised_pieces(self._moulds[module_name], FORMATS[self.expert_format])
         return self._stored_pieces(module_name)
 
     def _stored_pieces(self, module_name: str) -> dict[str, tuple[Piece, ...]]:

@@ -81,8 +81,9 @@ class Piece:
                 n_shared = self.form.shared_rows
                 room.scales[at, _blocks(source.rows, n_shared)] = shared[_blocks(source.taken, n_shared)]
             elif shared is not None:
-                of_rows = shared.repeat_interleave(packing.packed.shared_rows, dim=0)
-                parts["scales"] = as_bytes(of_rows)[: packing.rows_first[0]]
+                n_out = packing.rows_first[0]
+                of_rows = shared.repeat_interleave(min(packing.packed.shared_rows, n_out), dim=0)
+                parts["scales"] = as_bytes(of_rows)[:n_out]
             if into is not None:
                 del parts["codes"]
             for name, values in parts.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import socket
@@ -199,6 +200,8 @@ class Lease:
                 progress(step.loaded_bytes, step.total_bytes)
                 table_digest = step.table_digest or table_digest
                 if step.HasField("weight_error") and len(errors) < len(layers):
+                    if not 0 <= step.weight_error < math.inf:
+                        raise ProtocolError(f"weight_error is {step.weight_error}, expected a finite number from 0 on")
                     errors.append(step.weight_error)
         except grpc.RpcError as error:
             raise error_of(error, self._client.address, "LoadExperts") from None

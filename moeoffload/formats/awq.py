@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape
-from moeoffload.formats.int4 import int4_format, nibbles
+from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes
+from moeoffload.formats.int4 import nibbles, pack_grouped
 
 _PLACES: Final = [0, 4, 1, 5, 2, 6, 3, 7]
 """Which nibble of a word holds its first row, its second, and so on."""
@@ -34,13 +34,7 @@ def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
     """As the module says."""
     n_in, n_out = parts["weight"].shape[0], 8 * parts["weight"].shape[1]
     size = settings.get("group_size", settings.get("q_group_size", 128))
-    group = n_in if size == -1 else size
-    if type(group) is not int or group < 1:
-        raise ValueError(f"group_size is {str(size)[:20]}")
-    n_groups = -(-n_in // group)
-    check_shape("scales", parts["scale"], n_groups, n_out)
-    check_shape("zeros", parts["zeros"], n_groups, n_out // 8)
-    return Packing(int4_format(parts["scale"], group, with_zeros=True), (n_out, n_in), _sections)
+    return pack_grouped(parts, (n_out, n_in), size, _sections, with_zeros=True)
 
 
 def _sections(parts: Parts) -> dict[str, torch.Tensor]:

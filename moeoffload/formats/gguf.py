@@ -13,14 +13,12 @@ from typing import Final
 
 import torch
 
+from moeoffload.formats.int4 import SIGNED, UNSIGNED
 from moeoffload.formats.packed import Codes, Offsets, PackedFormat, Scales
 
 Parts = dict[str, torch.Tensor]
 """Section of a packed row -> its bytes, of each block (..., n_blocks, bytes) or of a row (..., bytes); uint8."""
 
-_Q4_0_LEVELS: Final = tuple(float(level) for level in range(-8, 8))
-_Q4_K_LEVELS: Final = tuple(float(level) for level in range(16))
-_E2M1_LEVELS: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _IQ4_LEVELS: Final = tuple(
     float(level) for level in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 )
@@ -152,14 +150,12 @@ BLOCK_TYPES: Final = {
     "F16": BlockType(1, 2, PackedFormat("f16", Codes.FLOAT16), _floats),
     "BF16": BlockType(1, 2, PackedFormat("bf16", Codes.BFLOAT16), _floats),
     "Q8_0": BlockType(32, 34, PackedFormat("q8_0", Codes.INT8, Scales.F16, group=32), _q8_0),
-    "Q4_0": BlockType(32, 18, PackedFormat("q4_0", Codes.LEVELS4, Scales.F16, group=32, levels=_Q4_0_LEVELS), _q4_0),
+    "Q4_0": BlockType(32, 18, PackedFormat("q4_0", Codes.LEVELS4, Scales.F16, group=32, levels=SIGNED), _q4_0),
     # What llama.cpp takes instead of Q4_K for rows of other lengths than multiples of 256.
     "Q5_0": BlockType(32, 22, PackedFormat("q5_0", Codes.UINT5, Scales.F16, Offsets.ZERO, 32), _q5_0),
     "IQ4_NL": BlockType(32, 18, PackedFormat("iq4_nl", Codes.LEVELS4, Scales.F16, group=32, levels=_IQ4_LEVELS), _q4_0),
-    "MXFP4": BlockType(
-        32, 17, PackedFormat("mxfp4", Codes.LEVELS4, Scales.E8M0, group=32, levels=_E2M1_LEVELS), _mxfp4
-    ),
-    "Q4_K": BlockType(256, 144, _k_quant("q4_k", Codes.LEVELS4, 32, _Q4_K_LEVELS), _q4_k),
+    "MXFP4": BlockType(32, 17, _MXFP4, _mxfp4),
+    "Q4_K": BlockType(256, 144, _k_quant("q4_k", Codes.LEVELS4, 32, UNSIGNED), _q4_k),
     "Q5_K": BlockType(256, 176, _k_quant("q5_k", Codes.UINT5, 32), _q5_k),
     "Q6_K": BlockType(256, 210, _k_quant("q6_k", Codes.INT6, 16), _q6_k),
     "IQ4_XS": BlockType(256, 136, _k_quant("iq4_xs", Codes.LEVELS4, 32, _IQ4_LEVELS), _iq4_xs),

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import torch
 
-from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape
-from moeoffload.formats.int4 import check_order, int4_format, nibbles
+from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes
+from moeoffload.formats.int4 import check_order, nibbles, pack_grouped
 
 _SMALLER_BY: Final = {"gptq": 1, "gptq_v2": 0}
 _MIDDLE: Final = 8
@@ -38,16 +38,11 @@ def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
     """As the module says; with ``sym`` all zeros are 8, and need not be kept."""
     n_in, n_out = 8 * parts["weight"].shape[0], parts["weight"].shape[1]
     size = settings.get("group_size", 128)
-    group = n_in if size == -1 else size
-    if type(group) is not int or group < 1:
-        raise ValueError(f"group_size is {str(size)[:20]}")
-    n_groups = -(-n_in // group)
-    check_shape("scales", parts["scale"], n_groups, n_out)
-    check_shape("zeros", parts["zeros"], n_groups, n_out // 8)
     is_symmetric = settings.get("sym") is True
-    form = int4_format(parts["scale"], group, with_zeros=not is_symmetric)
     less = _SMALLER_BY[_version(settings)]
-    return Packing(form, (n_out, n_in), partial(_sections, group=group, less=less, is_symmetric=is_symmetric))
+    group = n_in if size == -1 else size
+    sections = partial(_sections, group=group, less=less, is_symmetric=is_symmetric)
+    return pack_grouped(parts, (n_out, n_in), size, sections, with_zeros=not is_symmetric)
 
 
 def _sections(parts: Parts, *, group: int, less: int, is_symmetric: bool) -> dict[str, torch.Tensor]:

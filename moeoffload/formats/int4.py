@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
 
-from moeoffload.formats.file_format import Parts
+from moeoffload.formats.file_format import Packing, Parts, check_shape
 from moeoffload.formats.packed import Codes, Offsets, PackedFormat, Scales
 
-_SIGNED: Final = tuple(float(level) for level in range(-8, 8))
-_UNSIGNED: Final = tuple(float(level) for level in range(16))
+SIGNED: Final = tuple(float(level) for level in range(-8, 8))
+UNSIGNED: Final = tuple(float(level) for level in range(16))
+Sections = Callable[[Parts], dict[str, torch.Tensor]]
 SCALES: Final = {torch.float16: Scales.F16, torch.bfloat16: Scales.BF16, torch.float32: Scales.F32}
 
 
@@ -20,8 +22,23 @@ def int4_format(scale: torch.Tensor, group: int, *, with_zeros: bool) -> PackedF
         raise ValueError(f"its scales are stored as {scale.dtype}")
     if group % 16:
         raise ValueError(f"its groups have {group} weights, needed is a multiple of 16")
-    offsets, levels = (Offsets.ZERO, _UNSIGNED) if with_zeros else (Offsets.NONE, _SIGNED)
+    offsets, levels = (Offsets.ZERO, UNSIGNED) if with_zeros else (Offsets.NONE, SIGNED)
     return PackedFormat("int4", Codes.LEVELS4, SCALES[scale.dtype], offsets, group, levels)
+
+
+def pack_grouped(
+    parts: Parts, shape: tuple[int, int], size: object, sections: Sections, *, with_zeros: bool
+) -> Packing:
+    """A weight of ``shape`` (out, in) with scales (groups, out) and zeros (groups, out / 8); ``size`` -1: one group.
+    Raises ValueError, in one line, for a group size or parts that do not fit."""
+    n_out, n_in = shape
+    group = n_in if size == -1 else size
+    if type(group) is not int or group < 1:
+        raise ValueError(f"group_size is {str(size)[:20]}")
+    n_groups = -(-n_in // group)
+    check_shape("scales", parts["scale"], n_groups, n_out)
+    check_shape("zeros", parts["zeros"], n_groups, n_out // 8)
+    return Packing(int4_format(parts["scale"], group, with_zeros=with_zeros), shape, sections)
 
 
 def nibbles(packed: torch.Tensor) -> torch.Tensor:

@@ -210,7 +210,7 @@ class PackedWeights:
             return parts["codes"].contiguous().view(_PLAIN[form.codes]).float()
         values = _values(form, parts, n_in)
         scales, offsets = self._scales(expert, start, end, parts)
-        repeats = form.group or n_in
+        repeats = min(form.group or n_in, n_in)  # a file may claim groups of any size
 
         def spread(each: torch.Tensor) -> torch.Tensor:
             return each.repeat_interleave(repeats, dim=-1)[..., :n_in]

@@ -7,16 +7,15 @@ from typing import Final
 import torch
 
 from moeoffload.formats import mxfp4
+from moeoffload.formats.int4 import SIGNED
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights, Scales
 
-SIGNED4: Final = tuple(float(value) for value in range(-8, 8))
-"""Values of 4-bit integers stored with an offset of 8."""
 GROUP: Final = 32
 BLOCK: Final = 128
 
 FORMATS: Final = {
     "int8": PackedFormat("int8", Codes.INT8, Scales.F16, group=GROUP),
-    "int4": PackedFormat("int4", Codes.LEVELS4, Scales.F16, group=GROUP, levels=SIGNED4),
+    "int4": PackedFormat("int4", Codes.LEVELS4, Scales.F16, group=GROUP, levels=SIGNED),
     "fp8": PackedFormat("fp8", Codes.FP8, Scales.F32, group=BLOCK, shared_rows=BLOCK),
     "mxfp4": mxfp4.FORMAT,
 }

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config import Address, ExpertFormat, HostSettings, TransportChoice, is_loopback
+from moeoffload.config import Address, HostSettings, TransportChoice, is_loopback
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.protocol import dtype_label
@@ -63,7 +63,7 @@ class AttachPlan:
             revision=self.revision,
             digest=self.checkpoint.digest,
             compute_dtype=dtype_label(self.checkpoint.dtype),
-            expert_format="" if self.settings.expert_format is ExpertFormat.KEEP else self.settings.expert_format.value,
+            expert_format=self.checkpoint.expert_format or "",
             config=self.checkpoint.config_text,
         )
 
