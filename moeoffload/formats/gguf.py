@@ -8,17 +8,20 @@ byte each. Sources: ggml-quants.c and ggml-common.h of llama.cpp; ``gguf.quants`
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 
+from moeoffload.formats import mxfp4
 from moeoffload.formats.int4 import SIGNED, UNSIGNED
 from moeoffload.formats.packed import Codes, Offsets, PackedFormat, Scales
 
 Parts = dict[str, torch.Tensor]
 """Section of a packed row -> its bytes, of each block (..., n_blocks, bytes) or of a row (..., bytes); uint8."""
 
+# Without a zero of negative sign.
+_MXFP4: Final = replace(mxfp4.FORMAT, levels=tuple(level + 0.0 for level in mxfp4.FORMAT.levels or ()))
 _IQ4_LEVELS: Final = tuple(
     float(level) for level in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 )
