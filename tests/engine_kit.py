@@ -1,173 +1,139 @@
-"""An engine with real experts and hosts of it over shared memory; and frames that a host sends as it likes."""
+"""An engine and hosts whose frames reach it as if a transport had received them; and frames that a host spoils."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import pytest
 import torch
-from cpu_kernels.experts import gated_experts
 
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.host.link import ExpertLink
-from moeoffload.kernels import prepare_layer
 from moeoffload.payload import PayloadDtype
-from moeoffload.transport import ChannelSizes, HostChannel, HostSlot, ServerChannel, SharedServerEnd, open_shared
+from moeoffload.transport import ChannelOffer, ChannelSizes, ServerChannel, ServerSlot
 from moeoffload.transport.base import Work
 from moeoffload.wire import HEADER_BYTES, FrameHeader, FrameLayout, Kind, read_error_text
 
 SOON_S = 30.0
 N_EXPERTS, HIDDEN, TOP_K = 8, 64, 2
 BF16, F16, F32 = PayloadDtype.BF16, PayloadDtype.F16, PayloadDtype.F32
+Spoil = Callable[[FrameHeader, Any], None]
 
 
-class Server:
-    """An engine with one layer's experts; ``calls`` has the rows of every kernel call."""
+def unspoilt(header: FrameHeader, rest: Any) -> None:
+    """Spoils nothing."""
 
-    def __init__(self, **options: Any) -> None:
-        self.engine = Engine(**options)
-        self.layer = prepare_layer(
-            gated_experts(N_EXPERTS, HIDDEN, 32, torch.bfloat16), self.engine.kernel_workspace, "tiled"
-        )
-        self.calls: list[int] = []
-        kernels: Any = self
-        self.layers = [kernels]
-        self.n_experts = N_EXPERTS
-        self.is_batch_invariant = True
-        self.shape = None
-        self.engine.start()
 
-    def __call__(self, rows: torch.Tensor, *others: Any) -> None:
-        self.calls.append(rows.shape[0])
-        self.layer(rows, *others)
+class Channel(ServerChannel):
+    """Stands for a transport: counts the replies."""
 
-    def in_slices(self, rows: torch.Tensor, *others: Any) -> Iterator[None]:
-        self.calls.append(rows.shape[0])
-        yield from self.layer.in_slices(rows, *others)
+    name = "test"
 
-    @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """Something else is computed until the block ends: what comes meanwhile waits."""
-        share, goes_on, begun = self.engine.shares.join("busy"), threading.Event(), threading.Event()
-        other = self.engine.shares.join("another")  # with which it took turns before
+    def __init__(self, n_slots: int, layout: FrameLayout) -> None:
+        sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes)
+        buffers = [[memoryview(bytearray(n)) for n in (sizes.request_bytes, sizes.reply_bytes)] for _ in range(n_slots)]
+        super().__init__(tuple(ServerSlot(i, *each) for i, each in enumerate(buffers)), lambda channel, slot: None)
+        self.offer = ChannelOffer("test", sizes)
+        self.replies = threading.Semaphore(0)
+        self.replied = [threading.Semaphore(0) for _ in range(n_slots)]
+        self.cancelled: set[int] = set()
 
-        def wait() -> None:
-            begun.set()
-            goes_on.wait(SOON_S)
+    def reply(self, slot: ServerSlot, n_bytes: int) -> None:
+        self.replied[slot.index].release()
+        self.replies.release()
 
-        working = threading.Thread(target=self.engine.run, args=(wait, share, SOON_S))
-        working.start()
-        assert begun.wait(SOON_S)
-        try:
-            yield
-        finally:
-            goes_on.set()
-            working.join(SOON_S)
-            self.engine.leave(share)
-            self.engine.leave(other)
+    def is_cancelled(self, slot: ServerSlot) -> bool:
+        return slot.index in self.cancelled
+
+    def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None: ...
+
+    def _close(self) -> None: ...
 
 
 @dataclass
 class Host:
-    """One host of a `Server`: its share, its lease and its channel."""
+    """One attached host of an engine."""
 
-    server: Server
+    engine: Engine
     name: str
+    layers: Any
     out: PayloadDtype = BF16
     back: PayloadDtype = BF16
     capacity: int = 64
-    n_slots: int = 8
-    layers: Any = None
-    channel: HostChannel = field(init=False)
+    n_sent: int = 0
+    channel: Channel = field(init=False)
 
     def __post_init__(self) -> None:
-        engine = self.server.engine
-        self.layout = layout = FrameLayout(HIDDEN, TOP_K, self.out, self.back, self.capacity)
-        workspace = Workspace(layout, torch.bfloat16, torch.device("cpu"))
-        self.share = engine.shares.join(self.name)
-        layers = self.server.layers if self.layers is None else self.layers
-        self.active = ActiveHost(1, layout, layers, torch.bfloat16, workspace, self.share)
-        sizes = ChannelSizes(self.n_slots, layout.request_bytes, layout.reply_bytes)
+        self.layout = FrameLayout(HIDDEN, TOP_K, self.out, self.back, self.capacity)
+        self.channel = Channel(64, self.layout)
+        self.share = self.engine.shares.join(self.name)
+        workspace = Workspace(self.layout, torch.bfloat16, torch.device("cpu"))
+        self.active = ActiveHost(1, self.layout, self.layers, torch.bfloat16, workspace, self.share)
+        for slot in self.channel.slots:
+            slot.owner = SlotContext(self.active, slot)
 
-        def deliver(channel: ServerChannel, slot: Any) -> Work | None:
-            if slot.owner is None:
-                slot.owner = SlotContext(self.active, slot)
-            return engine.submit(channel, slot)
-
-        self.end = SharedServerEnd(sizes, deliver)
-        self.channel = open_shared(self.end.offer)
-
-    def send(self, n_rows: int, seed: int, spoil: Callable[[FrameHeader, Any], None] | None = None) -> HostSlot:
-        slot = self.channel.acquire(SOON_S)
+    def submit(
+        self, n_rows: int, seed: int = 0, spoil: Spoil = unspoilt, *, received_at: float | None = None
+    ) -> Work | None:
+        """Puts a request into the next slot; returns what the thread that received it has to do."""
+        slot = self.channel.slots[self.n_sent % len(self.channel.slots)]
+        self.n_sent += 1
         views = self.layout.dispatch_views(slot.request, n_rows)
         generator = torch.Generator().manual_seed(seed)
         views.rows.copy_(torch.randn(n_rows, HIDDEN, generator=generator))
         views.weights.copy_(torch.rand(n_rows, TOP_K, generator=generator))
         views.slots.copy_(torch.rand(n_rows, N_EXPERTS, generator=generator).argsort(dim=1)[:, :TOP_K])
-        header = FrameHeader(
-            Kind.DISPATCH, self.out, self.back, self.channel.next_id(slot), 1, top_k=TOP_K, rows=n_rows,
-            body_bytes=self.layout.dispatch_body_bytes(n_rows),
-        )  # fmt: skip
-        n_bytes = HEADER_BYTES + header.body_bytes
-        if spoil is not None:
-            spoil(header, views)
+        body = self.layout.dispatch_body_bytes(n_rows)
+        header = FrameHeader(Kind.DISPATCH, self.out, self.back, 1, 1, top_k=TOP_K, rows=n_rows, body_bytes=body)
+        spoil(header, views)
         header.pack_into(slot.request)
-        self.channel.send(slot, n_bytes)
-        return slot
+        slot.n_bytes = HEADER_BYTES + body
+        slot.received_at = perf_counter() if received_at is None else received_at
+        return self.engine.submit(self.channel, slot)
 
-    def receive(self, slot: HostSlot) -> tuple[torch.Tensor, FrameHeader]:
+    def send(self, n_rows: int, seed: int, spoil: Spoil = unspoilt) -> int:
+        """Submits a request as the thread of a transport does; returns its number."""
+        if (work := self.submit(n_rows, seed, spoil)) is not None:
+            work()
+        return self.n_sent - 1
+
+    def receive(self, number: int) -> tuple[torch.Tensor, FrameHeader]:
         """The sums, empty if there is an error instead, and the header."""
-        self.channel.wait(slot, SOON_S)
-        header = FrameHeader()
-        header.unpack_from(slot.reply)
-        sums = torch.empty(0)
-        if header.kind == Kind.COMBINE:
-            sums = self.layout.combine_view(slot.reply, header.rows).clone()
-        self.channel.release(slot)
+        index = number % len(self.channel.slots)
+        assert self.channel.replied[index].acquire(timeout=SOON_S)
+        header, reply = FrameHeader(), self.channel.slots[index].reply
+        header.unpack_from(reply)
+        sums = self.layout.combine_view(reply, header.rows).clone() if header.kind == Kind.COMBINE else torch.empty(0)
         return sums, header
 
-    def waits_for(self, n_requests: int) -> None:
-        """Returns when so many of its requests lie in the engine's queues."""
-        until = time.monotonic() + SOON_S
-        while len(self.share.small) + len(self.share.large) < n_requests:
-            assert time.monotonic() < until
-            time.sleep(1e-4)
+    def alone(self, n_rows: int, seed: int) -> torch.Tensor:
+        return self.receive(self.send(n_rows, seed))[0]
 
     def comes_at(self, used_s: float) -> None:
         """Decides whose turn is next: that of who has used least."""
         self.share.used_s, self.share.is_idle = float(used_s), False
 
-    def alone(self, n_rows: int, seed: int) -> torch.Tensor:
-        return self.receive(self.send(n_rows, seed))[0]
+    def code_of(self, number: int) -> int:
+        """The error code of the reply to a request; 0 if it has sums."""
+        return self.receive(number)[1].code
 
-    def close(self) -> None:
-        self.channel.close()
-        self.end.close()
+    def wait(self, n_replies: int) -> None:
+        for _ in range(n_replies):
+            assert self.channel.replies.acquire(timeout=SOON_S), f"{self.name} got no reply"
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Any]]:
-    """``make(Server)`` and ``make(Host, server, "a")``, closed after the test."""
-    made: list[Any] = []
-
-    def build(kind: type, *args: Any, **options: Any) -> Any:
-        made.append(kind(*args, **options))
-        return made[-1]
-
-    yield build
-    for each in made:
-        if isinstance(each, Host):
-            each.close()
-    for each in made:
-        if isinstance(each, Server):
-            each.engine.stop(SOON_S)
+def engine() -> Iterator[Engine]:
+    """One that a test starts."""
+    engine = Engine()
+    yield engine
+    engine.stop(SOON_S)
 
 
 def raw_exchange(link: ExpertLink, change: Callable[[FrameHeader, memoryview], None]) -> tuple[int, str, torch.Tensor]:
@@ -196,15 +162,10 @@ def raw_exchange(link: ExpertLink, change: Callable[[FrameHeader, memoryview], N
         channel.release(slot)
 
 
-def unchanged(header: FrameHeader, frame: memoryview) -> None:
-    """Spoils nothing."""
-
-
 def set_slot(value: int) -> Callable[[FrameHeader, memoryview], None]:
     def change(header: FrameHeader, frame: memoryview) -> None:
-        frame[HEADER_BYTES + header.body_bytes - 2 : HEADER_BYTES + header.body_bytes] = value.to_bytes(
-            2, "little", signed=True
-        )
+        end = HEADER_BYTES + header.body_bytes
+        frame[end - 2 : end] = value.to_bytes(2, "little", signed=True)
 
     return change
 

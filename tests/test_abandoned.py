@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from time import perf_counter, sleep
-from typing import Any
+from time import sleep
 
 import pytest
-from engine_kit import Host as RealHost
-from engine_kit import Server, make
-from test_fairness import BRIEF, LARGE, Engine, Host, engine
+from engine_kit import engine, set_field
+from test_fairness import BRIEF, LARGE, Engine, logging_host
 from transport.conftest import OpenEnds, open_ends
 from transport.ends import SOON_S, OnDemand, echo, eventually, receive, send
 
-from moeoffload.wire import ErrorCode, FrameHeader
+from moeoffload.wire import ErrorCode
 
-__all__ = ["engine", "make", "open_ends"]
+__all__ = ["engine", "open_ends"]
 
 
 @pytest.mark.parametrize("n_rows", [BRIEF, LARGE])
 def test_a_request_whose_time_limit_passes_in_the_queue_is_not_computed(engine: Engine, n_rows: int) -> None:
     log: list[str] = []
-    host = Host(engine, "a", log)
+    host = logging_host(engine, "a", log)
     for timeout_us in (1000, 60_000_000, 0):
-        slot = host.channel.slots[host._next]
-        host.submit(n_rows, perf_counter())
-        header = FrameHeader()
-        header.unpack_from(slot.request)
-        header.timeout_us = timeout_us
-        header.pack_into(slot.request)
+        host.submit(n_rows, spoil=set_field("timeout_us", timeout_us))
     sleep(0.01)
     engine.start()
     engine.run(lambda: None, host.share, SOON_S)
@@ -39,7 +32,7 @@ def test_a_request_whose_time_limit_passes_in_the_queue_is_not_computed(engine: 
 
 def test_a_request_that_its_host_has_cancelled_is_not_computed(engine: Engine) -> None:
     log: list[str] = []
-    host = Host(engine, "a", log)
+    host = logging_host(engine, "a", log)
     host.submit(LARGE)
     host.submit(LARGE)
     host.channel.cancelled.add(0)
@@ -47,23 +40,7 @@ def test_a_request_that_its_host_has_cancelled_is_not_computed(engine: Engine) -
     host.wait(2)
     assert [host.code_of(number) for number in range(2)] == [ErrorCode.TOO_LATE, 0]
     assert log == ["a64"]
-
-
-def test_what_a_host_gives_up_while_it_waits_its_turn_is_not_computed_and_its_slot_comes_back(
-    make: Any,
-) -> None:
-    server = make(Server)
-    host = make(RealHost, server, "a", n_slots=1)
-    host.alone(1, 0)
-    server.calls.clear()
-    with server.busy():
-        slot = host.send(3, 1)
-        host.waits_for(1)
-        host.channel.release(slot)
-    host.alone(2, 2)
-    assert server.calls == [2]
-    assert host.channel.n_stale == 1
-    assert server.engine.counters.skipped == 1
+    assert engine.counters.skipped == 1
 
 
 def test_a_release_before_the_reply_tells_the_server_and_counts_for_that_request_alone(open_ends: OpenEnds) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,74 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEMO, StartServer
-from engine_kit import BF16, F16, F32, N_EXPERTS, SOON_S, Host, Server, make, raw_exchange, set_slot, unchanged
+from cpu_kernels.experts import gated_experts
+from engine_kit import BF16, F16, F32, HIDDEN, N_EXPERTS, SOON_S, Host, raw_exchange, set_slot, unspoilt
 
 from moeoffload import open_model
 from moeoffload.control.client import ControlClient
 from moeoffload.expert_server.batcher import Batch
+from moeoffload.expert_server.engine import Engine
 from moeoffload.host.link import ExpertLink
+from moeoffload.kernels import prepare_layer
 from moeoffload.wire import ErrorCode, FrameHeader, Kind
 
-__all__ = ["make"]
+
+class Server:
+    """An engine with one layer's real experts; ``calls`` has the rows of every kernel call."""
+
+    def __init__(self, **options: Any) -> None:
+        self.engine = Engine(**options)
+        experts = gated_experts(N_EXPERTS, HIDDEN, 32, torch.bfloat16)
+        self.layer = prepare_layer(experts, self.engine.kernel_workspace, "tiled")
+        self.calls: list[int] = []
+        self.layers: Any = [self]
+        self.n_experts, self.is_batch_invariant, self.shape = N_EXPERTS, True, None
+        self.engine.start()
+
+    def __call__(self, rows: torch.Tensor, *others: Any) -> None:
+        self.calls.append(rows.shape[0])
+        self.layer(rows, *others)
+
+    def in_slices(self, rows: torch.Tensor, *others: Any) -> Iterator[None]:
+        self.calls.append(rows.shape[0])
+        yield from self.layer.in_slices(rows, *others)
+
+    def hosts(self, *names: str, **options: Any) -> list[Host]:
+        return [Host(self.engine, name, self.layers, **options) for name in names]
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Something else is computed until the block ends: what comes meanwhile waits."""
+        share, goes_on, begun = self.engine.shares.join("busy"), threading.Event(), threading.Event()
+        other = self.engine.shares.join("another")  # with which it took turns before
+
+        def wait() -> None:
+            begun.set()
+            goes_on.wait(SOON_S)
+
+        working = threading.Thread(target=self.engine.run, args=(wait, share, SOON_S))
+        working.start()
+        assert begun.wait(SOON_S)
+        try:
+            yield
+        finally:
+            goes_on.set()
+            working.join(SOON_S)
+            self.engine.leave(share)
+            self.engine.leave(other)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Server]]:
+    """Makes servers that the end of the test stops."""
+    with contextlib.ExitStack() as stack:
+
+        def build(**options: Any) -> Server:
+            server = Server(**options)
+            stack.callback(server.engine.stop, SOON_S)
+            return server
+
+        yield build
 
 
 def at_once(server: Server, *requests: Any, turns: Sequence[Host] = ()) -> list[tuple[torch.Tensor, FrameHeader]]:
@@ -30,17 +90,15 @@ def at_once(server: Server, *requests: Any, turns: Sequence[Host] = ()) -> list[
     """
     with server.busy():
         sent = [(host, host.send(*arguments)) for host, *arguments in requests]
-        for host, _ in sent:
-            host.waits_for(sum(other is host for other, _ in sent))
         for turn, host in enumerate(turns):
             host.comes_at(turn)
-    return [host.receive(slot) for host, slot in sent]
+    return [host.receive(number) for host, number in sent]
 
 
 def test_what_waits_of_four_hosts_is_one_call_with_the_bits_of_four(make: Any) -> None:
-    server = make(Server)
+    server = make()
     kinds = [(BF16, BF16, 4), (F32, F32, 3), (F16, BF16, 2), (BF16, F32, 1)]
-    hosts = [make(Host, server, f"host {i}", out=out, back=back) for i, (out, back, _) in enumerate(kinds)]
+    hosts = [Host(server.engine, str(i), server.layers, out, back) for i, (out, back, _) in enumerate(kinds)]
     rows = [n_rows for _, _, n_rows in kinds]
     alone = [host.alone(n_rows, seed) for seed, (host, n_rows) in enumerate(zip(hosts, rows, strict=True))]
     server.calls.clear()
@@ -58,8 +116,8 @@ def test_what_waits_of_four_hosts_is_one_call_with_the_bits_of_four(make: Any) -
 
 
 def test_four_slots_of_one_host_are_one_call(make: Any) -> None:
-    server = make(Server)
-    host = make(Host, server, "a")
+    server = make()
+    (host,) = server.hosts("a")
     alone = [host.alone(1, seed) for seed in range(4)]
     server.calls.clear()
     answers = at_once(server, *((host, 1, seed) for seed in range(4)))
@@ -86,10 +144,10 @@ def not_finite(header: FrameHeader, views: Any) -> None:
 )
 @pytest.mark.parametrize("at", [0, 2])
 def test_an_error_in_one_of_four_fails_only_that_one(make: Any, spoil: Any, code: ErrorCode, at: int) -> None:
-    server = make(Server)
-    hosts = [make(Host, server, f"host {i}") for i in range(4)]
+    server = make()
+    hosts = server.hosts(*"abcd")
     alone = [host.alone(2, seed) for seed, host in enumerate(hosts)]
-    answers = at_once(server, *((host, 2, i, spoil if i == at else None) for i, host in enumerate(hosts)))
+    answers = at_once(server, *((host, 2, i, spoil if i == at else unspoilt) for i, host in enumerate(hosts)))
     for i, (sums, header) in enumerate(answers):
         if i == at:
             assert (header.kind, header.code) == (Kind.ERROR, code)
@@ -99,22 +157,21 @@ def test_an_error_in_one_of_four_fails_only_that_one(make: Any, spoil: Any, code
 
 
 def test_a_lease_that_ends_while_it_waits_takes_nobody_with_it(make: Any) -> None:
-    server = make(Server)
-    hosts = [make(Host, server, f"host {i}") for i in range(4)]
+    server = make()
+    hosts = server.hosts(*"abcd")
     alone = [host.alone(1, seed) for seed, host in enumerate(hosts)]
     with server.busy():
-        slots = [host.send(1, i) for i, host in enumerate(hosts)]
-        for host in hosts:
-            host.waits_for(1)
+        for i, host in enumerate(hosts):
+            host.send(1, i)
         hosts[0].active.closed = True
     for i in range(1, 4):
-        assert torch.equal(hosts[i].receive(slots[i])[0], alone[i])
+        assert torch.equal(hosts[i].receive(1)[0], alone[i])
 
 
 def test_other_experts_are_another_call_and_coalescing_can_be_off(make: Any) -> None:
     for coalesce in (True, False):
-        server, other = make(Server, coalesce=coalesce), make(Server)
-        hosts = [make(Host, server, "a"), make(Host, server, "b"), make(Host, server, "c", layers=other.layers)]
+        server, other = make(coalesce=coalesce), make()
+        hosts = [*server.hosts("a", "b"), Host(server.engine, "c", other.layers)]
         answers = at_once(server, *((host, 1, 5) for host in hosts))
         assert [header.kind for _, header in answers] == [Kind.COMBINE] * 3
         assert server.calls == ([2] if coalesce else [1, 1])
@@ -122,9 +179,9 @@ def test_other_experts_are_another_call_and_coalescing_can_be_off(make: Any) -> 
 
 
 def test_a_kernel_that_rounds_by_company_computes_alone(make: Any) -> None:
-    server = make(Server)
+    server = make()
     server.is_batch_invariant = False
-    hosts = [make(Host, server, "a"), make(Host, server, "b")]
+    hosts = server.hosts("a", "b")
     at_once(server, *((host, 1, 5) for host in hosts))
     assert server.calls == [1, 1]
 
@@ -146,8 +203,8 @@ def test_a_batch_that_is_done_keeps_no_experts_and_no_request() -> None:
 
 
 def test_a_batch_stays_within_its_first_members_memory(make: Any) -> None:
-    server = make(Server)
-    host = make(Host, server, "a", capacity=4)
+    server = make()
+    (host,) = server.hosts("a", capacity=4)
     answers = at_once(server, *((host, n_rows, 1) for n_rows in (1, 2, 2, 1, 3)))
     assert [header.kind for _, header in answers] == [Kind.COMBINE] * 5
     assert server.calls == [4, 2, 3]
@@ -159,8 +216,8 @@ def test_a_batch_stays_within_its_first_members_memory(make: Any) -> None:
 def test_a_host_joins_anothers_decode_step_with_no_more_rows_than_that(
     make: Any, waiting: tuple[int, ...], calls: list[int]
 ) -> None:
-    server = make(Server)
-    quiet, other = make(Host, server, "quiet"), make(Host, server, "other")
+    server = make()
+    quiet, other = server.hosts("quiet", "other")
     quiet.alone(1, 0)
     other.alone(1, 0)
     server.calls.clear()
@@ -172,8 +229,8 @@ def test_a_host_joins_anothers_decode_step_with_no_more_rows_than_that(
 
 
 def test_a_decode_step_does_not_ride_in_a_call_of_many_rows(make: Any) -> None:
-    server = make(Server)
-    quiet, other = make(Host, server, "quiet"), make(Host, server, "other")
+    server = make()
+    quiet, other = server.hosts("quiet", "other")
     quiet.alone(1, 0)
     other.alone(1, 0)
     server.calls.clear()
@@ -183,8 +240,8 @@ def test_a_decode_step_does_not_ride_in_a_call_of_many_rows(make: Any) -> None:
 
 
 def test_long_requests_are_joined_by_long_ones(make: Any) -> None:
-    server = make(Server)
-    hosts = [make(Host, server, name, capacity=200) for name in "ab"]
+    server = make()
+    hosts = server.hosts("a", "b", capacity=200)
     alone = [host.alone(90, seed) for seed, host in enumerate(hosts)]
     server.calls.clear()
     answers = at_once(server, *((host, 90, seed) for seed, host in enumerate(hosts)))
@@ -193,8 +250,8 @@ def test_long_requests_are_joined_by_long_ones(make: Any) -> None:
 
 
 def test_each_host_pays_for_its_rows(make: Any) -> None:
-    server = make(Server)
-    one, three = make(Host, server, "one"), make(Host, server, "three")
+    server = make()
+    one, three = server.hosts("one", "three")
     for host in (one, three):
         host.alone(1, 0)
     at_once(server, (one, 1, 1), (three, 3, 2), turns=(three, one))
@@ -206,8 +263,8 @@ def test_each_host_pays_for_its_rows(make: Any) -> None:
 
 @pytest.mark.parametrize("capacity", [1, 8])
 def test_a_collection_window_is_counted_and_none_where_nothing_fits(make: Any, capacity: int) -> None:
-    server = make(Server, collect_window_s=5e-3)
-    host = make(Host, server, "a", capacity=capacity)
+    server = make(collect_window_s=5e-3)
+    (host,) = server.hosts("a", capacity=capacity)
     host.alone(1, 0)
     collect_s = server.engine.counters.collect_s
     if capacity == 1:
@@ -218,7 +275,7 @@ def test_a_collection_window_is_counted_and_none_where_nothing_fits(make: Any, c
 
 def hammer(link: ExpertLink, n_times: int, bad: bool) -> list[tuple[int, torch.Tensor]]:
     """Sends the same row so many times, one after the other; the error codes and sums that came back."""
-    answers = (raw_exchange(link, set_slot(30_000) if bad else unchanged) for _ in range(n_times))
+    answers = (raw_exchange(link, set_slot(30_000) if bad else unspoilt) for _ in range(n_times))
     return [(code, sums) for code, _, sums in answers]
 
 

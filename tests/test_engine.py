@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEMO
-from engine_kit import raw_exchange, set_field, set_slot, unchanged
+from engine_kit import raw_exchange, set_field, set_slot, unspoilt
 
 from moeoffload import open_model
 from moeoffload.wire import ErrorCode
@@ -36,10 +36,11 @@ def test_bad_frames_get_typed_errors_and_the_server_goes_on(three_servers: list[
         torch.inference_mode(),
     ):
         expected = other.model(prompt).logits
-        for name, change, code, words in BAD_FRAMES:
+        others = ("the epoch of another host", set_field("epoch", other.links[0]._epoch), ErrorCode.BAD_FRAME, "epoch")
+        for name, change, code, words in (*BAD_FRAMES, others):
             got, text, _ = raw_exchange(offloaded.links[0], change)
             assert got == code, name
             assert words in text, name
             assert torch.equal(other.model(prompt).logits, expected)
-        assert raw_exchange(offloaded.links[0], unchanged)[:2] == (0, "")
+        assert raw_exchange(offloaded.links[0], unspoilt)[:2] == (0, "")
         assert torch.equal(offloaded.model(prompt).logits, expected)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from engine_kit import N_EXPERTS, Host, engine
 
 from moeoffload.errors import ServerError
 from moeoffload.expert_server import batcher
 from moeoffload.expert_server.engine import RECENT_S, Engine
 from moeoffload.expert_server.fair_share import SMALL_IN_A_ROW, SMALL_PRICE, FairShares
-from moeoffload.expert_server.requests import ActiveHost, SlotContext
-from moeoffload.expert_server.workspace import Workspace
-from moeoffload.payload import PayloadDtype
-from moeoffload.transport import ChannelOffer, ChannelSizes, ServerChannel, ServerSlot
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, FrameLayout, Kind
+from moeoffload.wire import ErrorCode
+
+__all__ = ["engine"]
 
 SOON_S = 20.0
-LAYOUT = FrameLayout(hidden=1024, top_k=2, dtype_out=PayloadDtype.F32, dtype_back=PayloadDtype.F32, capacity=64)
 LARGE, BRIEF = 64, 1
 N_STEPS = 20
 
@@ -33,7 +31,7 @@ class Kernel:
     log: list[str]
     name: str
     between: Callable[[int], None] = lambda step: None
-    n_experts: int = 4
+    n_experts: int = N_EXPERTS
     is_batch_invariant: bool = False
     shape: None = None
 
@@ -41,105 +39,27 @@ class Kernel:
         out.copy_(rows)
         self.log.append(f"{self.name}{rows.shape[0]}")
 
-    def in_slices(
-        self, rows: torch.Tensor, slots: Any, weights: Any, out: torch.Tensor, workspace: Any = None
-    ) -> Iterator[None]:
+    def in_slices(self, *call: Any) -> Iterator[None]:
         for step in range(N_STEPS):
             self.between(step)
             self.log.append(f"{self.name}.")
             yield
-        self(rows, slots, weights, out)
+        self(*call)
 
 
-class Channel(ServerChannel):
-    """Stands for a transport: hands requests to the engine and counts the replies."""
-
-    name = "test"
-
-    def __init__(self, n_slots: int) -> None:
-        n_bytes = LAYOUT.request_bytes
-        super().__init__(
-            tuple(
-                ServerSlot(i, memoryview(bytearray(n_bytes)), memoryview(bytearray(LAYOUT.reply_bytes)))
-                for i in range(n_slots)
-            ),
-            lambda channel, slot: None,
-        )
-        self.offer = ChannelOffer("test", ChannelSizes(n_slots, n_bytes, LAYOUT.reply_bytes))
-        self.replies = threading.Semaphore(0)
-
-        self.cancelled: set[int] = set()
-
-    def reply(self, slot: ServerSlot, n_bytes: int) -> None:
-        self.replies.release()
-
-    def is_cancelled(self, slot: ServerSlot) -> bool:
-        return slot.index in self.cancelled
-
-    def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None: ...
-
-    def _close(self) -> None: ...
-
-
-@dataclass
-class Host:
-    """One attached host of the engine."""
-
-    engine: Engine
-    name: str
-    log: list[str]
-    between: Callable[[int], None] = lambda step: None
-    n_slots: int = 64
-    _next: int = 0
-    channel: Channel = field(init=False)
-
-    def __post_init__(self) -> None:
-        kernel: Any = Kernel(self.log, self.name, lambda step: self.between(step))
-        self.channel = Channel(self.n_slots)
-        self.share = self.engine.shares.join(self.name)
-        workspace = Workspace(LAYOUT, torch.float32, torch.device("cpu"))
-        self.active = ActiveHost(1, LAYOUT, [kernel], torch.float32, workspace, self.share)
-        for slot in self.channel.slots:
-            slot.owner = SlotContext(self.active, slot)
-
-    def submit(self, n_rows: int, received_at: float = 0.0) -> Callable[[], None] | None:
-        slot = self.channel.slots[self._next % self.n_slots]
-        self._next += 1
-        body = LAYOUT.dispatch_body_bytes(n_rows)
-        FrameHeader(
-            Kind.DISPATCH, LAYOUT.dtype_out, LAYOUT.dtype_back, 1, 1, top_k=2, rows=n_rows, body_bytes=body
-        ).pack_into(slot.request)
-        slot.n_bytes = HEADER_BYTES + body
-        slot.received_at = received_at
-        return self.engine.submit(self.channel, slot)
-
-    def code_of(self, number: int) -> int:
-        """The error code of the reply in this slot; 0 if it has sums."""
-        header = FrameHeader()
-        header.unpack_from(self.channel.slots[number].reply)
-        return header.code if header.kind == Kind.ERROR else 0
-
-    def wait(self, n_replies: int) -> None:
-        for _ in range(n_replies):
-            assert self.channel.replies.acquire(timeout=SOON_S), f"{self.name} got no reply; so far {self.log}"
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    engine = Engine()
-    yield engine
-    engine.stop(SOON_S)
+def logging_host(engine: Engine, name: str, log: list[str]) -> Host:
+    return Host(engine, name, [Kernel(log, name)])
 
 
 def test_a_brief_request_waits_for_one_step_of_anothers_long_ones_at_most(engine: Engine) -> None:
     log: list[str] = []
-    quiet, flooder = Host(engine, "a", log), Host(engine, "b", log)
+    quiet, flooder = logging_host(engine, "a", log), logging_host(engine, "b", log)
 
     def at_step(step: int) -> None:
         if step == 5 and "a1" not in log:
             quiet.submit(BRIEF)
 
-    flooder.between = at_step
+    flooder.layers[0].between = at_step
     for _ in range(4):
         flooder.submit(LARGE)
     engine.start()
@@ -152,7 +72,7 @@ def test_a_brief_request_waits_for_one_step_of_anothers_long_ones_at_most(engine
 
 def test_a_lone_host_is_computed_in_one_go(engine: Engine) -> None:
     log: list[str] = []
-    host = Host(engine, "a", log)
+    host = logging_host(engine, "a", log)
     engine.start()
     host.submit(LARGE)
     host.wait(1)
@@ -164,11 +84,11 @@ def test_a_lone_host_is_computed_in_one_go(engine: Engine) -> None:
 
 def test_hosts_whose_requests_go_to_and_fro_are_computed_by_a_thread_of_its_own(engine: Engine) -> None:
     """Else one's frames would wait while the thread that received another's computes them; a hop costs a lone one."""
-    first, second = Host(engine, "a", []), Host(engine, "b", [])
+    first, second = logging_host(engine, "a", []), logging_host(engine, "b", [])
     engine.start()
 
     def is_handed_over(host: Host, at: float) -> bool:
-        return host.submit(BRIEF, at) is None
+        return host.submit(BRIEF, received_at=at) is None
 
     assert not is_handed_over(first, 0.0)
     assert not is_handed_over(second, 10.0)
@@ -180,13 +100,13 @@ def test_hosts_whose_requests_go_to_and_fro_are_computed_by_a_thread_of_its_own(
 
 def test_brief_requests_without_end_leave_the_other_host_its_part(engine: Engine) -> None:
     log: list[str] = []
-    greedy, other = Host(engine, "a", log), Host(engine, "b", log)
+    greedy, other = logging_host(engine, "a", log), logging_host(engine, "b", log)
 
     def always_one_more(step: int) -> None:
         if len(greedy.share.small) < 2:
             greedy.submit(BRIEF)
 
-    other.between = always_one_more
+    other.layers[0].between = always_one_more
     other.submit(LARGE)
     engine.start()
     other.wait(1)
@@ -196,7 +116,7 @@ def test_brief_requests_without_end_leave_the_other_host_its_part(engine: Engine
 
 def test_large_requests_of_two_hosts_take_turns_though_one_has_many(engine: Engine) -> None:
     log: list[str] = []
-    flooder, other = Host(engine, "b", log), Host(engine, "a", log)
+    flooder, other = logging_host(engine, "b", log), logging_host(engine, "a", log)
     for _ in range(40):
         flooder.submit(LARGE)
     other.submit(LARGE)
@@ -209,7 +129,7 @@ def test_large_requests_of_two_hosts_take_turns_though_one_has_many(engine: Engi
 
 def test_small_requests_of_a_host_do_not_starve_its_large_one(engine: Engine) -> None:
     log: list[str] = []
-    host = Host(engine, "a", log)
+    host = logging_host(engine, "a", log)
     host.submit(LARGE)
     for _ in range(3 * SMALL_IN_A_ROW):
         host.submit(BRIEF)
@@ -241,7 +161,7 @@ def test_a_lease_that_ends_between_the_choice_of_its_host_and_of_its_request_end
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
-    leaving, other = Host(engine, "a", log), Host(engine, "b", log)
+    leaving, other = logging_host(engine, "a", log), logging_host(engine, "b", log)
     pick = engine.shares.pick
 
     def pick_and_leave() -> Any:
@@ -263,7 +183,7 @@ def test_a_lease_that_ends_while_a_batch_is_filled_with_its_requests_ends_no_thr
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
-    first, leaving = Host(engine, "a", log), Host(engine, "b", log)
+    first, leaving = logging_host(engine, "a", log), logging_host(engine, "b", log)
     kernel = first.active.layers[0]
     kernel.is_batch_invariant = True  # type: ignore[union-attr]
     leaving.active.layers = [kernel]
@@ -293,7 +213,7 @@ def test_what_goes_wrong_between_two_slices_is_not_blamed_on_the_slots_of_the_lo
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
-    long, _ = Host(engine, "a", log), Host(engine, "b", log)
+    long, _ = logging_host(engine, "a", log), logging_host(engine, "b", log)
 
     def broken(*_: Any) -> None:
         raise IndexError("pop from an empty deque")

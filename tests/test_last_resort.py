@@ -10,8 +10,9 @@ import grpc
 import pytest
 import torch
 from conftest import DEMO, StartServer
+from engine_kit import engine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from test_fairness import BRIEF, LARGE, Engine, Host, engine
+from test_fairness import BRIEF, LARGE, Engine, logging_host
 from transport.ends import SIZES, SOON_S, OnDemand, echo, eventually, send
 
 from moeoffload import open_model
@@ -35,7 +36,7 @@ def test_when_the_compute_thread_fails_all_that_waits_and_all_that_comes_is_told
 ) -> None:
     told: list[str] = []
     engine.on_failure = told.append
-    host = Host(engine, "a", [])
+    host = logging_host(engine, "a", [])
     host.submit(LARGE)
     monkeypatch.setattr(engine, "_pick", unforeseen)
     failures: list[str] = []
