@@ -30,7 +30,7 @@ for name in [name for name in os.environ if name.startswith(("MOEOFFLOAD_", "DFL
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-sys.path.insert(0, str(ROOT / "examples" / "demo"))
+sys.path[:0] = [str(ROOT / "examples" / "demo"), str(ROOT / "tests" / "faults")]
 
 RunningServer = ServerProcess
 expert_server = ServerProcess

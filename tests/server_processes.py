@@ -92,6 +92,34 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
+class PipedProcess(WarmProcess):
+    """A fork that runs ``body(pipe, *arguments)``; the other end of the pipe is here."""
+
+    def __init__(self, log: Path, body: Callable[..., None], *arguments: Any) -> None:
+        self.log = log
+        self.pipe, theirs = WARM.Pipe()
+        super().__init__(log, log, body, theirs, *arguments)
+        theirs.close()
+
+    def asks(self, *question: Any) -> Any:
+        """Sends the question, if there is one; returns what the process says next.
+
+        Raises:
+            RuntimeError: it has ended, or says nothing; the message holds the end of its log.
+        """
+        with contextlib.suppress(EOFError, OSError):
+            for each in question:
+                self.pipe.send(each)
+            if self.pipe.poll(STEP_TIMEOUT_S):
+                return self.pipe.recv()
+        raise RuntimeError(f"process {self.pid} does not answer:\n{read(self.log)[-4000:]}")
+
+    def close(self) -> None:
+        """kill -9. Idempotent."""
+        end(self)
+        self.pipe.close()
+
+
 Process = WarmProcess | subprocess.Popen[str]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_processes import STEP_TIMEOUT_S, WARM, ServerProcess, WarmProcess, end
+from server_processes import PipedProcess, ServerProcess
 from synthetic import geometry_config, write_checkpoint
 
 N_EXPERTS = 32
@@ -41,20 +41,15 @@ def host(pipe: Connection, checkpoint: Path, experts: list[str]) -> None:
 def test_peak_memory_stays_near_what_each_process_must_hold(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     write_checkpoint(geometry_config("qwen3-30b-a3b", layers=1, experts=N_EXPERTS, vocab=1000), checkpoint)
-    pipe, theirs = WARM.Pipe()
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(ServerProcess(tmp_path)) for _ in range(2)]
-        log = tmp_path / "host.log"
-        process = WarmProcess(log, log, host, theirs, checkpoint, [server.address for server in servers])
-        stack.callback(end, process)
-        pipe.recv()
+        process = PipedProcess(tmp_path / "host.log", host, checkpoint, [server.address for server in servers])
+        stack.callback(process.close)
+        process.asks()
         pids = [process.pid, *(server.pid for server in servers)]
         before = [resident_mib(pid, peak=False) for pid in pids]
-        pipe.send("go on")
-        assert pipe.poll(STEP_TIMEOUT_S), log.read_text()
-        dense_mib, held_mib = pipe.recv()
+        dense_mib, held_mib = process.asks("go on")
         assert sum(held_mib) == pytest.approx(EXPERT_MIB)
         grown = [resident_mib(pid, peak=True) - was for pid, was in zip(pids, before, strict=True)]
         over = [got - holds for got, holds in zip(grown, [dense_mib, *held_mib], strict=True)]
         assert max(over) < SPARE_MIB, over
-        pipe.send("the end")

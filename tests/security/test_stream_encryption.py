@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import zmq
+from fault_kit.proxy import Proxy
 from transport.ends import SIZES, SOON_S, call, echo, eventually
-from transport.tcp import Proxy
 
 from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.transport import HostChannel, StreamKeys, StreamListener, StreamServerEnd, open_channel
@@ -25,28 +25,11 @@ LIMIT = 64 * 1024
 PATTERN = os.urandom(64)
 
 
-class Recorder(Proxy):
-    """A proxy that keeps what passes it."""
-
-    def __init__(self, port: int) -> None:
-        self.captured = bytearray()
-        super().__init__(port)
-
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:  # type: ignore[override]
-        tap, far = socket.socketpair()
-        copier = threading.Thread(target=self._copy, args=(source, tap))
-        copier.start()
-        super()._forward(far, sink)
-        copier.join(SOON_S)
-
-    def _copy(self, source: socket.socket, tap: socket.socket) -> None:
-        with tap:
-            try:
-                while data := source.recv(65536):
-                    self.captured += data
-                    tap.sendall(data)
-            except OSError:
-                pass
+@contextlib.contextmanager
+def proxy_of(listener: StreamListener) -> Iterator[Proxy]:
+    with contextlib.closing(Proxy("127.0.0.2", "127.0.0.1")) as proxy:
+        proxy.tell("forward", [listener.port])
+        yield proxy
 
 
 class Refused:
@@ -79,20 +62,20 @@ def attached(listener: StreamListener) -> tuple[StreamServerEnd, HostChannel, St
 
 
 @pytest.mark.parametrize("encrypted", [True, False])
-def test_a_capture_of_the_wire_shows_rows_only_without_encryption(encrypted: bool) -> None:
+def test_a_capture_of_the_wire_shows_rows_only_without_encryption(tmp_path: Path, encrypted: bool) -> None:
     listener = StreamListener(max_request_bytes=LIMIT, encrypted=encrypted)
-    proxy = Recorder(listener.port)
     keys = StreamKeys.new()
-    offer = listener.open_channel(SIZES, echo, keys.public).offer
-    offer = replace(offer, parameters=offer.parameters | {"port": str(proxy.port)})
-    host = open_channel(offer, host="127.0.0.1", timeout_s=SOON_S, keys=keys)
-    assert call(host, PATTERN * 100) == PATTERN * 100
-    host.close()
-    proxy.close()
+    with proxy_of(listener) as proxy:
+        proxy.tell("record", tmp_path / "captured")
+        offer = listener.open_channel(SIZES, echo, keys.public).offer
+        host = open_channel(offer, host=proxy.here, timeout_s=SOON_S, keys=keys)
+        assert call(host, PATTERN * 100) == PATTERN * 100
+        host.close()
     listener.close()
-    assert len(proxy.captured) > 2 * 100 * len(PATTERN), "both ways were captured"
-    assert (PATTERN in proxy.captured) == (not encrypted)
-    assert keys.secret.encode() not in proxy.captured
+    captured = (tmp_path / "captured").read_bytes()
+    assert len(captured) > 2 * 100 * len(PATTERN), "both ways were captured"
+    assert (PATTERN in captured) == (not encrypted)
+    assert keys.secret.encode() not in captured
 
 
 def test_several_hosts_reach_their_own_channels(listener: StreamListener, refused: Refused) -> None:
@@ -129,27 +112,23 @@ def test_a_sealed_message_beyond_the_limit_never_gets_in(listener: StreamListene
 
 
 def test_a_host_that_reconnects_goes_on(listener: StreamListener) -> None:
-    proxy = Proxy(listener.port)
     keys = StreamKeys.new()
     offer = listener.open_channel(SIZES, echo, keys.public).offer
-    offer = replace(offer, parameters=offer.parameters | {"port": str(proxy.port)})
-    host = open_channel(offer, host="127.0.0.1", timeout_s=SOON_S, keys=keys)
-    assert call(host, b"before") == b"before"
-    proxy.cut()
-    proxy.mend()
-    answers: list[bytes] = []
+    with proxy_of(listener) as proxy:
+        host = open_channel(offer, host=proxy.here, timeout_s=SOON_S, keys=keys)
+        assert call(host, b"before") == b"before"
+        proxy.tell("cut")
+        proxy.tell("mend")
+        answers: list[bytes] = []
 
-    def answered() -> bool:
-        try:
-            answers.append(call(host, b"after", timeout_s=0.5))
-        except DeadlineError:  # sent into the old connection
-            return False
-        return True
+        def answered() -> bool:
+            with contextlib.suppress(DeadlineError):  # sent into the old connection
+                answers.append(call(host, b"after", timeout_s=0.5))
+            return bool(answers)
 
-    eventually(answered)
-    assert answers == [b"after"]
-    host.close()
-    proxy.close()
+        eventually(answered)
+        assert answers == [b"after"]
+        host.close()
 
 
 def test_a_key_that_was_never_admitted_is_refused(listener: StreamListener, refused: Refused) -> None:

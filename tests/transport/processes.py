@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from moeoffload.transport import ChannelOffer, SharedServerEnd, open_channel
 from moeoffload.transport.segment import SHM_FOLDER
 
 from .ends import SIZES, SOON_S, call, echo, send
-
-# Forks of a process that has imported this, and has no threads: real processes without seconds of import each.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["moeoffload.transport"])
-
-
-class Process:
-    """A process that runs ``body(pipe)`` and then waits to be killed."""
-
-    def __init__(self, body: Callable[[Connection], None]) -> None:
-        self.pipe, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=body, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def hears(self) -> Any:
-        """What the process says next."""
-        assert self.pipe.poll(SOON_S * 3), "the process says nothing"
-        return self.pipe.recv()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join(SOON_S)
-        self._process.close()
-        self.pipe.close()
 
 
 def serve_once(pipe: Connection) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import posix_ipc
 import pytest
 import torch
+from server_processes import PipedProcess
 
 from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.transport import (
@@ -29,7 +30,7 @@ from moeoffload.wire import HEADER_BYTES, ErrorCode, Kind
 
 from .conftest import both_ends
 from .ends import SIZES, SOON_S, OnDemand, call, echo, eventually, receive, reply_header, send
-from .processes import Process, connect, mode_of, names_of, serve_never, serve_once
+from .processes import connect, mode_of, names_of, serve_never, serve_once
 
 ME = os.getpid()
 
@@ -58,27 +59,26 @@ def test_names_live_from_create_to_open_and_are_private() -> None:
     server.close()
 
 
-def test_two_processes_share_the_nonce_and_echo() -> None:
-    server = Process(serve_once)
-    offer, nonce = server.hears()
+def test_two_processes_share_the_nonce_and_echo(tmp_path: Path) -> None:
+    server = PipedProcess(tmp_path / "log", serve_once)
+    offer, nonce = server.asks()
     assert len(names_of(server.pid)) == 2 + SIZES.n_slots
     host = open_channel(offer, host="", timeout_s=SOON_S)
     assert not names_of(server.pid)
     assert host.nonce == nonce
-    server.pipe.send("opened")
-    assert server.hears() == "opened"
+    assert server.asks("opened") == "opened"
     for n_bytes in (0, 1000, 8192):
         assert call(host, b"x" * n_bytes) == b"x" * n_bytes
     host.close()
-    server.kill()
+    server.close()
 
 
-def test_a_server_killed_before_the_host_opens_is_swept() -> None:
-    server = Process(serve_once)
-    offer, _ = server.hears()
+def test_a_server_killed_before_the_host_opens_is_swept(tmp_path: Path) -> None:
+    server = PipedProcess(tmp_path / "log", serve_once)
+    offer, _ = server.asks()
     pid = server.pid
     assert sweep_stale_segments(min_age_s=0) == 0, "the server is alive"
-    server.kill()
+    server.close()
     assert len(names_of(pid)) == 2 + SIZES.n_slots
     sweep_stale_segments()
     assert names_of(pid), "too young: it might be alive in another container"
@@ -88,15 +88,15 @@ def test_a_server_killed_before_the_host_opens_is_swept() -> None:
         open_shared(offer)
 
 
-def test_a_server_killed_in_the_middle_of_a_request_leaves_nothing_and_the_wait_ends() -> None:
-    server = Process(serve_never)
-    offer, _ = server.hears()
+def test_a_server_killed_in_the_middle_of_a_request_leaves_nothing_and_the_wait_ends(tmp_path: Path) -> None:
+    server = PipedProcess(tmp_path / "log", serve_never)
+    offer, _ = server.asks()
     pid = server.pid
     host = open_shared(offer)
     slot = host.acquire(SOON_S)
     send(host, slot)
-    assert server.hears() == "request"
-    server.kill()
+    assert server.asks() == "request"
+    server.close()
     assert not names_of(pid)
     with pytest.raises(DeadlineError):
         host.wait(slot, 0.05)
@@ -105,17 +105,16 @@ def test_a_server_killed_in_the_middle_of_a_request_leaves_nothing_and_the_wait_
 
 
 @pytest.mark.parametrize("moment", ["before open", "after open", "in flight"])
-def test_a_host_killed_at_any_moment_leaves_nothing(moment: str) -> None:
+def test_a_host_killed_at_any_moment_leaves_nothing(moment: str, tmp_path: Path) -> None:
     engine = OnDemand()
     server = SharedServerEnd(SIZES, engine)
-    host = Process(connect)
+    host = PipedProcess(tmp_path / "log", connect)
     if moment != "before open":
-        host.pipe.send(server.offer)
-        assert host.hears() == server.nonce
+        assert host.asks(server.offer) == server.nonce
     if moment == "in flight":
         engine.answer()
-        assert host.hears() == "in flight"
-    host.kill()
+        assert host.asks() == "in flight"
+    host.close()
     if moment == "in flight":
         engine.answer()
     server.close()

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import pytest
 import zmq
+from fault_kit.proxy import Proxy
 
 from moeoffload.errors import CapacityError, DeadlineError, ProtocolError, ServerError
 from moeoffload.transport import (
@@ -32,7 +33,6 @@ from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind
 
 from .conftest import both_ends
 from .ends import SIZES, SOON_S, OnDemand, call, echo, eventually, receive, send
-from .tcp import Proxy, bare_dealer
 
 LIMIT = 64 * 1024
 
@@ -48,12 +48,18 @@ def opened(listener: StreamListener, deliver: Deliver = echo, sizes: ChannelSize
     return listener.open_channel(sizes, deliver)
 
 
-def connected(channel: StreamServerEnd, port: int | None = None) -> HostChannel:
-    """The host's end, by way of another port if that is named."""
-    offer = channel.offer
-    if port is not None:
-        offer = replace(offer, parameters=offer.parameters | {"port": str(port)})
-    return open_channel(offer, host="127.0.0.1", timeout_s=SOON_S)
+def connected(channel: StreamServerEnd, host: str = "127.0.0.1") -> HostChannel:
+    return open_channel(channel.offer, host=host, timeout_s=SOON_S)
+
+
+@contextlib.contextmanager
+def bare_dealer(port: int, routing_id: bytes) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.ROUTING_ID, routing_id)
+        dealer.setsockopt(zmq.RCVTIMEO, int(SOON_S * 1000))
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        yield dealer
 
 
 def frame(request_id: int, body: bytes = b"", kind: Kind = Kind.DISPATCH) -> bytes:
@@ -289,19 +295,19 @@ def test_offers_and_addresses_that_make_no_sense_are_named(listener: StreamListe
 
 @pytest.fixture
 def proxy(listener: StreamListener) -> Iterator[Proxy]:
-    proxy = Proxy(listener.port)
-    yield proxy
-    proxy.close()
+    with contextlib.closing(Proxy("127.0.0.2", "127.0.0.1")) as proxy:
+        proxy.tell("forward", [listener.port])
+        yield proxy
 
 
 def test_a_slot_whose_reply_was_lost_with_the_connection_comes_back(listener: StreamListener, proxy: Proxy) -> None:
     engine = OnDemand()
     channel = opened(listener, engine, ChannelSizes(1, 128, 128))
-    host = connected(channel, proxy.port)
+    host = connected(channel, proxy.here)
     slot = host.acquire(SOON_S)
     send(host, slot)
     taken_channel, taken = engine.take()
-    proxy.cut()
+    proxy.tell("cut")
     eventually(lambda: not listener.send(channel, 99, *outgoing(99)))
     before = channel.n_dropped
     echo(taken_channel, taken)
@@ -309,7 +315,7 @@ def test_a_slot_whose_reply_was_lost_with_the_connection_comes_back(listener: St
     with pytest.raises(DeadlineError):
         host.wait(slot, 0.01)
     host.release(slot)
-    proxy.mend()
+    proxy.tell("mend")
     assert host.acquire(SOON_S) is slot
     assert host.n_stale >= 1
     host.release(slot)
@@ -322,8 +328,8 @@ def test_a_slot_whose_reply_was_lost_with_the_connection_comes_back(listener: St
 
 def test_what_is_sent_while_disconnected_arrives_later(listener: StreamListener, proxy: Proxy) -> None:
     channel = opened(listener)
-    host = connected(channel, proxy.port)
-    proxy.cut()
+    host = connected(channel, proxy.here)
+    proxy.tell("cut")
     eventually(lambda: not listener.send(channel, 99, *outgoing(99)))
     slot = host.acquire(SOON_S)
     request_id = send(host, slot, b"patience")
@@ -332,14 +338,14 @@ def test_what_is_sent_while_disconnected_arrives_later(listener: StreamListener,
     host.release(slot)
     other = host.acquire(SOON_S)
     request_id = send(host, other, b"patience")
-    proxy.mend()
+    proxy.tell("mend")
     assert receive(host, other, request_id) == b"patience"
     host.release(other)
     eventually(lambda: not host._collect_late() and host.is_idle)  # type: ignore[func-returns-value]
     host.close()
 
 
-def test_a_send_that_nobody_takes_ends(listener: StreamListener, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_send_that_nobody_takes_ends(listener: StreamListener, monkeypatch: pytest.MonkeyPatch) -> None:
     channel = opened(listener)
     host = connected(channel)
     monkeypatch.setattr("moeoffload.transport.stream.SEND_TIMEOUT_S", 0.01)

@@ -1,4 +1,4 @@
-"""A TCP proxy in a process of its own, in front of all ports of one server: cuts, stalls, slows and corrupts a link.
+"""A TCP proxy in a process of its own, in front of ports of one server: cuts, stalls, slows, corrupts and records.
 
 It listens at a loopback address of its own at the very port numbers of the server, so a host that is given that address
 reaches the control plane and the announced data plane through it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import io
 import os
 import socket
 import struct
@@ -16,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
-from server_processes import STEP_TIMEOUT_S, WARM, WarmProcess, end
+from server_processes import PipedProcess
 
 MAGIC: Final = b"MOEX"
 CURVE: Final = b"\x07MESSAGE"
@@ -39,6 +40,7 @@ class _Forwarder:
         self._delay_s = 0.0
         self._n_corrupt = 0
         self._ports: list[int] = []
+        self._tap: io.FileIO | None = None
 
     async def forward(self, ports: list[int]) -> None:
         """Listens at exactly these ports."""
@@ -82,6 +84,10 @@ class _Forwarder:
         self._flows.set()
         await self.forward(self._ports)
 
+    async def record(self, file: Path) -> None:
+        """Whatever passes from now on is kept in this file."""
+        self._tap = file.open("wb", 0)
+
     async def _connected(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             far_reader, far_writer = await asyncio.open_connection(self._target, port)
@@ -104,6 +110,8 @@ class _Forwarder:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while data := await reader.read(CHUNK):
                 await self._flows.wait()
+                if self._tap is not None:
+                    self._tap.write(data)
                 if self._delay_s:
                     await asyncio.sleep(self._delay_s)
                 writer.write(self._spoiled(data) if self._n_corrupt else data)
@@ -141,25 +149,14 @@ def _run(orders: Connection, here: str, target: str) -> None:
         asyncio.run(obey())
 
 
-class Proxy:
+class Proxy(PipedProcess):
     """The proxy process of one server: ``here`` is the address where hosts find it. ``close`` it."""
 
     def __init__(self, here: str, target: str) -> None:
         self.here = here
-        self._orders, theirs = WARM.Pipe()
-        nowhere = Path(os.devnull)
-        self._process = WarmProcess(nowhere, nowhere, _run, theirs, here, target)
-        theirs.close()
+        super().__init__(Path(os.devnull), _run, here, target)
 
-    def close(self) -> None:
-        """Ends the process. Idempotent."""
-        self._orders.close()
-        end(self._process)
-
-    def tell(self, order: str, *arguments: float | list[int]) -> None:
-        """Has it forward, cut, stall, slow, corrupt or mend; see `_Forwarder`."""
-        self._orders.send((order, arguments))
-        if not self._orders.poll(STEP_TIMEOUT_S):
-            raise TimeoutError(f"the proxy at {self.here} does not {order}")
-        if (error := self._orders.recv()) is not None:
+    def tell(self, order: str, *arguments: float | list[int] | Path) -> None:
+        """Has it forward, cut, stall, slow, corrupt, mend or record; see `_Forwarder`."""
+        if (error := self.asks((order, arguments))) is not None:
             raise RuntimeError(f"the proxy at {self.here}: {order}: {error}")

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from server_processes import DEMO, STEP_TIMEOUT_S, WARM, WarmProcess, end
+from server_processes import DEMO, PipedProcess
 
 CLONE_NEWNET = 0x40000000
 N_TOKENS = 32
@@ -47,33 +47,15 @@ def _generate(pipe: Connection, namespace: str, options: dict[str, Any]) -> None
                 pipe.send(Progress(n, results, offloaded.report().to_json()["recovery"]))
 
 
-class SecondHost:
+class SecondHost(PipedProcess):
     """Started, attached and generating when it is made, in float32, since what it generates means nothing."""
 
     def __init__(self, folder: Path, experts: Sequence[str], *, namespace: str = "", **options: Any) -> None:
-        self._pipe, theirs = WARM.Pipe()
-        self._log = folder / f"second-host-{id(self)}.log"
         options |= {"experts": list(experts), "threads": 1, "device": "cpu", "model_dtype": "f32"}
-        self._process = WarmProcess(self._log, self._log, _generate, theirs, namespace, options)
-        theirs.close()
+        super().__init__(folder / f"second-host-{id(self)}.log", _generate, namespace, options)
         self.tokens = self.progress().results[0]
 
     def progress(self) -> Progress:
-        """What it has done so far; waits for the end of a generation.
-
-        Raises:
-            RuntimeError: it ended, or takes too long; the message holds the end of its log.
-        """
-        try:
-            self._pipe.send("?")
-            if self._pipe.poll(STEP_TIMEOUT_S):
-                told: Progress = self._pipe.recv()
-                return told
-        except (EOFError, OSError):
-            pass
-        raise RuntimeError(f"the second host does not answer:\n{self._log.read_text()[-4000:]}")
-
-    def close(self) -> None:
-        """kill -9. Idempotent."""
-        end(self._process)
-        self._pipe.close()
+        """What it has done so far; waits for the end of a generation."""
+        told: Progress = self.asks("?")
+        return told
