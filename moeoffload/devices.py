@@ -65,7 +65,8 @@ def memory_budget(device: torch.device, memory_gib: float | None) -> int:
 def free_now(device: torch.device) -> int:
     """Bytes that can still be taken: free on the GPU, or available in this machine and allowed to this process."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes next
+        return int(torch.cuda.mem_get_info(device)[0] + kept)
     return min(int(psutil.virtual_memory().available), _cgroup_room())
 
 

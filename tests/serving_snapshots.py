@@ -98,7 +98,8 @@ def _server(address: str) -> dict[str, Any]:
         "address": address, "device": "cuda:0", "device_name": "a GPU", "transport": "stream", "kernel": "triton",
         "state": "up", "computed_by": "", "n_experts": 1536, "resident_bytes": 14_495_514_624, "calls": 0, "rows": 0,
         "bytes_out": 0, "bytes_back": 0, "queue_s": 0.0, "compute_s": 0.0, "wait_s": 0.0,
-        "batches": {"members": {"bounds": [1, 2, 3, 4, 8], "counts": [0] * 6, "total": 0, "n": 0}, "wait_s": 0.0},
+        "batches": {"members": {"bounds": [1, 2, 3, 4, 8], "counts": [0] * 6, "total": 0, "n": 0}, "wait_s": 0.0,
+                    "warm_bytes": 3 << 30},
     }  # fmt: skip
 
 

@@ -30,10 +30,12 @@ from moeoffload.checkpoint.layout import (
     top_k_of,
 )
 from moeoffload.checkpoint.locate import locate
+from moeoffload.checkpoint.model_config import CONFIG_FILE
 from moeoffload.checkpoint.packed_rows import Piece
 from moeoffload.checkpoint.quantised import quantised_experts, quantised_pieces, refuse_packed
 from moeoffload.checkpoint.source import Readable, Source, open_folder
-from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorReader
+from moeoffload.checkpoint.stamp import stamp_of
+from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, INDEX_FILE, TensorReader
 from moeoffload.errors import ModelError
 from moeoffload.formats.quantise import FORMATS
 
@@ -62,6 +64,7 @@ class Checkpoint:
         layers: the MoE layers in model order.
         dense_bytes: bytes of everything but the routed experts, in the compute dtype.
         expert_format: what experts are packed in while they are read, see `open`.
+        stamp: of the files with weights when it was opened: changes when one of them does, see `stamp_of`.
     """
 
     path: Path
@@ -90,6 +93,10 @@ class Checkpoint:
         self.top_k = _only({top_k_of(model, name) for name in experts}, "top_k values", self.model_type)
         self.dense_bytes = dense_bytes_of(model, experts)
         self._source = source
+        self._files = sorted({tensor.file for tensor in source.index})
+        if source.path.is_dir():
+            self._files += [source.path / name for name in (CONFIG_FILE, INDEX_FILE)]
+        self.stamp = stamp_of(self._files)
         # The modules stay on the meta device and are the moulds from which subsets are cast; the rest of the model
         # goes.
         self._moulds = experts
@@ -149,6 +156,11 @@ class Checkpoint:
             if self.expert_format is None
             else hashlib.sha256(f"{stored} {self.expert_format}".encode()).hexdigest()
         )
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its files are still those that were opened."""
+        return stamp_of(self._files) == self.stamp
 
     @property
     def experts_classes(self) -> tuple[type[nn.Module], ...]:

@@ -16,6 +16,7 @@ from moeoffload.serve.figures import LAYER_PARTS, PARTS
 from moeoffload.text import one_line
 
 _MIB: Final = 1 << 20
+_GIB: Final = 1 << 30
 _STATE_COLORS: Final = {"up": "green", "replaced": "yellow"}
 _MOST_LAYERS: Final = 16  # shown at once; of more layers neighbours share a line
 
@@ -102,7 +103,7 @@ def _table(title: str, first: str, *names: str) -> Table:
 
 
 def _servers(snapshot: Json) -> Table:
-    table = _table("expert servers", "server", "state", "busy", "calls/s", "rows/s", "MiB/s", "wait a call")
+    table = _table("expert servers", "server", "state", "busy", "calls/s", "rows/s", "MiB/s", "wait a call", "warm GiB")
     for server, load in zip(snapshot["servers"], snapshot["now"]["servers"], strict=True):
         state = server["state"]
         by = f" by {server['computed_by']}" if state == "replaced" else ""
@@ -113,6 +114,7 @@ def _servers(snapshot: Json) -> Table:
             *(number(load[name]) for name in ("calls_per_s", "rows_per_s")),
             number(load["bytes_per_s"] / _MIB),
             seconds(load["wait_s"]),
+            number(server["batches"]["warm_bytes"] / _GIB if "batches" in server else None),
         )
     return table
 

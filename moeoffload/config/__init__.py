@@ -4,7 +4,7 @@ from moeoffload.config.base import SettingsBase
 from moeoffload.config.describe import SettingInfo
 from moeoffload.config.host import DenseFormat, DtypeChoice, ExpertFormat, HostSettings, Mode, PayloadChoice, Pipeline
 from moeoffload.config.serve import ServeSettings
-from moeoffload.config.server import ExpertServerSettings, Kernel
+from moeoffload.config.server import ExpertServerSettings, KeepWarm, Kernel
 from moeoffload.config.shared import LogLevel, TransportChoice
 from moeoffload.config.values import Address, is_loopback
 
@@ -15,6 +15,7 @@ __all__ = [
     "ExpertFormat",
     "ExpertServerSettings",
     "HostSettings",
+    "KeepWarm",
     "Kernel",
     "LogLevel",
     "Mode",

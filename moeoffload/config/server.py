@@ -29,6 +29,13 @@ class Kernel(StrEnum):
     GROUPED = "grouped"
 
 
+class KeepWarm(StrEnum):
+    """Whether experts stay in memory when their host has left, until other experts need the memory."""
+
+    ON = "on"
+    OFF = "off"
+
+
 class ExpertServerSettings(CommonSettings):
     """The settings of the side that owns routed experts."""
 
@@ -47,6 +54,9 @@ class ExpertServerSettings(CommonSettings):
     gpu: values.Gpu = _compute(None, "Short for device cuda:N; not together with a different device.")
     device: values.Device = _compute("auto", "Where routed experts run.", means="the last CUDA device, else the CPU")
     memory_gib: values.GibOrAll = _compute(None, "The most memory that experts and buffers take.", means="what is free")
+    keep_warm: KeepWarm = _compute(
+        KeepWarm.ON, "Experts of a host that has left stay in memory for the next one, until others need the memory."
+    )
     kernel: Kernel = _compute(
         Kernel.AUTO, "What computes the experts; grouped has transformers' bits.", means="the fastest for the model"
     )

@@ -18,16 +18,14 @@ from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
 from moeoffload.expert_server.agreement import (
     check_activate,
-    check_model,
     check_table,
     check_transport,
     compare,
-    read_dtype,
-    read_format,
 )
 from moeoffload.expert_server.calibrate import time_layer
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.model_roots import ModelRoots
+from moeoffload.expert_server.open_models import OpenModels
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
 from moeoffload.expert_server.workspace import Workspace
@@ -68,6 +66,7 @@ class HostLease:
         settings: ExpertServerSettings,
         device: torch.device,
         roots: ModelRoots,
+        models: OpenModels,
         store: ExpertStore,
         engine: Engine,
         factories: dict[str, ChannelFactory],
@@ -82,6 +81,7 @@ class HostLease:
         self._settings = settings
         self._device = device
         self._roots = roots
+        self._models = models
         self._store = store
         self._engine = engine
         self._factories = factories
@@ -90,7 +90,6 @@ class HostLease:
         self._lock = threading.Lock()
         self._closed = False
         self._loads = False
-        self._opened: Checkpoint | None = None
         self._checkpoint: Checkpoint | None = None
         self._table: ExpertTable | None = None
         self._keys: list[LayerKey] = []
@@ -109,18 +108,17 @@ class HostLease:
 
     def calibrate(self, request: pb.CalibrateRequest) -> pb.CalibrateReply:
         """Loads a few experts for a moment and times them.
-        Raises ModelError: the model cannot be read here; ServerError: its digest differs from the host's."""
+        Raises ModelError: the model cannot be read here; ServerError: its digest differs from the host's;
+        CapacityError: there is no room for one expert."""
         checkpoint = self._open_checkpoint(request.model)
         layer = checkpoint.layers[0]
         room = min(CALIBRATION_BYTES, self._store.free_bytes) // layer.expert_bytes
         n_experts = max(1, min(layer.n_experts, checkpoint.top_k, room))
-        with self._store.borrow(n_experts * layer.expert_bytes), lean_heap():
-            workspace = KernelWorkspace()
-            module = checkpoint.build_experts(layer.index, range(n_experts), self._device)
-            kernels = prepare_layer(module, workspace, self._settings.kernel.value)
-            del module
-            timings = self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, n_experts, workspace)
-            del kernels
+        key, kernels = self._acquire(checkpoint, layer.index, tuple(range(n_experts)))
+        try:
+            timings = self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, n_experts, KernelWorkspace())
+        finally:
+            self._store.release(key)
         # The shortest ever seen: placement follows from them, and is to be the same for the next host.
         shortest = self._store.shortest_s.setdefault((checkpoint.digest, checkpoint.dtype), {})
         for rows, seconds in timings:
@@ -128,25 +126,9 @@ class HostLease:
         return pb.CalibrateReply(timings=[pb.Timing(rows=rows, seconds=shortest[rows]) for rows, _ in timings])
 
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
-        """The server's copy of the host's model; opened once."""
-        checkpoint = self._opened
-        if checkpoint is None:
-            from moeoffload.checkpoint import Checkpoint
-
-            dtype = read_dtype("compute dtype", model.compute_dtype)
-            revision = model.revision or None
-            reference = self._settings.model or self._roots.resolve(model.reference, revision)
-            checkpoint = Checkpoint.open(
-                reference,
-                dtype=dtype,
-                revision=revision,
-                expert_format=read_format(model.expert_format),
-                config_text=model.config,
-            )
-        # Every time: hosts share experts by digest and dtype, and nobody may put others there under these names.
-        check_model(model, checkpoint)
-        self._opened = checkpoint
-        return checkpoint
+        """The server's copy of the host's model."""
+        reference = self._settings.model or self._roots.resolve(model.reference, model.revision or None)
+        return self._models.open(model, reference)
 
     def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
         """Makes the asked experts resident, one layer at a time.
@@ -169,28 +151,33 @@ class HostLease:
         )
         logger.info("%s: loading %d experts, %.4g GiB, of %s", self.host, table.n_experts, total / GIB, checkpoint.path)
         yield pb.LoadProgress(loaded_bytes=0, total_bytes=total)
-        for layer, experts in zip(checkpoint.layers, table.layers, strict=True):
-            if not experts:
-                continue
-            try:
-                with lean_heap():
-                    weight_error = self._load_layer(checkpoint, layer.index, experts)
-            except CapacityError as error:
-                raise self._no_room(str(error)) from None
-            loaded += len(experts) * layer.expert_bytes
+        read = self._store.read_bytes
+        parts = [(i, experts) for i, experts in enumerate(table.layers) if experts]
+        # Warm ones first: room for the others is not made by letting go of them.
+        parts.sort(key=lambda part: _key(checkpoint, *part) not in self._store)
+        for layer, experts in parts:
+            weight_error = self._load_layer(checkpoint, layer, experts)
+            loaded += len(experts) * checkpoint.layers[layer].expert_bytes
             yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=weight_error)
-        logger.info("%s: loaded in %.1f s", self.host, monotonic() - begun)
+        read = self._store.read_bytes - read
+        logger.info("%s: loaded in %.1f s, %.4g GiB of it from files", self.host, monotonic() - begun, read / GIB)
         self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
-    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> float | None:
-        key = LayerKey(checkpoint.digest, PayloadDtype.from_torch(checkpoint.dtype).label, layer, experts)
-
+    def _acquire(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> tuple[LayerKey, LayerKernels]:
         def build() -> LayerKernels:
-            module = checkpoint.build_experts(layer, experts, self._device)
-            return prepare_layer(module, self._engine.kernel_workspace, self._settings.kernel.value)
+            with lean_heap():
+                module = checkpoint.build_experts(layer, experts, self._device)
+                return prepare_layer(module, self._engine.kernel_workspace, self._settings.kernel.value)
 
-        module = self._store.acquire(key, len(experts) * checkpoint.layers[layer].expert_bytes, build)
+        key = _key(checkpoint, layer, experts)
+        try:
+            return key, self._store.acquire(key, len(experts) * checkpoint.layers[layer].expert_bytes, build)
+        except CapacityError as error:
+            raise self._no_room(str(error)) from None
+
+    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> float | None:
+        key, module = self._acquire(checkpoint, layer, experts)
         with self._lock:
             if not self._closed:
                 self._keys.append(key)
@@ -357,6 +344,11 @@ class HostLease:
             self._store.release(key)
         logger.info("%s: lease ended (%s)", self.host, reason)
         self._on_close(self)
+
+
+def _key(checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> LayerKey:
+    dtype = PayloadDtype.from_torch(checkpoint.dtype).label
+    return LayerKey(checkpoint.digest, dtype, layer, experts, checkpoint.stamp)
 
 
 def _close(channel: ServerChannel) -> None:

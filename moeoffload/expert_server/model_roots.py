@@ -24,6 +24,8 @@ class ModelRoots:
         """What to open for a host's ``reference``: a folder, or the reference itself where everything is allowed.
         Raises ModelError: the revision is no name, or the reference is not allowed, whether or not there is such a
         model: a host learns nothing of other folders."""
+        # Not a part of it alone: while another thread imports all of it, transformers gives one of them half a module.
+        import moeoffload.checkpoint  # noqa: F401
         from moeoffload.checkpoint.locate import check_revision, locate_cached
 
         try:

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from moeoffload import __version__
-from moeoffload.config import ExpertServerSettings, TransportChoice
+from moeoffload.config import ExpertServerSettings, KeepWarm, TransportChoice
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.server import ControlServer
@@ -27,6 +27,7 @@ from moeoffload.errors import BusyError, ServerError
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.lease import RETRY_AFTER_S, ChannelFactory, HostLease
 from moeoffload.expert_server.model_roots import ModelRoots
+from moeoffload.expert_server.open_models import OpenModels
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.refusals import Refusals
 from moeoffload.transport import SharedServerEnd, StreamListener, sweep_stale_segments
@@ -52,6 +53,7 @@ class ExpertServer:
     engine: Engine
     listener: StreamListener | None
     factories: dict[str, ChannelFactory]
+    _models: OpenModels = field(default_factory=OpenModels)
     _leases: dict[str, HostLease] = field(default_factory=dict)
     _epochs: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -71,7 +73,8 @@ class ExpertServer:
         device = resolve_device(settings.device, last=True)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        store = ExpertStore(memory_budget(device, settings.memory_gib), lambda: free_now(device))
+        budget, keeps = memory_budget(device, settings.memory_gib), settings.keep_warm is KeepWarm.ON
+        store = ExpertStore(budget, lambda: free_now(device), keep_warm=keeps)
         engine = Engine(coalesce=settings.coalesce, collect_window_s=settings.collect_window_ms * 1e-3)
         factories: dict[str, ChannelFactory] = {}
         listener = None
@@ -125,6 +128,7 @@ class ExpertServer:
         self.engine.stop(STOP_GRACE_S)
         if self.listener is not None:
             self.listener.close()
+        self.store.close()
 
     def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
         """See `ExpertBackend`."""
@@ -171,6 +175,7 @@ class ExpertServer:
                 settings=self.settings,
                 device=self.device,
                 roots=roots,
+                models=self._models,
                 store=self.store,
                 engine=self.engine,
                 factories=self.factories,
@@ -211,6 +216,8 @@ class ExpertServer:
             queue_seconds=counters.queue_s,
             compute_seconds=counters.compute_s,
             resident_bytes=self.store.resident_bytes,
+            warm_bytes=self.store.warm_bytes,
+            read_bytes=self.store.read_bytes,
             leases=len(leases),
             pool_creations=created,
             python_traced_bytes=_traced_bytes(),

@@ -1,10 +1,12 @@
-"""Resident expert weights: shared by hosts that use the same model, counted against one memory budget."""
+"""Resident expert weights: shared by hosts that use the same model, counted against one memory budget.
+
+Experts whose last host has left are **warm**: they stay until their memory is asked for, and count as free until then.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,31 +19,39 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class LayerKey:
-    """What makes two hosts' experts the same: model digest, compute dtype, MoE layer and experts in slot order."""
+    """What makes two hosts' experts the same: model digest, compute dtype, MoE layer and experts in slot order; and the
+    files they were read from, which the digest only samples, as they were then (`Checkpoint.stamp`)."""
 
     model_digest: str
     compute_dtype: str
     layer: int
     experts: tuple[int, ...]
+    stamp: str = ""
 
 
 @dataclass(slots=True)
 class _Resident:
     module: LayerKernels
     n_bytes: int
-    n_users: int
+    n_users: int = 1
 
 
 class ExpertStore:
-    """Keeps experts while at least one lease uses them. Thread-safe; ``budget_bytes`` is never exceeded."""
+    """Keeps experts while leases use them, and warm after that. Thread-safe; ``budget_bytes`` is never exceeded."""
 
-    def __init__(self, budget_bytes: int, free_now: Callable[[], int] = lambda: 1 << 62) -> None:
+    def __init__(
+        self, budget_bytes: int, free_now: Callable[[], int] = lambda: 1 << 62, *, keep_warm: bool = True
+    ) -> None:
         """``free_now`` says how many bytes the device really has left, whatever the budget."""
         self.budget_bytes = budget_bytes
         self.shortest_s: dict[tuple[str, torch.dtype], dict[int, float]] = {}
         """By model digest and compute dtype: the shortest times that `Calibrate` has measured so far, by rows."""
+        self.read_bytes = 0
+        """Bytes of all experts that were read from files so far."""
         self._free_now = free_now
+        self._keep_warm = keep_warm
         self._residents: dict[LayerKey, _Resident] = {}
+        """Warm ones in the order in which they were left."""
         self._reserved_bytes = 0
         self._lock = threading.Lock()
         # Two hosts that load the same model must not both read it; the second waits and then shares.
@@ -49,27 +59,34 @@ class ExpertStore:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all resident experts."""
-        with self._lock:
-            return sum(resident.n_bytes for resident in self._residents.values())
+        """Bytes of all experts that leases use."""
+        return self._sum(lambda key, resident: resident.n_users > 0)
+
+    @property
+    def warm_bytes(self) -> int:
+        """Bytes of all experts that no lease uses."""
+        return self._sum(lambda key, resident: resident.n_users == 0)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the budget that neither experts nor batches have taken, as far as they are really there."""
-        return min(self.budget_bytes - self.resident_bytes - self._reserved_bytes, self._free_now())
+        """Bytes of the budget that neither leases' experts nor batches have taken, as far as they are really there."""
+        return min(self.budget_bytes - self.resident_bytes - self._reserved_bytes, self._free_now() + self.warm_bytes)
 
     def offered_bytes(self, model_digest: str, compute_dtype: str) -> int:
-        """Bytes that a host with this model may fill: what is free, and what of its model is resident already."""
-        with self._lock:
-            shared = sum(
-                resident.n_bytes
-                for key, resident in self._residents.items()
-                if (key.model_digest, key.compute_dtype) == (model_digest, compute_dtype)
-            )
+        """Bytes that a host with this model may fill: what is free, and what leases use of its model."""
+        mine = (model_digest, compute_dtype)
+        shared = self._sum(lambda key, each: each.n_users > 0 and (key.model_digest, key.compute_dtype) == mine)
         return self.free_bytes + shared
 
+    def _sum(self, counts: Callable[[LayerKey, _Resident], bool]) -> int:
+        with self._lock:
+            return sum(resident.n_bytes for key, resident in self._residents.items() if counts(key, resident))
+
+    def __contains__(self, key: LayerKey) -> bool:
+        return key in self._residents
+
     def acquire(self, key: LayerKey, n_bytes: int, build: Callable[[], LayerKernels]) -> LayerKernels:
-        """The experts of ``key``, built by ``build`` if no other lease has them. Each call needs a `release`.
+        """The experts of ``key``, built by ``build`` unless they are resident. Each call needs a `release`.
         Raises CapacityError: they do not fit into the budget."""
         with self._loading:
             with self._lock:
@@ -82,29 +99,44 @@ class ExpertStore:
                     f"layer {key.layer}: {len(key.experts)} experts need {n_bytes / GIB:.4g} GiB, this server has "
                     f"{max(0, self.free_bytes) / GIB:.4g} of {self.budget_bytes / GIB:.4g} GiB left"
                 )
-            module = build()
-            with self._lock:
-                self._residents[key] = _Resident(module, n_bytes, 1)
+            self.reserve(n_bytes)
+            module = None
+            try:
+                module = build()
+            finally:
+                with self._lock:
+                    self._reserved_bytes -= n_bytes
+                    if module is not None:
+                        self._residents[key] = _Resident(module, n_bytes)
+                        self.read_bytes += n_bytes
             return module
 
     def release(self, key: LayerKey) -> None:
-        """Gives back what `acquire` gave; the last user frees the memory."""
+        """Gives back what `acquire` gave; the last user leaves it warm."""
         with self._lock:
             resident = self._residents[key]
             resident.n_users -= 1
             if resident.n_users == 0:
                 del self._residents[key]
+                if self._keep_warm:
+                    self._residents[key] = resident
 
     def reserve(self, n_bytes: int) -> None:
-        """Takes ``n_bytes`` of the budget for batches (negative: gives them back)."""
+        """Takes ``n_bytes`` of the budget, which must be free, for batches (negative: gives them back).
+
+        Warm experts make room, those first that were left first.
+        """
         with self._lock:
             self._reserved_bytes += n_bytes
+            if n_bytes > 0:
+                for key in [key for key, resident in self._residents.items() if resident.n_users == 0]:
+                    held = sum(resident.n_bytes for resident in self._residents.values())
+                    if held + self._reserved_bytes <= self.budget_bytes and self._free_now() >= n_bytes:
+                        break
+                    del self._residents[key]
 
-    @contextlib.contextmanager
-    def borrow(self, n_bytes: int) -> Iterator[None]:
-        """Takes ``n_bytes`` of the budget for as long as it is open."""
-        self.reserve(n_bytes)
-        try:
-            yield
-        finally:
-            self.reserve(-n_bytes)
+    def close(self) -> None:
+        """Lets go of what is warm, and keeps nothing warm from now on."""
+        with self._lock:
+            self._keep_warm = False
+            self._residents = {key: resident for key, resident in self._residents.items() if resident.n_users}

@@ -47,5 +47,6 @@ class BatchWatcher:
             counts = list(reply.batches.by_members)
             if len(counts) == len(MEMBER_BOUNDS) + 1:  # not from a server that counts otherwise
                 members = {"bounds": list(MEMBER_BOUNDS), "counts": counts, "total": reply.requests, "n": sum(counts)}
-                known[link.info.address] = {"members": members, "wait_s": reply.batches.wait_seconds}
+                batches = {"members": members, "wait_s": reply.batches.wait_seconds, "warm_bytes": reply.warm_bytes}
+                known[link.info.address] = batches
         self._known = known

@@ -49,6 +49,10 @@ _OF_SERVERS: Final = (
     (GaugeMetricFamily, "experts", "n_experts", "Experts that the server holds for this host"),
     (GaugeMetricFamily, "resident_bytes", "resident_bytes", "Bytes of these experts"),
 )
+_TOLD_BY_SERVERS: Final = (
+    (CounterMetricFamily, "batch_wait_seconds", "wait_s", "What the oldest request of each kernel call waited"),
+    (GaugeMetricFamily, "warm_bytes", "warm_bytes", "Bytes of experts whose hosts have left, kept for the next one"),
+)
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
@@ -101,9 +105,8 @@ def _of_servers(servers: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     yield from (about, state, members)
     for kind, name, key, text in _OF_SERVERS:
         yield _by("server", kind, f"server_{name}", text, {address: each[key] for address, each in servers.items()})
-    waits = {address: batches["wait_s"] for address, batches in told.items()}
-    text = "What the oldest request of each kernel call waited"
-    yield _by("server", CounterMetricFamily, "server_batch_wait_seconds", text, waits)
+    for kind, name, key, text in _TOLD_BY_SERVERS:
+        yield _by("server", kind, f"server_{name}", text, {address: each[key] for address, each in told.items()})
 
 
 def _by(label: str, kind: Family, name: str, text: str, values: dict[str, float]) -> Metric:

@@ -264,15 +264,12 @@ def test_a_lease_cannot_store_experts_under_the_name_of_another_model(start_serv
     client = ControlClient(server.address)
     try:
         client.connect(SOON_S * 3)
-        for field, value in (("digest", "0" * 64), ("compute_dtype", "f32")):
-            lease = client.attach(SOON_S * 3)
-            assert lease.calibrate(model, SOON_S * 3)
-            other = pb.ModelReference()
-            other.CopyFrom(model)
-            setattr(other, field, value)
-            with pytest.raises(ServerError, match=r"model digest|compute dtype"):
-                lease.load(other, table, progress=lambda loaded, total: None, timeout_s=SOON_S * 3)
-            lease.close()
+        lease = client.attach(SOON_S * 3)
+        assert lease.calibrate(model, SOON_S * 3)
+        model.digest = "0" * 64
+        with pytest.raises(ServerError, match="model digest"):
+            lease.load(model, table, progress=lambda loaded, total: None, timeout_s=SOON_S * 3)
+        lease.close()
         assert client.stats(SOON_S).resident_bytes == 0
     finally:
         client.close()

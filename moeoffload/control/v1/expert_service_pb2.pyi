@@ -252,7 +252,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("requests", "rows", "errors", "queue_seconds", "compute_seconds", "resident_bytes", "leases", "pool_creations", "python_traced_bytes", "dropped", "batches", "refused")
+    __slots__ = ("requests", "rows", "errors", "queue_seconds", "compute_seconds", "resident_bytes", "leases", "pool_creations", "python_traced_bytes", "dropped", "batches", "warm_bytes", "read_bytes", "refused")
     class PoolCreationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +271,8 @@ class StatsReply(_message.Message):
     PYTHON_TRACED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
+    WARM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     requests: int
     rows: int
@@ -283,8 +285,10 @@ class StatsReply(_message.Message):
     python_traced_bytes: int
     dropped: int
     batches: BatchStats
+    warm_bytes: int
+    read_bytes: int
     refused: int
-    def __init__(self, requests: _Optional[int] = ..., rows: _Optional[int] = ..., errors: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., pool_creations: _Optional[_Mapping[str, int]] = ..., python_traced_bytes: _Optional[int] = ..., dropped: _Optional[int] = ..., batches: _Optional[_Union[BatchStats, _Mapping]] = ..., refused: _Optional[int] = ...) -> None: ...
+    def __init__(self, requests: _Optional[int] = ..., rows: _Optional[int] = ..., errors: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., pool_creations: _Optional[_Mapping[str, int]] = ..., python_traced_bytes: _Optional[int] = ..., dropped: _Optional[int] = ..., batches: _Optional[_Union[BatchStats, _Mapping]] = ..., warm_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class BatchStats(_message.Message):
     __slots__ = ("batches", "by_members", "wait_seconds", "collect_seconds")

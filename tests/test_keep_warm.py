@@ -1,0 +1,123 @@
+"""Experts stay in a server's memory after their host has left: until others need it, or their files change."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, wait_until
+from conftest import DEMO, RunningServer, StartServer, connected
+from synthetic import write_tiny
+
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.checkpoint.tensors import TensorIndex
+from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.errors import CapacityError
+from moeoffload.expert_server.store import ExpertStore, LayerKey
+from moeoffload.host.session import open_model
+
+PROMPT = torch.arange(5, 25).unsqueeze(0)
+
+
+def demo_bytes() -> int:
+    return sum(layer.n_experts * layer.expert_bytes for layer in Checkpoint.open(DEMO).layers)
+
+
+def run(model: Path, *servers: RunningServer) -> torch.Tensor:
+    """Logits of a prompt, computed by a host that leaves before this returns."""
+    with open_model(model, experts=[server.address for server in servers], threads=1, device="cpu") as offloaded:
+        with torch.inference_mode():
+            logits: torch.Tensor = offloaded.model(PROMPT).logits
+    for server in servers:
+        wait_until(lambda server=server: stats(server).leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+    return logits
+
+
+def stats(server: RunningServer) -> pb.StatsReply:
+    with connected(server.address) as client:
+        return client.stats(STEP_TIMEOUT_S)
+
+
+def offered(server: RunningServer) -> int:
+    with connected(server.address) as client:
+        return client.describe(STEP_TIMEOUT_S).offered_bytes
+
+
+@pytest.mark.parametrize("n_servers", [1, 2])
+def test_the_next_host_with_the_same_part_reads_nothing(start_server: StartServer, n_servers: int) -> None:
+    servers = [start_server("--memory-gib", "2") for _ in range(n_servers)]
+    before = [offered(server) for server in servers]
+    logits = run(DEMO, *servers)
+    first = [stats(server) for server in servers]
+    assert sum(each.warm_bytes for each in first) == sum(each.read_bytes for each in first) >= demo_bytes()
+    assert [each.resident_bytes for each in first] == [0] * n_servers
+    assert [offered(server) for server in servers] == before, "what is warm counts as free"
+    assert torch.equal(run(DEMO, *servers), logits)
+    assert [stats(server).read_bytes for server in servers] == [each.read_bytes for each in first]
+
+
+def test_another_model_gets_the_memory_and_only_what_it_took_is_read_again(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    other = write_tiny("mixtral", tmp_path, dtype=torch.float32)
+    about = Checkpoint.open(other)
+    needed = sum(layer.n_experts * layer.expert_bytes for layer in about.layers)
+    server = start_server("--memory-gib", str((demo_bytes() + needed // 2) / (1 << 30)), "--batch-capacity", "1")
+    logits = run(DEMO, server)
+    run(other, server)
+    after = stats(server)
+    assert 0 < demo_bytes() + needed - after.warm_bytes < demo_bytes()
+    again = demo_bytes() - (after.warm_bytes - needed)
+    assert torch.equal(run(DEMO, server), logits)
+    assert stats(server).read_bytes == after.read_bytes + again
+
+
+def test_nothing_stays_where_it_is_switched_off(start_server: StartServer) -> None:
+    server = start_server("--keep-warm", "off")
+    for n_reads in (1, 2):
+        run(DEMO, server)
+        assert (stats(server).warm_bytes, stats(server).read_bytes) == (0, n_reads * demo_bytes())
+
+
+def test_a_file_that_has_changed_is_read_again_also_where_the_digest_does_not_look(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    model = shutil.copytree(DEMO, tmp_path / "model")
+    server = start_server("--model-root", str(tmp_path))
+    digest = Checkpoint.open(model).digest
+    before = run(model, server)
+    for tensor in TensorIndex.open(model):
+        if "experts" in tensor.name and tensor.nbytes > 3 * 4096:
+            with tensor.file.open("r+b") as file:  # no sampled block is touched
+                file.seek(tensor.offset + 4096)
+                file.write(bytes(tensor.nbytes - 2 * 4096))
+    assert Checkpoint.open(model).digest == digest
+    after = run(model, server)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, run(model, start_server("--model-root", str(tmp_path))))
+
+
+def test_the_budget_holds_and_what_is_used_stays_whatever_hosts_do() -> None:
+    random.seed(7)
+    store, sizes, used = ExpertStore(100), (20, 30, 45), list[LayerKey]()
+    kept: dict[LayerKey, Any] = {}
+    for step in range(2000):
+        key = LayerKey("model", "bf16", number := random.randrange(9), (0,))
+        if used and random.random() < 0.5:
+            store.release(used.pop(random.randrange(len(used))))
+        else:
+            try:
+                module: Any = store.acquire(key, sizes[number % 3], lambda step=step: step)  # type: ignore[arg-type,misc]
+            except CapacityError:
+                assert store.free_bytes < sizes[number % 3]
+                continue
+            assert module == kept.get(key, module) or key not in used, "hosts share what one of them uses"
+            kept[key] = module
+            used.append(key)
+        assert store.resident_bytes + store.warm_bytes <= 100
+        assert store.resident_bytes == sum(sizes[key.layer % 3] for key in set(used))
+        assert store.free_bytes == 100 - store.resident_bytes
