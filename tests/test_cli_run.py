@@ -167,7 +167,7 @@ def test_a_server_that_is_not_required_and_not_there_is_replaced_by_a_spawned_on
     arguments = ["--prompt", PROMPT, *run_options(address, server.address), "--server-memory-gib", "1"]
     result = commands.run("moeoffload", "run", DEMO, *arguments, "--connect-timeout-s", "5", "--no-required")
     assert (result.code, result.out) == (0, answers[PROMPT] + "\n"), result.err
-    warnings = [line for line in result.err.splitlines() if line.startswith("WARNING")]
+    warnings = [line for line in result.err.splitlines() if line.startswith("WARNING moeoffload.host.fleet")]
     assert len(warnings) == 1, result.err
     assert address in warnings[0]
     wait_until_free(server.address)
