@@ -29,9 +29,9 @@ def demo_bytes() -> int:
 
 def run(model: Path, *servers: RunningServer) -> torch.Tensor:
     """Logits of a prompt, computed by a host that leaves before this returns."""
-    with open_model(model, experts=[server.address for server in servers], threads=1, device="cpu") as offloaded:
-        with torch.inference_mode():
-            logits: torch.Tensor = offloaded.model(PROMPT).logits
+    addresses = [server.address for server in servers]
+    with open_model(model, experts=addresses, threads=1, device="cpu") as offloaded, torch.inference_mode():
+        logits: torch.Tensor = offloaded.model(PROMPT).logits
     for server in servers:
         wait_until(lambda server=server: stats(server).leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
     return logits
