@@ -32,8 +32,7 @@ def run(model: Path, *servers: RunningServer) -> torch.Tensor:
     addresses = [server.address for server in servers]
     with open_model(model, experts=addresses, threads=1, device="cpu") as offloaded, torch.inference_mode():
         logits: torch.Tensor = offloaded.model(PROMPT).logits
-    for server in servers:
-        wait_until(lambda server=server: stats(server).leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+    wait_until(lambda: not any(stats(server).leases for server in servers), "the end of the leases", CLEAN_TIMEOUT_S)
     return logits
 
 
