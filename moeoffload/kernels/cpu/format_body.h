@@ -70,12 +70,42 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int n_ahead, cons
         }
 }
 
+// Packed rows as elements, in the scratch memory; brings what comes next of them into the second-level cache.
+static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row, int64_t n_rows) {
+    Scales scales[UNPACKED_ROWS];
+    for (int64_t row = 0; row < n_rows; row += UNPACKED_ROWS) {
+        const Ahead ahead = {row_of_parts(p->parts, p->expert, weight_row + row) + 3 * AHEAD_BYTES, packed_step(p)};
+        char *out = (char *)p->scratch + row * p->inner * sizeof(ELEMENT);
+        unpack_rows(p, weight_row + row, at_most(UNPACKED_ROWS, n_rows - row), 0, p->inner, scales, out, p->inner, ahead);
+    }
+    return p->scratch;
+}
+
+// Computes the products of one operand and packed rows, which are unpacked in registers, or returns false.
+static TARGET bool NAME(multiplied)(const Product *p, int64_t weight_row, int64_t n_rows, const OPERAND *operand, SUMS *sums) {
+#ifdef WORDS
+    const Matrix *m = p->parts + (weight_row >= p->parts->n_out);
+    const int64_t own = m == p->parts ? weight_row : weight_row - p->parts->n_out;
+    if (m->codes >= CODES_BF16 || own + n_rows > m->n_out) return false;
+    NAME(multiply_packed)(m, p->expert, own, n_rows, operand, sums);
+    return true;
+#else
+    return false;
+#endif
+}
+
 // One weight row after the other out of the memory: a single stream of reads.
 #define STREAMED(n)                                                                                                  \
     case n:                                                                                                          \
         for (int w = 0; w < n_w; w++) {                                                                              \
-            if (!weights && w % UNPACKED_ROWS == 0)                                                                  \
-                NAME(unpacked)(p, weight_row + w, at_most(UNPACKED_ROWS, n_w - w));                                  \
+            if (!weights && w % UNPACKED_ROWS == 0) {                                                                \
+                const int64_t n_rows = at_most(UNPACKED_ROWS, n_w - w);                                              \
+                if (n == 1 && NAME(multiplied)(p, weight_row + w, n_rows, x[0], sums + w)) {                         \
+                    w += UNPACKED_ROWS - 1;                                                                          \
+                    continue;                                                                                        \
+                }                                                                                                    \
+                NAME(unpacked)(p, weight_row + w, n_rows);                                                           \
+            }                                                                                                        \
             const ELEMENT *row =                                                                                     \
                 weights ? weights + w * inner : (const ELEMENT *)p->scratch + w % UNPACKED_ROWS * inner;             \
             NAME(products)(1, n, 1, row, inner, x, 0, inner, (const char *)row + AHEAD_BYTES, sums + w);          \
@@ -99,17 +129,6 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int n_ahead, cons
                     NAME(products)(2, n, 0, row, inner, x, from, to, NULL, sums + w);                                \
             }                                                                                                        \
         break;
-
-// Packed rows as elements, in the scratch memory; brings what comes next of them into the second-level cache.
-static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row, int64_t n_rows) {
-    Scales scales[UNPACKED_ROWS];
-    for (int64_t row = 0; row < n_rows; row += UNPACKED_ROWS) {
-        const Ahead ahead = {row_of_parts(p->parts, p->expert, weight_row + row) + 3 * AHEAD_BYTES, packed_step(p)};
-        char *out = (char *)p->scratch + row * p->inner * sizeof(ELEMENT);
-        unpack_rows(p, weight_row + row, at_most(UNPACKED_ROWS, n_rows - row), 0, p->inner, scales, out, p->inner, ahead);
-    }
-    return p->scratch;
-}
 
 // At most LANES weight rows times n_x operands: the results of positions first..first + n_x. Meanwhile as many rows at
 // `ahead` are prefetched: n_ahead for each two weight rows, or, if the weights are read ONCE, those that come next.

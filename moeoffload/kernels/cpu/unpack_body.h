@@ -39,13 +39,11 @@ INLINE bool NAME(unpack_fp8)(const uint8_t *code, const NAME(Span) *g, const Sca
 }
 
 // As unpack_span, but it may be unable to: then it returns false.
-INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_power, const Matrix *m, const uint8_t *code,
-                              const uint8_t *high, const NAME(Span) *g, const Scales *s, ELEMENT *out) {
+INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_power, const uint8_t *code, const uint8_t *high,
+                              const NAME(Span) *g, const Scales *s, ELEMENT *out) {
     const __m512i low_nibbles = _mm512_set1_epi32(0x000F000F), sixteen = _mm512_set1_epi16(16);
 #define SCALED(values, i) NAME(scaled)(offsets, values, s, g->group[i])
-    if (s->is_wild) return false;
     if (codes == CODES_LEVELS4 || codes == CODES_UINT5) {
-        if (g->group[0] != g->group[1]) return false;
         __m512i table;
         if (is_power) {
             const __m512i first = _mm512_set1_epi32(((const int32_t *)s->offset)[g->group[0]]);
@@ -140,6 +138,28 @@ static TARGET __attribute__((noinline)) void NAME(unpack_any)(const Matrix *m, c
     }
 }
 
+INLINE void NAME(set_tables)(const int codes, const Matrix *m, NAME(Span) *span) {
+#ifdef WORDS
+    const vec numbers = __builtin_convertvector(LANE_NUMBERS, vec);
+    span->low = codes == CODES_LEVELS4 ? load(m->levels, F32) : codes == CODES_FP8 ? fp8_values(0) : numbers;
+    span->high = codes == CODES_LEVELS4 ? span->low : codes == CODES_FP8 ? fp8_values(16) : numbers + 16.0f;
+    span->words = WORDS(span->low, span->high);
+    span->is_nonzero = _mm512_test_epi16_mask(span->words, _mm512_set1_epi16(0x7FFF));
+#endif
+}
+
+// Up to SPAN columns of a row, then zeros, whatever they are.
+static TARGET __attribute__((noinline)) void NAME(unpack_some)(const Matrix *m, const uint8_t *code, const uint8_t *high,
+                                                               int64_t count, const NAME(Span) *g, const Scales *s,
+                                                               ELEMENT *out) {
+    const int codes = (int)m->codes;
+    uint8_t some[4 * SPAN] = {0}, some_high[SPAN / 4] = {0};
+    memcpy(some, code, ceil_div(count * code_bits(codes), 8));
+    memcpy(some_high, high, ceil_div(count * high_bits(codes), 8));
+    NAME(unpack_any)(m, some, some_high, g, s, out);
+    memset(out + count, 0, (SPAN - count) * sizeof(ELEMENT));
+}
+
 // Columns from..to of up to 64 rows, within a segment; `from` is a multiple of SPAN.
 INLINE void NAME(unpack_spans)(const int codes, const int offsets, const bool is_power, const Matrix *m, const char *rows,
                                int64_t n_rows, int64_t from, int64_t to, const Scales *scales, ELEMENT *out, int64_t stride,
@@ -147,13 +167,7 @@ INLINE void NAME(unpack_spans)(const int codes, const int offsets, const bool is
     const int64_t row_bytes = m->row_bytes, shift = m->shift, first = from / SEGMENT * SEGMENT >> shift;
     const uint64_t all_rows = ~(uint64_t)0 >> (64 - n_rows);
     NAME(Span) span, *const g = &span;
-#ifdef WORDS
-    const vec numbers = __builtin_convertvector(LANE_NUMBERS, vec);
-    span.low = codes == CODES_LEVELS4 ? load(m->levels, F32) : codes == CODES_FP8 ? fp8_values(0) : numbers;
-    span.high = codes == CODES_LEVELS4 ? span.low : codes == CODES_FP8 ? fp8_values(16) : numbers + 16.0f;
-    span.words = WORDS(span.low, span.high);
-    span.is_nonzero = _mm512_test_epi16_mask(span.words, _mm512_set1_epi16(0x7FFF));
-#endif
+    NAME(set_tables)(codes, m, g);
     for (int64_t at = from; at < to; at += SPAN, out += SPAN) {
         const uint8_t *code = (const uint8_t *)rows + at * code_bits(codes) / 8;
         const uint8_t *high = (const uint8_t *)rows + m->high + at * high_bits(codes) / 8;
@@ -161,7 +175,7 @@ INLINE void NAME(unpack_spans)(const int codes, const int offsets, const bool is
         uint64_t left = all_rows;
         for (int i = 0; i < 4; i++) span.group[i] = ((at + 16 * i) >> shift) - first;
 #ifdef WORDS
-        if (codes < CODES_BF16 && count == SPAN) {
+        if (codes < CODES_BF16 && count == SPAN && !(shift < 5 && (codes == CODES_LEVELS4 || codes == CODES_UINT5))) {
             left = 0;
             const uint8_t *row_code = code, *row_high = high;
             const Scales *s = scales;
@@ -169,7 +183,7 @@ INLINE void NAME(unpack_spans)(const int codes, const int offsets, const bool is
             for (int64_t r = 0; r < n_rows; r++, ahead.at += ahead.step) {
                 __builtin_prefetch(ahead.at, 0, 2);
                 __builtin_prefetch(row_code + 64, 0, 3);
-                const bool is_done = NAME(unpack_fast)(codes, offsets, is_power, m, row_code, row_high, g, s, row_out);
+                const bool is_done = !s->is_wild && NAME(unpack_fast)(codes, offsets, is_power, row_code, row_high, g, s, row_out);
                 if (__builtin_expect(!is_done, false)) left |= (uint64_t)1 << r;
                 row_code += row_bytes, row_high += row_bytes, s++, row_out += stride;
             }
@@ -177,16 +191,69 @@ INLINE void NAME(unpack_spans)(const int codes, const int offsets, const bool is
 #endif
         for (; left; left &= left - 1) {
             const int64_t r = __builtin_ctzll(left);
-            uint8_t some[4 * SPAN] = {0}, some_high[SPAN / 4] = {0};
             ELEMENT elements[SPAN];
-            memcpy(some, code + r * row_bytes, ceil_div(count * code_bits(codes), 8));
-            memcpy(some_high, high + r * row_bytes, ceil_div(count * high_bits(codes), 8));
-            NAME(unpack_any)(m, some, some_high, g, scales + r, elements);
+            NAME(unpack_some)(m, code + r * row_bytes, high + r * row_bytes, count, g, scales + r, elements);
             memcpy(out + r * stride, elements, count * sizeof(ELEMENT));
         }
     }
 }
 
+#ifdef WORDS
+// Adds the products of an operand and columns from..to of a row, within a segment, to its sums, in the order of
+// `products`; whatever the weights are, and (multiply_spans) out of registers.
+static TARGET __attribute__((noinline)) void NAME(multiply_some)(const Matrix *m, const uint8_t *row, int64_t from, int64_t to,
+                                                                 const Scales *s, const OPERAND *operand, vec *sums) {
+    const int codes = (int)m->codes;
+    const int64_t first = from / SEGMENT * SEGMENT >> m->shift;
+    for (int64_t at = from; at < to; at += SPAN) {
+        NAME(Span) g;
+        ELEMENT some[SPAN];
+        for (int i = 0; i < 4; i++) g.group[i] = ((at + 16 * i) >> m->shift) - first;
+        const uint8_t *code = row + at * code_bits(codes) / 8, *high = row + m->high + at * high_bits(codes) / 8;
+        NAME(unpack_some)(m, code, high, at_most(to - at, SPAN), &g, s, some);
+        for (int i = 0; i < SPAN; i += BLOCK) MULTIPLY(sums, LOAD(some + i), GET(operand + at + i));
+    }
+}
+INLINE void NAME(multiply_spans)(const int codes, const int offsets, const bool is_power, const Matrix *m, const uint8_t *row,
+                                 int64_t from, int64_t to, const Scales *s, const OPERAND *operand, vec *sums, Ahead ahead) {
+    const int64_t shift = m->shift, second = shift < 5, third = shift < 5 ? 2 : shift < 6;
+    NAME(Span) span;
+    NAME(set_tables)(codes, m, &span);
+    vec acc[2] = {sums[0], sums[1]};
+    int64_t at = from;
+    if (!s->is_wild && !(second && (codes == CODES_LEVELS4 || codes == CODES_UINT5))) {
+        const uint8_t *code = row + at * code_bits(codes) / 8, *high = row + m->high + at * high_bits(codes) / 8;
+        for (; at + SPAN <= to; at += SPAN) {
+            ELEMENT some[SPAN];
+            span.group[0] = (at - from) >> shift;
+            span.group[1] = span.group[0] + second, span.group[2] = span.group[0] + third;
+            span.group[3] = span.group[2] + second;
+            __builtin_prefetch(ahead.at, 0, 2);
+            __builtin_prefetch(ahead.at - 2 * AHEAD_BYTES - AHEAD_BYTES / 2, 0, 3);  // from there into the first-level cache
+            ahead.at += ahead.step;
+            if (!NAME(unpack_fast)(codes, offsets, is_power, code, high, &span, s, some)) break;
+#pragma GCC unroll 4
+            for (int i = 0; i < SPAN; i += BLOCK) MULTIPLY(acc, LOAD(some + i), GET(operand + at + i));
+            code += SPAN * code_bits(codes) / 8, high += SPAN * high_bits(codes) / 8;
+        }
+    }
+    sums[0] = acc[0], sums[1] = acc[1];
+    if (__builtin_expect(at < to, false)) NAME(multiply_some)(m, row, at, to, s, operand, sums);
+}
+#endif
+
+#define EACH_CODES                                \
+    case CODES_FP8:                               \
+        if (is_power) {                           \
+            SPANS(CODES_FP8, OFFSETS_NONE, true)  \
+        } else {                                  \
+            SPANS(CODES_FP8, OFFSETS_NONE, false) \
+        }                                         \
+        break;                                    \
+        EACH_OFFSETS(CODES_INT8)                  \
+        EACH_OFFSETS(CODES_LEVELS4)               \
+        EACH_OFFSETS(CODES_UINT5)                 \
+        EACH_OFFSETS(CODES_INT6)
 #define SPANS(codes, offsets, is_power) \
     NAME(unpack_spans)(codes, offsets, is_power, m, data, n_rows, from, end, scales, elements, stride, ahead);
 #define EACH_OFFSETS(codes)                                                                                       \
@@ -211,17 +278,7 @@ static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, in
         const int64_t end = at_most((from / SEGMENT + 1) * SEGMENT, to);
         if (from % SEGMENT == 0) read_scales(m, expert, row, n_rows, from, scales);
         switch (m->codes) {
-            case CODES_FP8:
-                if (is_power) {
-                    SPANS(CODES_FP8, OFFSETS_NONE, true)
-                } else {
-                    SPANS(CODES_FP8, OFFSETS_NONE, false)
-                }
-                break;
-            EACH_OFFSETS(CODES_INT8)
-            EACH_OFFSETS(CODES_LEVELS4)
-            EACH_OFFSETS(CODES_UINT5)
-            EACH_OFFSETS(CODES_INT6)
+            EACH_CODES
             default: SPANS((int)m->codes, OFFSETS_NONE, false)
         }
         elements += end - from;
@@ -230,4 +287,29 @@ static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, in
     }
 }
 #undef SPANS
+#ifdef WORDS
+#define SPANS(codes, offsets, is_power) \
+    NAME(multiply_spans)(codes, offsets, is_power, m, data, from, end, &scales, operand, sums[0][0], ahead);
+// The products of an operand and rows, one after the other: a single stream of reads.
+static TARGET void NAME(multiply_packed)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, const OPERAND *operand,
+                                         SUMS *sums) {
+    const uint8_t *data = (const uint8_t *)packed_row(m, expert, row);
+    const bool is_power = TYPE == BF16 && m->scales == SCALES_E8M0;
+    const int64_t step = ceil_div(SPAN * m->row_bytes, m->n_in);
+    for (const int64_t last = row + n_rows; row < last; row++, data += m->row_bytes, sums++) {
+        sums[0][0][0] = sums[0][0][1] = (vec){0};
+        for (int64_t from = 0, end; from < m->n_in; from = end) {
+            Scales scales;
+            const Ahead ahead = {(const char *)data + from / SPAN * step + 3 * AHEAD_BYTES, step};
+            end = at_most(from + SEGMENT, m->n_in);
+            read_scales(m, expert, row, 1, from, &scales);
+            switch (m->codes) {
+                EACH_CODES
+            }
+        }
+    }
+}
+#undef SPANS
+#endif
+#undef EACH_CODES
 #undef EACH_OFFSETS
