@@ -33,7 +33,7 @@ class Answering:
         self._tokenizer = tokenizer
         self._n_vocabulary = len(tokenizer)
         self._texts = TokenTexts(tokenizer)
-        self._reader = PromptReader(tokenizer)
+        self._reader = PromptReader(tokenizer, engine.n_vocabulary, engine.eos)
         self._max_choices = max_choices
         self._open: set[Choices] = set()
 
@@ -109,6 +109,8 @@ class Answering:
         alternatives: int | None,
         receive: Receive,
     ) -> Response:
+        grammar = request.grammar()
+        matcher = await self._reader.read_grammar(grammar) if grammar is not None else None
         choices = Choices(
             self._engine,
             self._tokenizer,
@@ -144,7 +146,7 @@ class Answering:
         try:
             for prompt, max_tokens in prompts:
                 for number in range(n):
-                    choices.submit(prompt, request.options(number, max_tokens, alternatives))
+                    choices.submit(prompt, request.options(number, max_tokens, alternatives, matcher))
             if request.stream:
                 streams = True
                 return EventStream(chunks(), on_end=lambda: self._end(choices))

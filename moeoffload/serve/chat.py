@@ -7,12 +7,14 @@ import copy
 import inspect
 import json
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jinja2
 
 from moeoffload.serve.api_errors import bad_request
+from moeoffload.serve.grammar import Grammar, GrammarCompiler
 from moeoffload.serve.schemas import ChatRequest, Message
 
 
@@ -22,9 +24,10 @@ class PromptReader:
     One thread with a tokenizer of its own: tokenizers are not made for use from several threads at a time.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, n_vocabulary: int, eos: Sequence[int]) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
+        self._grammars = GrammarCompiler(self._tokenizer, n_vocabulary, eos)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
@@ -39,6 +42,10 @@ class PromptReader:
         """Tokens of the messages in the model's chat template, up to where the assistant's answer begins.
         Raises ApiError: there is no template, or it takes no such messages or tools."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode_chat, request)
+
+    async def read_grammar(self, grammar: Grammar) -> Any:
+        """See `GrammarCompiler.compile`."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._grammars.compile, grammar)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         try:

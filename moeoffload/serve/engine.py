@@ -61,14 +61,14 @@ class ServingEngine:
         self.stats = ServingStats()
         self._offloaded = offloaded
         self._settings = settings
-        self._eos = eos_tokens(offloaded.model)
+        self.eos = eos_tokens(offloaded.model)  # tokens that end an answer
         self._batch = BatchRunner(offloaded, settings)
         most = getattr(offloaded.checkpoint.config.get_text_config(), "max_position_embeddings", None)
         room = self._batch.runner.n_pages * PAGE_TOKENS
         self.context_tokens = min(most or room, room)  # tokens that prompt and answer of one request may have together
         self.stats.cache.total_tokens = room
         self.stats.cache.total_bytes = self._batch.runner.total_bytes
-        self._n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size
+        self.n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size
         self._numbers = itertools.count()
         self._requests: dict[Sequence, Ticket] = {}
         self._new: deque[Ticket] = deque()
@@ -104,8 +104,8 @@ class ServingEngine:
             raise PromptError("the prompt is empty")
         # A token that the model does not have would fail the step, and with it all requests.
         for token in (min(prompt), max(prompt), *options.bias):
-            if not 0 <= token < self._n_vocabulary:
-                raise PromptError(f"token {token} is none of the model's, which are 0 to {self._n_vocabulary - 1}")
+            if not 0 <= token < self.n_vocabulary:
+                raise PromptError(f"token {token} is none of the model's, which are 0 to {self.n_vocabulary - 1}")
         if len(prompt) + options.max_tokens > self.context_tokens:
             raise PromptError(
                 f"the prompt has {len(prompt)} tokens and the answer may have {options.max_tokens}; "
@@ -219,6 +219,9 @@ class ServingEngine:
                 request.reused = share.past
                 self._offloaded.recorder.told().prompt += share.sequence.n_prompt - share.past
                 self.stats.tokens.reused += share.past
+            if reason := share.sequence.sampler.error:
+                self._end(request, Progress(finish=FinishReason.ERROR, error=PromptError(reason)))
+                continue
             for choice in choices:
                 self._take_token(request, choice, now)
                 if request.is_over:  # what was guessed behind the end does not count
@@ -260,7 +263,7 @@ class ServingEngine:
             self.stats.between_tokens_s.add(now - request.last_token)
         request.last_token = now
         finish = None
-        if choice.token in self._eos and not request.options.ignore_eos:
+        if choice.token in self.eos and not request.options.ignore_eos:
             finish = FinishReason.STOP
         elif request.n_tokens >= request.options.max_tokens:
             finish = FinishReason.LENGTH

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 MAX_ALTERNATIVES: Final = 20
 """Log probabilities of at most so many tokens are given at each position, as in OpenAI's API."""
@@ -26,7 +26,7 @@ class SamplingOptions:
 
     ``top_k`` 0 and ``top_p`` 1 leave all tokens in. The same ``seed`` gives the same tokens, whatever else runs; None
     takes a fresh one. ``alternatives``: None for no log probabilities, else how many besides the chosen token's.
-    ``bias`` is added to the logits of tokens.
+    ``bias`` is added to the logits of tokens. ``matcher``: what the answer must be, see `GrammarCompiler.compile`.
     """
 
     max_tokens: int
@@ -39,6 +39,7 @@ class SamplingOptions:
     presence_penalty: float = 0.0
     bias: dict[int, float] = field(default_factory=dict)
     ignore_eos: bool = False
+    matcher: Any = None
 
 
 @dataclass(frozen=True)

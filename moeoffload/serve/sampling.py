@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from moeoffload.serve.grammar import GrammarState
 from moeoffload.serve.request import SamplingOptions, TokenChoice
 
 
@@ -16,10 +17,12 @@ class Sampler:
         self._options = options
         self._counts: Counter[int] = Counter()
         self._generator: torch.Generator | None = None
+        self._grammar = GrammarState(options.matcher) if options.matcher is not None else None
         self.is_greedy = options.temperature == 0  # whether the likeliest token is taken
         self.is_plain = (
             self.is_greedy
             and options.alternatives is None
+            and self._grammar is None
             and not (options.frequency_penalty or options.presence_penalty or options.bias)
         )
         """Whether an argmax over the raw logits is all there is to do."""
@@ -30,6 +33,11 @@ class Sampler:
             else:
                 self._generator.manual_seed(options.seed)
 
+    @property
+    def error(self) -> str:
+        """Why the answer cannot go on; what was chosen last does not count then. Empty while it can."""
+        return self._grammar.error if self._grammar is not None else ""
+
     def choose(self, logits: torch.Tensor) -> TokenChoice:
         """The next token, from ``logits`` (vocabulary,) float32, which stay as they are.
 
@@ -37,8 +45,12 @@ class Sampler:
         """
         options = self._options
         scores = self._penalised(logits)
+        if self._grammar is not None:
+            scores = self._grammar.allow(scores)
         token = int(scores.argmax()) if self.is_greedy else self._draw(scores / options.temperature)
         self._counts[token] += 1
+        if self._grammar is not None:
+            self._grammar.take(token)
         if options.alternatives is None:
             return TokenChoice(token)
         logprobs = logits.log_softmax(dim=-1)

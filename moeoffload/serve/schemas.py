@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from moeoffload.serve.api_errors import bad_request, unsupported
+from moeoffload.serve.grammar import MAX_GRAMMAR_BYTES, Grammar
 from moeoffload.serve.request import MAX_ALTERNATIVES, SamplingOptions
 
 MAX_CHOICES: Final = 16
@@ -22,7 +25,6 @@ IGNORED: Final = frozenset(
 )  # fmt: skip
 """Parameters that change nothing about what is answered."""
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "function_call": ("none",),
     "functions": ([],),
@@ -94,6 +96,40 @@ class StreamOptions(_Strict):
     include_usage: bool | None = False
 
 
+class _Closed(_Strict):
+    model_config = ConfigDict(extra="forbid")
+
+
+class JsonSchema(_Closed):
+    """A schema of OpenAI's ``response_format``; answers are always strict."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(_Closed):
+    """OpenAI's form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+Regex = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
+Alternatives = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(min_length=1, max_length=1000)
+]
+
+
+class StructuredOutputs(_Closed):
+    """vLLM's form of an answer."""
+
+    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    regex: Regex | None = None
+    choice: Alternatives | None = None
+
+
 class GenerationRequest(_Strict):
     """What chats and completions have in common."""
 
@@ -111,6 +147,24 @@ class GenerationRequest(_Strict):
     logit_bias: Biases = Field(default_factory=dict)
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Alternatives | None = None
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must be; None for any text. Raises ApiError: several were asked for."""
+        asked = [
+            *_grammars("guided_", self.guided_json, self.guided_regex, self.guided_choice),
+            *_of_structured_outputs(self.structured_outputs),
+            *_of_response_format(self.response_format),
+        ]
+        if len(asked) > 1:
+            raise bad_request(f"'{asked[0].param}' and '{asked[1].param}' cannot go together.", asked[1].param)
+        if asked and self.ignore_eos:
+            raise bad_request("'ignore_eos' and a form of the answer cannot go together.", "ignore_eos")
+        return asked[0] if asked else None
 
     @property
     def include_usage(self) -> bool:
@@ -132,8 +186,9 @@ class GenerationRequest(_Strict):
         if any(int(token) >= n_vocabulary for token in self.logit_bias):
             raise bad_request(f"Invalid 'logit_bias': tokens are 0 to {n_vocabulary - 1}.", "logit_bias")
 
-    def options(self, index: int, max_tokens: int, alternatives: int | None) -> SamplingOptions:
-        """How choice number ``index`` is sampled; each has a seed of its own, that of the first is the request's."""
+    def options(self, index: int, max_tokens: int, alternatives: int | None, matcher: Any) -> SamplingOptions:
+        """How choice number ``index`` is sampled; each has a seed of its own, that of the first is the request's.
+        ``matcher`` is that of `grammar`."""
         temperature = 1.0 if self.temperature is None else self.temperature
         return SamplingOptions(
             max_tokens=max_tokens,
@@ -146,7 +201,36 @@ class GenerationRequest(_Strict):
             presence_penalty=self.presence_penalty or 0.0,
             bias={int(token): bias for token, bias in self.logit_bias.items()},
             ignore_eos=bool(self.ignore_eos),
+            matcher=matcher,
         )
+
+
+def _grammars(
+    prefix: str, schema: dict[str, Any] | None, regex: str | None, choice: list[str] | None
+) -> Iterator[Grammar]:
+    if schema is not None:
+        yield Grammar.json(schema, f"{prefix}json")
+    if regex is not None:
+        yield Grammar("regex", regex, f"{prefix}regex")
+    if choice is not None:
+        texts = (re.sub(r"([^\w\s])", r"\\\1", text, flags=re.ASCII) for text in choice)
+        yield Grammar("regex", "|".join(texts), f"{prefix}choice")
+
+
+def _of_structured_outputs(asked: StructuredOutputs | None) -> Iterator[Grammar]:
+    if asked is not None:
+        yield from _grammars("structured_outputs.", asked.json_, asked.regex, asked.choice)
+
+
+def _of_response_format(asked: ResponseFormat | None) -> Iterator[Grammar]:
+    if asked is None or asked.type == "text":
+        return
+    if asked.type == "json_object":
+        yield Grammar.json({"type": "object"}, "response_format")
+    elif asked.json_schema is not None:
+        yield Grammar.json(asked.json_schema.schema_, "response_format.json_schema.schema")
+    else:
+        raise bad_request("'response_format' of type json_schema needs 'json_schema'.", "response_format.json_schema")
 
 
 class Message(_Strict):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from command_lines import running_commands
 from conftest import DEMO
+
+from many_requests.serve_process import RUNNING, WAITING, Server, start
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +18,11 @@ def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="session")
+def serve_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`moeoffload serve` with the demo checkpoint, for all modules that leave it as it was."""
+    folder = tmp_path_factory.mktemp("serve")
+    with running_commands(folder) as commands:
+        yield start(commands, folder, "--max-running", str(RUNNING), "--max-waiting", str(WAITING))

@@ -42,7 +42,7 @@ class FakeEngine:
     """Does what `ServingEngine` does for the HTTP server. While `held`, requests stay, as long ones do."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self.context_tokens = 200
+        self.context_tokens, self.n_vocabulary, self.eos = 200, 258, (EOS,)
         self.is_ready = True
         self.failure: BaseException | None = None
         self.tokens = list(tokens)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import re
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,66 +13,19 @@ import openai
 import psutil
 import pytest
 import tasks
-from command_lines import Command, Commands, one_line_error, running_commands, wait_until
+from command_lines import Commands, one_line_error, wait_until
 from conftest import DEMO, StartServer
 
-from many_requests.http_kit import Reply, ask
+from many_requests.serve_process import RUNNING, WAITING, Server, start
 
-KEY = "0123456789abcdef0123"
-RUNNING, WAITING, N_OFFERED = 32, 8, 128
+N_OFFERED = 128
 GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0}
 ENDLESS: dict[str, Any] = {"model": "demo", "extra_body": {"ignore_eos": True}, "max_tokens": 4000}
 
 
-@dataclass
-class Server:
-    """A running `moeoffload serve`."""
-
-    command: Command
-    port: int
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=KEY, max_retries=0, timeout=60)
-
-    def clients(self) -> openai.AsyncOpenAI:
-        """For many at a time."""
-        url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=100)
-
-    def ask(self, method: str, path: str, body: Any = None) -> Reply:
-        return ask(self.port, method, path, body, Authorization=f"Bearer {KEY}")
-
-    def counts(self) -> Any:
-        return json.loads(self.ask("GET", "/stats").text)["requests"]
-
-
-def start(commands: Commands, folder: Path, *options: str) -> Server:
-    key_file = folder / "key"
-    key_file.touch(0o600)
-    key_file.write_text(KEY)
-    words = ["--api-key-file", str(key_file), "--served-model-name", "demo", "--threads", "1", "--device", "cpu"]
-    words += ["--server-memory-gib", "1", "--kv-gib", "0.02", "--port", "0", *options]
-    command = commands.start("moeoffload", "serve", DEMO, *words)
-
-    def said() -> bool:
-        return command.ended or (command.out.exists() and command.out.read_text().endswith("\n"))
-
-    wait_until(said, "the server", 120)
-    line = re.fullmatch(r"serving demo at http://127\.0\.0\.1:([0-9]+)/v1\n", command.out.read_text())
-    assert line is not None, command.err.read_text()
-    return Server(command, int(line[1]))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("serve")
-    with running_commands(folder) as commands:
-        yield start(commands, folder, "--max-running", str(RUNNING), "--max-waiting", str(WAITING))
-
-
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.client() as client:
+def client(serve_process: Server) -> Iterator[openai.OpenAI]:
+    with serve_process.client() as client:
         yield client
 
 
@@ -101,7 +51,8 @@ def test_chats_and_completions_streamed_or_not_give_the_same_answer(client: open
     assert parts[-1].choices[0].finish_reason == "stop"
 
 
-def test_more_than_it_takes_are_answered_or_told_to_come_again(server: Server) -> None:
+def test_more_than_it_takes_are_answered_or_told_to_come_again(serve_process: Server) -> None:
+    server = serve_process
     process = psutil.Process(server.command.process.pid)
     options: dict[str, Any] = {"prompt": "x", "max_tokens": 60, "extra_body": {"ignore_eos": True}, **GREEDY}
 
@@ -124,9 +75,9 @@ def test_more_than_it_takes_are_answered_or_told_to_come_again(server: Server) -
     wait_until(lambda: server.counts()["running"] == server.counts()["waiting"] == 0, "the end of all", 10)
 
 
-def test_a_port_that_is_taken_and_an_open_one_are_one_clear_line(commands: Commands, server: Server) -> None:
-    refused = commands.run("moeoffload", "serve", DEMO, "--port", str(server.port))
-    assert f"port {server.port}" in one_line_error(refused, 2)
+def test_a_port_that_is_taken_and_an_open_one_are_one_clear_line(commands: Commands, serve_process: Server) -> None:
+    refused = commands.run("moeoffload", "serve", DEMO, "--port", str(serve_process.port))
+    assert f"port {serve_process.port}" in one_line_error(refused, 2)
     refused = commands.run("moeoffload", "serve", DEMO, "--bind", "0.0.0.0")
     assert "--api-key-file FILE" in one_line_error(refused, 2)
 

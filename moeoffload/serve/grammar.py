@@ -1,0 +1,148 @@
+"""Answers that have to be in a form: JSON by a schema, or what a regular expression matches. llguidance does the work.
+
+Everything a client sends is bounded before it is compiled, and what compiling and matching may take is bounded again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from math import prod
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+
+from moeoffload.serve.api_errors import ApiError, bad_request, unsupported
+from moeoffload.text import one_line
+
+MAX_GRAMMAR_BYTES: Final = 64 << 10
+MAX_MULTIPLES: Final = 20_000
+"""The compiler makes a state for each remainder of a ``multipleOf``, and for each pair of them where two meet."""
+_LIMITS: Final = {"max_lexer_states": 20_000, "max_grammar_size": 100_000, "verbose_errors": False}
+"""For each answer: 1 to 2 kB for a state. Others are the library's: some 20 ms for a token."""
+_WHITESPACE: Final = r"[ \n\t]{1,40}"  # without an end to it, a weak model may write nothing else
+_KEPT: Final = 32  # compiled grammars
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must be: ``text`` is a JSON schema or a regular expression; ``param`` is who asked for it."""
+
+    kind: Literal["json", "regex"]
+    text: str
+    param: str
+
+    @classmethod
+    def json(cls, schema: dict[str, Any], param: str) -> Grammar:
+        """Answers that are valid by ``schema``. Raises ApiError: it is nested too deeply."""
+        try:
+            return cls("json", json.dumps(schema, separators=(",", ":")), param)
+        except RecursionError:
+            raise bad_request(f"Invalid '{param}': nested too deeply.", param) from None
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer and keeps the latest. For one thread."""
+
+    def __init__(self, tokenizer: Any, n_vocabulary: int, eos: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._n_vocabulary = max(n_vocabulary, len(tokenizer))
+        self._eos = list(eos)
+        self._known: OrderedDict[Grammar, Any] = OrderedDict()
+        self._library: Any = None  # llguidance's view of the tokenizer, made for the first grammar
+
+    def compile(self, grammar: Grammar) -> Any:
+        """An llguidance matcher at the beginning of ``grammar``; take copies of it.
+        Raises ApiError: it is wrong, too large, or of a kind that the library does not know."""
+        matcher = self._known.get(grammar)
+        if matcher is None:
+            matcher = self._known[grammar] = self._compile(grammar)
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        self._known.move_to_end(grammar)
+        return matcher
+
+    def _compile(self, grammar: Grammar) -> Any:
+        from llguidance import LLMatcher, LLParserLimits  # a request without a grammar does not need it
+
+        if len(grammar.text) > MAX_GRAMMAR_BYTES:
+            raise bad_request(f"Invalid '{grammar.param}': larger than {MAX_GRAMMAR_BYTES} bytes.", grammar.param)
+        try:
+            if grammar.kind == "regex":
+                source = LLMatcher.grammar_from_regex(grammar.text)
+            else:
+                options: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "lenient": False}
+                source = LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
+                _check_multiples(json.loads(grammar.text), grammar.param)
+        except ValueError as error:  # no JSON (NaN), no Unicode
+            raise _refused(grammar.param, str(error)) from None
+        matcher = LLMatcher(self._of_tokenizer(grammar.param), source, log_level=0, limits=LLParserLimits(**_LIMITS))
+        trial = matcher.deep_copy()
+        if not matcher.is_error():
+            trial.compute_bitmask()  # some are found to be too complex, or to have no answer, at the first token only
+        if trial.is_error():
+            raise _refused(grammar.param, trial.get_error())
+        return matcher
+
+    def _of_tokenizer(self, param: str) -> Any:
+        if self._library is None:
+            from llguidance.hf import from_tokenizer
+
+            try:
+                self._library = from_tokenizer(self._tokenizer, self._n_vocabulary, self._eos)
+            except (ValueError, AttributeError) as error:
+                raise unsupported(param, f"not with this model's tokenizer: {one_line(str(error), 200)}") from None
+        return self._library
+
+
+class GrammarState:
+    """How far one answer has come in its grammar."""
+
+    def __init__(self, matcher: Any) -> None:
+        """``matcher`` comes from `GrammarCompiler.compile` and stays as it is."""
+        self._matcher = matcher.deep_copy()
+
+    def allow(self, scores: torch.Tensor) -> torch.Tensor:
+        """``scores`` (vocabulary,) float32 with minus infinity for all tokens that cannot come next."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, count=scores.numel(), bitorder="little")
+        return scores.masked_fill(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)
+
+    def take(self, token: int) -> None:
+        """Goes on by a token."""
+        self._matcher.consume_token(token)
+
+    @property
+    def error(self) -> str:
+        """Why it cannot go on: it became too complex. Empty while it can."""
+        return one_line(self._matcher.get_error(), 200)
+
+
+def _refused(param: str, reason: str) -> ApiError:
+    reason = reason.split("<non-verbose/>", maxsplit=1)[0]
+    return bad_request(f"Invalid '{param}': {one_line(' '.join(reason.split()), 300)}.", param)
+
+
+def _check_multiples(schema: Any, param: str) -> None:
+    multiples = [
+        int("".join(map(str, Decimal(str(each)).normalize().as_tuple().digits))) for each in _multiples(schema)
+    ]
+    if sum(multiples) > MAX_MULTIPLES or prod(set(multiples)) > MAX_MULTIPLES:
+        raise bad_request(f"Invalid '{param}': its multipleOf are too large together.", param)
+
+
+def _multiples(schema: Any) -> Iterator[float]:
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            multiple = part.get("multipleOf")
+            if type(multiple) in (int, float):
+                yield multiple
+            left += part.values()
+        elif isinstance(part, list):
+            left += part

@@ -1,0 +1,144 @@
+"""Answers that must be in a form, from the real process: JSON by a schema, and what a regular expression matches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from many_requests.random_schemas import SCHEMAS, Schema
+from many_requests.serve_process import Server
+
+N_EXAMPLES = int(os.environ.get("N_SCHEMAS", "10"))
+CLOSING: dict[str, Any] = {"logit_bias": {str(ord(letter)): 8 for letter in '"]}'}, "frequency_penalty": 1}
+"""The demo model was not trained to write JSON; left to itself it repeats a letter and ends no text."""
+ASK: list[Any] = [{"role": "user", "content": "reverse abc ="}]
+
+
+def form(schema: Schema) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+
+
+async def answers(server: Server, asked: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The text and the end of each choice, of all requests at once."""
+    async with server.clients() as many:
+
+        async def one(options: dict[str, Any]) -> list[tuple[str, str]]:
+            texts, ends = [""] * options.get("n", 1), [""] * options.get("n", 1)
+            stream = await many.chat.completions.create(model="demo", messages=ASK, stream=True, **options)
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.delta.content or ""
+                    ends[choice.index] = choice.finish_reason or ends[choice.index]
+            return list(zip(texts, ends, strict=True))
+
+        told = await asyncio.gather(*(one(options) for options in asked))
+    return [each for answer in told for each in answer]
+
+
+@settings(
+    max_examples=N_EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+@given(schema=SCHEMAS, seed=st.integers(0, 1000))
+def test_answers_are_valid_by_their_schema_greedy_and_sampled_together(
+    serve_process: Server, schema: Schema, seed: int
+) -> None:
+    common = {"response_format": form(schema), "max_tokens": 1000, **CLOSING}
+    sampled = {"temperature": 1.0, "seed": seed, "n": 2}
+    told = asyncio.run(answers(serve_process, [common | {"temperature": 0}, common | sampled]))
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    for text, end in told:
+        assert end == "stop", (schema, text)
+        validator.validate(json.loads(text))
+
+
+def test_expressions_choices_and_plain_requests_at_the_same_time(serve_process: Server) -> None:
+    forms: dict[str, dict[str, Any]] = {
+        r"[0-9]{3}-[a-f]{4}": {"structured_outputs": {"regex": "[0-9]{3}-[a-f]{4}"}},
+        r"(ja|nein)\.": {"guided_regex": r"(ja|nein)\."},
+        r"a b\?|c\*/\n": {"structured_outputs": {"choice": ["a b?", "c*/\n"]}},
+        r"\u20ac{2}": {"guided_regex": "\u20ac{2}"},
+    }
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3, "n": 2}]
+    asked = [{"extra_body": body, **kind} for body in forms.values() for kind in kinds]
+    told = asyncio.run(answers(serve_process, [*asked, {"temperature": 0}]))
+    assert told[-1] == (" cba", "stop")
+    for number, pattern in enumerate(forms):
+        for text, end in told[3 * number : 3 * number + 3]:
+            assert end == "stop"
+            assert re.fullmatch(pattern, text), text
+
+
+def test_completions_and_json_objects_and_whole_answers(serve_process: Server) -> None:
+    with serve_process.client() as client:
+        whole = client.chat.completions.create(
+            model="demo", messages=ASK, response_format={"type": "json_object"}, logprobs=True, **CLOSING
+        ).choices[0]
+        text = whole.message.content or ""
+        assert isinstance(json.loads(text), dict)
+        assert whole.logprobs is not None
+        assert "".join(entry.token for entry in whole.logprobs.content or ()) == text
+        body = {"structured_outputs": {"json": {"type": "integer", "minimum": 10, "maximum": 99}}}
+        done = client.completions.create(model="demo", prompt="x", extra_body=body, temperature=0)
+        assert 10 <= int(done.choices[0].text) <= 99
+
+
+def nested(depth: int) -> Schema:
+    schema: Schema = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"response_format": form({"type": "strange"})}, "response_format.json_schema.schema", "strange"),
+        ({"response_format": form({"not": {}})}, "response_format.json_schema.schema", "not"),
+        ({"response_format": form({"$ref": "http://x/y"})}, "response_format.json_schema.schema", "http"),
+        ({"response_format": form({"enum": []})}, "response_format.json_schema.schema", "nsatisfiable"),
+        ({"response_format": form(nested(150))}, "response_format.json_schema.schema", "recursion"),
+        ({"response_format": form({"title": "x" * 70_000})}, "response_format.json_schema.schema", "larger"),
+        ({"response_format": form({"type": "integer", "multipleOf": 999_983})}, None, "multipleOf"),
+        (
+            {"response_format": form({"type": "object", "properties": {f"p{i}": {} for i in range(2500)}})},
+            None,
+            "items",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
+        ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
+        ({"guided_regex": "\ud800"}, "guided_regex", "unicode"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "not permitted"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format", "together"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "together"),
+    ],
+)
+def test_forms_that_cannot_be_are_refused_by_name(
+    serve_process: Server, body: dict[str, Any], param: str | None, words: str
+) -> None:
+    reply = serve_process.ask("POST", "/v1/chat/completions", {"model": "demo", "messages": ASK} | body)
+    assert (reply.status, words in reply.error["message"]) == (400, True), reply.text
+    assert param is None or reply.error["param"] == param
+
+
+def test_an_answer_whose_form_becomes_too_complex_ends_alone(serve_process: Server) -> None:
+    def ask(form_: dict[str, Any]) -> Any:
+        body = {"model": "demo", "messages": ASK, "temperature": 1, "seed": 1, "max_tokens": 4000}
+        return serve_process.ask("POST", "/v1/chat/completions", body | form_)
+
+    reply = ask({"guided_regex": r"(\w{1,60}\s){40,60}"})
+    assert (reply.status, "too many states" in reply.error["message"]) == (400, True), reply.text
+    assert ask({"guided_regex": "[ab]{2}"}).status == 200
