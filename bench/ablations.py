@@ -59,7 +59,7 @@ class FastPath:
 
 def no_dense(name: str) -> str:
     """A patch that leaves one kind of dense layer to torch."""
-    return f"import moeoffload.kernels.fast_dense as f\nf.{name} = lambda model: lambda: None\n"
+    return f"import moeoffload.kernels.fast_dense as f\nf.{name} = lambda model: None\n"
 
 
 NO_SPIN: Final = """
@@ -68,8 +68,7 @@ _made = s.AdaptiveSpin.__init__
 s.AdaptiveSpin.__init__ = lambda self, limit_s=0.0: _made(self, 0.0)
 """
 NO_HUGE_PAGES: Final = """
-import moeoffload.kernels.huge_pages as h
-h._system_has_huge_pages = lambda: False
+import moeoffload.huge_pages as h
 h._madvise = lambda: None
 """
 NO_MATRIX_UNIT: Final = """
@@ -79,7 +78,7 @@ n.cpu_features = lambda: _features & ~n.Features.MATRIX_UNIT
 """
 PATHS: Final = (
     FastPath("spinning", ("transport/spin.py", "transport/spin.c"), (DECODE,), NO_SPIN, NO_SPIN),
-    FastPath("huge pages", ("kernels/huge_pages.py",), (DECODE, PREFILL), NO_HUGE_PAGES, NO_HUGE_PAGES),
+    FastPath("huge pages", ("huge_pages.py",), (DECODE, PREFILL), NO_HUGE_PAGES, NO_HUGE_PAGES),
     FastPath(
         "few-row linear layers",
         ("kernels/dense.py", "kernels/parameters.py", "kernels/cpu/linear.c"),

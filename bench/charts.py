@@ -36,8 +36,6 @@ def overhead(result: Result) -> Figure:
     left.set_xlim(0, 1.1 * max(row["ratio"]["high"] for row in rows))
     left.set_xlabel("time, remote / local (line: as fast as local)")
     left.invert_yaxis()
-    if not result["settings"]["same_kernels"]:
-        left.set_title("the two sides compute with different kernels", fontsize=9, color=RED)
     start = [0.0] * len(rows)
     for part, colour in PART_COLOURS.items():
         shares = [100 * row["parts"][part] / sum(row["parts"].values()) for row in rows]

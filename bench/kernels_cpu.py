@@ -33,9 +33,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moeoffload import native
 from moeoffload.formats.packed import Codes, Offsets, PackedFormat, PackedWeights, Scales
 from moeoffload.formats.quantise import FORMATS, quantise
+from moeoffload.huge_pages import empty_weights
 from moeoffload.kernels import LayerKernels, prepare_layer
-from moeoffload.kernels.dense import MAX_ROWS, few_row_linear
-from moeoffload.kernels.huge_pages import prefer_huge_pages
+from moeoffload.kernels.dense import MAX_ROWS, product_if_few
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 LINEARS = ((4096, 2048), (32000, 2048))
@@ -127,8 +127,7 @@ def make_experts(dtype: torch.dtype, n_experts: int | None = None) -> Any:
     with torch.device("meta"):
         experts: Any = Qwen3MoeExperts(config).eval()
     for name, parameter in list(experts.named_parameters()):
-        weights = torch.empty(parameter.shape, dtype=dtype)
-        prefer_huge_pages(weights)
+        weights = empty_weights(parameter.shape, dtype)
         setattr(experts, name, torch.nn.Parameter(weights.normal_(0, 0.02), requires_grad=False))
     return experts
 
@@ -182,8 +181,7 @@ def _packed(form: PackedFormat, n_out: int, n_in: int) -> PackedWeights:
         for name in ("factors", "min_factors"):
             if name in form.sections(n_in):
                 one.section(name).view(torch.float16).fill_(2.0**-16)
-    data = torch.empty(PACKED_EXPERTS, *one.data.shape[1:], dtype=torch.uint8)
-    prefer_huge_pages(data)
+    data = empty_weights((PACKED_EXPERTS, *one.data.shape[1:]), torch.uint8)
     data.copy_(one.data.expand_as(data))
     scales = None if one.scales is None else one.scales.expand(PACKED_EXPERTS, -1, -1).contiguous()
     return PackedWeights(form, n_in, data, scales)
@@ -221,8 +219,7 @@ def bench_linear(dtype: torch.dtype, shape: tuple[int, int], all_rows: Sequence[
     """A linear layer; several copies of its weights take turns, so that none stays in a cache."""
     n_out, n_in = shape
     n_copies = max(2, (256 << 20) // (n_out * n_in * dtype.itemsize))
-    copies = torch.empty(n_copies, n_out, n_in, dtype=dtype)
-    prefer_huge_pages(copies)
+    copies = empty_weights((n_copies, n_out, n_in), dtype)
     copies.normal_(0, 0.02)
 
     def call(function: Any, x: torch.Tensor, number: int) -> object:
@@ -232,7 +229,7 @@ def bench_linear(dtype: torch.dtype, shape: tuple[int, int], all_rows: Sequence[
     for n_rows in (n for n in all_rows if n <= MAX_ROWS):
         x = torch.randn(1, n_rows, n_in).to(dtype)
         contestants = limits(copies)
-        for name, function in (("few_row_linear", few_row_linear), ("torch", functional.linear)):
+        for name, function in (("few_row_linear", product_if_few), ("torch", functional.linear)):
             contestants[name] = partial(call, function, x)
         figures = float(n_out * n_in * dtype.itemsize), 2.0 * n_rows * n_out * n_in
         result += measure(f"linear {n_in} -> {n_out}", dtype, n_rows, contestants, max(LEAST_ROUNDS, rounds), *figures)

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
+from local_experts import register_local_experts
 from synthetic import geometry_config, write_checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from moeoffload.huge_pages import empty_weights
 from moeoffload.kernels.fast_dense import accelerate_dense
-from moeoffload.kernels.local import NAME, register_local_experts
-
-SAME_KERNELS: Final = NAME
-
-
-def local_experts() -> str:
-    """The experts implementation of the baseline: the servers' kernels, registered with transformers."""
-    register_local_experts()
-    return SAME_KERNELS
 
 
 def load_local(checkpoint: Path) -> Any:
     """The transformers model of ``checkpoint``, all of it in this process, with fast dense layers."""
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, experts_implementation=local_experts(), dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, experts_implementation=register_local_experts(), dtype="auto"
+    )
+    for parameter in model.parameters():
+        parameter.data = empty_weights(parameter.shape, parameter.dtype).copy_(parameter.data)
     accelerate_dense(model)
     return model.eval()
 

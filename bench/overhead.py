@@ -23,7 +23,8 @@ from typing import Annotated
 import torch
 import typer
 from limits import Demand, matmul_flops, read_bandwidth
-from local_model import SAME_KERNELS, benchmark_checkpoint, load_local, local_experts
+from local_experts import NAME
+from local_model import benchmark_checkpoint, load_local
 from phases import PARTS, watch, watch_local
 from rich.console import Console
 from rich.table import Table
@@ -152,18 +153,13 @@ def main(
         for length in lengths.split(","):
             bench.prefill(int(length))
         bench.decode(decode_tokens, decode_repeats)
-    console.print(f"experts: {local_experts()} locally, {kernel} on the server")
-    if local_experts() != SAME_KERNELS:
-        console.print(
-            "[bold]The two sides compute with different kernels: the ratios are not those of the transport.[/]"
-        )
+    console.print(f"experts: {NAME} locally, {kernel} on the server")
     show(bench)
     if json is not None:
         settings = {
             "checkpoint": checkpoint.name,
             "quick": quick,
-            "local_experts": local_experts(),
-            "same_kernels": local_experts() == SAME_KERNELS,
+            "local_experts": NAME,
             "server_kernel": kernel,
             "repeats": repeats,
             "decode_repeats": decode_repeats,

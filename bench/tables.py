@@ -173,8 +173,6 @@ def markdown(result: Result) -> str:
     caption = f"*Measured on {where}; {how}.*"
     if settings.get("quick"):
         caption += " **A quick run: too few repetitions to be quoted.**"
-    if settings.get("same_kernels") is False:
-        caption += " **The two sides computed with different kernels: these ratios are not those of the transport.**"
     rows = result["rows"]
     tables = COLUMNS.get(result["benchmark"]) or [_plain_columns(rows[0])]
     return "\n\n".join([caption, *(_table(columns, rows) for columns in tables)])

@@ -9,10 +9,10 @@ import pytest
 import tasks
 import torch
 from conftest import DEMO, demo_prompt, local_model
+from local_experts import register_local_experts
 
 from moeoffload import open_model
 from moeoffload.kernels.fast_dense import accelerate_dense
-from moeoffload.kernels.local import register_local_experts
 
 N_PROMPTS = 64
 MAX_NEW_TOKENS = 12
@@ -69,9 +69,8 @@ def test_the_grouped_kernel_gives_the_bits_of_a_local_run(
 def test_the_default_kernel_gives_the_bits_of_a_local_run_with_it_in_every_mode(
     three_servers: list[str], model_dtype: str
 ) -> None:
-    register_local_experts()
-    local = local_model(DEMO, dtype=TORCH[model_dtype], experts_implementation="moeoffload_local")
-    restore = accelerate_dense(local)
+    local = local_model(DEMO, dtype=TORCH[model_dtype], experts_implementation=register_local_experts())
+    accelerate_dense(local)
     prompt = demo_prompt(700, seed=2)
     parts = (prompt, prompt[:, :1], prompt[:, :9])
     with torch.inference_mode():
@@ -81,7 +80,6 @@ def test_the_default_kernel_gives_the_bits_of_a_local_run_with_it_in_every_mode(
             with open_model(DEMO, experts=three_servers[:1], batch_capacity=300, device="cpu", **options) as offloaded:
                 for tokens, logits in zip(parts, expected, strict=True):
                     assert torch.equal(offloaded.model(tokens).logits, logits), (mode, tokens.shape)
-    restore()
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from moeoffload.checkpoint.stamp import stamp_of
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, INDEX_FILE, TensorReader
 from moeoffload.errors import ModelError
 from moeoffload.formats.quantise import FORMATS
+from moeoffload.huge_pages import empty_weights
 
 # Experts are converted in groups, so that beside the finished experts only a few times this many bytes are held.
 _GROUP_BYTES = 16 << 20
@@ -251,7 +252,7 @@ class Checkpoint:
                 setattr(module, name, tuple(piece.empty(n_experts, device) for piece in packed[name]))
                 continue
             owner, _, leaf = name.rpartition(".")
-            empty = torch.empty(shapes.get_parameter(f".{name}").shape, dtype=self.dtype, device=device)
+            empty = empty_weights(shapes.get_parameter(f".{name}").shape, self.dtype, device)
             setattr(module.get_submodule(owner), leaf, nn.Parameter(empty, requires_grad=False))
         return module.eval()
 

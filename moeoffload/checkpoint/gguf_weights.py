@@ -39,6 +39,7 @@ from moeoffload.errors import ModelError
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.file_format import Packing, Parts
 from moeoffload.formats.gguf import BLOCK_TYPES, BlockType, split_rows
+from moeoffload.huge_pages import empty_weights
 
 _EXPERTS: Final = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|gate_up|down)_exps\.(?:weight|bias))")
 _OF_EXPERTS: Final = re.compile(r"blk\.(\d+)\.ffn_\w*_(ch)?exps\.")
@@ -220,7 +221,7 @@ def _unpack(reader: TensorReader, tensor: StoredTensor, dtype: torch.dtype) -> t
     from gguf.quants import dequantize
 
     rows = reader.read(_as_bytes(tensor)).flatten(0, -2)
-    result = torch.empty((rows.shape[0], tensor.shape[-1]), dtype=dtype)
+    result = empty_weights((rows.shape[0], tensor.shape[-1]), dtype)
     step = max(1, _PIECE_BYTES // max(1, rows.shape[1]))
     kind = _type_of(tensor.dtype)
     for start in range(0, rows.shape[0], step):

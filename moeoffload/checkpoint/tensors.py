@@ -20,6 +20,7 @@ import torch
 
 from moeoffload.checkpoint.regular import open_regular, read_regular
 from moeoffload.errors import ModelError
+from moeoffload.huge_pages import empty_weights
 from moeoffload.text import one_line
 
 SINGLE_FILE = "model.safetensors"
@@ -142,7 +143,7 @@ class TensorReader:
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """The whole tensor in its stored dtype, on the CPU. Raises ModelError when bytes are missing."""
-        result = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
+        result = empty_weights(tensor.shape, tensor.torch_dtype)
         self._read_into(tensor, 0, result)
         return result
 

@@ -12,6 +12,8 @@ from typing import Final
 
 import torch
 
+from moeoffload.huge_pages import empty_weights
+
 SUPER_GROUP: Final = 256
 """Weights that share one float16 factor of `Scales.SUPER`."""
 _WORD_BYTES: Final = 4
@@ -154,7 +156,7 @@ class PackedWeights:
     @classmethod
     def empty(cls, form: PackedFormat, n_experts: int, n_out: int, n_in: int, device: torch.device) -> PackedWeights:
         """Room for weights; `section` says where to write them."""
-        data = torch.empty((n_experts, n_out, form.row_bytes(n_in)), dtype=torch.uint8, device=device)
+        data = empty_weights((n_experts, n_out, form.row_bytes(n_in)), torch.uint8, device)
         data[..., form._used_bytes(n_in) :] = 0
         if form.shared_rows == 1:
             return cls(form, n_in, data)

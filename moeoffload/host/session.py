@@ -143,7 +143,7 @@ class OffloadedModel:
         )
         bind_experts(self.model, checkpoint, self.dispatcher.for_layer)
         if settings.fast_dense and self._device.type == "cpu":
-            stack.callback(accelerate_dense(self.model))
+            accelerate_dense(self.model)
         least = min((link.layout.capacity for link in self.links), default=settings.batch_capacity)
         self.pipeline = PrefillPipeline(
             self.model,

@@ -34,7 +34,7 @@ def cpu_attention(
     scale: float | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Scaled dot-product attention on the CPU, without gradient.
+    """Scaled dot-product attention on the CPU, without gradient; only where the C library was built.
 
     Args:
         query: (batch, heads, queries, dim) bfloat16, float16 or float32, any strides but last dimension contiguous; as
@@ -52,15 +52,12 @@ def cpu_attention(
     Raises:
         ValueError: shapes, strides or dtypes are others, or there are more than FEW_QUERIES queries where only few are
             taken: see `fits`.
-        RuntimeError: the C library was not built.
         MemoryError: there is none for intermediate results.
     """
     if not fits(query, key, value, mask):
         shapes = [(tuple(each.shape), each.dtype) for each in (query, key, value)]
         raise ValueError(f"query, key, value {shapes}, mask {None if mask is None else tuple(mask.shape)}")
     library = calls.library()
-    if library is None:
-        raise RuntimeError("the C library was not built when moeoffload was installed")
     batch, heads, n_queries, dim = query.shape
     key_heads, n_keys, value_dim = value.shape[1:]
     dtype = query.dtype

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -17,7 +16,6 @@ from torch import nn
 from moeoffload import native
 from moeoffload.kernels import calls
 from moeoffload.kernels.calls import COMPUTE_DTYPES, DTYPE_CODES, LinearCall
-from moeoffload.kernels.huge_pages import move_to_huge_pages
 from moeoffload.kernels.threads import parallel_address, threads_for
 
 MAX_ROWS: Final = 16
@@ -35,29 +33,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def few_row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``torch.nn.functional.linear`` for few rows on the CPU, without gradient.
-
-    Args:
-        x: (..., in) of the weight's dtype, at most MAX_ROWS rows.
-        weight: (out, in) bfloat16, float16 or float32, contiguous.
-        bias: (out) of the weight's dtype.
-
-    Returns:
-        (..., out) of the weight's dtype.
-    """
-    n_in = weight.shape[1]
-    if x.numel() > MAX_ROWS * n_in or x.shape[-1] != n_in or x.dtype != weight.dtype:
-        raise ValueError(f"x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}")
-    if calls.library() is None:
-        return nn.functional.linear(x, weight, bias)
-    return _product(x, weight, bias)
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return product(x, (weight.data_ptr(), 0), weight.shape[0], weight.nbytes, bias)
 
 
 def product(
@@ -93,7 +68,10 @@ def product(
 
 
 def product_if_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """`few_row_linear` where it applies; None where torch is to compute. ``weight`` is (out, in), as a parameter."""
+    """``torch.nn.functional.linear`` for few rows on the CPU, without gradient; None where torch is to compute.
+
+    ``x`` is (..., in) of the weight's dtype, ``weight`` (out, in) contiguous, ``bias`` (out) of the weight's dtype.
+    """
     dtype = weight.dtype
     if (
         x.dtype != dtype
@@ -106,14 +84,13 @@ def product_if_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         or not weight.is_contiguous()
         or (bias is not None and (bias.dtype != dtype or not bias.is_contiguous()))
         or torch.compiler.is_compiling()
-        or calls.library() is None
     ):
         return None
-    return _product(x, weight, bias)
+    return product(x, (weight.data_ptr(), 0), weight.shape[0], weight.nbytes, bias)
 
 
 class FewRowLinear(nn.Linear):
-    """A linear layer that calls `few_row_linear` where it can, and is `torch.nn.Linear` in everything else."""
+    """A linear layer that calls `product_if_few`, and is `torch.nn.Linear` in everything else."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `torch.nn.Linear`."""
@@ -128,34 +105,18 @@ def _fits(module: nn.Linear) -> bool:
     return (
         type(weight) is nn.Parameter
         and weight.device.type == "cpu"
-        and weight.dtype in COMPUTE_DTYPES
+        and weight.dtype in (torch.bfloat16, torch.float16)
         and weight.is_contiguous()
     )
 
 
-def accelerate_linears(model: nn.Module) -> Callable[[], None]:
+def accelerate_linears(model: nn.Module) -> None:
     """Lets the model's linear layers read their weights at memory speed in calls of few rows.
 
     Changes the class of each `torch.nn.Linear` on the CPU in bfloat16 or float16 (not of its subclasses) to
-    `FewRowLinear`: parameters, hooks and names stay; the weights move to huge pages. Calls with gradient, of more rows
-    or under ``torch.compile`` are computed as before.
-
-    Returns:
-        a function that changes them back; weights stay where they are.
+    `FewRowLinear`: parameters, hooks and names stay. Calls with gradient, of more rows or under ``torch.compile`` are
+    computed as before.
     """
-    if calls.library() is None:
-        return lambda: None
-    chosen = [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear and _fits(module) and module.weight.dtype != torch.float32
-    ]
-    for module in chosen:
-        module.__class__ = FewRowLinear
-    move_to_huge_pages(each for module in chosen for each in module.parameters(recurse=False))
-
-    def restore() -> None:
-        for module in chosen:
-            module.__class__ = nn.Linear
-
-    return restore
+    for module in model.modules():
+        if type(module) is nn.Linear and _fits(module):
+            module.__class__ = FewRowLinear

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-
 from torch import nn
 
+from moeoffload.kernels import calls
 from moeoffload.kernels.dense import accelerate_linears
 from moeoffload.kernels.norm import accelerate_norms
 from moeoffload.kernels.parameters import accelerate_parameters
 from moeoffload.kernels.sdpa import accelerate_attention
 
 
-def accelerate_dense(model: nn.Module) -> Callable[[], None]:
+def accelerate_dense(model: nn.Module) -> None:
     """Makes linear layers, routers, root-mean-square norms and attention of a model on the CPU fast in few-row calls.
 
     What it does not know stays as it is, and so do calls of many rows, with gradient or under ``torch.compile``.
     Results differ from transformers' in the order of sums, and attention rounds once instead of several times; they do
-    not depend on how many rows are computed together. Programs are compiled here, or loaded from the on-disk cache.
-
-    Returns:
-        a function that changes everything back.
+    not depend on how many rows are computed together.
     """
-    stack = contextlib.ExitStack()
-    for accelerate in (accelerate_linears, accelerate_parameters, accelerate_norms, accelerate_attention):
-        stack.callback(accelerate(model))
-    return stack.close
+    if calls.library() is None:
+        return
+    accelerate_linears(model)
+    accelerate_parameters(model)
+    accelerate_norms(model)
+    accelerate_attention(model)

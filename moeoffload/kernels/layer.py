@@ -13,7 +13,7 @@ from moeoffload.kernels.layout import hidden_of, lay_out, n_experts_of, why_not
 from moeoffload.kernels.packing import dtype_of, first_tensor
 from moeoffload.kernels.tiled import TiledExperts
 from moeoffload.kernels.triton_experts import few_rows_kernel
-from moeoffload.kernels.workspace import KernelWorkspace, LayerShape, PreparedCall
+from moeoffload.kernels.workspace import KernelWorkspace
 
 KernelChoice = Literal["auto", "tiled", "grouped"]
 
@@ -28,7 +28,6 @@ class LayerKernels:
         falls_back: why only the grouped kernel serves this layer; None if the tiled one does.
         weight_error: how far its weights are from the stored ones, relative; None if they were not packed here.
         is_batch_invariant: whether a row's bits are the same whatever is computed with it in one call.
-        shape: of the layer, if calls can be prepared; layers of the same shape have the same object.
     """
 
     n_experts: int
@@ -36,7 +35,6 @@ class LayerKernels:
     dtype: torch.dtype
     falls_back: str | None
     is_batch_invariant: bool
-    shape: LayerShape | None
 
     def __init__(self, experts: nn.Module, workspace: KernelWorkspace, kernel: KernelChoice) -> None:
         module: Any = experts
@@ -55,7 +53,6 @@ class LayerKernels:
             self._tiled = TiledExperts(experts, lay_out(experts))
         is_tiled = self.falls_back is None and self._few_rows is None
         self.is_batch_invariant = is_tiled and self._tiled.is_batch_invariant
-        self.shape = self._tiled.shape if is_tiled and self._tiled.is_fused else None
 
     def kernel_for(self, n_rows: int) -> str:
         """Name of the kernel that serves a call of ``n_rows`` rows."""
@@ -105,28 +102,6 @@ class LayerKernels:
             out.copy_(self._grouped(self._experts, rows, slots, weights))
         else:
             self._tiled.run((rows, slots, weights, out), workspace or self._workspace)
-
-    def prepare(
-        self, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
-    ) -> PreparedCall | None:
-        """What `run` needs for any number of calls with tensors that stay where they are, in the layer's workspace.
-
-        It serves all layers of the same ``shape``. None for kernels that need more than one call of the C library.
-
-        Args:
-            rows, slots, weights, out: see `__call__`; contiguous.
-
-        Raises:
-            ValueError: see `__call__`.
-        """
-        self._check(rows, slots, weights, out)
-        if self.shape is None or not all(each.is_contiguous() for each in (rows, slots, weights)):
-            return None
-        return self._tiled.prepare((rows, slots, weights, out), self._workspace)
-
-    def run(self, prepared: PreparedCall) -> None:
-        """As a call with the tensors of `prepare`, which has checked them. Raises IndexError: see `__call__`."""
-        self._tiled.run_prepared(prepared)
 
     def in_slices(
         self,

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from moeoffload.kernels import calls
-from moeoffload.kernels.huge_pages import prefer_huge_pages
 from moeoffload.kernels.packing import KernelMatrix, Weights, dtype_of, first_tensor, why_not_dtype, why_not_packed
 
 
@@ -77,9 +76,6 @@ def lay_out(experts: nn.Module) -> ExpertsLayout:
     bias = module.has_bias
     dtype = dtype_of(module)
     up, down = (_rows_of(module, name) for name in (up_name, "down_proj"))
-    for weights in (up, down):
-        for tensor in [part.data for part in weights] if isinstance(weights, tuple) else [weights]:
-            prefer_huge_pages(tensor)
     return ExpertsLayout(
         dtype=dtype,
         up=KernelMatrix(up, dtype),

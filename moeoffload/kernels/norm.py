@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Final
 
@@ -97,18 +96,12 @@ class FusedNorm(nn.Module):
         return rms_norm(x, weight, self.fused_epsilon, self.fused_kind)
 
 
-def accelerate_norms(model: nn.Module) -> Callable[[], None]:
+def accelerate_norms(model: nn.Module) -> None:
     """Fuses the root-mean-square norms of a model on the CPU in bfloat16 or float16.
 
     A norm is a module whose class is called ..RMSNorm, with a ``weight`` and an epsilon, and whose results on random
     rows are those of one `NormKind`: then its class becomes a subclass of it. Parameters, hooks and names stay.
-
-    Returns:
-        a function that changes them back.
     """
-    if calls.library() is None:
-        return lambda: None
-    chosen: list[tuple[nn.Module, type[nn.Module]]] = []
     kinds: dict[Any, NormKind | None] = {}
     for module in model.modules():
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -129,14 +122,7 @@ def accelerate_norms(model: nn.Module) -> Callable[[], None]:
         kind = kinds[case]
         if kind is not None:
             cls: Any = type(module)
-            chosen.append((module, cls))
             module.__class__ = _fused(cls, epsilon, kind)
-
-    def restore() -> None:
-        for module, cls in chosen:
-            module.__class__ = cls
-
-    return restore
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Weights outside of linear layers, such as routers: ``functional.linear`` with them becomes `few_row_linear`."""
+"""Weights outside of linear layers, such as routers: ``functional.linear`` with them becomes `product_if_few`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,11 @@ def _is_plain(x: Any, weight: Any, bias: Any = None) -> bool:
     )
 
 
-def accelerate_parameters(model: nn.Module) -> Callable[[], None]:
+def accelerate_parameters(model: nn.Module) -> None:
     """Lets ``torch.nn.functional.linear`` read a model's other matrices at memory speed in calls of few rows.
 
     Changes the class of parameters (out, in) on the CPU in bfloat16 or float16 that belong to modules other than linear
     layers and embeddings, above all routers. They stay the same objects, in the same places.
-
-    Returns:
-        a function that changes them back.
     """
     others = {
         id(parameter)
@@ -51,20 +48,12 @@ def accelerate_parameters(model: nn.Module) -> Callable[[], None]:
         if isinstance(module, nn.Linear | nn.Embedding)
         for parameter in module.parameters(recurse=False)
     }
-    chosen = [
-        parameter
-        for parameter in model.parameters()
-        if type(parameter) is nn.Parameter
-        and id(parameter) not in others
-        and parameter.ndim == 2
-        and parameter.dtype in (torch.bfloat16, torch.float16)
-        and parameter.device.type == "cpu"
-    ]
-    for parameter in chosen:
-        parameter.__class__ = FewRowParameter
-
-    def restore() -> None:
-        for parameter in chosen:
-            parameter.__class__ = nn.Parameter
-
-    return restore
+    for parameter in model.parameters():
+        if (
+            type(parameter) is nn.Parameter
+            and id(parameter) not in others
+            and parameter.ndim == 2
+            and parameter.dtype in (torch.bfloat16, torch.float16)
+            and parameter.device.type == "cpu"
+        ):
+            parameter.__class__ = FewRowParameter

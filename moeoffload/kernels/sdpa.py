@@ -7,8 +7,6 @@ A name of our own would be simpler, but some families choose their mask by askin
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Callable
 from typing import Any, Final
 from weakref import WeakSet
 
@@ -17,7 +15,6 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from moeoffload.kernels import calls
 from moeoffload.kernels.attention import cpu_attention, fits
 
 _NAME: Final = "sdpa"
@@ -29,10 +26,8 @@ _OTHER: Final = tuple(
     sorted(inspect.signature(sdpa_attention_forward).parameters.keys() - _KNOWN | {"softcap", "s_aux"})
 )
 
-_lock = threading.Lock()
 _modules: WeakSet[nn.Module] = WeakSet()
-_replaced: list[Callable[..., Any]] = []
-_users = 0
+"""Those of the models that asked for it."""
 
 
 def _attention(
@@ -64,41 +59,19 @@ def _attention(
                 key, value = key[:, :, :n_queries], value[:, :, :n_queries]
         if fits(query, key, value, attention_mask):
             return cpu_attention(query, key, value, attention_mask, scale=scaling, is_causal=causal), None
-    result: tuple[torch.Tensor, None] = _replaced[0](
+    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )
     return result
 
 
-def accelerate_attention(model: nn.Module) -> Callable[[], None]:
+def accelerate_attention(model: nn.Module) -> None:
     """Makes the "sdpa" attention of a transformers model on the CPU as fast as its memory, or its products, allow.
 
     Calls with gradient, dropout or arguments that mean more, under ``torch.compile``, or that `cpu_attention` does not
     take are computed as before. The process's other models are left alone.
-
-    Returns:
-        a function that changes it back.
     """
-    global _users  # noqa: PLW0603 (transformers' registry is one per process)
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    if not any(getattr(config, "_attn_implementation", None) == _NAME for config in configs):
-        return lambda: None
-    if calls.library() is None:
-        return lambda: None
-    mine = [module for module in model.modules() if module not in _modules]
-    with _lock:
-        _modules.update(mine)
-        if not _users:
-            _replaced[:] = [AttentionInterface()[_NAME]]
-            AttentionInterface.register(_NAME, _attention)
-        _users += 1
-
-    def restore() -> None:
-        global _users  # noqa: PLW0603
-        with _lock:
-            _modules.difference_update(mine)
-            _users -= 1
-            if not _users and AttentionInterface()[_NAME] is _attention:
-                AttentionInterface.register(_NAME, _replaced[0])
-
-    return restore
+    configs = (getattr(module, "config", None) for module in model.modules())
+    if any(getattr(config, "_attn_implementation", None) == _NAME for config in configs):
+        _modules.update(model.modules())
+        AttentionInterface.register(_NAME, _attention)

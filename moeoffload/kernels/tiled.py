@@ -1,4 +1,4 @@
-"""The tiled kernel of one layer: the C kernels with the layer's weights, in one call, prepared, or in slices."""
+"""The tiled kernel of one layer: the C kernels with the layer's weights, in one call or in slices."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 
 from moeoffload import native
 from moeoffload.kernels import calls
+from moeoffload.kernels.batch_invariance import is_independent_of_batch
 from moeoffload.kernels.calls import DTYPE_CODES, ExpertsCall, Layer, Step
-from moeoffload.kernels.company import bears_company
 from moeoffload.kernels.layout import ExpertsLayout
 from moeoffload.kernels.threads import parallel_address, threads_for
-from moeoffload.kernels.workspace import Arena, KernelWorkspace, PreparedCall, layer_shape
+from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
 
 SLICE_BYTES: Final = 1 << 25
 """About how many bytes of weights a slice of a projection reads: some milliseconds of work."""
@@ -50,7 +50,7 @@ class TiledExperts:
         )
         self._layer_address = ctypes.addressof(self._layer)
         self._run = library.moe_experts
-        self.shape = layer_shape(
+        self.shape = LayerShape(
             n_experts,
             hidden,
             inter,
@@ -63,7 +63,7 @@ class TiledExperts:
         )
         self._expert_bytes = (layout.up.nbytes + layout.down.nbytes) // n_experts
         self.is_fused = layout.fuses_activation and not self._experts.has_post_expert_norm
-        self.is_batch_invariant = self.is_fused or bears_company(
+        self.is_batch_invariant = self.is_fused or is_independent_of_batch(
             self._experts, up_columns=up_columns, hidden=hidden, dtype=self._dtype
         )
 
@@ -79,20 +79,6 @@ class TiledExperts:
         self._activate(arena)
         self._compute(arena, Step.DOWN)
         self._sum(arena)
-
-    def prepare(self, inputs: Inputs, workspace: KernelWorkspace) -> PreparedCall:
-        """See `LayerKernels`; only if ``is_fused``."""
-        arena = self._fill(inputs, workspace).copy()
-        arena.call.steps = Step.ALL
-        return PreparedCall(self.shape, arena, inputs)
-
-    def run_prepared(self, prepared: PreparedCall) -> None:
-        """See `LayerKernels.run`."""
-        arena = prepared.arena
-        arena.call.layer = self._layer_address
-        bad_route = self._run(arena.address)
-        if bad_route >= 0:
-            raise self._bad_route(bad_route)
 
     def in_slices(self, inputs: Inputs, workspace: KernelWorkspace) -> Iterator[None]:
         """See `LayerKernels.in_slices`; everything has been checked but the slots."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import sys
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -16,8 +15,7 @@ SMALL_ROWS: Final = 16
 """Calls of at most this many rows are decode- or verify-shaped."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
+class LayerShape(NamedTuple):
     """What a layer needs of a workspace. ``operand_bytes`` and ``activated_bytes`` are of one row."""
 
     n_experts: int
@@ -30,10 +28,6 @@ class LayerShape:
     uses_matrix_unit: bool
     scratch_bytes: int
     """Of one thread, to unpack weights."""
-
-
-layer_shape = functools.cache(LayerShape)
-"""As `LayerShape`, the same object for the same figures."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,23 +71,10 @@ class Arena:
         """Threads that have scratch memory."""
         return self.buffers["scratch"].numel() // shape.scratch_bytes if shape.scratch_bytes else sys.maxsize
 
-    def copy(self) -> Arena:
-        """The same buffers with a call of their own, as it is now."""
-        return Arena(ExpertsCall.from_buffer_copy(self.call), dict(self.buffers))
-
     def values(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """The beginning of what the projections give, as a matrix."""
         n_bytes = shape[0] * shape[1] * dtype.itemsize
         return self.buffers["values"][:n_bytes].view(dtype).view(shape)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedCall:
-    """A call that is filled in but for the layer, which may be any of ``shape``. The tensors are kept alive."""
-
-    shape: LayerShape
-    arena: Arena
-    tensors: tuple[torch.Tensor, ...]
 
 
 class KernelWorkspace:

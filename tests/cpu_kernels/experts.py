@@ -10,6 +10,7 @@ import torch
 from gpu_kernels.experts_modules import make_experts
 from transformers.integrations import moe
 
+from moeoffload.kernels.dense import product_if_few
 from moeoffload.native import Features, cpu_features
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,6 +26,13 @@ def threads(n: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def few_row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The C library's product, which takes these."""
+    out = product_if_few(x, weight, bias)
+    assert out is not None
+    return out
 
 
 def instruction_sets() -> list[Features]:

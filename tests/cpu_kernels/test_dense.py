@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from moeoffload import native
-from moeoffload.kernels.dense import MAX_ROWS, FewRowLinear, accelerate_linears, few_row_linear
+from moeoffload.kernels.dense import MAX_ROWS, FewRowLinear, accelerate_linears, product_if_few
 from moeoffload.native import Features
 
-from .experts import DTYPES, EPSILON, instruction_sets, threads
+from .experts import DTYPES, EPSILON, few_row_linear, instruction_sets, threads
 from .test_fast_dense import small_model
 
 
@@ -52,11 +52,10 @@ def test_shapes_of_the_input_are_kept() -> None:
     assert torch.equal(few_row_linear(x, linear.weight), few_row_linear(x.contiguous(), linear.weight))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_left_to_torch() -> None:
     weight = torch.zeros(32, 64).bfloat16()
     for x in (torch.zeros(MAX_ROWS + 1, 64).bfloat16(), torch.zeros(1, 32).bfloat16(), torch.zeros(1, 64)):
-        with pytest.raises(ValueError, match="weight"):
-            few_row_linear(x, weight)
+        assert product_if_few(x, weight) is None
 
 
 @pytest.mark.parametrize("n_out", [1030, 1040])
@@ -69,14 +68,13 @@ def test_two_threads_give_the_same_bits(n_rows: int, n_out: int) -> None:
         assert all(torch.equal(few_row_linear(x, linear.weight, linear.bias), alone) for _ in range(20))
 
 
-def test_a_model_generates_as_before_and_is_restored() -> None:
+def test_a_model_generates_as_before() -> None:
     model = small_model("qwen3_moe")
     ids = torch.arange(1, 9).view(1, 8)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = model.generate(ids, **options)
-    classes = [type(module) for module in model.modules()]
     keys = list(model.state_dict())
-    restore = accelerate_linears(model)
+    accelerate_linears(model)
     fast = [module for module in model.modules() if type(module) is FewRowLinear]
     assert len(fast) == 2 * 4 + 1
     assert all(isinstance(module, nn.Linear) for module in fast)
@@ -88,8 +86,6 @@ def test_a_model_generates_as_before_and_is_restored() -> None:
         for parameter in twin.parameters():
             parameter.zero_()
         assert not twin(ids[:, :1]).logits.any()
-    restore()
-    assert [type(module) for module in model.modules()] == classes
 
 
 def test_hooks_are_called_and_gradients_many_rows_and_other_dtypes_go_to_torch() -> None:

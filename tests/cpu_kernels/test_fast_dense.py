@@ -34,7 +34,7 @@ def small_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def state(model: nn.Module) -> list[Any]:
-    """What restoring must bring back."""
+    """What tells whether anything was changed."""
     return [
         [(name, type(module), dict(module.__dict__)) for name, module in model.named_modules()],
         [(name, type(parameter), id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()],
@@ -45,7 +45,7 @@ def state(model: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_stay_close_and_the_model_is_restored(family: str, dtype: torch.dtype) -> None:
+def test_logits_stay_close_to_those_before(family: str, dtype: torch.dtype) -> None:
     model = small_model(family, dtype)
     ids = torch.randint(1, 320, (2, 40), generator=torch.manual_seed(3))
     seen = torch.ones_like(ids)
@@ -60,17 +60,13 @@ def test_logits_stay_close_and_the_model_is_restored(family: str, dtype: torch.d
         parts.append(model(ids[1:, :1]).logits)
         return parts
 
-    before = state(model)
     expected = logits()
-    restore = accelerate_dense(model)
+    accelerate_dense(model)
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()] or family == "deepseek_v3"
     close = {torch.bfloat16: 0.05, torch.float32: 1e-4}[dtype]
     for ours, theirs in zip(logits(), expected, strict=True):
         # A router may choose another expert where two are alike.
         assert ((ours - theirs).abs().amax(-1) < close).float().mean() >= 0.9
-    restore()
-    assert state(model) == before
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(logits(), expected, strict=True))
 
 
 def test_only_this_model_and_only_calls_that_get_faster_are_concerned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +80,8 @@ def test_only_this_model_and_only_calls_that_get_faster_are_concerned(monkeypatc
         return real(query, *args, **kwargs)
 
     monkeypatch.setattr(sdpa, "cpu_attention", counting)
-    restore, restore_again = accelerate_dense(ours), accelerate_dense(ours)
+    accelerate_dense(ours)
+    accelerate_dense(ours)
     ids = torch.ones(1, FEW_QUERIES + 1, dtype=torch.long)
     other(ids[:, :1])
     ours(ids)
@@ -92,19 +89,12 @@ def test_only_this_model_and_only_calls_that_get_faster_are_concerned(monkeypatc
     ours(ids[:, :1])
     ours(ids[:, 1:])
     assert calls == [1, 1, FEW_QUERIES, FEW_QUERIES]
-    restore_again()
-    ours(ids[:, :1])
-    assert len(calls) == 6
-    restore()
-    ours(ids[:, :1])
-    assert len(calls) == 6
-    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
 
 
 def test_calls_that_mean_more_are_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     module = small_model("qwen3_moe").model.layers[0].self_attn
     monkeypatch.setattr(sdpa, "_modules", {module})
-    monkeypatch.setattr(sdpa, "_replaced", [lambda *args, **kwargs: "theirs"])
+    monkeypatch.setattr(sdpa, "sdpa_attention_forward", lambda *args, **kwargs: "theirs")
     query, key = torch.randn(1, 4, 2, 16).bfloat16(), torch.randn(1, 2, 9, 16).bfloat16()
     arguments = (module, query, key, key, None)
     assert sdpa._attention(*arguments, sliding_window=3, position_ids=query)[0].shape == (1, 2, 4, 16)
@@ -134,9 +124,8 @@ def test_the_demo_model_answers_the_same(dtype: torch.dtype) -> None:
     tokenizer.padding_side = "left"
     prompts = tokenizer(tasks.prompts(24, seed=3), return_tensors="pt", padding=True)
     options = {"max_new_tokens": 10, "do_sample": False}
-    for batch in (prompts, {name: value[:1] for name, value in prompts.items()}):
-        expected = model.generate(**batch, **options)
-        restore = accelerate_dense(model)
-        got = model.generate(**batch, **options)
-        restore()
-        assert torch.equal(got, expected)
+    batches = (prompts, {name: value[:1] for name, value in prompts.items()})
+    expected = [model.generate(**batch, **options) for batch in batches]
+    accelerate_dense(model)
+    for batch, tokens in zip(batches, expected, strict=True):
+        assert torch.equal(model.generate(**batch, **options), tokens)

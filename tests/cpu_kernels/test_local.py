@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import weakref
 
+import local_experts as local
 import pytest
 import torch
+from local_experts import local_experts, register_local_experts
 
-from moeoffload.kernels import local, prepare_layer
-from moeoffload.kernels.local import local_experts, register_local_experts
+from moeoffload.kernels import prepare_layer
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes, transformers_result
 

@@ -53,7 +53,7 @@ def test_a_familys_norm_is_recognised_and_gives_its_results(
         x = (torch.randn(2, 3, 5, dim) * 3).to(dtype)
         inputs = (x, x[:1, :1], x.transpose(1, 2), x[0, 0, 0], x[:0], x * 1e-4)
         expected = [module(each) for each in inputs]
-        restore = accelerate_norms(module)
+        accelerate_norms(module)
         assert isinstance(module, FusedNorm)
         assert module.fused_kind is FAMILIES[name]
         for each, theirs in zip(inputs, expected, strict=True):
@@ -63,8 +63,6 @@ def test_a_familys_norm_is_recognised_and_gives_its_results(
             apart = ulps(ours, theirs)
             assert apart.numel() == 0 or apart.max() <= 2
             assert apart.numel() == 0 or (apart != 0).float().mean() < 0.02
-        restore()
-        assert type(module).__name__ == name.split(".")[1]
 
 
 @pytest.mark.parametrize("kind", list(NormKind))

@@ -14,11 +14,10 @@ from moeoffload import native
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights, Scales
 from moeoffload.kernels import GroupedKernel, prepare_layer
-from moeoffload.kernels.dense import few_row_linear
 from moeoffload.kernels.packed_linear import PackedLinear
 from moeoffload.native import Features
 
-from .experts import DTYPES, call, gated_experts, instruction_sets, random_rows, routes
+from .experts import DTYPES, call, few_row_linear, gated_experts, instruction_sets, random_rows, routes
 
 MIXES = (("q4_k", "q6_k"), ("BFLOAT16", "fp8 blocks"), ("mxfp4", "q5_k"))
 SETS = instruction_sets()

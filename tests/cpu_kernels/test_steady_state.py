@@ -79,24 +79,6 @@ def test_threads_with_workspaces_of_their_own_do_not_disturb_each_other() -> Non
         assert all(pool.map(is_right, range(3)))
 
 
-def test_a_prepared_call_makes_nothing_and_serves_layers_of_one_shape() -> None:
-    workspace = KernelWorkspace()
-    layers = [prepare_layer(gated_experts(8, 64, 32, torch.bfloat16, seed=seed), workspace) for seed in range(3)]
-    inputs = (random_rows(3, 64, torch.bfloat16), *routes(3, 4, 8, absent=0.1))
-    out = torch.empty(3, 64)
-    expected = [call(layer, *inputs) for layer in layers]
-    prepared = layers[0].prepare(*inputs, out)
-    assert prepared is not None
-    for layer, result in zip(layers, expected, strict=True):
-        layer.run(prepared)
-        assert torch.equal(out, result)
-
-    assert_makes_nothing(lambda number: layers[number % 3].run(prepared))
-    inputs[1][1, 2] = 8
-    with pytest.raises(IndexError, match="route 6"):
-        layers[1].run(prepared)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_workspace_has_room_for_more_rows_of_fewer_routes(dtype: torch.dtype) -> None:
     workspace = KernelWorkspace()
@@ -105,6 +87,5 @@ def test_a_workspace_has_room_for_more_rows_of_fewer_routes(dtype: torch.dtype) 
         inputs = random_rows(n_rows, 72, dtype), *routes(n_rows, top_k, 8)
         result = call(layer, *inputs)
         assert torch.equal(result, call(prepare_layer(gated_experts(8, 72, 32, dtype), kernel="tiled"), *inputs))
-        assert layer.shape is not None
-        arena = workspace.arena(layer.shape, n_rows, top_k)
+        arena = workspace.arena(layer._tiled.shape, n_rows, top_k)
         assert arena.buffers["operands"].numel() >= n_rows * 72 * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Whether what torch computes between a layer's products depends on which rows are computed together."""
+"""Whether what torch computes between a layer's products is independent of the batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TOGETHER: Final = 3 << 15
 _PARTS: Final = (1, 2, 5, 16)
 
 
-def bears_company(module: Any, *, up_columns: int, hidden: int, dtype: torch.dtype) -> bool:
+def is_independent_of_batch(module: Any, *, up_columns: int, hidden: int, dtype: torch.dtype) -> bool:
     """Whether an experts module's activation, gate and norm give rows the same bits alone and together.
 
     torch computes the last elements of a tensor in other code than those before them, which for some activations

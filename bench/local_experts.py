@@ -1,4 +1,4 @@
-"""The same kernels inside the host's own process, as an experts implementation of transformers."""
+"""The servers' kernels inside one process, as an experts implementation of transformers: the baseline of benchmarks."""
 
 from __future__ import annotations
 
