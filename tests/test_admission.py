@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -10,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from command_lines import STEP_TIMEOUT_S
-from conftest import DEMO, StartServer
+from conftest import DEMO, StartServer, connected
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.control.client import ControlClient, Lease
+from moeoffload.control.client import Lease
 from moeoffload.devices import _cgroup_room
 from moeoffload.errors import BusyError
 from moeoffload.expert_server.server import MAX_LEASES_OF_ONE
@@ -89,23 +90,19 @@ def test_a_second_host_finds_room_on_a_server_that_the_first_has_filled(start_se
 
 
 def test_a_host_waits_for_a_lease_to_come_free(start_server: StartServer) -> None:
-    server = start_server()
-    client = ControlClient(server.address)
-    leases: list[Lease] = []
-    try:
-        client.connect(STEP_TIMEOUT_S)
-        leases += [client.attach(STEP_TIMEOUT_S) for _ in range(MAX_LEASES_OF_ONE)]
+    with connected(start_server().address) as client, contextlib.ExitStack() as stack:
+
+        def attach() -> Lease:
+            return stack.enter_context(contextlib.closing(client.attach(STEP_TIMEOUT_S)))
+
+        first, *_ = [attach() for _ in range(MAX_LEASES_OF_ONE)]
         with pytest.raises(BusyError, match=f"{MAX_LEASES_OF_ONE} of this host") as caught:
-            client.attach(STEP_TIMEOUT_S)
+            attach()
         assert caught.value.retry_after_s > 0
         with pytest.raises(BusyError):
-            retry_while_busy(lambda: client.attach(STEP_TIMEOUT_S), caught.value.retry_after_s / 2)
-        threading.Timer(0.2, leases.pop().close).start()
-        leases.append(retry_while_busy(lambda: client.attach(STEP_TIMEOUT_S), STEP_TIMEOUT_S))
-    finally:
-        for lease in leases:
-            lease.close()
-        client.close()
+            retry_while_busy(attach, caught.value.retry_after_s / 2)
+        threading.Timer(0.2, first.close).start()
+        retry_while_busy(attach, STEP_TIMEOUT_S)
 
 
 def test_it_is_not_asked_more_often_than_the_server_says() -> None:

@@ -13,12 +13,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-import torch
 from command_lines import Commands, one_line_error
 from conftest import DEMO, RunningServer, StartServer
 from grpc_health.v1 import health, health_pb2_grpc
-from synthetic import write_checkpoint, write_tiny
-from transformers import AutoConfig
+from synthetic import write_tiny
 
 from moeoffload.control.protocol import PROTOCOL_VERSION
 
@@ -41,7 +39,6 @@ def run_error(commands: Commands, code: int, model: str | Path, *options: str | 
     [
         ([], SETTING, "--prompt"),
         (["--prompt", ""], PROMPT, "empty"),
-        (["--prompt", " \n\t"], PROMPT, "empty"),
         (["--prompt-file", "/no/such/prompt.txt"], SETTING, "/no/such/prompt.txt"),
         (["--prompt-file", str(DEMO / "model.safetensors")], SETTING, "model.safetensors"),
         (["--prompt", "caf\udce9"], PROMPT, "UTF-8"),
@@ -53,14 +50,9 @@ def test_prompts_and_devices_that_cannot_be(commands: Commands, options: list[st
     assert words in run_error(commands, code, DEMO, *options)
 
 
-@pytest.mark.parametrize(
-    ("option", "stdin", "words"),
-    [("--prompt", b"caf\xe9", "utf-8"), ("--prompt-file", b"\xe9", "utf-8"), ("--prompt", None, "stdin")],
-)
-def test_a_prompt_on_stdin_that_cannot_be_read(
-    commands: Commands, option: str, stdin: bytes | None, words: str
-) -> None:
-    assert words in one_line_error(commands.run("moeoffload", "run", DEMO, option, "-", stdin=stdin), SETTING)
+@pytest.mark.parametrize(("stdin", "words"), [(b"caf\xe9", "utf-8"), (None, "stdin")])
+def test_a_prompt_on_stdin_that_cannot_be_read(commands: Commands, stdin: bytes | None, words: str) -> None:
+    assert words in one_line_error(commands.run("moeoffload", "run", DEMO, "--prompt", "-", stdin=stdin), SETTING)
 
 
 def test_a_prompt_longer_than_the_context(commands: Commands, server: RunningServer, tiny: Path) -> None:
@@ -69,30 +61,16 @@ def test_a_prompt_longer_than_the_context(commands: Commands, server: RunningSer
     assert str(TINY_CONTEXT) in line
 
 
-def write_dense(folder: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 320}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    shutil.rmtree(folder)
-    write_checkpoint(AutoConfig.for_model("qwen3", **sizes, **heads), folder, dtype=torch.float32)
-
-
-def cut_in_half(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (shutil.rmtree, "copy: no such folder"),
-        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "qwen3_moe",'), "config.json"),
-        (write_dense, "qwen3: not a Mixture-of-Experts model"),
-        (lambda folder: cut_in_half(folder / "model.safetensors"), "model.safetensors: truncated"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 100_000), "model.safetensors: truncated"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
     ],
-    ids=["no folder", "no config", "no json", "dense", "truncated", "no tokenizer"],
+    ids=["no folder", "truncated", "no tokenizer"],
 )
-def test_a_model_that_cannot_be_used(
+def test_a_model_that_cannot_be_used(  # in more ways: tests/checkpoint/test_refusals.py
     commands: Commands, server: RunningServer, tmp_path: Path, damage: Callable[[Path], object], words: str
 ) -> None:
     folder = Path(shutil.copytree(DEMO, tmp_path / "copy"))
@@ -136,7 +114,7 @@ def test_a_server_of_another_protocol_version(commands: Commands, start_server: 
 
 def test_a_server_with_another_model(commands: Commands, start_server: StartServer, tiny: Path) -> None:
     server = start_server("--model", str(tiny))
-    line = run_error(commands, SERVER, DEMO, "--prompt", "hi", "--experts", server.address)
+    line = server_error(commands, server.address)
     assert server.address in line
     assert "model digest" in line
     assert "Traceback" not in server.log_text
@@ -144,8 +122,7 @@ def test_a_server_with_another_model(commands: Commands, start_server: StartServ
 
 def test_a_server_with_too_little_memory(commands: Commands, start_server: StartServer) -> None:
     address = start_server("--memory-gib", "0.001").address
-    arguments = ["--device", "cpu", "--prompt", "hi", "--experts", address]
-    result = commands.run("moeoffload", "run", DEMO, *arguments)
+    result = commands.run("moeoffload", "run", DEMO, "--device", "cpu", "--prompt", "hi", "--experts", address)
     assert (result.code, result.out) == (PLACEMENT, "")
     assert "Traceback" not in result.err
     title, *rows = result.err.splitlines()

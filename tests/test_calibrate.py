@@ -1,18 +1,16 @@
-"""Timing a server: what is timed is what a run will ask of it, and a simulated slow server is slow by its factor."""
+"""Timing a server: what is timed is what a run will ask of it; and how long a dispatch may take by that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import slow_server
 import torch
 
 from moeoffload.expert_server import calibrate
 from moeoffload.expert_server.calibrate import time_layer
-from moeoffload.kernels import KernelWorkspace, LayerKernels
+from moeoffload.host.deadlines import Deadlines
+from moeoffload.kernels import KernelWorkspace
 
 HIDDEN = 8
 
@@ -30,21 +28,13 @@ class Recorded:
         self.calls.append(slots)
 
 
-def timed(n_experts: int) -> tuple[list[tuple[int, float]], list[torch.Tensor]]:
-    layer = Recorded()
-    timings = time_layer(
-        layer,  # type: ignore[arg-type]
-        4,
-        100,
-        n_experts=n_experts,
-        device=torch.device("cpu"),
-        workspace=KernelWorkspace(),
-    )
-    return timings, layer.calls
+def timed(layer: Any, n_rows: int, n_experts: int) -> list[tuple[int, float]]:
+    return time_layer(layer, 4, n_rows, n_experts=n_experts, device=torch.device("cpu"), workspace=KernelWorkspace())
 
 
 def test_rows_have_as_many_experts_here_as_they_will_have_in_a_run() -> None:
-    timings, calls = timed(n_experts=24)
+    layer = Recorded()
+    timings, calls = timed(layer, 100, 24), layer.calls
     assert [rows for rows, _ in timings] == [1, 4, 16, 64, 100]
     largest = calls[-1]
     assert ((largest >= -1) & (largest < 6)).all()
@@ -56,7 +46,9 @@ def test_rows_have_as_many_experts_here_as_they_will_have_in_a_run() -> None:
 
 
 def test_a_server_with_all_experts_is_timed_with_all_of_each_row() -> None:
-    _, calls = timed(n_experts=6)
+    layer = Recorded()
+    timed(layer, 100, 6)
+    calls = layer.calls
     assert calls[-1].shape == (100, 4)
     assert (calls[-1] >= 0).all()
     assert all(len(set(row.tolist())) == 4 for row in calls[-1]), "different experts"
@@ -74,22 +66,10 @@ class Disturbed(Recorded):
         super().__call__(rows, slots)
         self.now += self.takes_s.pop(0) if len(self.takes_s) > 1 else self.takes_s[0]
 
-    def in_slices(self, *arguments: Any) -> Iterator[None]:
-        yield
-        LayerKernels.__call__(self, *arguments)  # type: ignore[arg-type]
-        yield
-
 
 def time_first_size(layer: Disturbed, monkeypatch: pytest.MonkeyPatch) -> float:
     monkeypatch.setattr(calibrate, "perf_counter", lambda: layer.now)
-    ((_, seconds),) = time_layer(
-        layer,  # type: ignore[arg-type]
-        4,
-        1,
-        n_experts=6,
-        device=torch.device("cpu"),
-        workspace=KernelWorkspace(),
-    )
+    ((_, seconds),) = timed(layer, 1, 6)
     return seconds
 
 
@@ -102,44 +82,13 @@ def test_a_busy_machine_does_not_make_a_server_look_slow(monkeypatch: pytest.Mon
     assert len(long.calls) == 2, "long calls are not repeated for long"
 
 
-@pytest.fixture
-def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long `slow_server` sleeps, by the clock of a `Disturbed`; what it changes is changed back afterwards."""
-    naps: list[float] = []
-    monkeypatch.setattr(slow_server, "time", SimpleNamespace(sleep=naps.append))
-    monkeypatch.setattr(LayerKernels, "__call__", Disturbed.__call__)
-    monkeypatch.setattr(LayerKernels, "in_slices", Disturbed.in_slices)
-    return naps
-
-
-def nap_of(layer: Disturbed, slots: list[list[int]], slept: list[float], sliced: bool = False) -> float:
-    """What a call with these slots sleeps, in seconds."""
-    slept.clear()
-    kernels, call = cast("Any", LayerKernels), (layer, torch.empty(len(slots), HIDDEN), torch.tensor(slots), None, None)
-    if sliced:
-        list(kernels.in_slices(*call))
-    else:
-        kernels.__call__(*call)
-    return sum(slept)
-
-
-@pytest.mark.parametrize("sliced", [False, True])
-def test_a_slow_server_takes_a_multiple_of_what_the_routes_took_at_best(
-    slept: list[float], monkeypatch: pytest.MonkeyPatch, sliced: bool
-) -> None:
-    layer = Disturbed(0.3, 0.6, 0.1)
-    monkeypatch.setattr(slow_server, "perf_counter", lambda: layer.now)
-    slow_server.slow_down(factor=4)
-    assert nap_of(layer, [[0, 1, -1, 2]], slept, sliced) == pytest.approx(0.9)
-    # The same routes, disturbed: they took twice as long, and are held as long as before, all in all.
-    assert nap_of(layer, [[0, 1, -1, 2]], slept, sliced) == pytest.approx(0.6)
-    # One route takes a third of three.
-    assert nap_of(layer, [[5, -1, -1, -1]], slept, sliced) == pytest.approx(0.3)
-
-
-def test_only_what_is_asked_for_is_slowed(slept: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Disturbed(0.1)
-    monkeypatch.setattr(slow_server, "perf_counter", lambda: layer.now)
-    slow_server.slow_down(above=4, above_factor=8)
-    assert nap_of(layer, [[0, 1]] * 4, slept) == 0
-    assert nap_of(layer, [[0, 1]] * 5, slept) == pytest.approx(0.7)
+def test_a_deadline_follows_the_timings_and_the_waits_between_floor_and_ceiling() -> None:
+    deadlines = Deadlines(2.0, 60.0, 4, [(256, 0.5), (1, 0.01)])
+    assert [deadlines.of(rows) for rows in (1, 256, 512, 4096)] == [2.0, 16.0, 32.0, 60.0]
+    assert deadlines.of(100) == pytest.approx(8 * 4 * (0.01 + 99 / 255 * 0.49))
+    deadlines.waited(1.0)
+    assert deadlines.of(1) == 8.0
+    for _ in range(1000):
+        deadlines.waited(0.001)
+    assert deadlines.of(1) == 2.0
+    assert Deadlines(2.0, 60.0, 4, []).of(4096) == 2.0

@@ -1,4 +1,4 @@
-"""The server answers bad frames with typed errors and goes on serving, this host and others."""
+"""The server answers bad frames with typed errors and goes on serving, this host and others; no host sees another's."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEMO
-from engine_kit import raw_exchange, set_field, set_slot, unspoilt
+import zmq
+from conftest import DEMO, StartServer
+from engine_kit import SOON_S, raw_exchange, set_field, set_slot, unspoilt
 
 from moeoffload import open_model
+from moeoffload.transport.stream import StreamHostEnd
 from moeoffload.wire import ErrorCode
 
 BAD_FRAMES: list[tuple[str, Any, ErrorCode, str]] = [
@@ -44,3 +46,22 @@ def test_bad_frames_get_typed_errors_and_the_server_goes_on(three_servers: list[
             assert torch.equal(other.model(prompt).logits, expected)
         assert raw_exchange(offloaded.links[0], unspoilt)[:2] == (0, "")
         assert torch.equal(offloaded.model(prompt).logits, expected)
+
+
+@pytest.mark.parametrize("transport", ["shared", "stream"])
+def test_no_secret_of_a_host_is_in_logs_or_answers_that_others_see(start_server: StartServer, transport: str) -> None:
+    server = start_server("--log-level", "debug")
+    with (
+        open_model(DEMO, experts=[server.address], transport=transport, device="cpu") as first,
+        open_model(DEMO, experts=[server.address], transport=transport, device="cpu") as second,
+    ):
+        link, other = first.links[0], second.links[0]
+        channel = link._channel
+        secrets = [link._lease.lease_id]
+        if isinstance(channel, StreamHostEnd):
+            secrets.append(channel._wire.socket.getsockopt(zmq.ROUTING_ID).hex())  # type: ignore[union-attr]
+        else:
+            secrets += [channel._segment.name, channel.nonce.hex()]  # type: ignore[attr-defined]
+        raw_exchange(other, set_field("epoch", link._epoch))
+        seen = f"{other._client.stats(SOON_S)} {other._client.describe(SOON_S)} {server.log_text}"
+        assert all(secret not in seen for secret in secrets)

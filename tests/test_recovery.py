@@ -17,6 +17,7 @@ import pytest
 import torch
 from command_lines import wait_until
 from conftest import DEMO, StartServer
+from fault_kit.clock import LayerClock
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
@@ -47,18 +48,9 @@ def tokens_of(offloaded: OffloadedModel, n_prompt: int = 24) -> list[int]:
     return result
 
 
-def after_layer_calls(offloaded: OffloadedModel, n: int, do: Callable[[], None]) -> None:
-    """Calls ``do`` once, when the experts of a layer are asked for the ``n``-th time from now on."""
-    before, left = offloaded.dispatcher.on_layer, [n]
-
-    def on_layer(layer: int) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            do()
-        if before is not None:
-            before(layer)
-
-    offloaded.dispatcher.on_layer = on_layer
+def strike(offloaded: OffloadedModel, at: int, do: Callable[[], None]) -> None:
+    """Calls ``do`` once, when the experts of a layer are asked for the ``at``-th time from now on."""
+    LayerClock(offloaded.dispatcher).start(at - 1, do)
 
 
 def recovery(offloaded: OffloadedModel) -> dict[str, int]:
@@ -87,7 +79,7 @@ def test_a_kill_in_the_middle_of_a_pipelined_prompt_changes_no_logit(start_serve
     prompt = torch.randint(5, 30, (1, 600), generator=torch.Generator().manual_seed(3))
     with open_model(DEMO, experts=[server.address for server in servers], threads=1) as offloaded, torch.no_grad():
         undisturbed = offloaded.model(prompt, logits_to_keep=1).logits
-        after_layer_calls(offloaded, 5, servers[0].process.kill)
+        strike(offloaded, 5, servers[0].process.kill)
         assert torch.equal(offloaded.model(prompt, logits_to_keep=1).logits, undisturbed)
         assert recovery(offloaded)["lost"] == 1
 
@@ -98,7 +90,7 @@ def test_a_stopped_server_is_replaced_at_the_deadline_and_used_again(start_serve
         expected = tokens_of(offloaded)
         lost = weakref.ref(offloaded.links[0])
         with no_collection():
-            after_layer_calls(offloaded, 21, lambda: server.process.send_signal(signal.SIGSTOP))
+            strike(offloaded, 21, lambda: server.process.send_signal(signal.SIGSTOP))
             assert tokens_of(offloaded) == expected
             server.process.send_signal(signal.SIGCONT)
             wait_until_back(offloaded)
@@ -116,7 +108,7 @@ def test_a_late_reply_makes_a_replica_compute_the_same(start_server: StartServer
     with open_model(DEMO, experts=addresses, **options) as offloaded:
         process = servers[0].process
         expected = tokens_of(offloaded)
-        after_layer_calls(offloaded, 21, lambda: stop_for(process.send_signal, 1.0))
+        strike(offloaded, 21, lambda: stop_for(process.send_signal, 1.0))
         assert tokens_of(offloaded) == expected
         figures = recovery(offloaded)
         assert figures["hedged"] >= figures["hedge_wins"] >= 1

@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from moeoffload.cli import expert_app, host_app
-from moeoffload.cli.options import exit_on_error, with_settings
+from moeoffload.cli.options import with_settings
 from moeoffload.config import (
     Address,
     DtypeChoice,
@@ -32,7 +32,7 @@ from moeoffload.config import (
 )
 from moeoffload.config.base import ALIASES
 from moeoffload.config.page import markdown
-from moeoffload.errors import PlacementError, SettingError
+from moeoffload.errors import SettingError
 
 ROOT = Path(__file__).parent.parent
 P = "DFLASH_MOE_EXPERT_COMPUTE_"
@@ -319,25 +319,6 @@ def test_options_reach_the_settings_and_others_come_from_elsewhere(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("app", "command", "source", "allowed"),
-    [
-        (host_app, "run m --slots 0", "--slots: '0'", "an integer from 1 to 64 (requests)"),
-        (host_app, "serve m --port x", "--port: 'x'", "an integer from 0 to 65535"),
-        (expert_app, "--kernel fast", "--kernel: 'fast'", "auto, tiled or grouped"),
-        (expert_app, "", "MOEOFFLOAD_COALESCE: 'maybe'", "1, true, yes, on, 0, false, no or off"),
-    ],
-)
-def test_a_bad_value_is_one_line_on_stderr(
-    app: Any, command: str, source: str, allowed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if source.startswith("MOE"):
-        monkeypatch.setenv("MOEOFFLOAD_COALESCE", "maybe")
-    done = call(app.app, *command.split())
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == f"error: {source} is not allowed; allowed is {allowed}\n"
-
-
-@pytest.mark.parametrize(
     ("app", "command", "model"),
     [(host_app, "run", HostSettings), (host_app, "serve", ServeSettings), (expert_app, "", ExpertServerSettings)],
 )
@@ -350,27 +331,6 @@ def test_help_tells_all(app: Any, command: str, model: type[SettingsBase]) -> No
         for words in (info.flag, info.default, info.panel, *info.env_names):
             assert words in text
     assert "--no-required" in text or model is ExpertServerSettings
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "shown"),
-    [
-        (PlacementError("too big\na table"), PlacementError.exit_code, "error: too big\na table\n"),
-        (KeyboardInterrupt(), 130, ""),
-        (BrokenPipeError(), 141, ""),
-    ],
-    ids=["error", "interrupt", "closed pipe"],
-)
-def test_errors_end_quietly(error: BaseException, code: int, shown: str) -> None:
-    app = typer.Typer()
-
-    @app.command()
-    @exit_on_error()
-    def fail() -> None:
-        raise error
-
-    done = call(app)
-    assert (done.exit_code, done.output) == (code, shown)
 
 
 def test_help_and_refusals_need_no_heavy_imports() -> None:

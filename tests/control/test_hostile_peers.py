@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from conftest import DEMO, StartServer
+from conftest import DEMO, StartServer, connected
 from fuzz_frames import HTTP2_CALL
 from google.protobuf.message import Message
 
@@ -113,6 +113,19 @@ def code_of(call: Any) -> grpc.StatusCode:
     return caught.value.code()
 
 
+def stub_of(channel: grpc.Channel) -> Any:
+    return pb_grpc.ExpertServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+def attach(channel: grpc.Channel, timeout: float) -> tuple[Any, queue.SimpleQueue[pb.AttachRequest | None]]:
+    """A call that was welcomed, and what its host says further."""
+    outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+    call = stub_of(channel).Attach(iter(outgoing.get, None), timeout=timeout)
+    outgoing.put(pb.AttachRequest(hello=pb.Hello(protocol_version=PROTOCOL_VERSION)))
+    assert next(call).welcome.lease_id == "1"
+    return call, outgoing
+
+
 def describe(channel: grpc.Channel) -> pb.DescribeReply:
     reply: pb.DescribeReply = channel.unary_unary(f"{SERVICE}/Describe", None, pb.DescribeReply.FromString)(
         b"", timeout=SOON_S
@@ -143,11 +156,7 @@ def test_calls_that_say_nothing_hold_few_threads_for_a_short_time(serve: Serve) 
 
 def test_a_host_that_does_not_go_on_attaching_loses_its_lease(serve: Serve) -> None:
     channel, backend = serve(step_s=0.2)
-    attach = pb_grpc.ExpertServiceStub(channel).Attach  # type: ignore[no-untyped-call]
-    outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
-    call = attach(iter(outgoing.get, None), timeout=SOON_S)
-    outgoing.put(pb.AttachRequest(hello=pb.Hello(protocol_version=PROTOCOL_VERSION)))
-    assert next(call).welcome.lease_id == "1"
+    call, _ = attach(channel, SOON_S)
     assert code_of(call) is grpc.StatusCode.FAILED_PRECONDITION
     assert "more than 0.2 s for a step" in backend.lease.closed.get(timeout=SOON_S)
 
@@ -156,11 +165,7 @@ def test_a_path_that_is_no_text_ends_neither_the_server_nor_a_lease(serve: Serve
     """gRPC's accepting task ends at such a path; every further call would wait for ever."""
     channel, backend = serve()
     port = backend.port
-    outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
-    attach = pb_grpc.ExpertServiceStub(channel).Attach  # type: ignore[no-untyped-call]
-    call = attach(iter(outgoing.get, None), timeout=60)
-    outgoing.put(pb.AttachRequest(hello=pb.Hello(protocol_version=PROTOCOL_VERSION)))
-    assert next(call).welcome.lease_id == "1"
+    call, outgoing = attach(channel, 60)
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", port), timeout=SOON_S) as connection:
             connection.sendall(HTTP2_CALL.replace(b"/Stats", b"/\xff\xfe\xfd\xfc\xfb"))
@@ -182,12 +187,8 @@ def test_an_attached_host_and_one_that_loads_may_be_silent(serve: Serve) -> None
         """Returns when another call that began now has been silent for too long."""
         assert code_of(raw_call(channel, "Attach", silent())) is grpc.StatusCode.FAILED_PRECONDITION
 
-    stub = pb_grpc.ExpertServiceStub(channel)  # type: ignore[no-untyped-call]
-    outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
-    call = stub.Attach(iter(outgoing.get, None), timeout=60)
-    outgoing.put(pb.AttachRequest(hello=pb.Hello(protocol_version=PROTOCOL_VERSION)))
-    assert next(call).welcome.lease_id == "1"
-    load = stub.LoadExperts(pb.LoadExpertsRequest(lease_id="1"), timeout=60)
+    call, outgoing = attach(channel, 60)
+    load = stub_of(channel).LoadExperts(pb.LoadExpertsRequest(lease_id="1"), timeout=60)
     assert next(load).total_bytes == 1
     patience_is_over()
     backend.lease.goes_on.set()
@@ -204,13 +205,10 @@ def test_an_attached_host_and_one_that_loads_may_be_silent(serve: Serve) -> None
 
 def test_a_second_call_of_a_lease_beside_the_first_is_refused(serve: Serve) -> None:
     channel, backend = serve()
-    stub = pb_grpc.ExpertServiceStub(channel)  # type: ignore[no-untyped-call]
-    load = stub.LoadExperts(pb.LoadExpertsRequest(lease_id="1"), timeout=SOON_S)
+    request = pb.LoadExpertsRequest(lease_id="1")
+    load = stub_of(channel).LoadExperts(request, timeout=SOON_S)
     next(load)
-    assert (
-        code_of(stub.LoadExperts(pb.LoadExpertsRequest(lease_id="1"), timeout=SOON_S))
-        is grpc.StatusCode.FAILED_PRECONDITION
-    )
+    assert code_of(stub_of(channel).LoadExperts(request, timeout=SOON_S)) is grpc.StatusCode.FAILED_PRECONDITION
     backend.lease.goes_on.set()
     assert list(load) == []
 
@@ -225,7 +223,7 @@ def test_a_flood_of_steps_ends_the_attach_and_is_not_kept(serve: Serve) -> None:
         for n_taken in range(1000):
             yield pb.AttachRequest(activate=pb.Activate(transport="x" * 1_000_000))
 
-    call = pb_grpc.ExpertServiceStub(channel).Attach(flood(), timeout=SOON_S)  # type: ignore[no-untyped-call]
+    call = stub_of(channel).Attach(flood(), timeout=SOON_S)
     next(call)
     time.sleep(0.5)
     backend.lease.goes_on.set()
@@ -249,8 +247,7 @@ def test_names_of_a_host_forge_no_lines_of_the_log(serve: Serve) -> None:
     hello = pb.Hello(
         protocol_version=PROTOCOL_VERSION, host="me\nERROR forged\x1b[2J\u202e" + "x" * 9999, host_version="1\r2"
     )
-    stub = pb_grpc.ExpertServiceStub(channel)  # type: ignore[no-untyped-call]
-    list(stub.Attach(iter([pb.AttachRequest(hello=hello)]), timeout=SOON_S))
+    list(stub_of(channel).Attach(iter([pb.AttachRequest(hello=hello)]), timeout=SOON_S))
     kept = backend.hellos[0]
     assert kept.host.startswith("me ERROR forged?[2J?xxx")
     assert (len(kept.host), kept.host_version) == (128, "1 2")
@@ -261,9 +258,7 @@ def test_a_lease_cannot_store_experts_under_the_name_of_another_model(start_serv
     checkpoint = Checkpoint.open(DEMO)
     model = pb.ModelReference(reference=str(DEMO), digest=checkpoint.digest, compute_dtype="bf16")
     table = ExpertTable(tuple((0,) for _ in checkpoint.layers))
-    client = ControlClient(server.address)
-    try:
-        client.connect(SOON_S * 3)
+    with connected(server.address) as client:
         lease = client.attach(SOON_S * 3)
         assert lease.calibrate(model, SOON_S * 3)
         model.digest = "0" * 64
@@ -271,8 +266,6 @@ def test_a_lease_cannot_store_experts_under_the_name_of_another_model(start_serv
             lease.load(model, table, progress=lambda loaded, total: None, timeout_s=SOON_S * 3)
         lease.close()
         assert client.stats(SOON_S).resident_bytes == 0
-    finally:
-        client.close()
 
 
 def test_a_server_that_answers_what_nobody_asked_ends_the_lease(serve: Serve) -> None:

@@ -218,16 +218,6 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @needs_many
-def test_errors_are_no_larger_than_those_of_torch() -> None:
-    some = operands((8, 2, 128, 128), 700, 700, torch.bfloat16)
-    expected = truth(*some, is_causal=True)
-    ours = cpu_attention(*some, is_causal=True)
-    theirs = scaled_dot_product_attention(*some, is_causal=True, enable_gqa=True).transpose(1, 2)
-    ours_off, theirs_off = ((each - expected).square().mean().sqrt() for each in (ours, theirs))
-    assert ours_off < 1.1 * theirs_off
-
-
-@needs_many
 def test_bits_do_not_depend_on_how_a_prompt_is_cut() -> None:
     query, key, value = operands((8, 2, 64, 64), 900, 900, torch.bfloat16)
     whole = cpu_attention(query, key, value, is_causal=True)

@@ -6,31 +6,12 @@ import pytest
 import torch
 from gpu_kernels.experts_modules import reference
 
-from moeoffload.kernels import KernelWorkspace, prepare_layer
+from moeoffload.kernels import prepare_layer
 from moeoffload.native import Features, cpu_features
 
-from .experts import call, gated_experts, random_rows, routes, threads
+from .experts import call, gated_experts, random_rows, threads
 
 pytestmark = pytest.mark.skipif(Features.MATRIX_UNIT not in cpu_features(), reason="no usable matrix unit")
-
-
-def packed_bytes(hidden: int, inter: int, dtype: torch.dtype, n_rows: int = 40) -> int:
-    """How much more a workspace holds than one of the same size and dtype whose layers the unit does not fit."""
-    held = []
-    for width in (hidden, hidden + 8):
-        workspace = KernelWorkspace()
-        layer = prepare_layer(gated_experts(4, width, inter, dtype), workspace, "tiled")
-        call(layer, random_rows(n_rows, width, dtype), *routes(n_rows, 2, 4))
-        held.append(workspace.n_bytes)
-    return held[0] - held[1]
-
-
-def test_only_layers_that_fit_are_packed() -> None:
-    assert packed_bytes(256, 64, torch.bfloat16) > 0
-    assert packed_bytes(264, 64, torch.bfloat16) < 0, "only the larger layer counts"
-    assert packed_bytes(256, 72, torch.bfloat16) < 0
-    assert packed_bytes(256, 64, torch.float16) < 0
-    assert packed_bytes(256, 64, torch.float32) < 0
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])

@@ -25,17 +25,12 @@ def test_absent_routes_add_nothing_whatever_their_weight(dtype: torch.dtype) -> 
     assert torch.equal(out[2:3], call(layer, rows[2:3], slots[2:3, :1], weights[2:3, :1]))
 
 
-def test_no_route_present() -> None:
-    layer = prepare_layer(gated_experts(4, 64, 32, torch.bfloat16))
-    out = call(layer, random_rows(2, 64, torch.bfloat16), torch.full((2, 3), -1), torch.ones(2, 3))
-    assert torch.equal(out, torch.zeros(2, 64))
-
-
-def test_no_rows_and_no_top_k() -> None:
+def test_no_rows_no_top_k_and_no_route_present() -> None:
     layer = prepare_layer(gated_experts(4, 64, 32, torch.bfloat16))
     assert call(layer, torch.empty(0, 64).bfloat16(), torch.empty(0, 2).long(), torch.empty(0, 2)).shape == (0, 64)
-    out = call(layer, random_rows(2, 64, torch.bfloat16), torch.empty(2, 0).long(), torch.empty(2, 0))
-    assert torch.equal(out, torch.zeros(2, 64))
+    for slots in (torch.empty(2, 0).long(), torch.full((2, 3), -1)):
+        out = call(layer, random_rows(2, 64, torch.bfloat16), slots, torch.ones(slots.shape))
+        assert torch.equal(out, torch.zeros(2, 64))
 
 
 def test_an_expert_twice_in_a_row_counts_twice() -> None:
@@ -67,29 +62,19 @@ def test_strided_inputs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "dtypes"),
+    "wrong",
     [
-        ({"rows": (3, 63)}, {}),
-        ({"out": (2, 64)}, {}),
-        ({"weights": (3, 1)}, {}),
-        ({}, {"rows": torch.float32}),
-        ({}, {"slots": torch.int32}),
-        ({}, {"weights": torch.float64}),
-        ({}, {"out": torch.bfloat16}),
+        {"rows": torch.zeros(3, 63).bfloat16()}, {"out": torch.zeros(2, 64)}, {"weights": torch.zeros(3, 1)},
+        {"rows": torch.zeros(3, 64)}, {"slots": torch.zeros(3, 2).int()}, {"weights": torch.zeros(3, 2).double()},
+        {"out": torch.zeros(3, 64).bfloat16()},
     ],
-    ids=str,
-)
-def test_what_does_not_fit_is_refused(shapes: dict[str, tuple[int, int]], dtypes: dict[str, torch.dtype]) -> None:
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(wrong: dict[str, torch.Tensor]) -> None:
     layer: Any = prepare_layer(gated_experts(4, 64, 32, torch.bfloat16))
-    all_shapes = {"rows": (3, 64), "slots": (3, 2), "weights": (3, 2), "out": (3, 64)} | shapes
-    all_dtypes = {
-        "rows": torch.bfloat16,
-        "slots": torch.int64,
-        "weights": torch.float32,
-        "out": torch.float32,
-    } | dtypes
+    right = {"rows": torch.zeros(3, 64).bfloat16(), "slots": torch.zeros(3, 2).long(), "weights": torch.zeros(3, 2)}
+    layer(*right.values(), torch.zeros(3, 64))
     with pytest.raises(ValueError, match=r"expected|dtypes"):
-        layer(*(torch.zeros(all_shapes[name], dtype=all_dtypes[name]) for name in all_shapes))
+        layer(*(right | {"out": torch.zeros(3, 64)} | wrong).values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

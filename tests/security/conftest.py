@@ -46,6 +46,11 @@ class Site:
             "token_file": self.token_file,
         }
 
+    def options(self, **changes: Any) -> list[str]:
+        """The good settings with these changes as options of a command."""
+        values = {**self.good, "experts": self.server.address, **changes}
+        return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+
     def client(self, **changes: Any) -> ControlClient:
         """A host with the good settings and these changes."""
         settings = HostSettings(**self.good | changes)

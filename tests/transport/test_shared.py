@@ -121,14 +121,6 @@ def test_a_host_killed_at_any_moment_leaves_nothing(moment: str, tmp_path: Path)
     assert not names_of(ME)
 
 
-def test_a_host_that_closes_frees_the_servers_end() -> None:
-    with both_ends("shared") as ends:
-        server = ends.server
-        assert isinstance(server, SharedServerEnd)
-        ends.host.close()
-        eventually(lambda: not server._reader.is_alive())
-
-
 def test_more_than_there_is_room_for_is_a_clear_error() -> None:
     sizes = ChannelSizes(64, 2**31 - 1, 2**31 - 1)
     with pytest.raises(ServerError, match=f"needs {segment_bytes(sizes)} bytes in /dev/shm, available are [0-9]+"):
