@@ -115,16 +115,6 @@ def test_what_waits_of_four_hosts_is_one_call_with_the_bits_of_four(make: Any) -
     assert counters.collect_s == 0.0
 
 
-def test_four_slots_of_one_host_are_one_call(make: Any) -> None:
-    server = make()
-    (host,) = server.hosts("a")
-    alone = [host.alone(1, seed) for seed in range(4)]
-    server.calls.clear()
-    answers = at_once(server, *((host, 1, seed) for seed in range(4)))
-    assert all(torch.equal(sums, expected) for (sums, _), expected in zip(answers, alone, strict=True))
-    assert server.calls == [4]
-
-
 def bad_slot(header: FrameHeader, views: Any) -> None:
     views.slots[0, 0] = N_EXPERTS
 
@@ -239,14 +229,16 @@ def test_a_decode_step_does_not_ride_in_a_call_of_many_rows(make: Any) -> None:
     assert server.calls == [16, 1]
 
 
-def test_long_requests_are_joined_by_long_ones(make: Any) -> None:
+@pytest.mark.parametrize(("senders", "n_rows"), [("aaaa", 1), ("ab", 90)], ids=["one host", "two hosts"])
+def test_what_is_alike_is_one_call(make: Any, senders: str, n_rows: int) -> None:
     server = make()
-    hosts = server.hosts("a", "b", capacity=200)
-    alone = [host.alone(90, seed) for seed, host in enumerate(hosts)]
+    named = {name: server.hosts(name, capacity=200)[0] for name in set(senders)}
+    hosts = [named[name] for name in senders]
+    alone = [host.alone(n_rows, seed) for seed, host in enumerate(hosts)]
     server.calls.clear()
-    answers = at_once(server, *((host, 90, seed) for seed, host in enumerate(hosts)))
+    answers = at_once(server, *((host, n_rows, seed) for seed, host in enumerate(hosts)))
     assert all(torch.equal(sums, expected) for (sums, _), expected in zip(answers, alone, strict=True))
-    assert server.calls == [180]
+    assert server.calls == [len(senders) * n_rows]
 
 
 def test_each_host_pays_for_its_rows(make: Any) -> None:

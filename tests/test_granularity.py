@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from moeoffload.config import Mode, Pipeline
-from moeoffload.host.granularity import CHUNK_ROWS, LEAST_CHUNK_ROWS, MASKED_CHUNK_ROWS, Granularity, chunk_rows
-from moeoffload.native import Features
+from moeoffload.host.granularity import CHUNK_ROWS, LEAST_CHUNK_ROWS, MASKED_CHUNK_ROWS, Granularity
 
 
 def chunks(
@@ -33,22 +31,6 @@ def chunks(
 )
 def test_a_prompt_is_cut_into_even_chunks(size: int | None, n_rows: int, expected: list[int]) -> None:
     assert chunks(n_rows, size=size) == expected
-
-
-@pytest.mark.parametrize("matrix_unit", [False, True])
-@pytest.mark.parametrize("skips", [False, True])
-def test_chunks_are_longer_where_attention_skips_what_is_hidden_or_experts_are_fast(
-    skips: bool, matrix_unit: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    features = Features.MATRIX_UNIT if matrix_unit else Features(0)
-    monkeypatch.setattr("moeoffload.host.granularity.cpu_features", lambda: features)
-    monkeypatch.setattr("moeoffload.host.granularity.takes_many", lambda dtype: skips and dtype == torch.bfloat16)
-    cpu = torch.device("cpu")
-    long, short = CHUNK_ROWS, MASKED_CHUNK_ROWS
-    assert chunk_rows(cpu, torch.bfloat16, fast_dense=True) == (long if skips or matrix_unit else short)
-    assert chunk_rows(cpu, torch.bfloat16, fast_dense=False) == (long if matrix_unit else short)
-    assert chunk_rows(cpu, torch.float32, fast_dense=True) == MASKED_CHUNK_ROWS
-    assert chunk_rows(torch.device("cuda", 1), torch.bfloat16, fast_dense=True) is None
 
 
 @pytest.mark.parametrize("size", [CHUNK_ROWS, MASKED_CHUNK_ROWS])

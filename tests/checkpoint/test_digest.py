@@ -11,7 +11,6 @@ import torch
 from synthetic import Layout, write_tiny
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.digest import _blocks
 
 from .conftest import rewrite
 from .test_open import edit_config
@@ -57,12 +56,3 @@ def test_differs_when_the_first_or_last_value_of_a_tensor_differs(row: int, tiny
     before = digest(tiny)
     rewrite(tiny, lambda tensors: tensors["model.layers.1.mlp.experts.3.up_proj.weight"][row, row].add_(1e-3))
     assert digest(tiny) != before
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 2, 4095, 4096, 4097, 8192, 1 << 20, 5 << 20, (100 << 20) + 2, 1 << 40])
-def test_blocks_reach_both_ends_and_stay_inside(nbytes: int) -> None:
-    blocks = list(_blocks(nbytes))
-    assert blocks[0][0] == 0
-    assert sum(blocks[-1]) == nbytes
-    assert all(start >= 0 and start + size <= nbytes and size <= 4096 for start, size in blocks)
-    assert len(blocks) <= 8

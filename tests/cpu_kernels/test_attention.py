@@ -10,8 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from moeoffload import native
-from moeoffload.kernels import attention
-from moeoffload.kernels.attention import FEW_QUERIES, cpu_attention, takes_many
+from moeoffload.kernels.attention import FEW_QUERIES, cpu_attention
 from moeoffload.native import Features, cpu_features
 
 from .experts import DTYPES, EPSILON, instruction_sets, threads
@@ -226,15 +225,3 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut() -> None:
     for first, end in ((0, 17), (17, 300), (300, 349), (349, 900)):
         part = cpu_attention(query[:, :, first:end], key[:, :, :end], value[:, :, :end], seen[first:end, :end])
         assert torch.equal(part, whole[:, first:end])
-
-
-@needs_many
-def test_torch_computes_many_queries_where_the_cpu_has_a_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "cpu_features", lambda: Features.BF16_DOT | Features.MATRIX_UNIT)
-    assert not takes_many(torch.bfloat16)
-    assert not attention.fits(*operands((4, 2, 16, 16), FEW_QUERIES + 1, 30, torch.bfloat16), None)
-    monkeypatch.setattr(native, "cpu_features", lambda: Features.AVX512)
-    assert not takes_many(torch.bfloat16)
-    monkeypatch.setattr(native, "cpu_features", lambda: Features.BF16_DOT)
-    assert takes_many(torch.bfloat16)
-    assert not takes_many(torch.float32)

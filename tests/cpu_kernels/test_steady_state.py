@@ -1,10 +1,7 @@
-"""After the first call nothing is made any more: no buffer, no object."""
+"""Workspaces: made once for calls of any size, shared by layers, never by threads. No objects: test_decode_reuse."""
 
 from __future__ import annotations
 
-import gc
-import tracemalloc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,41 +10,6 @@ import torch
 from moeoffload.kernels import KernelWorkspace, prepare_layer
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes
-
-
-def assert_makes_nothing(run: Callable[[int], None]) -> None:
-    """That a thousand rounds leave no object behind."""
-
-    def rounds(times: int) -> None:
-        for number in range(times):
-            run(number)
-
-    rounds(30)
-    gc.collect()
-    tracemalloc.start()
-    rounds(15)
-    before = tracemalloc.get_traced_memory()[0]
-    rounds(1000)
-    grown = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert grown < 512
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_thousand_calls_make_nothing(dtype: torch.dtype) -> None:
-    workspace = KernelWorkspace()
-    layers = [prepare_layer(gated_experts(8, 64, 32, dtype, seed=seed), workspace) for seed in range(3)]
-    inputs = []
-    for n_rows in (1, 2, 4, 16, 64):
-        slots, weights = routes(n_rows, 4, 8, seed=n_rows, absent=0.1)
-        inputs.append((random_rows(n_rows, 64, dtype), slots, weights, torch.empty(n_rows, 64)))
-    layers[0].reserve(64, 4)
-    made = workspace.n_created
-    n_bytes = workspace.n_bytes
-
-    assert_makes_nothing(lambda number: layers[number % 3](*inputs[number % 5]))
-    assert workspace.n_created == made
-    assert workspace.n_bytes == n_bytes
 
 
 def test_decode_and_prefill_do_not_resize_each_others_buffers() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from server_processes import wait_until
 
 from moeoffload.transport import ChannelSizes, HostChannel, HostSlot, ServerChannel, ServerSlot
 from moeoffload.wire import HEADER_BYTES, FrameHeader, peek_request_id
@@ -72,9 +73,6 @@ def reply_header(slot: HostSlot) -> FrameHeader:
     return header
 
 
-def eventually(true: Callable[[], bool]) -> None:
+def eventually(true: Callable[[], object]) -> None:
     """Waits for what must become true."""
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline, "did not become true"
-        time.sleep(0.005)
+    wait_until(true, "what must become true", SOON_S)

@@ -12,20 +12,9 @@ from moeoffload.transport.segment import SHM_FOLDER
 from .ends import SIZES, SOON_S, call, echo, send
 
 
-def serve_once(pipe: Connection) -> None:
-    """Creates a channel, says its offer, serves until told that the host has opened it, and after."""
-    server = SharedServerEnd(SIZES, echo)
-    pipe.send((server.offer, server.nonce))
-    pipe.recv()
-    server.opened()
-    pipe.send("opened")
-    pipe.recv()
-
-
-def serve_never(pipe: Connection) -> None:
-    """As `serve_once`, but takes requests without answering them; says when it has one."""
-    server = SharedServerEnd(SIZES, lambda channel, slot: pipe.send("request"))
-    pipe.send((server.offer, server.nonce))
+def hold(pipe: Connection) -> None:
+    """Creates a channel, says its offer, and waits to be killed."""
+    pipe.send(SharedServerEnd(SIZES, echo).offer)
     pipe.recv()
 
 

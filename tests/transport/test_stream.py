@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 import zmq
-from fault_kit.proxy import Proxy
+from fault_kit.proxy import Proxy, proxy_of
 
 from moeoffload.errors import CapacityError, DeadlineError, ProtocolError, ServerError
 from moeoffload.transport import (
@@ -295,8 +295,7 @@ def test_offers_and_addresses_that_make_no_sense_are_named(listener: StreamListe
 
 @pytest.fixture
 def proxy(listener: StreamListener) -> Iterator[Proxy]:
-    with contextlib.closing(Proxy("127.0.0.2", "127.0.0.1")) as proxy:
-        proxy.tell("forward", [listener.port])
+    with proxy_of(listener.port) as proxy:
         yield proxy
 
 

@@ -13,6 +13,7 @@ import io
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
@@ -160,3 +161,11 @@ class Proxy(PipedProcess):
         """Has it forward, cut, stall, slow, corrupt, mend or record; see `_Forwarder`."""
         if (error := self.asks((order, arguments))) is not None:
             raise RuntimeError(f"the proxy at {self.here}: {order}: {error}")
+
+
+@contextlib.contextmanager
+def proxy_of(port: int) -> Iterator[Proxy]:
+    """A proxy of one port of this machine."""
+    with contextlib.closing(Proxy("127.0.0.2", "127.0.0.1")) as proxy:
+        proxy.tell("forward", [port])
+        yield proxy
