@@ -179,18 +179,8 @@ class ServerProcess:
 
     def start(self, *more: str) -> None:
         """Starts a process at the address, with ``more`` options; waits until it is ready."""
-        words = [
-            "--listen",
-            self.address,
-            "--exit-with-stdin",
-            "--device",
-            "cpu",
-            "--threads",
-            "1",
-            "--memory-gib",
-            "2",
-        ]
-        words += [*self._options, *more]
+        words = ["--listen", self.address, "--exit-with-stdin", "--device", "cpu", "--threads", "1"]
+        words += ["--memory-gib", "2", *self._options, *more]
         out = self.log.with_suffix(".out")
         out.unlink(missing_ok=True)
         if self._warm:

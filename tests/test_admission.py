@@ -30,11 +30,7 @@ def budget_gib(n_rows: int) -> str:
     """Memory for all experts of the demo model and so many rows, as an option."""
     about = Checkpoint.open(DEMO)
     row = batch_row_bytes(
-        about.hidden_size,
-        about.top_k,
-        max(layer.intermediate for layer in about.layers),
-        about.dtype.itemsize,
-        SLOTS,
+        about.hidden_size, about.top_k, max(layer.intermediate for layer in about.layers), about.dtype.itemsize, SLOTS
     )
     need = sum(layer.n_experts * layer.expert_bytes for layer in about.layers)
     return str((need + n_rows * row) / (1 << 30))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,20 +141,13 @@ def test_small_requests_of_a_host_do_not_starve_its_large_one(engine: Engine) ->
 
 def test_a_lease_that_ends_while_it_waits_for_the_compute_thread_is_told_so(engine: Engine) -> None:
     share = engine.shares.join("a")  # the engine is not started: nothing is computed
-    told: list[BaseException] = []
-
-    def wait() -> None:
-        with pytest.raises(ServerError, match="the lease ended") as caught:
-            engine.run(lambda: None, share, SOON_S)
-        told.append(caught.value)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    while not share.large:
-        pass
-    engine.leave(share)
-    waiting.join(SOON_S)
-    assert told
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(engine.run, lambda: None, share, SOON_S)
+        while not share.large:
+            pass
+        engine.leave(share)
+        with pytest.raises(ServerError, match="the lease ended"):
+            waiting.result(SOON_S)
     engine.start()
 
 

@@ -12,16 +12,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "moeoffload"
 FLOORS = {
-    "serve": 5,
-    "cli": 6,
-    "host": 4,
-    "expert_server": 4,
-    "transport": 3,
-    "control": 3,
-    "kernels": 2,
-    "checkpoint": 2,
+    "cli": 6, "serve": 5, "host": 4, "expert_server": 4, "transport": 3, "control": 3, "kernels": 2, "checkpoint": 2,
     "wire": 2,
-}
+}  # fmt: skip
 
 
 def room_of(parts: tuple[str, ...]) -> str:

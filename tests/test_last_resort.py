@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -39,20 +39,13 @@ def test_when_the_compute_thread_fails_all_that_waits_and_all_that_comes_is_told
     host = logging_host(engine, "a", [])
     host.submit(LARGE)
     monkeypatch.setattr(engine, "_pick", unforeseen)
-    failures: list[str] = []
-
-    def wait() -> None:
-        with pytest.raises(ServerError, match="engine failed: Unforeseen: on purpose") as caught:
-            engine.run(lambda: None, host.share, SOON_S)
-        failures.append(str(caught.value))
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    eventually(lambda: len(host.share.large) == 2)
-    engine.start()
-    host.wait(1)
-    waiting.join(SOON_S)
-    assert failures
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(engine.run, lambda: None, host.share, SOON_S)
+        eventually(lambda: len(host.share.large) == 2)
+        engine.start()
+        host.wait(1)
+        with pytest.raises(ServerError, match="engine failed: Unforeseen: on purpose"):
+            waiting.result(SOON_S)
     eventually(lambda: len(told) == 1)
     for n_rows in (BRIEF, LARGE):
         host.submit(n_rows)

@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeoffload.host.speeds import (
-    EQUAL,
-    MOST_ROUNDS,
-    POWER,
-    Timings,
-    measure,
-    placement_speeds,
-    slowness,
-)
+from moeoffload.host.speeds import EQUAL, MOST_ROUNDS, POWER, Timings, measure, placement_speeds, slowness
 from moeoffload.placement import MemoryOffer, place_experts
 
 SIZES = {1: 1.9e-3, 4: 6e-3, 16: 14e-3, 64: 30e-3, 256: 60e-3}

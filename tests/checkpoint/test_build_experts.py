@@ -141,21 +141,6 @@ def test_a_large_layer_is_filled_group_by_group(tiny: Path, monkeypatch: pytest.
         assert torch.equal(parameter, whole.get_parameter(name))
 
 
-def test_built_experts_compute_what_the_whole_module_computes(tmp_path: Path) -> None:
-    write_tiny("gpt_oss", tmp_path, experts=N_EXPERTS)
-    checkpoint = Checkpoint.open(tmp_path)
-    reference = reference_model(tmp_path, experts_implementation="eager").get_submodule(
-        checkpoint.layers[1].module_name
-    )
-    experts = (9, 4)
-    module = checkpoint.build_experts(1, experts, CPU)
-    rows = torch.randn(5, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
-    weights = torch.full((5, 2), 0.5)
-    with torch.no_grad():
-        expected = reference(rows, torch.tensor([experts] * 5), weights)
-        assert torch.equal(module(rows, torch.tensor([(0, 1)] * 5), weights), expected)
-
-
 def test_modules_do_not_share_anything_that_changes(tiny: Path) -> None:
     checkpoint = Checkpoint.open(tiny)
     first, second = (checkpoint.build_experts(0, experts, CPU) for experts in ([0], [1, 2]))

@@ -39,12 +39,7 @@ ENTRIES = (
 
 @pytest.mark.parametrize(
     "header",
-    [
-        "not json",
-        "[]",
-        "[" * 100_000,
-        *(f'{{"a\\nERROR": {entry}}}' for entry in ENTRIES),
-    ],
+    ["not json", "[]", "[" * 100_000, *(f'{{"a\\nERROR": {entry}}}' for entry in ENTRIES)],
     ids=lambda text: text[:60],
 )
 def test_a_header_that_is_no_object_or_has_numbers_that_are_none_is_refused(tmp_path: Path, header: str) -> None:

@@ -20,6 +20,7 @@ from .conftest import CPU, rewrite
 from .test_open import edit_config
 
 EXPERT_3 = "model.layers.1.mlp.experts.3.gate_proj.weight"
+STACKED = "model.layers.1.mlp.experts.gate_up_proj"
 GATE_UP_1 = r"model\.layers\.1\.mlp\.experts\.gate_up_proj"
 
 
@@ -199,32 +200,23 @@ def up_proj(expert: int) -> str:
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
+        (lambda all: all.pop(EXPERT_3), rf"{GATE_UP_1}: .* tensors like .*\.0\.gate_proj\.weight for 7 of 8 experts"),
+        (lambda all: [all.pop(up_proj(n)) for n in range(8)], rf"{GATE_UP_1}: .* has no tensors like .*up_proj"),
         (
-            lambda tensors: tensors.pop(EXPERT_3),
-            rf"{GATE_UP_1}: the checkpoint has tensors like .*\.0\.gate_proj\.weight for 7 of 8 experts",
-        ),
-        (
-            lambda tensors: [tensors.pop(up_proj(expert)) for expert in range(8)],
-            rf"{GATE_UP_1}: the checkpoint has no tensors like .*up_proj",
-        ),
-        (
-            lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers.1.mlp.experts" in name],
+            lambda all: [all.pop(name) for name in list(all) if ".layers.1.mlp.experts" in name],
             r"model\.layers\.1\.mlp\.experts\.\w+_proj: the checkpoint has no tensors for it",
         ),
         (
-            lambda tensors: tensors.update({EXPERT_3: torch.zeros(16, 64)}),
+            lambda all: all.update({EXPERT_3: torch.zeros(16, 64)}),
             rf"{GATE_UP_1}: {EXPERT_3} has shape \(16, 64\), .* has \(32, 64\)",
         ),
         (
-            lambda tensors: tensors.update({up_proj(expert): torch.zeros(32, 60) for expert in range(8)}),
+            lambda all: all.update({up_proj(n): torch.zeros(32, 60) for n in range(8)}),
             rf"{GATE_UP_1}: its stored tensors do not fit",
         ),
+        (lambda all: all.update({STACKED: torch.zeros(8, 64, 64)}), rf"{GATE_UP_1}: is stored twice"),
         (
-            lambda tensors: tensors.update({"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(8, 64, 64)}),
-            rf"{GATE_UP_1}: is stored twice",
-        ),
-        (
-            lambda tensors: tensors.update({EXPERT_3: tensors[EXPERT_3].to(torch.float8_e4m3fn)}),
+            lambda all: all.update({EXPERT_3: all[EXPERT_3].to(torch.float8_e4m3fn)}),
             rf"{GATE_UP_1}: {EXPERT_3} is stored as F8_E4M3",
         ),
     ],

@@ -114,21 +114,12 @@ def load_request(lease_id: str, checkpoint: Checkpoint, table: ExpertTable) -> p
 
 def activate_request(checkpoint: Checkpoint, table: ExpertTable, **changes: object) -> pb.Activate:
     dtype = dtype_label(checkpoint.dtype)
-    request = pb.Activate(
-        model_digest=checkpoint.digest,
-        compute_dtype=dtype,
-        table_digest=table.digest,
-        hidden_size=checkpoint.hidden_size,
-        top_k=checkpoint.top_k,
-        dtype_out=dtype,
-        dtype_back=dtype,
-        batch_capacity=64,
-        n_slots=4,
-        transport="auto",
-    )
-    for name, value in changes.items():
-        setattr(request, name, value)
-    return request
+    right: dict[str, Any] = {
+        "model_digest": checkpoint.digest, "compute_dtype": dtype, "table_digest": table.digest,
+        "hidden_size": checkpoint.hidden_size, "top_k": checkpoint.top_k, "dtype_out": dtype, "dtype_back": dtype,
+        "batch_capacity": 64, "n_slots": 4, "transport": "auto",
+    }  # fmt: skip
+    return pb.Activate(**right | changes)
 
 
 def health_of(address: str, service: str) -> int:

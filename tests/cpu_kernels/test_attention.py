@@ -200,18 +200,10 @@ def test_what_does_not_fit_is_refused() -> None:
     mask = torch.ones(1, 1, 2, 8, dtype=torch.bool)
     turned = key.transpose(2, 3).contiguous().transpose(2, 3)
     for bad in (
-        many,
-        odd,
-        (query.float(), key, value),
-        (query[:, :3], key, value),
-        (query, key[..., :8], value),
-        (query, key, value[:, :, :8]),
-        (query, key[:, :, :0], value[:, :, :0]),
-        (query, turned, value),
-        (query.double(), key.double(), value.double()),
-        (query, key, value, mask),
-        (query, key, value, mask.long()),
-    ):
+        many, odd, (query.float(), key, value), (query[:, :3], key, value), (query, key[..., :8], value),
+        (query, key, value[:, :, :8]), (query, key[:, :, :0], value[:, :, :0]), (query, turned, value),
+        (query.double(), key.double(), value.double()), (query, key, value, mask), (query, key, value, mask.long()),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="mask"):
             cpu_attention(*bad)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeoffload.kernels import KernelWorkspace, prepare_layer
+from moeoffload.kernels import prepare_layer
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes, threads
 
@@ -47,19 +47,3 @@ def test_threads_do_not_change_bits(dtype: torch.dtype) -> None:
             alone = call(layer, rows, slots, weights)
         with threads(2):
             assert all(torch.equal(call(layer, rows, slots, weights), alone) for _ in range(20))
-
-
-def test_layers_share_a_workspace_and_do_not_disturb_each_other() -> None:
-    workspace = KernelWorkspace()
-    layers = [
-        prepare_layer(gated_experts(4 + n, 64 * (n + 1), 32 * (n + 1), torch.bfloat16, seed=n), workspace)
-        for n in range(3)
-    ]
-    inputs = [(random_rows(5, layer.hidden, torch.bfloat16), *routes(5, 2, layer.n_experts)) for layer in layers]
-    alone = [
-        call(prepare_layer(gated_experts(4 + n, 64 * (n + 1), 32 * (n + 1), torch.bfloat16, seed=n)), *inputs[n])
-        for n in range(3)
-    ]
-    for _ in range(3):
-        for layer, some, result in zip(layers, inputs, alone, strict=True):
-            assert torch.equal(call(layer, *some), result)

@@ -10,16 +10,7 @@ from moeoffload import native
 from moeoffload.kernels import GroupedKernel, prepare_layer
 from moeoffload.native import Features
 
-from .experts import (
-    DTYPES,
-    EPSILON,
-    call,
-    gated_experts,
-    instruction_sets,
-    random_rows,
-    routes,
-    transformers_result,
-)
+from .experts import DTYPES, EPSILON, call, gated_experts, instruction_sets, random_rows, routes, transformers_result
 
 # (experts, hidden, inter, top_k); inner dimensions that are no multiple of any vector among them.
 SHAPES = [(8, 64, 32, 2), (5, 72, 36, 3), (6, 2048, 96, 4), (16, 130, 770, 8), (3, 33, 7, 1), (4, 4, 4, 2)]

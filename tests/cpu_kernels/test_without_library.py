@@ -101,10 +101,7 @@ def test_one_thread_is_announced(
 @pytest.mark.parametrize(
     ("maps", "path"),
     [
-        (
-            "7f00-7f01 r-xp 0 08:01 1    /my libs/libgomp-a34b.so.1\n",
-            "/my libs/libgomp-a34b.so.1",
-        ),
+        ("7f00-7f01 r-xp 0 08:01 1    /my libs/libgomp-a34b.so.1\n", "/my libs/libgomp-a34b.so.1"),
         ("7f00-7f01 r-xp 0 08:01 1    /usr/lib/libiomp5.so\n7f02-7f03 rw-p 0 0 0 [heap]\n", "/usr/lib/libiomp5.so"),
         ("7f00-7f01 r-xp 0 08:01 1    /usr/lib/libompt.so\n", None),
     ],

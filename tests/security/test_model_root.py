@@ -127,18 +127,10 @@ def test_a_snapshot_of_the_cache_that_leads_out_of_it_is_refused(hub: Path) -> N
         roots()[0].resolve("org/demo", "0" * 40)
 
 
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def make_zeros(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("make", [make_pipe, make_zeros])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "zeros"])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors", "refs/main"])
 @pytest.mark.timeout(20)
-def test_pipes_and_devices_are_not_read(hub: Path, make: Callable[[Path], None], name: str) -> None:
+def test_pipes_and_devices_are_not_read(hub: Path, make: Callable[[Path], object], name: str) -> None:
     folder = hub / "hub" / "models--org--demo" if "/" in name else hub / "outside"
     (folder / name).unlink(missing_ok=True)
     make(folder / name)
@@ -168,12 +160,8 @@ def test_a_server_reads_models_below_its_root_and_no_others(site: Site) -> None:
     checkpoint = Checkpoint.open(DEMO)
 
     def calibrate(reference: str, revision: str = "") -> list[tuple[int, float]]:
-        model = pb.ModelReference(
-            reference=reference,
-            revision=revision,
-            digest=checkpoint.digest,
-            compute_dtype=dtype_label(checkpoint.dtype),
-        )
+        dtype = dtype_label(checkpoint.dtype)
+        model = pb.ModelReference(reference=reference, revision=revision, digest=checkpoint.digest, compute_dtype=dtype)
         with contextlib.closing(site.client()) as client:
             lease = client.attach(STEP_TIMEOUT_S)
             try:

@@ -7,14 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from moeoffload.transport import (
-    ChannelSizes,
-    Deliver,
-    SharedServerEnd,
-    StreamKeys,
-    StreamListener,
-    open_channel,
-)
+from moeoffload.transport import ChannelSizes, Deliver, SharedServerEnd, StreamKeys, StreamListener, open_channel
 
 from .ends import SIZES, Ends, echo
 

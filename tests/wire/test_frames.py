@@ -24,22 +24,9 @@ from moeoffload.wire.layout import MAX_ERROR_TEXT_BYTES
 
 u8, u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (8, 16, 32, 64))
 headers = st.builds(
-    FrameHeader,
-    kind=u8,
-    dtype_out=u8,
-    dtype_back=u8,
-    request_id=u64,
-    epoch=u32,
-    layer=u16,
-    top_k=u16,
-    rows=u32,
-    flags=u32,
-    body_bytes=u64,
-    timeout_us=u64,
-    queue_us=u32,
-    compute_us=u32,
-    code=u32,
-)
+    FrameHeader, kind=u8, dtype_out=u8, dtype_back=u8, request_id=u64, epoch=u32, layer=u16, top_k=u16, rows=u32,
+    flags=u32, body_bytes=u64, timeout_us=u64, queue_us=u32, compute_us=u32, code=u32,
+)  # fmt: skip
 layouts = st.builds(
     FrameLayout,
     hidden=st.integers(1, 96).map(lambda n: 2 * n),

@@ -41,15 +41,9 @@ layout_numbers = st.one_of(st.integers(-3, 80), st.integers(-(2**70), 2**70))
 def dispatch_frame(rows: int = 3) -> bytearray:
     frame = bytearray(LAYOUT.request_bytes)
     header = FrameHeader(
-        Kind.DISPATCH,
-        LAYOUT.dtype_out,
-        LAYOUT.dtype_back,
-        request_id=7,
-        epoch=1,
-        top_k=LAYOUT.top_k,
-        rows=rows,
+        Kind.DISPATCH, LAYOUT.dtype_out, LAYOUT.dtype_back, request_id=7, epoch=1, top_k=LAYOUT.top_k, rows=rows,
         body_bytes=LAYOUT.dispatch_body_bytes(rows),
-    )
+    )  # fmt: skip
     header.pack_into(memoryview(frame))
     return frame[: HEADER_BYTES + header.body_bytes]
 

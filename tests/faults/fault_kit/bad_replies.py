@@ -92,18 +92,11 @@ def _failed(channel: ServerChannel, slot: ServerSlot, n_bytes: int) -> None:
 
 
 SPOILERS: Final[dict[str, Reply]] = {
-    "half": _half,
-    "die": _die,
-    "damaged": _damaged,
-    "unwritten": _unwritten,
+    "half": _half, "die": _die, "damaged": _damaged, "unwritten": _unwritten, "twice": _twice, "late": _late,
+    "never": _never, "slowly": _slowly, "failed": _failed,
     "older": _rewritten(lambda header: {"request_id": max(1, header.request_id - 64)}),
     "other epoch": _rewritten(lambda header: {"epoch": header.epoch + 1}),
-    "twice": _twice,
-    "late": _late,
-    "never": _never,
-    "slowly": _slowly,
-    "failed": _failed,
-}
+}  # fmt: skip
 
 
 def spoil_replies(orders: Connection) -> None:

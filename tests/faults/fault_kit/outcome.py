@@ -41,10 +41,4 @@ class Outcome:
     @property
     def ok(self) -> bool:
         """Same tokens, in time, nothing left behind, everything in use again."""
-        return (
-            self.same_tokens
-            and not self.past_deadline
-            and not self.leaks
-            and not self.error
-            and self.whole_s is not None
-        )
+        return self.same_tokens and self.whole_s is not None and not (self.past_deadline or self.leaks or self.error)

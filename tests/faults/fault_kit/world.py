@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -22,8 +23,7 @@ from fault_kit.leaks import Holding, descendants, settled
 from fault_kit.outcome import Outcome
 from fault_kit.schedule import Fault, Setup
 from fault_kit.second_host import SecondHost
-from fault_kit.server import FaultyServer
-from fault_kit.station import Station
+from fault_kit.station import FaultyServer, Station
 from moeoffload.control.client import ControlClient
 from moeoffload.host.session import open_model
 
@@ -39,18 +39,7 @@ SETTLE_S: Final = 12.0
 RPC_TIMEOUT_S: Final = 10.0
 
 
-class _Warnings(logging.Handler):
-    """Collects what the host warns of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-class World:
+class World(contextlib.AbstractContextManager["World"]):
     """Use it in a ``with`` block: `open` the model in some setup, `run` faults, `shut` it, and again.
 
     Attributes:
@@ -71,9 +60,10 @@ class World:
         self._setup: Setup | None = None
         self._second: SecondHost | None = None
         self._shm_before = shm_names()
-        self._warnings = _Warnings()
+        self._warnings = BufferingHandler(1 << 30)
+        self._warnings.setLevel(logging.WARNING)
         with contextlib.ExitStack() as stack:
-            stack.callback(self._end_second)
+            stack.callback(self.kill_second_host)
             self.servers = [stack.enter_context(FaultyServer(folder, *server_options)) for _ in range(2)]
             self.stations = [
                 stack.enter_context(contextlib.closing(Station(server, "127.0.0.2"))) for server in self.servers
@@ -87,16 +77,9 @@ class World:
     def open(self, setup: Setup, **options: Any) -> None:
         """Opens the model and generates undisturbed; ``options`` are settings beside those of ``setup``."""
         assert self.host is None
-        keywords: dict[str, Any] = {
-            "threads": 1,
-            "device": "cpu",
-            "transport": setup.transport,
-            "replicas": 2 if setup.rescue == "replica" else 1,
-            "fallback_gib": 1.0,
-            "dispatch_timeout_s": DEADLINE_S,
-            "dispatch_floor_s": FLOOR_S,
-            "connect_timeout_s": 5.0,
-        } | options
+        keywords: dict[str, Any] = {"threads": 1, "device": "cpu", "transport": setup.transport, "fallback_gib": 1.0}
+        keywords |= {"dispatch_timeout_s": DEADLINE_S, "dispatch_floor_s": FLOOR_S, "connect_timeout_s": 5.0}
+        keywords |= {"replicas": 2 if setup.rescue == "replica" else 1} | options
         addresses = [station.address for station in self.stations]
         # What libraries make once and keep is there after a first opening.
         open_model(DEMO, experts=addresses, **keywords).close()
@@ -135,7 +118,7 @@ class World:
         outcome = Outcome(
             fault.number, fault.kind.name, str(fault.setup), fault.victim, at, fault.lasts_s, limit_s=DEADLINE_S * SPARE
         )
-        before, n_warnings = self.recovery(), len(self._warnings.lines)
+        before, n_warnings = self.recovery(), len(self._warnings.buffer)
         if fault.kind.second_host:
             self._second = SecondHost(
                 self._folder, [station.address for station in self.stations], transport=fault.setup.transport
@@ -170,7 +153,7 @@ class World:
         for name in ("lost", "returned", "replica_calls", "fallback_calls", "stale"):
             setattr(outcome, name, after[name] - before[name])
         outcome.lost += after["drained"] - before["drained"]
-        outcome.warnings = len(self._warnings.lines) - n_warnings
+        outcome.warnings = len(self._warnings.buffer) - n_warnings
         return outcome
 
     def recovery(self) -> dict[str, Any]:
@@ -179,9 +162,9 @@ class World:
         return section
 
     def kill_second_host(self) -> None:
-        """kill -9 of another host that uses the same servers."""
-        assert self._second is not None
-        self._second.close()
+        """kill -9 of another host that uses the same servers, if there is one."""
+        if self._second is not None:
+            self._second.close()
 
     def holdings(self) -> dict[str, Holding]:
         """What the host and the servers hold now."""
@@ -199,9 +182,6 @@ class World:
             self.host.close()
             del self.clock
             self.host = None
-
-    def __enter__(self) -> World:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -229,10 +209,6 @@ class World:
         pairs = zip(self.holdings().items(), before, strict=True)
         left = [f"{name}: {what}" for (name, now), then in pairs for what in now.beyond(then)]
         return [*left, *(f"/dev/shm: {name}" for name in shm_left(self._shm_before, *self._pids()))]
-
-    def _end_second(self) -> None:
-        if self._second is not None:
-            self._second.close()
 
 
 def _leases(server: FaultyServer) -> int:
