@@ -223,7 +223,7 @@ class Bench:
                 self.offloaded.settings = self.offloaded.settings.model_copy(update={"prompt_lookup": guesses})
                 self.offloaded.recorder.reset()
                 started = perf_counter()
-                tokens[guesses] = generate(self.offloaded, prepared, io.StringIO()).tolist()
+                tokens[guesses] = generate(self.offloaded, prepared, io.StringIO()).tokens.tolist()
                 times.append(perf_counter() - started)
                 report = self.offloaded.report()
                 if report.guesses is not None:

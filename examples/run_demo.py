@@ -37,7 +37,7 @@ def main() -> int:
         for options in ((), ("--transport", "stream")):
             servers.append(start_server(*options))
         addresses = [address_of(server) for server in servers]
-        command = [str(BIN / "moeoffload"), "run", str(CHECKPOINT), "--experts", ",".join(addresses), "--threads", "1"]
+        command = [str(BIN / "moeoffload"), "run", str(CHECKPOINT), "--experts", ",".join(addresses), "--threads", "1", "--verbose"]
         for prompt in PROMPTS:
             command += ["--prompt", prompt]
         print("$ moeoffload run examples/demo/checkpoint", *command[3:], file=sys.stderr)

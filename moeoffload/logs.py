@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import OrderedDict
 from time import monotonic
-from typing import Final, TextIO
+from typing import Final
 
 from moeoffload.text import one_line
 
@@ -78,9 +78,9 @@ class FloodFilter(logging.Filter):
         return left_out is not None
 
 
-def log_to(stream: TextIO, level: str, form: str) -> None:
-    """Sends all logs of ``level`` and above to ``stream``, in the format ``form`` of the `logging` module."""
-    handler = logging.StreamHandler(stream)
+def log_to(handler: logging.Handler, level: str, form: str) -> None:
+    """Sends all logs of ``level`` and above to ``handler``, in the format ``form`` of the `logging` module."""
+    handler.setLevel(level)
     handler.setFormatter(OneLineFormatter(form))
     handler.addFilter(FloodFilter())
     logging.basicConfig(level=level, handlers=[handler])

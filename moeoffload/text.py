@@ -16,3 +16,8 @@ def one_line(text: str, limit: int = MAX_TEXT) -> str:
     short = text[: limit + 1]
     line = "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in short)
     return line if len(line) <= limit else line[: max(0, limit - 3)] + "..."
+
+
+def is_unicode(text: str) -> bool:
+    """Whether ``text`` holds no bytes that Python could not decode and has passed on as halves of surrogate pairs."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -36,7 +36,7 @@ def serve(
     Prints one line with its address on stdout when it is ready; logs go to stderr. SIGTERM lets hosts finish and move
     on first, for up to --drain-timeout-s; Ctrl-C, or a second SIGTERM, stops it at once.
     """
-    log_to(sys.stderr, settings.log_level.value.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to(logging.StreamHandler(), settings.log_level.value.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
     # The number of a signal goes into the pipe in whichever thread it arrives. A handler in Python runs in this thread
     # only, and not before it stops waiting: a signal that another thread takes would not wake it.
     stopped, stop = os.pipe()

@@ -9,15 +9,17 @@ from typing import Annotated
 
 import typer
 
+from moeoffload.cli.chat_app import chat
+from moeoffload.cli.display import Display
 from moeoffload.cli.keys_app import app as keys_app
-from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds, write_report
-from moeoffload.cli.options import Chat, ModelName, Revision, version_option, with_settings
+from moeoffload.cli.opening import log_of_host, open_with_progress, report_run
+from moeoffload.cli.options import Chat, ModelName, Quiet, Revision, Verbose, version_option, with_settings
 from moeoffload.cli.serve_app import serve
+from moeoffload.cli.signals import leave_at_once_on_ctrl_c
 from moeoffload.cli.top_app import top
 from moeoffload.config import HostSettings
 from moeoffload.errors import PromptError, SettingError
-from moeoffload.logs import log_to
-from moeoffload.text import one_line
+from moeoffload.text import is_unicode, one_line
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -39,30 +41,29 @@ def run(
     prompt_file: Annotated[
         str | None, typer.Option("--prompt-file", metavar="FILE", help="File that holds the prompt; - is stdin.")
     ] = None,
-    chat: Chat = True,
+    template: Chat = True,
     revision: Revision = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, on stderr.")] = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
 ) -> None:
     """Answer prompts, streaming the text on stdout; everything else goes to stderr."""
     prompts = _read_prompts(prompt or [], prompt_file)
-    log_to(sys.stderr, "INFO" if verbose else settings.log_level.value.upper(), LOG_FORMAT)
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with sigterm_unwinds(), open_with_progress(model, settings, revision) as offloaded:
-        from moeoffload.host.generate import generate, prepare_prompt
+    display = Display(quiet=quiet)
+    log_of_host(settings, display, verbose=verbose)
+    with open_with_progress(model, settings, revision, display) as offloaded:
+        from moeoffload.host.generate import Watch, generate, prepare_prompt
 
         try:
-            prepared = [prepare_prompt(offloaded, text, chat=chat) for text in prompts]
+            prepared = [prepare_prompt(offloaded, text, chat=template) for text in prompts]
             for text, ready in zip(prompts, prepared, strict=True):
                 if len(prompts) > 1:
-                    console.print(f"> {one_line(text.strip(), 100)}", style="dim", markup=False, highlight=False)
-                generate(offloaded, ready, sys.stdout)
+                    display.say(f"> {one_line(text.strip(), 100)}")
+                stdout = sys.stdout
+                with display.reading() as on_prompt:
+                    answer = generate(offloaded, ready, stdout, watch=Watch(on_prompt))
+                display.answered(answer, offloaded)
         finally:
-            report = offloaded.report()
-            if report.prompt_tokens:
-                console.print(report.table())
-            write_report(report, settings)
+            report_run(offloaded, display, verbose=verbose)
 
 
 @app.command("profile")
@@ -74,20 +75,21 @@ def profile_routing(
     output: Annotated[Path, typer.Option("--output", metavar="FILE", help="Where the statistics go.")] = Path(
         "routing-stats.json"
     ),
-    chat: Chat = True,
+    template: Chat = True,
     revision: Revision = None,
 ) -> None:
     """Count which routed experts prompts use; `--routing-stats` then keeps the most used ones on the host."""
     lines = [line for line in _read_prompts([], prompts)[0].splitlines() if line.strip()]
-    log_to(sys.stderr, settings.log_level.value.upper(), LOG_FORMAT)
-    with sigterm_unwinds(), open_with_progress(model, settings, revision) as offloaded:
+    display = Display()
+    log_of_host(settings, display, verbose=False)
+    with open_with_progress(model, settings, revision, display) as offloaded:
         from moeoffload.host.generate import generate, prepare_prompt
         from moeoffload.host.routing import RoutingCounter
 
         counter = RoutingCounter(offloaded.checkpoint)
         offloaded.dispatcher.on_routes = counter.count
         for text in lines:
-            generate(offloaded, prepare_prompt(offloaded, text, chat=chat), io.StringIO())
+            generate(offloaded, prepare_prompt(offloaded, text, chat=template), io.StringIO())
         try:
             counter.write(output)
         except OSError as error:
@@ -95,6 +97,7 @@ def profile_routing(
     typer.echo(f"{counter.n_tokens} tokens of {len(lines)} prompts counted into {output}", err=True)
 
 
+app.command()(chat)
 app.command()(serve)
 app.command()(top)
 app.add_typer(keys_app, name="keys")
@@ -116,7 +119,7 @@ def _read_prompts(prompts: list[str], prompt_file: str | None) -> list[str]:
     for text in texts:
         if not text.strip():
             raise PromptError("the prompt is empty")
-        if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python passes on bytes it cannot decode
+        if not is_unicode(text):
             raise PromptError("the prompt is not valid UTF-8")
     return texts
 
@@ -131,7 +134,8 @@ def _read_stdin() -> str:
 
 
 def main() -> None:
-    """Entry point of ``moeoffload``."""
+    """Runs the command line."""
+    leave_at_once_on_ctrl_c()
     app()
 
 

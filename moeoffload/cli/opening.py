@@ -1,59 +1,60 @@
-"""What the commands of a host have in common: opening a model, and ending in order."""
+"""What the commands of a host have in common: opening a model, and its report."""
 
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING, Final, NoReturn
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Final
 
+from moeoffload.cli.display import Display
+from moeoffload.cli.signals import signals_unwind
 from moeoffload.config import HostSettings
+from moeoffload.logs import log_to
 
 if TYPE_CHECKING:
     from moeoffload.host.report import Report
     from moeoffload.host.session import OffloadedModel
 
-LOG_FORMAT: Final = "%(levelname)s %(name)s: %(message)s"
+_LOG_FORMAT: Final = "%(levelname)s %(name)s: %(message)s"
 
 
-def open_with_progress(model: str, settings: HostSettings, revision: str | None) -> OffloadedModel:
-    """Opens the model, with a progress bar for each server while it loads; see `open_model` for what it raises."""
-    # torch and transformers take seconds to import; --help, --version and setting errors need not wait for them.
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+def log_of_host(settings: HostSettings, display: Display, *, verbose: bool) -> None:
+    """Sends logs to stderr."""
+    log_to(display.log_handler(), "INFO" if verbose else settings.log_level.value.upper(), _LOG_FORMAT)
 
-    from moeoffload.host.session import open_model
 
-    console = Console(stderr=True)
-    columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, TaskID] = {}
+@contextmanager
+def open_with_progress(
+    model: str, settings: HostSettings, revision: str | None, display: Display
+) -> Iterator[OffloadedModel]:
+    """Opens the model, shows how far that is, and closes it; see `open_model` for what it raises.
 
-        def on_progress(address: str, loaded: int, total: int) -> None:
-            if address not in tasks:
-                tasks[address] = bar.add_task(address, total=total)
-            bar.update(tasks[address], completed=loaded)
+    From when there is something to close, Ctrl-C and SIGTERM unwind.
+    """
+    with ExitStack() as stack:
+        with display.working("importing torch and transformers") as on_progress:
+            # They take seconds; --help, --version and setting errors need not wait for them.
+            from moeoffload.host.session import open_model
 
-        return open_model(model, settings=settings, revision=revision, on_progress=on_progress)
+            stack.enter_context(signals_unwind())
+            offloaded = open_model(model, settings=settings, revision=revision, on_progress=on_progress)
+        try:
+            yield offloaded
+        finally:
+            with display.working("leaving the expert servers"):
+                offloaded.close()
+
+
+def report_run(offloaded: OffloadedModel, display: Display, *, verbose: bool) -> None:
+    """Shows the report as tables if ``verbose`` or if the settings name a file for it, which it goes to then."""
+    report = offloaded.report()
+    if report.prompt_tokens and (verbose or offloaded.settings.report is not None):
+        display.console.print(report.table())
+    write_report(report, offloaded.settings)
 
 
 def write_report(report: Report, settings: HostSettings) -> None:
     """Writes the report to the file that the settings name, if they do."""
     if settings.report is not None:
         settings.report.write_text(json.dumps(report.to_json(), indent=2) + "\n")
-
-
-@contextmanager
-def sigterm_unwinds() -> Iterator[None]:
-    """SIGTERM ends the command through its ``finally`` blocks, so that servers are stopped and leases ended."""
-
-    def on_term(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, on_term)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -14,10 +14,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from moeoffload import __version__
+from moeoffload.cli.signals import EXIT_INTERRUPTED
 from moeoffload.config import SettingInfo, SettingsBase
 from moeoffload.errors import MoeOffloadError, SettingError, SystemLimitError
 
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 ModelName = Annotated[
@@ -25,6 +25,10 @@ ModelName = Annotated[
 ]
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")]
 Chat = Annotated[bool, typer.Option("--chat/--no-chat", help="Put prompts into the model's chat template, if any.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Log what happens, on stderr, and show the report as tables.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.")]
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
@@ -75,7 +79,7 @@ def version_option(program: str) -> Any:
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """End a command as a user expects: one line for an error made on purpose, quiet on Ctrl-C and on a closed pipe.
+    """End a command as a user expects: one line for an error made on purpose, a word on Ctrl-C, quiet on a closed pipe.
 
     Works as ``with exit_on_error():`` and as the decorator ``@exit_on_error()``.
     """
@@ -84,9 +88,10 @@ def exit_on_error() -> Iterator[None]:
         sys.stdout.flush()  # so that a closed pipe shows here and not while the interpreter shuts down
     except MoeOffloadError as error:
         _log.debug("where the error came from", exc_info=True)
-        _print_error(error)
+        print_error(error)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
         _discard_stdout()
@@ -96,7 +101,7 @@ def exit_on_error() -> Iterator[None]:
         if limit is None:
             raise
         _log.debug("where the error came from", exc_info=True)
-        _print_error(limit)
+        print_error(limit)
         raise typer.Exit(limit.exit_code) from None
 
 
@@ -113,8 +118,8 @@ def _option(info: SettingInfo) -> inspect.Parameter:
     return inspect.Parameter(info.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _print_error(error: MoeOffloadError) -> None:
-    """Red on a terminal only, and not where NO_COLOR asks for none."""
+def print_error(error: MoeOffloadError) -> None:
+    """Writes an error to stderr: red on a terminal only, and not where NO_COLOR asks for none."""
     message = f"error: {error}"
     if isinstance(error, SettingError):  # each line is a complaint of its own; other errors may hold a table
         message = message.replace("\n", "\nerror: ")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moeoffload.cli.opening import LOG_FORMAT, open_with_progress, sigterm_unwinds, write_report
+from moeoffload.cli.display import Display
+from moeoffload.cli.opening import log_of_host, open_with_progress, write_report
 from moeoffload.cli.options import ModelName, Revision, with_settings
 from moeoffload.config import ServeSettings
 from moeoffload.errors import SettingError
-from moeoffload.logs import log_to
 
 EXIT_GAVE_UP = 1  # some requests did not finish before the stop
 
@@ -32,7 +31,8 @@ def serve(
     Prints one line with its address on stdout when it is ready. SIGTERM or Ctrl-C lets running requests finish first,
     for up to --drain-seconds; a second one stops it at once.
     """
-    log_to(sys.stderr, "INFO" if verbose else settings.log_level.value.upper(), LOG_FORMAT)
+    display = Display()
+    log_of_host(settings, display, verbose=verbose)
     # torch and transformers take seconds to import; --help, --version and setting errors need not wait for them.
     from moeoffload.serve.access import bind_socket, check_access
 
@@ -42,7 +42,10 @@ def serve(
             f"--draft-model: {settings.draft_model} is of use to `moeoffload run` only; serve guesses "
             "by --prompt-lookup"
         )
-    with sigterm_unwinds(), contextlib.closing(bind_socket(settings)) as listener:
+    with (
+        contextlib.closing(bind_socket(settings)) as listener,
+        open_with_progress(model, settings, revision, display) as offloaded,
+    ):
         from moeoffload.serve.api import create_app
         from moeoffload.serve.batches import BatchWatcher
         from moeoffload.serve.engine import ServingEngine
@@ -53,11 +56,7 @@ def serve(
         host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind
         scheme = "https" if settings.http_tls_cert is not None else "http"
         url = f"{scheme}://{host}:{listener.getsockname()[1]}/v1"
-        with (
-            open_with_progress(model, settings, revision) as offloaded,
-            ServingEngine(offloaded, settings) as engine,
-            contextlib.closing(BatchWatcher(offloaded)) as batches,
-        ):
+        with ServingEngine(offloaded, settings) as engine, contextlib.closing(BatchWatcher(offloaded)) as batches:
             snapshots = Snapshots(offloaded, engine.stats, batches)
             app, answering = create_app(engine, offloaded.tokenizer, name, settings, snapshots.take)
             server = HttpServer(app, answering, engine, settings, lambda: print(f"serving {name} at {url}", flush=True))

@@ -15,6 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 import typer
 
 from moeoffload.cli.options import exit_on_error
+from moeoffload.cli.signals import signals_unwind
 from moeoffload.errors import ServerError, SettingError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def top(
         return
     # What is no terminal gets one picture after the other.
     with contextlib.ExitStack() as stack:
+        stack.enter_context(signals_unwind())
         show: Callable[[RenderableType], None] = console.print
         if console.is_terminal:
             live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from time import perf_counter
 from typing import Any, TextIO
 
+import jinja2
 import torch
-from transformers import TextStreamer
+from torch import nn
+from transformers import DynamicCache, StoppingCriteria, TextStreamer
 
 from moeoffload.errors import PromptError
 from moeoffload.host.kv_cache import generation_cache
+from moeoffload.host.model import eos_tokens
 from moeoffload.host.session import OffloadedModel
 from moeoffload.host.speculative import generate_speculatively, speculative_options
+from moeoffload.text import one_line
 
 logger = logging.getLogger(__name__)
+
+Message = dict[str, str]
+"""``role`` (system, user or assistant) and ``content``."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,46 @@ class PreparedPrompt:
     max_new_tokens: int
 
 
+class Ending(Enum):
+    """Why an answer ended: by an end token, at the most tokens that were allowed, or because it was told to."""
+
+    COMPLETE = auto()
+    LIMIT = auto()
+    STOPPED = auto()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer: its text, its tokens (n,) int64, and seconds to its first token and from there to its last one."""
+
+    text: str
+    tokens: torch.Tensor
+    ending: Ending
+    first_token_s: float
+    further_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The rate of all tokens but the first; 0 if there are none."""
+        return (self.tokens.numel() - 1) / self.further_s if self.further_s else 0.0
+
+
+class StoppedError(Exception):
+    """An answer was told to stop before its first token."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Whom `generate` tells how far it is, and whom it asks whether to go on; both from several threads.
+
+    ``on_prompt`` gets the tokens of the prompt that are computed, and all that are to be; ``should_stop`` is asked at
+    every layer of a prompt, and at every token of an answer.
+    """
+
+    on_prompt: Callable[[float, int], None] = lambda done, total: None
+    should_stop: Callable[[], bool] = lambda: False
+
+
 class _Streamer(TextStreamer):
     """Writes the text of the completion, nothing else, to ``stream``."""
 
@@ -33,6 +84,9 @@ class _Streamer(TextStreamer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stream = stream
         self.on_tokens: Callable[[int], None] | None = None  # told how many tokens have come, the prompt's aside
+        self.on_first: Callable[[], None] | None = None
+        self.text = ""
+        self.first_at = self.last_at = 0.0
 
     def put(self, value: torch.Tensor) -> None:
         """See `TextStreamer`, which takes one token at a time."""
@@ -40,6 +94,11 @@ class _Streamer(TextStreamer):
             super().put(value)
             return
         tokens = value.reshape(-1)
+        self.last_at = perf_counter()
+        if not self.first_at:
+            self.first_at = self.last_at
+            if self.on_first is not None:
+                self.on_first()
         if self.on_tokens is not None:
             self.on_tokens(tokens.numel())
         for token in tokens:
@@ -47,22 +106,51 @@ class _Streamer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """See `TextStreamer`: called with each piece of text as soon as it is certain."""
+        self.text += text
         self._stream.write(text + ("\n" if stream_end else ""))
         self._stream.flush()
+
+
+class _Stop(StoppingCriteria):
+    """Ends an answer when it is asked to."""
+
+    def __init__(self, should_stop: Callable[[], bool]) -> None:
+        self._should_stop = should_stop
+        self.stopped = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> Any:
+        """See `StoppingCriteria`: (batch,) bool."""
+        self.stopped = self._should_stop()
+        return torch.full((input_ids.shape[0],), self.stopped, device=input_ids.device)
 
 
 def prepare_prompt(offloaded: OffloadedModel, prompt: str, *, chat: bool) -> PreparedPrompt:
     """Tokenizes ``prompt``; with ``chat`` through the tokenizer's chat template, if it has one.
     Raises PromptError: it has no tokens, or leaves no room for an answer in the model's context."""
-    tokenizer = offloaded.tokenizer
     if not prompt.strip():
         raise PromptError("the prompt is empty")
-    if chat and tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    else:
-        encoded = tokenizer(prompt, return_tensors="pt")
+    if chat and offloaded.tokenizer.chat_template:
+        return prepare_chat(offloaded, [{"role": "user", "content": prompt}])
+    return _prepared(offloaded, prompt, special=True)
+
+
+def prepare_chat(offloaded: OffloadedModel, messages: Sequence[Message]) -> PreparedPrompt:
+    """Tokenizes a conversation up to where the answer begins. A tokenizer without a chat template gets plain text: each
+    answer, and what the system message says, ends a line.
+    Raises PromptError: as `prepare_prompt`, or the template does not take these messages."""
+    tokenizer = offloaded.tokenizer
+    if not tokenizer.chat_template:
+        text = "".join(each["content"] + ("" if each["role"] == "user" else "\n") for each in messages)
+        return _prepared(offloaded, text, special=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:
+        raise PromptError(f"the model's chat template does not take this: {one_line(str(error))}") from None
+    return _prepared(offloaded, text, special=False)
+
+
+def _prepared(offloaded: OffloadedModel, text: str, *, special: bool) -> PreparedPrompt:
+    encoded = offloaded.tokenizer(text, return_tensors="pt", add_special_tokens=special)
     n_tokens = encoded["input_ids"].shape[1]
     if n_tokens == 0:
         raise PromptError("the prompt has no tokens")
@@ -78,26 +166,75 @@ def prepare_prompt(offloaded: OffloadedModel, prompt: str, *, chat: bool) -> Pre
     return PreparedPrompt(inputs, room)
 
 
-def generate(offloaded: OffloadedModel, prompt: PreparedPrompt, stream: TextIO) -> torch.Tensor:
-    """Writes the completion of ``prompt`` to ``stream`` as it comes; returns its tokens (n,) int64.
-    Raises ServerError: a server failed; what was written so far stays."""
-    settings, tokenizer = offloaded.settings, offloaded.tokenizer
-    options: dict[str, Any] = {"do_sample": settings.temperature > 0, "max_new_tokens": prompt.max_new_tokens}
+def generate(
+    offloaded: OffloadedModel,
+    prompt: PreparedPrompt,
+    stream: TextIO,
+    *,
+    cache: DynamicCache | None = None,
+    watch: Watch | None = None,
+) -> Answer:
+    """Writes the completion of ``prompt`` to ``stream`` as it comes.
+
+    ``cache`` has keys and values of a beginning of the prompt, which is not computed again, and takes the others.
+    Raises ServerError: a server failed, what was written so far stays; StoppedError: stopped before the first token.
+    """
+    settings, tokenizer, watch = offloaded.settings, offloaded.tokenizer, watch or Watch()
+    stop = _Stop(watch.should_stop)
+    options: dict[str, Any] = {
+        "do_sample": settings.temperature > 0,
+        "max_new_tokens": prompt.max_new_tokens,
+        "stopping_criteria": [stop],
+    }
     if settings.temperature > 0:
         options["temperature"] = settings.temperature
         if settings.seed is not None:
             torch.manual_seed(settings.seed)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         options["pad_token_id"] = tokenizer.eos_token_id
-    options.update(generation_cache(offloaded.model))
+    options.update(generation_cache(offloaded.model) if cache is None else {"past_key_values": cache})
     streamer = _Streamer(tokenizer, stream)
     n_prompt = prompt.inputs["input_ids"].shape[1]
+    n_new = n_prompt - (cache.get_seq_length() if cache is not None else 0)
     speculative = speculative_options(offloaded)
-    if not speculative:
-        tokens = offloaded.model.generate(**prompt.inputs, **options, streamer=streamer)
-    else:
-        with offloaded.recorder.speculating(n_prompt) as got:
-            streamer.on_tokens = got
-            tokens = generate_speculatively(offloaded.model, prompt.inputs, options, speculative, streamer)
+    started = perf_counter()
+    with _watched(offloaded, n_new, watch) as streamer.on_first:
+        if not speculative:
+            tokens = offloaded.model.generate(**prompt.inputs, **options, streamer=streamer)
+        else:
+            with offloaded.recorder.speculating(n_new) as got:
+                streamer.on_tokens = got
+                tokens = generate_speculatively(offloaded.model, prompt.inputs, options, speculative, streamer)
     completion: torch.Tensor = tokens[0, n_prompt:]
-    return completion
+    if int(completion[-1]) in eos_tokens(offloaded.model):
+        ending = Ending.COMPLETE
+    else:
+        ending = Ending.STOPPED if stop.stopped else Ending.LIMIT
+    times = streamer.first_at - started, streamer.last_at - streamer.first_at
+    return Answer(streamer.text, completion, ending, *times)
+
+
+@contextlib.contextmanager
+def _watched(offloaded: OffloadedModel, n_tokens: int, watch: Watch) -> Iterator[Callable[[], None]]:
+    """Tells ``watch`` how far a prompt of ``n_tokens`` is; yields what ends that, so that decode steps pay nothing."""
+    layers = offloaded.checkpoint.layers
+    done, lock = 0, threading.Lock()
+
+    def on_layer(module: nn.Module, args: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> None:
+        nonlocal done
+        if watch.should_stop():
+            raise StoppedError
+        with lock:
+            watch.on_prompt(done / len(layers), n_tokens)
+            done += next(iter((*args, *named.values()))).shape[0]
+
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            module = offloaded.model.get_submodule(layer.module_name)
+            hooks.callback(module.register_forward_pre_hook(on_layer, with_kwargs=True).remove)
+
+        def on_first_token() -> None:
+            hooks.close()
+            watch.on_prompt(n_tokens, n_tokens)
+
+        yield on_first_token

@@ -75,6 +75,18 @@ def growing_cache(config: Any) -> DynamicCache:
     return cache
 
 
+def rewind(cache: DynamicCache, n_tokens: int) -> bool:
+    """Forgets all but the first ``n_tokens`` tokens, of which layers may hold more or fewer after a pass that failed.
+
+    False for a cache with other layers than growing ones: it cannot be rewound, and is as it was.
+    """
+    if not all(type(layer) is GrowingLayer for layer in cache.layers):
+        return False
+    for layer in cache.layers:
+        layer.crop(min(0, n_tokens - layer.get_seq_length()))
+    return True
+
+
 def generation_cache(model: Any) -> dict[str, DynamicCache]:
     """Keywords for ``model.generate``: a growing cache where it would make a `DynamicCache`, else nothing."""
     wanted = model.generation_config

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import pty
 import re
-import select
-import subprocess
-import sys
-import termios
 from pathlib import Path
 
 import pytest
-from command_lines import ROOT, STEP_TIMEOUT_S, Commands, one_line_error, wait_until
+from command_lines import Commands, one_line_error, wait_until
 from serving_snapshots import SnapshotServer, scripted, serving, with_figures
+from terminals import CTRL_C, Terminal
 
 from moeoffload.cli.top_view import number, seconds
 
@@ -51,44 +45,17 @@ def test_one_picture_shows_what_the_snapshots_say(commands: Commands, monkeypatc
 
 
 def test_on_a_terminal_it_goes_on_until_ctrl_c_and_says_when_the_host_is_gone() -> None:
-    terminal, its_end = pty.openpty()
-    command = [sys.executable, "-m", "moeoffload.cli.host_app", "top", *OPTIONS]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "140", "LINES": "60"}
     with contextlib.ExitStack() as stack:
-        stack.callback(os.close, terminal)
         with serving(SnapshotServer(with_figures(scripted(3, n_layers=2)))) as host:
-            top = subprocess.Popen(
-                [*command, "--url", host.url], stdin=its_end, stdout=its_end, stderr=its_end, env=environment,
-                cwd=ROOT, start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            )  # fmt: skip
-            stack.callback(top.kill)
-            os.close(its_end)
-            shown = _read_until(terminal, "wait a call")
-            shown += _read_until(terminal, "layer 1")
+            top = stack.enter_context(Terminal("moeoffload", "top", *OPTIONS, "--url", host.url))
+            assert "wait a call" in top.until("layer 1")
             wait_until(lambda: host.asked > 3, "the fourth look")
-        _read_until(terminal, "no host answers")
-        os.write(terminal, b"\x03")
-        rest = _read_until(terminal, None)
-        assert top.wait(60) == 130
+        top.until("no host answers")
+        top.type(CTRL_C)
+        code, rest = top.end()
+    assert code == 130
     assert "Traceback" not in rest
-    assert rest.rstrip().endswith("\x1b[?25h\x1b[?1049l")  # cursor and screen are back
-
-
-def _read_until(terminal: int, words: str | None) -> str:
-    """What a terminal shows up to ``words``, or up to its end."""
-    text = ""
-    while words is None or words not in text:
-        ready, _, _ = select.select([terminal], [], [], STEP_TIMEOUT_S)
-        assert ready, f"no {words} in {text[-2000:]}"
-        try:
-            data = os.read(terminal, 65536)
-        except OSError:  # how Linux tells that nobody has the other end any more
-            data = b""
-        if not data:
-            assert words is None, text
-            break
-        text += data.decode(errors="replace")
-    return text
+    assert rest.rstrip().endswith("\x1b[?25h\x1b[?1049linterrupted")  # cursor and screen are back
 
 
 def test_a_key_is_sent_and_a_wrong_one_is_told(commands: Commands, tmp_path: Path) -> None:

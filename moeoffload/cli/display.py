@@ -1,0 +1,115 @@
+"""What a person sees on stderr: what is going on, on lines that go again, and a line after each answer that stays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from moeoffload.text import one_line
+
+if TYPE_CHECKING:
+    from moeoffload.host.fleet import OnProgress
+    from moeoffload.host.generate import Answer
+    from moeoffload.host.session import OffloadedModel
+
+_MIB: Final = 1 << 20
+_WIDTH: Final = 100  # of the newest log line while it is shown
+_NAMED_SERVERS: Final = 3  # in the line after an answer; more are counted
+
+
+class Display:
+    """Writes to stderr; what goes again is for terminals. Only warnings and errors are left if ``quiet``."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.console = Console(stderr=True)
+        self._quiet = quiet
+        self._hidden = quiet or not self.console.is_terminal
+
+    def say(self, text: str) -> None:
+        """Writes a line that stays."""
+        if not self._quiet:
+            self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    def log_handler(self) -> logging.Handler:
+        """Writes each record as a line, above what goes again, and in one piece on a terminal of any width."""
+        handler = logging.Handler()
+
+        def emit(record: logging.LogRecord) -> None:
+            try:
+                text = Text(handler.format(record))
+                self.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+            except Exception:  # as in the handlers of `logging`
+                handler.handleError(record)
+
+        handler.emit = emit  # type: ignore[method-assign]
+        return handler
+
+    @contextmanager
+    def working(self, text: str) -> Iterator[OnProgress]:
+        """Shows ``text``, and from then on the newest log line; yields what shows a bar for each server that loads."""
+        with self._lines() as lines:
+            first, servers = lines.add_task(text, total=None, count=""), dict[str, TaskID]()
+
+            def on_progress(address: str, loaded: int, total: int) -> None:
+                if address not in servers:
+                    servers[address] = lines.add_task(f"loading {address}", total=total, count="")
+                count = f"{loaded / _MIB:,.0f} of {total / _MIB:,.0f} MiB"
+                lines.update(servers[address], completed=loaded, total=total, count=count)
+
+            with _newest_log_line(lambda newest: lines.update(first, description=newest), hidden=self._hidden):
+                yield on_progress
+
+    @contextmanager
+    def reading(self) -> Iterator[Callable[[float, int], None]]:
+        """Yields what shows how many tokens of a prompt are computed, until all are; see `Watch.on_prompt`."""
+        with self._lines() as lines:
+            prompt = lines.add_task("prompt", total=None, count="")
+
+            def on_prompt(done: float, total: int) -> None:
+                lines.update(prompt, completed=done, total=total, count=f"{done:,.0f} of {total:,} tokens")
+                if done >= total:
+                    lines.stop()  # the answer's text comes now
+
+            yield on_prompt
+
+    def answered(self, answer: Answer, offloaded: OffloadedModel) -> None:
+        """Writes the line after an answer."""
+        servers = [f"{link.info.address} ({link.info.transport})" for link in offloaded.links]
+        named = ", ".join(servers) if len(servers) <= _NAMED_SERVERS else f"{len(servers)} expert servers"
+        n_tokens, most = answer.tokens.numel(), offloaded.settings.max_new_tokens
+        limit = "all that --max-new-tokens allows" if n_tokens == most else "the context is full"
+        why = {"LIMIT": f" ({limit})", "STOPPED": " (stopped)"}.get(answer.ending.name, "")
+        parts = [
+            f"{n_tokens} tokens{why}",
+            f"{answer.tokens_per_s:.3g} tokens/s",
+            f"first after {answer.first_token_s:.2f} s",
+            named or "all experts on this host",
+        ]
+        self.say(" · ".join(parts))
+
+    def _lines(self) -> Progress:
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
+        more = TextColumn("{task.fields[count]}"), TimeElapsedColumn()
+        return Progress(*columns, *more, console=self.console, transient=True, disable=self._hidden)
+
+
+@contextmanager
+def _newest_log_line(show: Callable[[str], None], *, hidden: bool) -> Iterator[None]:
+    """While open, calls ``show`` with each line of INFO or above that moeoffload logs, whatever other handlers get."""
+    log, handler = logging.getLogger("moeoffload"), logging.Handler()
+    handler.emit = lambda record: show(one_line(record.getMessage(), _WIDTH))  # type: ignore[method-assign]
+    level = log.level
+    if not hidden:
+        log.addHandler(handler)
+        log.setLevel(min(logging.INFO, log.getEffectiveLevel()))
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)

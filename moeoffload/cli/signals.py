@@ -1,0 +1,44 @@
+"""What Ctrl-C and SIGTERM do to a command: at first they end it at once, later they unwind what it has opened."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final, NoReturn
+
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT  # as a shell reports it
+_SHOW_CURSOR: Final = b"\r\x1b[K\x1b[?25h"  # a progress bar may have hidden it
+
+
+def leave_at_once_on_ctrl_c() -> None:
+    """Ctrl-C ends the process with one line. An exception might be lost in modules that are half imported.
+
+    A process that ignores Ctrl-C goes on to ignore it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + b"interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
+
+
+@contextmanager
+def signals_unwind() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the command through its ``finally`` blocks: servers are stopped and leases ended."""
+
+    def on_term(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, on_term)}
+    if signal.getsignal(signal.SIGINT) is _leave:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,68 @@
+"""Reads a conversation's turns: from a terminal, with its history of lines, or line by line from anything else."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+import typer
+
+from moeoffload.errors import PromptError
+from moeoffload.text import is_unicode
+
+QUOTES: Final = '"""'
+
+
+def read_turns(*, interactive: bool) -> Iterator[str]:
+    """Each turn that is not empty, until stdin ends; several lines between `QUOTES` are one turn.
+
+    On a terminal Ctrl-C gives up what has been typed. Raises PromptError: it is not valid UTF-8.
+    """
+    if interactive:
+        with contextlib.suppress(ImportError):  # not on every system; `input` uses it where it is imported
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted together are one turn
+    while True:
+        try:
+            turn = _read_turn(interactive)
+        except EOFError:
+            if interactive:
+                typer.echo(err=True)
+            return
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            typer.echo("\nCtrl-D or /exit leaves", err=True)
+            continue
+        if not is_unicode(turn):
+            raise PromptError("the prompt is not valid UTF-8")
+        if turn.strip():
+            yield turn
+
+
+def _read_turn(interactive: bool) -> str:
+    turn = _read_line(">>> " if interactive else "")
+    if not turn.lstrip().startswith(QUOTES):
+        return turn
+    turn = turn.lstrip().removeprefix(QUOTES)
+    while not turn.rstrip().endswith(QUOTES):
+        turn += "\n" + _read_line("... " if interactive else "")
+    return turn.rstrip().removesuffix(QUOTES).strip("\n")
+
+
+def _read_line(prompt: str) -> str:
+    """One line without its end. Raises EOFError: there is none; PromptError: it is not valid UTF-8."""
+    if prompt and sys.stdout.isatty():
+        return input(prompt)
+    if prompt:  # `input` would write it to the file that stdout is
+        typer.echo(prompt, nl=False, err=True)
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError:
+        raise PromptError("the prompt is not valid UTF-8") from None
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
