@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 from server_processes import MODULES, ROOT, STEP_TIMEOUT_S, Process, WarmProcess, end, read, run_program, wait_until
@@ -117,11 +118,9 @@ class Commands:
         self._commands.append(command)
         return command
 
-    def run(
-        self, program: str, *arguments: str | Path, warm: bool = True, stdin: str | bytes | None = "", patch: str = ""
-    ) -> Result:
-        """Runs ``program`` to its end and checks that it leaves nothing behind."""
-        result = self.start(program, *arguments, warm=warm, stdin=stdin, patch=patch).wait()
+    def run(self, program: str, *arguments: str | Path, **how: Any) -> Result:
+        """Runs ``program`` to its end as `start` does, and checks that it leaves nothing behind."""
+        result = self.start(program, *arguments, **how).wait()
         self.check_clean()
         return result
 

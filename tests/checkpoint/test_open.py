@@ -77,18 +77,14 @@ def test_incomplete_cache_is_not_taken(tiny: Path, tmp_path: Path) -> None:
         Checkpoint.open("org/tiny")
 
 
-@pytest.mark.parametrize("name", ["org/nowhere", "nowhere"])
-def test_unknown_hub_id_offline_says_what_was_tried(name: str) -> None:
-    with pytest.raises(ModelError, match=rf"{name}.*no such folder, not complete in the local hub cache, and not to"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *((hub, f"{hub}.*no such folder, not complete in the local hub cache, and not to") for hub in ("org/no", "no")),
+        *((path, r"no such folder$") for path in ("./no", "/no/at/all", "~/no/at/all", "a/b/c", Path("no"))),
+        ("org/na me", r"no such folder, and not a hub id"),
+    ],
+)
+def test_what_is_nowhere_is_told_with_what_was_tried(name: str | Path, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
         Checkpoint.open(name)
-
-
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere/at/all", "a/b/c", Path("nowhere")])
-def test_paths_are_not_looked_for_on_the_hub(name: str | Path) -> None:
-    with pytest.raises(ModelError, match=r"no such folder$"):
-        Checkpoint.open(name)
-
-
-def test_neither_folder_nor_hub_id() -> None:
-    with pytest.raises(ModelError, match=r"no such folder, and not a hub id"):
-        Checkpoint.open("org/na me")
