@@ -1,4 +1,4 @@
-"""The prefill pipeline: the same tokens as a whole prefill, and nothing left behind when it fails."""
+"""The prefill pipeline: how a prompt is cut; the tokens of a whole prefill, and nothing left behind when it fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from conftest import DEMO, demo_prompt, local_model
 from synthetic import write_tiny
 
 from moeoffload import open_model
+from moeoffload.config import Mode, Pipeline
 from moeoffload.errors import PayloadError
+from moeoffload.host.granularity import CHUNK_ROWS, LEAST_CHUNK_ROWS, MASKED_CHUNK_ROWS, Granularity
 from moeoffload.host.kv_cache import generation_cache
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
@@ -102,3 +104,44 @@ def test_families_with_windows_dense_layers_or_linear_attention_stay_right(
         assert torch.allclose(got.logits, expected.logits, rtol=0, atol=1e-4 * float(expected.logits.abs().max()))
         pipelined = offloaded.report().phases["prefill"]["pipelined"]
         assert pipelined == (0 if family == "qwen3_5_moe" else 1)
+
+
+def chunks(
+    n_rows: int, capacity: int = 4096, *, mode: Mode = Mode.AUTO, size: int | None = MASKED_CHUNK_ROWS
+) -> list[int]:
+    step = Granularity(mode, 32, Pipeline.ON, size).pipeline_rows(n_rows, capacity)
+    assert step is not None
+    return [min(step, n_rows - at) for at in range(0, n_rows, step)]
+
+
+@pytest.mark.parametrize(
+    ("size", "n_rows", "expected"),
+    [
+        (MASKED_CHUNK_ROWS, 64, [64]),
+        (MASKED_CHUNK_ROWS, 200, [128, 72]),
+        (MASKED_CHUNK_ROWS, 384, [192, 192]),
+        (MASKED_CHUNK_ROWS, 2048, [256] * 8),
+        (CHUNK_ROWS, 512, [256] * 2),
+        (CHUNK_ROWS, 2048, [512] * 4),
+        (None, 4096, [1024] * 4),  # a GPU host
+        (None, 200, [128, 72]),
+    ],
+)
+def test_a_prompt_is_cut_into_even_chunks(size: int | None, n_rows: int, expected: list[int]) -> None:
+    assert chunks(n_rows, size=size) == expected
+
+
+@pytest.mark.parametrize("size", [CHUNK_ROWS, MASKED_CHUNK_ROWS])
+def test_no_chunk_is_much_longer_or_shorter_than_the_best(size: int) -> None:
+    for n_rows in (*range(1, 3000, 7), 4248, 100_000):
+        parts = chunks(n_rows, size=size)
+        assert sum(parts) == n_rows
+        assert max(parts) <= 1.5 * size
+        assert len(parts) == 1 or min(parts[:-1]) >= LEAST_CHUNK_ROWS
+
+
+@pytest.mark.parametrize("capacity", [1, 100, 300])
+def test_a_chunk_fits_a_dispatch(capacity: int) -> None:
+    assert max(chunks(1000, capacity)) <= capacity
+    assert chunks(1000, capacity, mode=Mode.BATCHED)[0] == capacity
+    assert Granularity(Mode.AUTO, 32, Pipeline.OFF).pipeline_rows(1000, capacity) is None

@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import posix_ipc
@@ -30,7 +31,6 @@ from moeoffload.wire import HEADER_BYTES, ErrorCode, Kind
 
 from .conftest import both_ends
 from .ends import SIZES, SOON_S, OnDemand, call, echo, eventually, receive, reply_header, send
-from .processes import connect, hold, mode_of, names_of
 
 ME = os.getpid()
 
@@ -248,3 +248,34 @@ def _n_maps() -> int:
 
 def _set(segment: Segment, at: int, value: int) -> None:
     segment.words[at] = value
+
+
+def hold(pipe: Connection) -> None:
+    """Creates a channel, says its offer, and waits to be killed."""
+    pipe.send(SharedServerEnd(SIZES, echo).offer)
+    pipe.recv()
+
+
+def connect(pipe: Connection) -> None:
+    """Opens the channel whose offer it is told, calls once, then leaves a request in flight."""
+    offer: ChannelOffer = pipe.recv()
+    host = open_channel(offer, host="", timeout_s=SOON_S)
+    pipe.send(host.nonce)
+    call(host, b"hello")
+    send(host, host.acquire(SOON_S))
+    pipe.send("in flight")
+    pipe.recv()
+
+
+def our_names() -> set[str]:
+    """What of moeoffload is in /dev/shm."""
+    return {name for name in os.listdir(SHM_FOLDER) if "moeoffload-" in name}
+
+
+def names_of(pid: int) -> set[str]:
+    """What of the moeoffload server with this pid is in /dev/shm."""
+    return {name for name in our_names() if f"moeoffload-{pid}-" in name}
+
+
+def mode_of(name: str) -> int:
+    return Path(SHM_FOLDER, name).stat().st_mode & 0o777

@@ -1,25 +1,35 @@
-"""Frames: what is written is read back, damage is named, sizes are exactly what the format says."""
+"""Frames: what is written is read back, sizes are exact, and whatever bytes come is within its limits or refused."""
 
 from __future__ import annotations
 
+import struct
+import zlib
+from typing import Any
+
 import pytest
 import torch
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeoffload.errors import ProtocolError, ServerError
+from moeoffload.errors import CapacityError, ProtocolError, ServerError
 from moeoffload.payload import PayloadDtype
-from moeoffload.text import one_line
+from moeoffload.text import MAX_TEXT, one_line
+from moeoffload.transport.zmq_socket import PIECE_BYTES, IncomingFrame, OutgoingFrame
 from moeoffload.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     FrameHeader,
     FrameLayout,
+    FrameReader,
+    Kind,
+    Role,
     SlotViews,
     peek_request_id,
     read_error_text,
     write_error_text,
 )
+from moeoffload.wire.header import RULES
 from moeoffload.wire.layout import MAX_ERROR_TEXT_BYTES
 
 u8, u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (8, 16, 32, 64))
@@ -126,3 +136,184 @@ def test_views_of_a_closed_channel_are_an_error_of_the_server() -> None:
         views.combine(2)
     with pytest.raises(ServerError, match="closed meanwhile"):
         views.dispatch(1)
+
+
+LAYOUT = FrameLayout(6, 2, PayloadDtype.F16, PayloadDtype.BF16, 5)
+# Values that are near to something: limits, signs, sizes of the layout.
+numbers = st.one_of(
+    st.integers(0, 64),
+    st.sampled_from([2**k + d for k in (7, 8, 15, 16, 30, 31, 32, 62, 63) for d in (-1, 0, 1)]),
+    st.integers(0, 2**64 - 1),
+)
+layout_numbers = st.one_of(st.integers(-3, 80), st.integers(-(2**70), 2**70))
+
+
+def dispatch_frame(rows: int = 3) -> bytearray:
+    frame = bytearray(LAYOUT.request_bytes)
+    header = FrameHeader(
+        Kind.DISPATCH, LAYOUT.dtype_out, LAYOUT.dtype_back, request_id=7, epoch=1, top_k=LAYOUT.top_k, rows=rows,
+        body_bytes=LAYOUT.dispatch_body_bytes(rows),
+    )  # fmt: skip
+    header.pack_into(memoryview(frame))
+    return frame[: HEADER_BYTES + header.body_bytes]
+
+
+def seal(frame: bytearray) -> None:
+    """Makes the checksum right again, as somebody would who means harm."""
+    frame[60:64] = struct.pack("<I", zlib.crc32(frame[:60]))
+
+
+@given(st.data())
+def test_a_changed_frame_is_refused_or_stays_within_its_limits(data: st.DataObject) -> None:
+    frame = dispatch_frame()
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, HEADER_BYTES - 1))
+        frame[at] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        seal(frame)
+    length = data.draw(st.integers(0, len(frame)) | st.just(len(frame)))
+    header = FrameHeader()
+    try:
+        FrameReader(Role.SERVER, LAYOUT, 1).read(header, memoryview(frame)[:length], length)
+    except (ProtocolError, CapacityError):
+        return
+    assert 1 <= header.rows <= LAYOUT.capacity
+    views = LAYOUT.dispatch_views(memoryview(frame), header.rows)
+    assert HEADER_BYTES + sum(view.nbytes for view in views) == length
+
+
+AGREED = {
+    Kind.DISPATCH: {
+        "epoch": 9, "dtype_out": int(LAYOUT.dtype_out), "dtype_back": int(LAYOUT.dtype_back), "top_k": LAYOUT.top_k,
+        "rows": 3, "body_bytes": 3 * LAYOUT.dispatch_row_bytes,
+    },
+    Kind.COMBINE: {
+        "epoch": 9, "dtype_back": int(LAYOUT.dtype_back), "rows": 3, "body_bytes": 3 * LAYOUT.combine_row_bytes,
+    },
+    Kind.ERROR: {},
+}  # fmt: skip
+"""Fields of a frame of each kind that must be as they are here."""
+
+
+def read(role: Role, kind: int, fields: dict[str, int], more_bytes: int = 0) -> None:
+    header = FrameHeader(kind, **fields)
+    frame = memoryview(bytearray(HEADER_BYTES))
+    header.pack_into(frame)
+    FrameReader(role, LAYOUT, 9).read(FrameHeader(), frame, HEADER_BYTES + header.body_bytes + more_bytes)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_each_side_takes_the_kinds_of_its_table_and_every_agreed_field_counts(role: Role) -> None:
+    """Enumerates the table: a kind that is not in it is refused, and so is each field that differs, by its name."""
+    for kind in range(256):
+        if kind not in RULES[role]:
+            with pytest.raises(ProtocolError, match=f"frame kind is {kind}"):
+                read(role, kind, AGREED[Kind.DISPATCH])
+            continue
+        good = AGREED[Kind(kind)]
+        read(role, kind, good)
+        for name, value in good.items():
+            with pytest.raises(CapacityError if name == "rows" else ProtocolError, match=name):
+                read(role, kind, {**good, name: value + 5})
+        for more_bytes in (-1, 1) if good else ():
+            with pytest.raises(ProtocolError, match="bytes"):
+                read(role, kind, good, more_bytes)
+        if good:
+            with pytest.raises(ProtocolError, match="rows is 0"):
+                read(role, kind, {**good, "rows": 0, "body_bytes": 0})
+
+
+@given(*[layout_numbers] * 3, st.sampled_from(PayloadDtype), st.sampled_from(PayloadDtype))
+def test_a_layout_is_refused_or_its_frames_stay_below_the_limit(
+    hidden: int, top_k: int, capacity: int, out: PayloadDtype, back: PayloadDtype
+) -> None:
+    try:
+        layout = FrameLayout(hidden, top_k, out, back, capacity)
+    except ProtocolError:
+        return
+    assert 0 < layout.request_bytes <= MAX_FRAME_BYTES
+    assert 0 < layout.reply_bytes <= MAX_FRAME_BYTES
+
+
+@given(st.binary(max_size=3000), numbers)
+def test_the_text_of_an_error_is_one_printable_line(body: bytes, claimed: int) -> None:
+    frame = memoryview(bytes(HEADER_BYTES) + body)
+    text = read_error_text(frame, claimed)
+    assert text.isprintable()
+    assert len(text) <= 2048
+    assert len(text) <= claimed
+
+
+@given(st.text(st.characters(), max_size=600), st.integers(0, MAX_TEXT))
+def test_text_of_the_other_side_becomes_one_line(text: str, limit: int) -> None:
+    line = one_line(text, limit)
+    assert len(line) <= max(limit, 3)
+    assert line.isprintable()
+    line.encode()  # no halves of surrogate pairs
+    if text.isprintable() and len(text) <= limit:
+        assert line == text
+
+
+REQUEST_BYTES = 2 * PIECE_BYTES + 1000
+tags = st.tuples(
+    st.sampled_from([5, 6, 7, 8, 9, 2**64 - 1]),
+    st.sampled_from([0, 1, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES, 3 * PIECE_BYTES, 2**32 - 1]),
+    st.sampled_from(
+        [0, 63, 64, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES, REQUEST_BYTES, REQUEST_BYTES + 1, 2**32 - 1]
+    ),
+    st.sampled_from([0, 1, 64, 1000, PIECE_BYTES - 1, PIECE_BYTES]),
+)
+
+
+@given(st.lists(tags, max_size=12))
+def test_pieces_in_any_order_never_leave_their_buffer(pieces: list[tuple[int, int, int, int]]) -> None:
+    memory = memoryview(bytearray(REQUEST_BYTES))
+    incoming = IncomingFrame(memory)
+    at_end = 0
+    for request_id, at, frame_bytes, n_bytes in pieces:
+        if not HEADER_BYTES <= frame_bytes <= REQUEST_BYTES:
+            continue  # what a channel refuses first
+        target = incoming.expects(request_id, at, frame_bytes)
+        if target is None:
+            continue
+        assert at == 0 or at == at_end
+        at_end = at + PIECE_BYTES
+        expected = min(PIECE_BYTES, frame_bytes - at)
+        assert expected <= len(target) <= PIECE_BYTES
+        whole = incoming.took(n_bytes)
+        if n_bytes != expected:
+            assert whole is None
+            assert incoming.expects(request_id, at + PIECE_BYTES, frame_bytes) is None
+        else:
+            assert whole is (at + n_bytes == frame_bytes)
+
+
+@given(st.integers(1, REQUEST_BYTES), st.randoms())
+def test_a_frame_cut_into_pieces_comes_together_in_order_and_only_then(n_bytes: int, random: Any) -> None:
+    sent = memoryview(random.randbytes(min(n_bytes, 3000)).ljust(REQUEST_BYTES, b"."))
+    memory = memoryview(bytearray(REQUEST_BYTES))
+    outgoing, incoming = OutgoingFrame(memoryview(bytearray(sent))), IncomingFrame(memory)
+    done: bool | None = False
+    for at in range(0, n_bytes, PIECE_BYTES):
+        assert not done
+        piece = outgoing.piece(at, n_bytes)
+        data = piece.buffer if isinstance(piece, zmq.Frame) else piece
+        assert incoming.expects(3, at + PIECE_BYTES, n_bytes) is None
+        assert incoming.expects(4, at, n_bytes) is None or at == 0
+        target = incoming.expects(3, at, n_bytes)
+        assert target is not None
+        target[: len(data)] = data
+        done = incoming.took(len(data))
+    assert done
+    assert memory[:n_bytes] == sent[:n_bytes]
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES + 200))
+def test_views_never_reach_beyond_the_bytes_that_are_there(data: bytes) -> None:
+    frame = memoryview(bytearray(data))
+    for rows in range(1, LAYOUT.capacity + 1):
+        if HEADER_BYTES + LAYOUT.dispatch_body_bytes(rows) <= len(frame):
+            assert isinstance(LAYOUT.dispatch_views(frame, rows).slots, torch.Tensor)
+        else:
+            with pytest.raises(ValueError, match="buffer"):
+                LAYOUT.dispatch_views(frame, rows)
