@@ -141,7 +141,7 @@ def _multiples(schema: Any) -> Iterator[float]:
         part = left.pop()
         if isinstance(part, dict):
             multiple = part.get("multipleOf")
-            if type(multiple) in (int, float):
+            if isinstance(multiple, int | float):
                 yield multiple
             left += part.values()
         elif isinstance(part, list):

@@ -17,7 +17,7 @@ from many_requests.random_schemas import SCHEMAS, Schema
 from many_requests.serve_process import Server
 
 N_EXAMPLES = int(os.environ.get("N_SCHEMAS", "10"))
-CLOSING: dict[str, Any] = {"logit_bias": {str(ord(letter)): 8 for letter in '"]}'}, "frequency_penalty": 1}
+CLOSING: dict[str, Any] = {"logit_bias": {str(ord(letter)): 14 for letter in '"]}'}, "frequency_penalty": 0.3}
 """The demo model was not trained to write JSON; left to itself it repeats a letter and ends no text."""
 ASK: list[Any] = [{"role": "user", "content": "reverse abc ="}]
 
