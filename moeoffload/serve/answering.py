@@ -10,9 +10,9 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from moeoffload.serve.api_errors import ApiError, bad_request, unavailable
-from moeoffload.serve.chat import PromptReader
-from moeoffload.serve.choices import Choices, Piece
-from moeoffload.serve.detokenizer import TokenTexts
+from moeoffload.serve.chat import Prompt, PromptReader
+from moeoffload.serve.choices import Choice, Choices, Piece
+from moeoffload.serve.detokenizer import Detokenizer, StopStrings, TokenTexts
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.forms import ChatForm, CompletionForm, usage_json
 from moeoffload.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -56,7 +56,7 @@ class Answering:
         """The response to /v1/chat/completions. Raises ApiError: there is no answer."""
         self._check(request)
         prompt = await self._reader.read_chat(request)
-        max_tokens = self._room(prompt, request.max_completion_tokens or request.max_tokens, None, "messages")
+        max_tokens = self._room(prompt.tokens, request.max_completion_tokens or request.max_tokens, None, "messages")
         form = ChatForm(self.model_name, self._texts, request.alternatives, request.include_usage)
         return await self._answer(request, form, [(prompt, max_tokens)], request.alternatives, receive)
 
@@ -67,9 +67,11 @@ class Answering:
         if len(request.prompt) * n > self._max_choices:
             raise bad_request(f"At most {self._max_choices} answers can be asked for at a time.", "prompt")
         prompts = []
+        matcher = await self._reader.read_grammar(request.grammar())
         for each in request.prompt:
-            prompt = await self._reader.read_text(each) if isinstance(each, str) else each
-            prompts.append((prompt, self._room(prompt, request.max_tokens, COMPLETION_TOKENS, "prompt")))
+            tokens = await self._reader.read_text(each) if isinstance(each, str) else each
+            room = self._room(tokens, request.max_tokens, COMPLETION_TOKENS, "prompt")
+            prompts.append((Prompt(tokens, matcher), room))
         echoes = [self._echo(each) if request.echo else "" for each in request.prompt for _ in range(n)]
         form = CompletionForm(self.model_name, self._texts, request.logprobs, request.include_usage, echoes)
         return await self._answer(request, form, prompts, request.logprobs, receive)
@@ -105,23 +107,23 @@ class Answering:
         self,
         request: GenerationRequest,
         form: ChatForm | CompletionForm,
-        prompts: Sequence[tuple[list[int], int]],
+        prompts: Sequence[tuple[Prompt, int]],
         alternatives: int | None,
         receive: Receive,
     ) -> Response:
-        grammar = request.grammar()
-        matcher = await self._reader.read_grammar(grammar) if grammar is not None else None
-        choices = Choices(
-            self._engine,
-            self._tokenizer,
-            skip_special_tokens=request.skip_special_tokens is not False,
-            stop=request.stop,
-        )
         n = request.n or 1
+
+        def choice(index: int) -> Choice:
+            prompt, _ = prompts[index // n]
+            skips = request.skip_special_tokens is not False and not prompt.with_marks
+            texts = Detokenizer(self._tokenizer, skip_special_tokens=skips)
+            return Choice(index, texts, StopStrings(request.stop), prompt.parser(), prompt.one_call)
+
+        choices = Choices(self._engine, choice)
 
         def usage() -> dict[str, Any]:
             return usage_json(
-                prompt=sum(len(prompt) for prompt, _ in prompts),
+                prompt=sum(len(prompt.tokens) for prompt, _ in prompts),
                 cached=sum(choice.reused_tokens for choice in choices.choices[::n]),
                 completion=sum(choice.n_tokens for choice in choices.choices),
             )
@@ -146,7 +148,8 @@ class Answering:
         try:
             for prompt, max_tokens in prompts:
                 for number in range(n):
-                    choices.submit(prompt, request.options(number, max_tokens, alternatives, matcher))
+                    options = request.options(number, max_tokens, alternatives, prompt.matcher)
+                    choices.submit(prompt.tokens, options)
             if request.stream:
                 streams = True
                 return EventStream(chunks(), on_end=lambda: self._end(choices))

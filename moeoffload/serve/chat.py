@@ -7,15 +7,31 @@ import copy
 import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
 
+from moeoffload.serve.answer_parser import AnswerParser, ForcedCalls, TemplateParser
 from moeoffload.serve.api_errors import bad_request
 from moeoffload.serve.grammar import Grammar, GrammarCompiler
+from moeoffload.serve.response_formats import response_format
 from moeoffload.serve.schemas import ChatRequest, Message
+from moeoffload.serve.tools import calls_grammar, forced_tools
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model is given, and how its answer is read. ``matcher``: see `GrammarCompiler`; ``parser`` makes one for
+    each choice; ``with_marks``: whether special tokens stay in its text; ``one_call``: whether a call ends it."""
+
+    tokens: list[int]
+    matcher: Any = None
+    parser: Callable[[], AnswerParser] = AnswerParser
+    with_marks: bool = False
+    one_call: bool = False
 
 
 class PromptReader:
@@ -28,6 +44,7 @@ class PromptReader:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         self._grammars = GrammarCompiler(self._tokenizer, n_vocabulary, eos)
+        self._format = response_format(tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
@@ -38,14 +55,37 @@ class PromptReader:
         """Tokens of a prompt for completion. Raises ApiError: it is no valid Unicode."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, text, True)
 
-    async def read_chat(self, request: ChatRequest) -> list[int]:
-        """Tokens of the messages in the model's chat template, up to where the assistant's answer begins.
-        Raises ApiError: there is no template, or it takes no such messages or tools."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode_chat, request)
+    async def read_chat(self, request: ChatRequest) -> Prompt:
+        """The messages in the model's chat template, up to where the assistant's answer begins.
+        Raises ApiError: there is no template, it takes no such messages or tools, or no answer can be as it must."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read_chat, request)
 
-    async def read_grammar(self, grammar: Grammar) -> Any:
-        """See `GrammarCompiler.compile`."""
+    async def read_grammar(self, grammar: Grammar | None) -> Any:
+        """See `GrammarCompiler.compile`; None for no grammar."""
+        if grammar is None:
+            return None
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._grammars.compile, grammar)
+
+    def _read_chat(self, request: ChatRequest) -> Prompt:
+        forced = forced_tools(request.tools, request.tool_choice)
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+        if request.tool_choice == "none":
+            tools = []
+        text = self._render(request, tools, bool(forced))
+        one_call = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
+        grammar = calls_grammar(forced, not one_call) if forced else request.grammar()
+        if grammar is not None:
+            grammar = replace(grammar, opening=self._format.opening(text))
+        template = self._format.template(text, bool(tools) and not forced)
+
+        def parser() -> AnswerParser:
+            inner = ForcedCalls() if forced else AnswerParser()
+            return TemplateParser(*template, tools, inner) if template is not None else inner
+
+        matcher = self._grammars.compile(grammar) if grammar is not None else None
+        return Prompt(
+            self._encode(text, special=False), matcher, parser, template is not None, bool(tools) and one_call
+        )
 
     def _encode(self, text: str, special: bool) -> list[int]:
         try:
@@ -55,30 +95,31 @@ class PromptReader:
         tokens: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return tokens
 
-    def _encode_chat(self, request: ChatRequest) -> list[int]:
-        tools = [tool.model_dump() for tool in request.tools or ()] if request.tool_choice != "none" else []
+    def _render(self, request: ChatRequest, tools: list[Any], forced: bool) -> str:
         options: dict[str, Any] = dict(request.chat_template_kwargs or {})
         if taken := self._reserved.intersection(options):
             raise bad_request(f"Invalid 'chat_template_kwargs': {sorted(taken)[0]!r} is not for clients to set.")
         if request.reasoning_effort is not None:
             options["reasoning_effort"] = request.reasoning_effort
-        self._check_template(tools)
+        if not self._takes_tools(tools):
+            if not forced:
+                raise bad_request("The model's chat template takes no tools.", "tools", "unsupported_parameter")
+            tools = []  # the grammar makes calls of them
         messages = [_as_templates_take_it(message) for message in request.messages]
         try:
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **options
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise bad_request(f"The model's chat template does not take these messages: {error}", "messages") from None
-        return self._encode(text, special=False)
+        return text
 
-    def _check_template(self, tools: list[Any]) -> None:
+    def _takes_tools(self, tools: list[Any]) -> bool:
         try:
             template = self._tokenizer.get_chat_template(tools=tools or None)
         except ValueError:
             raise bad_request("The model has no chat template; use /v1/completions.") from None
-        if tools and not re.search(r"\btools\b", template):
-            raise bad_request("The model's chat template takes no tools.", "tools", "unsupported_parameter")
+        return not tools or re.search(r"\btools\b", template) is not None
 
 
 def _as_templates_take_it(message: Message) -> dict[str, Any]:

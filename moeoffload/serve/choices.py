@@ -10,9 +10,9 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from moeoffload.errors import BusyError
+from moeoffload.serve.answer_parser import AnswerParser, Part
 from moeoffload.serve.api_errors import ApiError, of_exception, unavailable
 from moeoffload.serve.detokenizer import Detokenizer, StopStrings
 from moeoffload.serve.engine import ServingEngine, Ticket
@@ -21,12 +21,13 @@ from moeoffload.serve.request import FinishReason, Progress, SamplingOptions, To
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of one choice: text, the tokens it is of, and at the end why it ended."""
+    """What is new of one choice: text, what it means, the tokens it is of, and at the end why it ended."""
 
     index: int
     text: str
     tokens: Sequence[tuple[int, TokenChoice]] = ()  # each with where its text begins, in characters of the choice
     finish: FinishReason | None = None
+    parts: Sequence[Part] = ()
 
 
 @dataclass
@@ -36,6 +37,9 @@ class Choice:
     index: int
     detokenizer: Detokenizer
     stops: StopStrings
+    parser: AnswerParser
+    one_call: bool = False  # whether it ends with its first tool call
+    n_calls: int = 0
     n_tokens: int = 0
     reused_tokens: int = 0
     ended: bool = False
@@ -60,30 +64,36 @@ class Choice:
             text += self.stops.finish()
         if self.stops.found:
             finish = FinishReason.STOP
+        parts = [*self.parser.push(text), *(self.parser.finish() if finish is not None else ())]
+        if self.one_call and any(part.call for part in parts):
+            parts = parts[: 1 + next(number for number, part in enumerate(parts) if part.call)]
+            finish = FinishReason.STOP
+        self.n_calls += sum(part.call is not None for part in parts)
+        if finish is FinishReason.STOP and self.n_calls:
+            finish = FinishReason.TOOL_CALLS
         self.ended = finish is not None
-        return self._release(text, finish) if text or finish is not None else None
+        return self._release(text, finish, parts) if text or finish is not None else None
 
     def _add(self, piece: str) -> str:
         self._decoded += len(piece)
         return self.stops.push(piece)
 
-    def _release(self, text: str, finish: FinishReason | None) -> Piece:
+    def _release(self, text: str, finish: FinishReason | None, parts: Sequence[Part]) -> Piece:
         self._released += len(text)
         tokens = []
         # All that began before the end of what is told. Without a stop string nothing is left behind at the end.
         while self._waiting and (self._waiting[0][0] < self._released or (finish and not self.stops.found)):
             tokens.append(self._waiting.popleft())
-        return Piece(self.index, text, tokens, finish)
+        return Piece(self.index, text, tokens, finish, parts)
 
 
 class Choices:
     """Several tickets as one stream of pieces; `close` it."""
 
-    def __init__(self, engine: ServingEngine, tokenizer: Any, *, skip_special_tokens: bool, stop: list[str]) -> None:
+    def __init__(self, engine: ServingEngine, make: Callable[[int], Choice]) -> None:
+        """``make`` makes the choice of a number."""
         self._engine = engine
-        self._make = lambda index: Choice(
-            index, Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens), StopStrings(stop)
-        )
+        self._make = make
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[tuple[int, Progress | ApiError]] = asyncio.Queue()
         self._tickets: list[Ticket] = []

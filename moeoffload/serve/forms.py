@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from moeoffload import __version__
+from moeoffload.serve.answer_parser import ToolCall
 from moeoffload.serve.choices import Piece
 from moeoffload.serve.detokenizer import TokenTexts
 from moeoffload.serve.request import TokenChoice
@@ -68,6 +69,7 @@ class ChatForm(_Form):
     def __init__(self, model: str, texts: TokenTexts, alternatives: int | None, with_usage: bool) -> None:
         super().__init__("chat.completion", "chatcmpl", model, texts, with_usage)
         self._alternatives = alternatives
+        self._n_calls: dict[int, int] = {}  # by choice
 
     def opening(self, n_choices: int) -> list[Json]:
         """The chunks at the start of a stream."""
@@ -75,21 +77,40 @@ class ChatForm(_Form):
 
     def chunks(self, piece: Piece) -> list[Json]:
         """The chunks for one piece."""
-        chunks = []
-        if piece.text or piece.tokens:
-            chunks.append(self._delta(piece.index, {"content": piece.text}, self._logprobs([piece])))
+        logprobs = self._logprobs([piece]) if piece.tokens else None
+        deltas = self._deltas(piece) or ([{"content": ""}] if logprobs else [])
+        chunks = [self._delta(piece.index, delta, None if i else logprobs) for i, delta in enumerate(deltas)]
         if piece.finish is not None:
             chunks.append(self._delta(piece.index, {}, finish=piece.finish))
         return chunks
 
     def _whole(self, index: int, pieces: Sequence[Piece]) -> Json:
-        text = "".join(piece.text for piece in pieces)
+        parts = [part for piece in pieces for part in piece.parts]
+        calls = [_call_json(part.call) for part in parts if part.call is not None]
+        text, thought = ("".join(getattr(part, kind) for part in parts) for kind in ("content", "reasoning"))
+        message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if thought:
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = calls
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(pieces),
             "finish_reason": pieces[-1].finish,
         }
+
+    def _deltas(self, piece: Piece) -> list[Json]:
+        deltas: list[Json] = []
+        for part in piece.parts:
+            if part.call is not None:
+                number = self._n_calls[piece.index] = self._n_calls.get(piece.index, -1) + 1
+                deltas.append({"tool_calls": [{"index": number} | _call_json(part.call)]})
+            elif part.reasoning:
+                deltas.append({"reasoning_content": part.reasoning})
+            else:
+                deltas.append({"content": part.content})
+        return deltas
 
     def _delta(self, index: int, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
@@ -150,6 +171,10 @@ class CompletionForm(_Form):
         """The likeliest tokens, and the chosen one."""
         pairs = [*choice.alternatives[: self._alternatives], (choice.token, choice.logprob)]
         return {self._texts.of(token)[0]: _finite(logprob) for token, logprob in pairs}
+
+
+def _call_json(call: ToolCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _finite(logprob: float | None) -> float:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from math import prod
+from math import isfinite, prod
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -25,22 +25,34 @@ MAX_MULTIPLES: Final = 20_000
 _LIMITS: Final = {"max_lexer_states": 20_000, "max_grammar_size": 100_000, "verbose_errors": False}
 """For each answer: 1 to 2 kB for a state. Others are the library's: some 20 ms for a token."""
 _WHITESPACE: Final = r"[ \n\t]{1,40}"  # without an end to it, a weak model may write nothing else
+_JSON_OPTIONS: Final = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "lenient": False}
 _KEPT: Final = 32  # compiled grammars
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must be: ``text`` is a JSON schema or a regular expression; ``param`` is who asked for it."""
+    """What an answer must be: ``text`` is a JSON schema, a regular expression, or a list of llguidance's grammars;
+    ``param`` is who asked for it. ``opening`` is a Lark grammar of what may stand before ``@body``."""
 
-    kind: Literal["json", "regex"]
+    kind: Literal["json", "regex", "parts"]
     text: str
     param: str
+    opening: str = ""
 
     @classmethod
     def json(cls, schema: dict[str, Any], param: str) -> Grammar:
         """Answers that are valid by ``schema``. Raises ApiError: it is nested too deeply."""
+        return cls._of("json", schema, param)
+
+    @classmethod
+    def of_parts(cls, parts: list[dict[str, Any]], param: str) -> Grammar:
+        """Answers by the first of ``parts``, which may refer to the others. Raises ApiError: nested too deeply."""
+        return cls._of("parts", parts, param)
+
+    @classmethod
+    def _of(cls, kind: Literal["json", "parts"], value: Any, param: str) -> Grammar:
         try:
-            return cls("json", json.dumps(schema, separators=(",", ":")), param)
+            return cls(kind, json.dumps(value, separators=(",", ":")), param)
         except RecursionError:
             raise bad_request(f"Invalid '{param}': nested too deeply.", param) from None
 
@@ -73,11 +85,17 @@ class GrammarCompiler:
             raise bad_request(f"Invalid '{grammar.param}': larger than {MAX_GRAMMAR_BYTES} bytes.", grammar.param)
         try:
             if grammar.kind == "regex":
-                source = LLMatcher.grammar_from_regex(grammar.text)
+                parts = json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"]
             else:
-                options: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "lenient": False}
-                source = LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
-                _check_multiples(json.loads(grammar.text), grammar.param)
+                value = json.loads(grammar.text)
+                _check_multiples(value, grammar.param)
+                parts = value if grammar.kind == "parts" else [{"json_schema": value}]
+            for part in parts:
+                if part.get("json_schema") is not None:
+                    part["json_schema"]["x-guidance"] = _JSON_OPTIONS
+            if grammar.opening:
+                parts = [{"lark_grammar": grammar.opening}, parts[0] | {"name": "body"}, *parts[1:]]
+            source = json.dumps({"grammars": parts}, allow_nan=False)
         except ValueError as error:  # no JSON (NaN), no Unicode
             raise _refused(grammar.param, str(error)) from None
         matcher = LLMatcher(self._of_tokenizer(grammar.param), source, log_level=0, limits=LLParserLimits(**_LIMITS))
@@ -141,7 +159,7 @@ def _multiples(schema: Any) -> Iterator[float]:
         part = left.pop()
         if isinstance(part, dict):
             multiple = part.get("multipleOf")
-            if isinstance(multiple, int | float):
+            if isinstance(multiple, int | float) and isfinite(multiple):
                 yield multiple
             left += part.values()
         elif isinstance(part, list):

@@ -16,6 +16,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
     CANCELLED = "cancelled"
     ERROR = "error"
 

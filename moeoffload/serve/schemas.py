@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from moeoffload.serve.api_errors import bad_request, unsupported
 from moeoffload.serve.grammar import MAX_GRAMMAR_BYTES, Grammar
 from moeoffload.serve.request import MAX_ALTERNATIVES, SamplingOptions
+from moeoffload.serve.tools import Tools
 
 MAX_CHOICES: Final = 16
 MAX_STOPS: Final = 4
@@ -20,7 +21,7 @@ MAX_BIASES: Final = 1024
 IGNORED: Final = frozenset(
     (
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "parallel_tool_calls", "prediction",
+        "prediction",
     )
 )  # fmt: skip
 """Parameters that change nothing about what is answered."""
@@ -241,13 +242,6 @@ class Message(_Strict):
     tool_calls: list[dict[str, Any]] | None = None
 
 
-class FunctionTool(_Strict):
-    """A tool, described as OpenAI does."""
-
-    type: Literal["function"]
-    function: dict[str, Any]
-
-
 class ChatRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
@@ -256,8 +250,9 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Tools | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, str | bool | int | float] | None = None
 
@@ -271,8 +266,8 @@ class ChatRequest(GenerationRequest):
         super().check(n_vocabulary)
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("'top_logprobs' is allowed with 'logprobs' only.", "top_logprobs")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise unsupported("tool_choice", "only 'auto' and 'none' are")
+        if self.tools and self.tool_choice != "none" and self.grammar() is not None:
+            raise bad_request("'tools' and a form of the answer cannot go together; 'tool_choice' none can.", "tools")
 
 
 class CompletionRequest(GenerationRequest):

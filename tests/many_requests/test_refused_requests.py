@@ -60,7 +60,7 @@ def key_file(tmp_path: Path) -> Path:
         (CHAT, {"max_completion_tokens": "9"}, "max_completion_tokens", "integer"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "'logprobs'"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
-        (CHAT, {"tool_choice": "required"}, "tool_choice", "only 'auto' and 'none'"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
         (CHAT, {"audio": {"voice": "x"}}, "audio", "Unsupported"),
         (CHAT, {"functions": [{"name": "f"}]}, "functions", "Unsupported"),
         (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),

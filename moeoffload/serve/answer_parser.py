@@ -1,0 +1,152 @@
+"""What is in an answer's text: reasoning, content and tool calls, as they come."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from transformers.utils.chat_parsing import ResponseParser
+
+_REASONING: Final = ("reasoning_content", "thinking")
+_NO_LETTERS: Final = " \n\r\t"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that a model asks for; ``arguments`` is JSON."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is new: text of the content, text of the reasoning, or a whole call."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: ToolCall | None = None
+
+
+class AnswerParser:
+    """Takes a text in pieces; parts do not depend on where these begin and end."""
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are certain now."""
+        return [Part(content=text)] if text else []
+
+    def finish(self) -> list[Part]:
+        """The rest, when no more text comes."""
+        return []
+
+
+class ForcedCalls(AnswerParser):
+    """The array of calls that the grammar of forced tools makes; what `max_tokens` cuts off is no call."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._decoder = json.JSONDecoder()
+
+    def push(self, text: str) -> list[Part]:
+        """See `AnswerParser`."""
+        self._text += text
+        parts: list[Part] = []
+        while (start := self._text.find("{")) >= 0:
+            try:
+                call, end = self._decoder.raw_decode(self._text, start)
+            except (ValueError, RecursionError):
+                break
+            self._text = self._text[end:]
+            parts += _calls(call)
+        return parts
+
+
+class TemplateParser(AnswerParser):
+    """Parses by a response template of transformers. A call that is none stays in the content, as it was written."""
+
+    def __init__(self, template: dict[str, Any], prompt: str, tools: Sequence[Any], inner: AnswerParser) -> None:
+        """``inner`` takes the content: it may hold calls itself."""
+        self._parser = ResponseParser(template, prompt, tools=list(tools) or None)
+        self._inner = inner
+        self._body = ""  # of a call that has not ended
+        self._blank = ""  # white space of reasoning, which is told if more of it comes
+        self._has_reasoning = False
+        self._strips = bool(self._parser.initial_events)  # whether content comes behind something else
+        self._failed = False
+
+    def push(self, text: str) -> list[Part]:
+        """See `AnswerParser`."""
+        if self._failed:
+            return self._inner.push(text)
+        try:
+            events = self._parser.feed(text)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # of a template's own
+            self._failed = True
+            return self._inner.push(self._body + text)
+        return self._parts(events)
+
+    def finish(self) -> list[Part]:
+        """See `AnswerParser`."""
+        events: list[dict[str, Any]] = []
+        if not self._failed:
+            try:
+                events = self._parser.finalize()[1]
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                return [*self._inner.push(self._body), *self._inner.finish()]
+        return [*self._parts(events), *self._inner.finish()]
+
+    def _parts(self, events: Sequence[dict[str, Any]]) -> list[Part]:
+        parts: list[Part] = []
+        for event in events:
+            name, kind = event["field"], event["type"]
+            if kind == "region_chunk":
+                parts += self._chunk(name, event["text"])
+            elif kind == "region_close" and name == "tool_calls":
+                self._strips = True
+                parts += _calls(event["value"]) or self._inner.push(self._body)
+                self._body = ""
+        return parts
+
+    def _chunk(self, name: str, text: str) -> list[Part]:
+        if name == "tool_calls":
+            self._body += text
+        elif name in _REASONING:
+            text = self._blank + text
+            if not self._has_reasoning:
+                text = text.lstrip(_NO_LETTERS)
+            told = text.rstrip(_NO_LETTERS)
+            self._blank = text[len(told) :]
+            self._has_reasoning = self._has_reasoning or bool(told)
+            self._strips = True
+            return [Part(reasoning=told)] if told else []
+        elif name == "content":
+            if self._strips:
+                text = text.lstrip(_NO_LETTERS)
+            self._strips = self._strips and not text
+            return self._inner.push(text)
+        return []
+
+
+def _calls(value: Any) -> list[Part]:
+    """The calls in what a template has made of them; none if it is something else."""
+    found = []
+    for each in value if isinstance(value, list) else [value]:
+        call = each.get("function", each) if isinstance(each, dict) else each
+        if isinstance(call, list):
+            found += _calls(call)
+            continue
+        name = call.get("name") if isinstance(call, dict) else None
+        arguments = call.get("arguments", call.get("parameters", {})) if isinstance(call, dict) else None
+        if not isinstance(name, str) or not isinstance(arguments, dict | str):
+            return []
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                return []
+        found.append(Part(call=ToolCall(name.strip(), json.dumps(arguments, ensure_ascii=False))))
+    return found

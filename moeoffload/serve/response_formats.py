@@ -1,0 +1,157 @@
+"""How families of models write reasoning and tool calls, as response templates of transformers' `ResponseParser`.
+
+A tokenizer may bring a template of its own (``response_template``); else marks in its chat template tell the family.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+Field = dict[str, Any]
+_NAMED: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_JSON: Final[Field] = {"content": "json", "content_args": {"allow_non_json": True}, "repeats": True}
+_WHOLE_CALL: Final[Field] = _JSON | {"transform": {"type": "function", "function": "{content}"}}
+_ARGUMENTS: Final[Field] = _JSON | {"transform": _NAMED}
+_NO_MARK: Final = "\x00"  # nothing of a prompt is parsed unless a template says where the answer begins
+
+
+def _tags(pattern: str) -> Field:
+    return {"content": "xml-inline", "content_args": {"tag_pattern": pattern}, "repeats": True, "transform": _NAMED}
+
+
+_TOOL_CALLS: Final[tuple[tuple[str, Field], ...]] = (
+    (
+        "<minimax:tool_call>",
+        _tags(r'<parameter name="(?P<key>[^"]+)">\s*(?P<value>.*?)\s*</parameter>')
+        | {
+            "open_pattern": r'\s*(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"]+)">',
+            "close": "</invoke>",
+        },
+    ),
+    (  # GLM 4.5 and later
+        "<arg_key>",
+        _tags(r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>")
+        | {"open_pattern": r"\s*<tool_call>(?P<name>[^\n<]+)", "close": "</tool_call>"},
+    ),
+    (  # Qwen3-Coder, Qwen3.5
+        "<function=",
+        _tags(r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>")
+        | {
+            "open_pattern": r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
+            "close": "</function>",
+        },
+    ),
+    (  # DeepSeek V3 and R1, with a fence around the arguments; V3.1 without
+        "<\uff5ctool\u2581call\u2581begin\uff5c>",
+        _ARGUMENTS
+        | {
+            "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
+            r"(?!function<｜tool▁sep｜>)(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\n```json\n)",
+            "close_pattern": r"(?:\n```)?\s*<｜tool▁call▁end｜>",
+        },
+    ),
+    (  # Kimi K2
+        "<|tool_call_begin|>",
+        _ARGUMENTS
+        | {
+            "open_pattern": r"\s*(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*(?:functions\.)?"
+            r"(?P<name>[^:<\s]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+            "close": "<|tool_call_end|>",
+        },
+    ),
+    (  # Mistral since 2025
+        "[ARGS]",
+        _ARGUMENTS
+        | {"open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]+)\[ARGS\]", "close_pattern": r"(?=\[TOOL_CALLS\])"},
+    ),
+    ("[TOOL_CALLS]", _WHOLE_CALL | {"open": "[TOOL_CALLS]"}),  # Mixtral: a list of calls
+    ("<|tool_call|>", _WHOLE_CALL | {"open": "<|tool_call|>"}),  # Granite: likewise
+    ("<tool_call>", _WHOLE_CALL | {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>"}),  # Hermes, Qwen
+)
+_CONTENT: Final[Field] = {  # without what ends a list of calls
+    "close_pattern": r"\s*(?:</minimax:tool_call>|</tool_call>|<｜tool▁calls▁end｜>|<\|tool_calls_section_end\|>)",
+    "content": "text",
+}
+_THOUGHT: Final[Field] = {"open": "<think>", "close": "</think>", "content": "text"}
+_HARMONY: Final[dict[str, Field]] = {  # gpt-oss
+    "reasoning_content": {
+        "open": "<|channel|>analysis<|message|>",
+        "close_pattern": r"<\|end\|>(?:<\|start\|>assistant)?",
+        "content": "text",
+    },
+    "tool_calls": _ARGUMENTS
+    | {
+        "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>[\w.-]+)\s*(?:<\|constrain\|>)?\w*"
+        r"<\|message\|>"
+        r"| to=functions\.(?P<name>[\w.-]+)<\|channel\|>commentary\s*(?:<\|constrain\|>)?\w*<\|message\|>",
+        "close_pattern": r"<\|call\|>|<\|end\|>",
+    },
+    "content": {
+        "open_pattern": r"<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>",
+        "close_pattern": r"<\|return\|>|<\|end\|>(?:<\|start\|>assistant)?",
+        "content": "text",
+    },
+}
+_HARMONY_LARK: Final = r"""start: (<|channel|> "analysis" <|message|> text <|end|> <|start|> "assistant")? final @body
+final: <|channel|> "final" <|message|>
+text: /(.|\n)*/
+"""
+
+
+@dataclass(frozen=True)
+class ResponseFormat:
+    """How a model writes an answer that is more than a text.
+
+    ``fields``: those of a response template; ``own`` is a whole one that the tokenizer brings.
+    """
+
+    fields: dict[str, Field]
+    own: dict[str, Any] | None
+    thoughts_are_special: bool
+
+    def template(self, prompt: str, with_tools: bool) -> tuple[dict[str, Any], str] | None:
+        """The response template for the answer to a prompt, and what the parser has to know of the prompt's end; None
+        where all is text."""
+        fields = (self.own or {}).get("fields", self.fields)
+        used = {name: field for name, field in fields.items() if with_tools or name != "tool_calls"}
+        if set(used) <= {"content"}:
+            return None
+        if self.own is not None:
+            return self.own | {"fields": used}, prompt
+        used.setdefault("content", _CONTENT if "tool_calls" in used else {"content": "text"})
+        return {"start_anchor": _NO_MARK, "fields": used}, "<think>" if self._is_thinking(prompt) else ""
+
+    def opening(self, prompt: str) -> str:
+        """What may or must stand before an answer in a form, as rules of a grammar; empty for nothing."""
+        if self.fields is _HARMONY:
+            return _HARMONY_LARK
+        thinking = self._is_thinking(prompt)
+        if self.fields.get("reasoning_content") is not _THOUGHT or re.search(r"</think>\s*$", prompt[-100:]):
+            return ""
+        if self.thoughts_are_special:
+            begin, rules = "<think>", "thought: text </think>\ntext: /(.|\\n)*/\n"
+        else:
+            begin, rules = '"<think>"', "thought[lazy]: /(.|\\n)*<\\/think>/\n"
+        start = "thought ws? @body" if thinking else f"({begin} thought ws?)? @body"
+        return f"start: {start}\nws: /\\s+/\n{rules}"
+
+    def _is_thinking(self, prompt: str) -> bool:
+        return self.fields.get("reasoning_content") is _THOUGHT and bool(re.search(r"<think>\s*$", prompt[-100:]))
+
+
+def response_format(tokenizer: Any) -> ResponseFormat:
+    """That of a tokenizer's model."""
+    own = getattr(tokenizer, "response_template", None)
+    templates = tokenizer.chat_template
+    text = templates if isinstance(templates, str) else "".join((templates or {}).values())
+    fields: dict[str, Field] = {}
+    if "<|channel|>" in text:
+        fields = _HARMONY
+    else:
+        if "</think>" in text:
+            fields["reasoning_content"] = _THOUGHT
+        if calls := next((field for mark, field in _TOOL_CALLS if mark in text), None):
+            fields["tool_calls"] = calls
+    return ResponseFormat(fields, own, "<think>" in tokenizer.all_special_tokens)

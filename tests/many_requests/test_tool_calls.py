@@ -1,0 +1,250 @@
+"""Tool calls and reasoning: how families write them, and what OpenAI's client gets."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from many_requests.fake_engine import FakeEngine, tokens_of
+from many_requests.http_kit import serving
+from many_requests.serve_process import Server
+
+CLOSED: dict[str, Any] = {"additionalProperties": False}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": {"properties": properties, **CLOSED}}}
+    for name, properties in (
+        ("get_weather", {"city": {"type": "string"}, "days": {"type": "integer"}}),
+        ("add", {"a": {"type": "integer"}, "b": {"type": "integer"}}),
+    )
+]
+NO_BLANKS = {str(ord(letter)): -30 for letter in "\n\t"}
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+PARIS, SUM = {"city": "Paris <3", "days": 2}, {"a": 1, "b": 2}
+SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+
+
+def call(name: str, arguments: Any, key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: arguments})
+
+
+def both(form: Any) -> str:
+    return str(form("get_weather", PARIS) + form("add", SUM))
+
+
+FAMILIES = {
+    "hermes": ("<tool_call>", both(lambda name, given: f"\n<tool_call>\n{call(name, given)}\n</tool_call>")),
+    "qwen-xml": (
+        "<tool_call> <function=",
+        both(
+            lambda name, given: (
+                f"\n<tool_call>\n<function={name}>\n"
+                + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+                + "</function>\n</tool_call>"
+            )
+        ),
+    ),
+    "glm": (
+        "<tool_call> <arg_key>",
+        both(
+            lambda name, given: (
+                f"\n<tool_call>{name}\n"
+                + "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in given.items())
+                + "</tool_call>"
+            )
+        ),
+    ),
+    "minimax": (
+        "<minimax:tool_call>",
+        "\n<minimax:tool_call>"
+        + both(
+            lambda name, given: (
+                f'\n<invoke name="{name}">\n'
+                + "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in given.items())
+                + "</invoke>"
+            )
+        )
+        + "\n</minimax:tool_call>",
+    ),
+    "deepseek-v3": (
+        BEGIN,
+        "<｜tool▁calls▁begin｜>"
+        + both(lambda name, given: f"{BEGIN}function{SEP}{name}\n```json\n{json.dumps(given)}\n```{END}\n")
+        + "<｜tool▁calls▁end｜>",
+    ),
+    "deepseek-v3.1": (BEGIN, both(lambda name, given: f"{BEGIN}{name}{SEP}{json.dumps(given)}{END}")),
+    "kimi": (
+        "<|tool_call_begin|>",
+        "<|tool_calls_section_begin|>"
+        + both(
+            lambda name, given: (
+                f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(given)}<|tool_call_end|>"
+            )
+        )
+        + "<|tool_calls_section_end|>",
+    ),
+    "mistral": (
+        "[TOOL_CALLS] [ARGS]",
+        both(lambda name, given: f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}"),
+    ),
+    "mixtral": ("[TOOL_CALLS]", f"[TOOL_CALLS] [{call('get_weather', PARIS)}, {call('add', SUM)}]"),
+    "granite": ("<|tool_call|>", f"<|tool_call|>[{call('get_weather', PARIS)}, {call('add', SUM, 'parameters')}]"),
+    "gpt-oss": (
+        "<|channel|>",
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + json.dumps(PARIS) + "<|call|>"
+        "<|start|>assistant to=functions.add<|channel|>commentary json<|message|>" + json.dumps(SUM),
+    ),
+}
+
+
+def ask(tokenizer: Any, marks: str, text: str, ending: str = "", **options: Any) -> tuple[Any, list[Any]]:
+    """The message, whole, and the chunks of a stream."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = f"{{# tools {marks} #}}{{{{ messages[-1]['content'] }}}}{ending}"
+    engine = FakeEngine(tokens_of(text))
+    engine.context_tokens = 1000
+    with serving(engine, tokenizer) as server, server.client() as client:
+        whole = client.chat.completions.create(model="demo", messages=HI, **options).choices[0]
+        chunks = list(client.chat.completions.create(model="demo", messages=HI, stream=True, **options))
+    return whole, [chunk.choices[0] for chunk in chunks]
+
+
+def told(chunks: list[Any], kind: str) -> str:
+    return "".join(getattr(chunk.delta, kind, None) or "" for chunk in chunks)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_of_a_family_are_parsed_streamed_or_not(tokenizer: Any, family: str) -> None:
+    marks, text = FAMILIES[family]
+    words = "" if family == "gpt-oss" else "Let me see."
+    whole, chunks = ask(tokenizer, marks, words + text, tools=TOOLS)
+    expected = [("get_weather", PARIS), ("add", SUM)]
+    assert [(each.function.name, json.loads(each.function.arguments)) for each in whole.message.tool_calls] == expected
+    assert (whole.message.content or "", whole.finish_reason) == (words, "tool_calls")
+    calls = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
+    assert [(each.function.name, json.loads(each.function.arguments)) for each in calls] == expected
+    assert [each.index for each in calls] == [0, 1]
+    assert len({each.id for each in calls}) == 2
+    assert (told(chunks, "content"), chunks[-1].finish_reason) == (words, "tool_calls")
+    without, _ = ask(tokenizer, marks, words + text)
+    assert without.message.tool_calls is None
+    assert without.finish_reason == "stop"
+
+
+def test_one_call_is_the_end_where_no_more_are_wanted(tokenizer: Any) -> None:
+    whole, chunks = ask(tokenizer, *FAMILIES["hermes"], tools=TOOLS, parallel_tool_calls=False)
+    assert [each.function.name for each in whole.message.tool_calls] == ["get_weather"]
+    assert len([each for chunk in chunks for each in chunk.delta.tool_calls or ()]) == 1
+    assert whole.finish_reason == chunks[-1].finish_reason == "tool_calls"
+
+
+def test_what_is_no_call_stays_in_the_text(tokenizer: Any) -> None:
+    for body in ("{broken", '{"no": "name"}', "[1]"):
+        whole, chunks = ask(tokenizer, "<tool_call>", f"a<tool_call>{body}</tool_call>b", tools=TOOLS)
+        assert (whole.message.content, whole.message.tool_calls, whole.finish_reason) == (f"a{body}b", None, "stop")
+        assert told(chunks, "content") == f"a{body}b"
+
+
+@pytest.mark.parametrize(("ending", "begin"), [("", "<think>\n"), ("<think>\n", ""), ("<think>", "\n")])
+def test_reasoning_is_split_off(tokenizer: Any, ending: str, begin: str) -> None:
+    text = (
+        f"{begin}two lines\nof thought \n</think>\n\n answer </think> \n<tool_call>\n{call('add', SUM)}\n</tool_call>"
+    )
+    whole, chunks = ask(tokenizer, "<think></think><tool_call>", text, ending, tools=TOOLS)
+    assert whole.message.reasoning_content == told(chunks, "reasoning_content") == "two lines\nof thought"
+    assert whole.message.content == told(chunks, "content") == "answer </think>"
+    assert [each.function.name for each in whole.message.tool_calls] == ["add"]
+    cut, _ = ask(tokenizer, "<think></think>", "<think>unfinished", max_tokens=9)
+    assert (cut.message.reasoning_content, cut.message.content, cut.finish_reason) == ("un", "", "length")
+
+
+def test_the_template_of_a_tokenizer_comes_first(tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.response_template = {
+        "start_anchor": "hi",
+        "fields": {"thinking": {"open": "((", "close": "))", "content": "text"}, "content": {"content": "text"}},
+    }
+    whole, _ = ask(tokenizer, "<think></think>", "((why))<think>x")
+    assert (whole.message.reasoning_content, whole.message.content) == ("why", "<think>x")
+
+
+def test_gpt_oss_s_channels(tokenizer: Any) -> None:
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes"
+    whole, chunks = ask(tokenizer, "<|channel|>", text)
+    assert (whole.message.reasoning_content, whole.message.content) == ("hm", "yes")
+    assert (told(chunks, "reasoning_content"), told(chunks, "content")) == ("hm", "yes")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tools": TOOLS}, "tools", "takes no tools"),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "'required'"),
+        ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "none of"),
+        ({"tools": TOOLS, "guided_regex": "a"}, "tools", "together"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "not",
+        ),
+    ],
+)
+def test_tools_that_cannot_be_are_refused_by_name(
+    serve_process: Server, body: dict[str, Any], param: str, words: str
+) -> None:
+    reply = serve_process.ask("POST", "/v1/chat/completions", {"model": "demo", "messages": HI} | body)
+    assert (reply.status, reply.error["param"]) == (400, param), reply.text
+    assert words in reply.error["message"]
+
+
+def test_an_agent_with_three_tools_over_ten_turns(serve_process: Server) -> None:
+    """The demo model knows no tools: forced calls are by the grammar, and results go back through its template."""
+    point = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["x"]}
+    functions: dict[str, Any] = {
+        "add": {"properties": {key: {"enum": [1, 2, 3]} for key in "ab"}, "required": ["a", "b"], **CLOSED},
+        "look": {"$defs": {"p": point | CLOSED}, "properties": {"at": {"$ref": "#/$defs/p"}}, "required": ["at"]}
+        | CLOSED,
+        "stop": None,
+    }
+    tools: Any = [{"type": "function", "function": {"name": name, "parameters": functions[name]}} for name in functions]
+    results: dict[str, Any] = {"add": lambda a, b: a + b, "look": lambda at: at["x"], "stop": lambda: "no"}
+    messages: list[Any] = [{"role": "user", "content": "go"}]
+    used: set[str] = set()
+    with serve_process.client() as client:
+        for turn in range(10):
+            named = {"type": "function", "function": {"name": list(functions)[turn // 2 % 3]}}
+            choice: Any = "required" if turn % 2 else named
+            options: dict[str, Any] = {"tools": tools, "tool_choice": choice, "seed": turn, "logit_bias": NO_BLANKS}
+            with client.chat.completions.stream(
+                model="demo", messages=messages, temperature=1, parallel_tool_calls=False, **options
+            ) as stream:
+                answer = stream.get_final_completion().choices[0]
+            assert answer.finish_reason == "tool_calls"
+            assert answer.message.tool_calls is not None
+            (asked,) = answer.message.tool_calls
+            if choice is named:
+                assert asked.function.name == named["function"]["name"]  # type: ignore[index]
+            result = results[asked.function.name](**json.loads(asked.function.arguments))
+            used.add(asked.function.name)
+            messages.append(answer.message.model_dump(exclude_none=True, exclude={"parsed"}))
+            messages.append({"role": "tool", "tool_call_id": asked.id, "content": str(result)})
+        final = client.chat.completions.create(model="demo", messages=messages, tools=tools, tool_choice="none", n=1)
+    assert used == set(functions)
+    assert final.choices[0].finish_reason in ("stop", "length")
+
+
+def test_several_calls_at_once_if_they_may_be(serve_process: Server) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
+    body = {"model": "demo", "messages": HI, "tools": tools, "tool_choice": "required", "seed": 1}
+    reply = serve_process.ask("POST", "/v1/chat/completions", body | {"logit_bias": NO_BLANKS | {str(ord("]")): -100}})
+    choice = json.loads(reply.text)["choices"][0]
+    calls = choice["message"]["tool_calls"]
+    assert [each["function"]["arguments"] for each in calls] == ["{}"] * 16
+    assert {each["function"]["name"] for each in calls} <= {"a", "b"}
