@@ -51,6 +51,15 @@ def test_threads_do_not_change_bits(dtype: torch.dtype) -> None:
             assert all(torch.equal(call(layer, rows, slots, weights), alone) for _ in range(20))
 
 
+def test_layers_of_any_shape_share_a_workspace() -> None:
+    shared = KernelWorkspace()
+    for n in (1, 2, 3, 1):
+        experts = gated_experts(3 + n, 64 * n, 32 * n, torch.bfloat16, seed=n)
+        inputs = (random_rows(5, 64 * n, torch.bfloat16), *routes(5, 2, 3 + n))
+        first, second = (call(prepare_layer(experts, each), *inputs) for each in (shared, KernelWorkspace()))
+        assert torch.equal(first, second)
+
+
 def test_decode_and_prefill_do_not_resize_each_others_buffers() -> None:
     workspace = KernelWorkspace()
     layer = prepare_layer(gated_experts(8, 64, 32, torch.bfloat16), workspace)
