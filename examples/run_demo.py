@@ -37,7 +37,8 @@ def main() -> int:
         for options in ((), ("--transport", "stream")):
             servers.append(start_server(*options))
         addresses = [address_of(server) for server in servers]
-        command = [str(BIN / "moeoffload"), "run", str(CHECKPOINT), "--experts", ",".join(addresses), "--threads", "1", "--verbose"]
+        command = [str(BIN / "moeoffload"), "run", str(CHECKPOINT), "--experts", ",".join(addresses)]
+        command += ["--threads", "1", "--verbose"]
         for prompt in PROMPTS:
             command += ["--prompt", prompt]
         print("$ moeoffload run examples/demo/checkpoint", *command[3:], file=sys.stderr)

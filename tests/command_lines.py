@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from server_processes import MODULES, ROOT, STEP_TIMEOUT_S, Process, WarmProcess, end, read, run_program, wait_until
+from server_processes import ROOT, STEP_TIMEOUT_S, Process, WarmProcess, end, read, run_program, wait_until
 
 __all__ = [
     "CLEAN_TIMEOUT_S", "ROOT", "RUN_TIMEOUT_S", "STEP_TIMEOUT_S", "Command", "Commands", "Result", "one_line_error",
@@ -108,9 +108,11 @@ class Commands:
         if warm:
             process = WarmProcess(out, err, _run_marked, program, words, patch, source, mark)
         else:
+            name = program.replace("-", "_")
+            code = f"from moeoffload.cli.entry import {name}; {name}()"  # the console script
             with source.open() as source_file, out.open("w") as out_file, err.open("w") as err_file:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", MODULES[program], *words],
+                    [sys.executable, "-c", code, *words],
                     stdin=source_file, stdout=out_file, stderr=err_file, text=True, cwd=ROOT,
                     env=os.environ | {_MARK: mark},
                 )  # fmt: skip

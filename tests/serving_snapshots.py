@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ class SnapshotServer:
 
 
 @contextlib.contextmanager
-def serving(server: SnapshotServer) -> Iterator[SnapshotServer]:
+def serving(server: SnapshotServer, tls: ssl.SSLContext | None = None) -> Iterator[SnapshotServer]:
     """Serves on a free port of loopback."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -151,9 +152,11 @@ def serving(server: SnapshotServer) -> Iterator[SnapshotServer]:
         log_message: Callable[..., None] = lambda *_: None
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        if tls is not None:
+            http.socket = tls.wrap_socket(http.socket, server_side=True)
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
-        server.url = f"http://127.0.0.1:{http.server_address[1]}"
+        server.url = f"http{'' if tls is None else 's'}://127.0.0.1:{http.server_address[1]}"
         try:
             yield server
         finally:

@@ -11,7 +11,7 @@ import sys
 import termios
 from typing import Self
 
-from server_processes import MODULES, ROOT, STEP_TIMEOUT_S
+from server_processes import ROOT, STEP_TIMEOUT_S
 
 CTRL_C, CTRL_D = "\x03", "\x04"
 
@@ -21,7 +21,7 @@ class Terminal:
 
     def __init__(self, program: str, *arguments: object, columns: int = 140) -> None:
         self._file, end = pty.openpty()
-        code = f"from {MODULES[program]} import main; main()"
+        code = f"from moeoffload.cli.entry import {program} as main; main()"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, arguments)], stdin=end, stdout=end, stderr=end, cwd=ROOT,
             env=os.environ | {"TERM": "xterm", "LINES": "60", "COLUMNS": str(columns)}, start_new_session=True,

@@ -96,6 +96,8 @@ def test_addresses_of_other_things(commands: Commands) -> None:
             assert f"127.0.0.1:{port}" in line
             assert words in line
     other.stop(0).wait(10)
+    line = server_error(commands, "no-such-host.invalid:50051", "--insecure")
+    assert "no machine of the name no-such-host.invalid is known" in line
 
 
 def server_error(commands: Commands, address: str, *options: str) -> str:
@@ -116,6 +118,7 @@ def test_a_server_with_another_model(commands: Commands, start_server: StartServ
     server = start_server("--model", str(tiny))
     line = server_error(commands, server.address)
     assert server.address in line
+    assert str(tiny) in line
     assert "model digest" in line
     assert "Traceback" not in server.log_text
 

@@ -298,8 +298,8 @@ def test_page_is_fresh() -> None:
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == markdown(), "run: make docs"
 
 
-def call(app: typer.Typer, *words: str) -> Any:
-    return CliRunner().invoke(app, words, terminal_width=250, env={"COLUMNS": "250"})
+def call(app: typer.Typer, *words: str, columns: int = 250) -> Any:
+    return CliRunner().invoke(app, words, terminal_width=columns, env={"COLUMNS": str(columns)})
 
 
 def test_options_reach_the_settings_and_others_come_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,15 +322,32 @@ def test_options_reach_the_settings_and_others_come_from_elsewhere(monkeypatch: 
     ("app", "command", "model"),
     [(host_app, "run", HostSettings), (host_app, "serve", ServeSettings), (expert_app, "", ExpertServerSettings)],
 )
-def test_help_tells_all(app: Any, command: str, model: type[SettingsBase]) -> None:
-    done = call(app.app, *command.split(), "--help")
-    assert done.exit_code == 0
-    # Without colours, which typer turns on where it believes to be in a build service.
-    text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).replace("│", " ").split())
+def test_help_tells_the_common_settings_and_help_all_every_one(
+    app: Any, command: str, model: type[SettingsBase]
+) -> None:
+    texts = []
+    for option, columns in (("--help", 80), ("--help-all", 80), ("--help-all", 250)):
+        done = call(app.app, *command.split(), option, columns=columns)
+        assert done.exit_code == 0
+        # Without colours, which typer turns on where it believes to be in a build service.
+        texts.append(" ".join(re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).replace("│", " ").split()))
+    usual, narrow, wide = texts
+    assert "…" not in narrow, "something was cut"
     for info in model.infos():
-        for words in (info.flag, info.default, info.panel, *info.env_names):
-            assert words in text
-    assert "--no-required" in text or model is ExpertServerSettings
+        assert f" {info.flag} " in narrow
+        assert all(words in wide for words in (info.default, info.panel))
+        assert (f" {info.flag} " in usual) == info.is_common
+    assert 9 < sum(info.is_common for info in model.infos()) < 20
+    assert "--no-required" in narrow or model is ExpertServerSettings
+
+
+def test_shells_complete_commands() -> None:
+    code = "import sys; sys.argv[0] = 'moeoffload'; from moeoffload.cli.entry import moeoffload; moeoffload()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT,
+        env=os.environ | {"_MOEOFFLOAD_COMPLETE": "complete_bash", "COMP_WORDS": "moeoffload r", "COMP_CWORD": "1"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["run"], done.stderr
 
 
 def test_help_and_refusals_need_no_heavy_imports() -> None:

@@ -24,6 +24,7 @@ _HUB_ID: Final = re.compile(rf"({_PART}/)?{_PART}")
 _REVISION: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,199}")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _REF_BYTES: Final = 256
+WEIGHTS_SUFFIX: Final = ".safetensors"
 
 # Everything a host or an expert server reads; pickled weights and code are left on the hub.
 _WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
@@ -33,7 +34,8 @@ _UNWANTED_FILES = ["*/*", "consolidated*"]
 def locate(model: str | Path, revision: str | None = None) -> Path:
     """The local folder of ``model``: a folder, or a hub id such as ``"org/name"`` (local cache first, then download).
 
-    A file that ends in ``.gguf`` is a model, too, and given back as it is.
+    A file that ends in ``.gguf`` is a model, too, and given back as it is; one that ends in ``.safetensors`` stands for
+    its folder.
 
     ``revision`` is a branch, tag or commit of the hub id. Raises ModelError with what was tried when there is no such
     model.
@@ -45,9 +47,11 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
         raise ModelError(f"{model}: no such folder") from None
     if folder.is_dir():
         return folder.resolve()
-    if is_gguf(folder):
+    if is_gguf(folder) or folder.suffix == WEIGHTS_SUFFIX:
         if not folder.is_file():
             raise ModelError(f"{model}: no such file")
+        if not is_gguf(folder):
+            return folder.parent.resolve()
         return folder.absolute()  # links are not followed: in a hub cache they lead to files without a name
     if isinstance(model, Path) or folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"{model}: no such folder")

@@ -20,7 +20,7 @@ from moeoffload.cli.options import version_option, with_settings
 from moeoffload.config import ExpertServerSettings
 from moeoffload.logs import log_to
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 
 @app.command()

@@ -21,7 +21,7 @@ from moeoffload.config import HostSettings
 from moeoffload.errors import PromptError, SettingError
 from moeoffload.text import is_unicode, one_line
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.callback()
@@ -111,7 +111,7 @@ def _read_prompts(prompts: list[str], prompt_file: str | None) -> list[str]:
         texts.append(_read_stdin())
     elif prompt_file is not None:
         try:
-            texts.append(Path(prompt_file).read_text(encoding="utf-8"))
+            texts.append(Path(prompt_file).read_text(encoding="utf-8").rstrip("\n"))
         except (OSError, ValueError) as error:
             raise SettingError(f"--prompt-file: {prompt_file!r} cannot be read ({error})") from None
     if not texts:
@@ -128,7 +128,7 @@ def _read_stdin() -> str:
     if sys.stdin is None:
         raise SettingError("the prompt is to come from stdin, which is closed")
     try:
-        return sys.stdin.read()
+        return sys.stdin.read().rstrip("\n")  # the end of a file's last line is no part of a prompt
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"the prompt cannot be read from stdin ({error})") from None
 

@@ -16,6 +16,7 @@ import typer
 from moeoffload import __version__
 from moeoffload.cli.signals import EXIT_INTERRUPTED
 from moeoffload.config import SettingInfo, SettingsBase
+from moeoffload.config.base import ENV_PREFIX
 from moeoffload.errors import MoeOffloadError, SettingError, SystemLimitError
 
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -29,6 +30,7 @@ Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Log what happens, on stderr, and show the report as tables.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.")]
+_WIDEST_METAVAR = 13  # in 80 columns a wider one would cut the names of options; what is allowed is in the help
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
@@ -52,12 +54,13 @@ def with_settings(model: type[SettingsBase]) -> Callable[[Callable[..., _Result]
         @functools.wraps(command)
         def with_options(**values: Any) -> _Result:
             with exit_on_error():
+                del values["help_all"]
                 typed = {name: values.pop(name, None) for name in names}
                 return command(settings=model.load(typed), **values)
             raise AssertionError("exit_on_error swallows nothing")
 
         parameters = [parameter for name, parameter in own.items() if name != "settings"]
-        parameters += [_option(info) for info in model.infos()]
+        parameters += [_option(info) for info in model.infos()] + [_help_all(names)]
         # typer reads both: the signature for order and defaults, the annotations for types.
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -108,14 +111,31 @@ def exit_on_error() -> Iterator[None]:
 def _option(info: SettingInfo) -> inspect.Parameter:
     option = typer.Option(
         f"{info.flag}/--no-{info.flag.removeprefix('--')}" if info.is_boolean else info.flag,
-        help=f"{info.description} {'' if info.is_boolean else f'Allowed: {info.allowed}. '}"
-        f"Environment: {' or '.join(info.env_names)}.",
+        help=info.description + ("" if info.is_boolean else f" Allowed: {info.allowed}."),
         show_default=info.default,
-        metavar=None if info.is_boolean else info.metavar,
+        metavar=None if info.is_boolean else info.metavar if len(info.metavar) <= _WIDEST_METAVAR else "WORD",
         rich_help_panel=info.panel,
+        hidden=not info.is_common,
     )
     annotation: Any = Annotated[bool | None, option] if info.is_boolean else Annotated[str | None, option]
     return inspect.Parameter(info.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _help_all(names: list[str]) -> inspect.Parameter:
+    """The option that shows help with the settings ``names``, of which ``--help`` shows the common ones only."""
+
+    def show(context: typer.Context, wanted: bool) -> None:
+        if wanted:
+            for option in context.command.params:
+                option.hidden = option.hidden and option.name not in names  # type: ignore[attr-defined]
+            context.get_help()  # which prints it
+            raise typer.Exit
+
+    words = f"Show all settings. Each can be given in the environment, too: {ENV_PREFIX} and its name in capitals."
+    option = typer.Option("--help-all", help=words, callback=show, is_eager=True, show_default=False)
+    return inspect.Parameter(
+        "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
+    )
 
 
 def print_error(error: MoeOffloadError) -> None:

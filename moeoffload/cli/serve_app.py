@@ -70,4 +70,6 @@ def serve(
 def _model_name(reference: str) -> str:
     """The default name of a model for clients: the name of its folder, or its hub id."""
     folder = Path(reference).expanduser()
+    if folder.suffix == ".safetensors":
+        folder = folder.parent
     return folder.resolve().name if folder.exists() else reference

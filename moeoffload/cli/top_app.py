@@ -6,6 +6,8 @@ import contextlib
 import functools
 import http.client
 import json
+import socket
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +35,9 @@ def top(
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", metavar="FILE", help="File that holds the host's API key.")
     ] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option("--tls-ca", metavar="FILE", help="Certificates that vouch for an https host, PEM.")
+    ] = None,
     once: Annotated[
         bool, typer.Option("--once", help="Print one picture, of one interval, and exit.", show_default=False)
     ] = False,
@@ -51,7 +56,8 @@ def top(
         from moeoffload.control.credentials import read_token  # gRPC is not imported for --help
 
         headers["Authorization"] = f"Bearer {read_token(api_key_file, '--api-key-file')}"
-    ask = functools.partial(_ask, _address(url), headers)
+    address = _address(url)
+    ask = functools.partial(_ask, address, headers, _tls(tls_ca) if address.scheme == "https" else None)
     snapshot = ask()
     console = Console()
     if once:
@@ -84,16 +90,35 @@ def _address(url: str) -> SplitResult:
     raise SettingError(f"--url: {url!r} is not allowed; like http://127.0.0.1:8000")
 
 
-def _ask(url: SplitResult, headers: dict[str, str]) -> dict[str, Any]:
+def _tls(ca: Path | None) -> ssl.SSLContext:
+    """What checks the host's certificate: by ``ca``, or as this machine does. Raises SettingError: no certificates."""
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:  # an ssl.SSLError is one
+        raise SettingError(f"--tls-ca: {ca} holds no certificates that can be read ({error.strerror})") from None
+
+
+def _ask(url: SplitResult, headers: dict[str, str], tls: ssl.SSLContext | None) -> dict[str, Any]:
     """The snapshot of now. Raises ServerError: there is no host, it wants another key, or answers something else."""
     name = url.geturl().rstrip("/")
     # http.client knows no proxies and follows no redirects: the key goes to the address that was given only.
-    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    place = url.hostname or "", url.port
+    client = (
+        http.client.HTTPConnection(*place, timeout=ANSWER_S)
+        if tls is None
+        else http.client.HTTPSConnection(*place, timeout=ANSWER_S, context=tls)
+    )
     try:
-        with contextlib.closing(kind(url.hostname or "", url.port, timeout=ANSWER_S)) as connection:
+        with contextlib.closing(client) as connection:
             connection.request("GET", f"{url.path.rstrip('/')}/stats", headers=headers)
             reply = connection.getresponse()
             body = reply.read(MOST_BYTES + 1)
+    except socket.gaierror as error:
+        raise ServerError(f"{name}: no machine of that name is known ({error.strerror})") from None
+    except ssl.SSLCertVerificationError as error:
+        raise ServerError(
+            f"{name}: its certificate is not one that --tls-ca vouches for ({error.verify_message})"
+        ) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ServerError(f"{name}: no host answers ({getattr(error, 'strerror', None) or error})") from None
     if reply.status in (401, 403):

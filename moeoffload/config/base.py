@@ -65,13 +65,15 @@ class Panel(StrEnum):
         means: str | None = None,
         allowed: str | None = None,
         choices: tuple[str, ...] | None = None,
+        common: bool = False,
     ) -> Any:
         """Declare a setting of this group; ``description`` is one sentence, bounds and unit are in its type.
 
         ``means`` is what the default does, and ``allowed`` what is allowed in words, where value and type do not say
-        it; ``choices`` are the words of an enum that a user may write, None for all of them.
+        it; ``choices`` are the words of an enum that a user may write, None for all of them. ``common`` settings
+        are those that --help shows.
         """
-        words: Any = {"panel": self, "means": means, "allowed": allowed, "choices": choices}
+        words: Any = {"panel": self, "means": means, "allowed": allowed, "choices": choices, "common": common}
         return Field(default, description=description, json_schema_extra=words)
 
 

@@ -40,6 +40,7 @@ class SettingInfo:
     is_optional: bool
     may_be_empty: bool
     choices: tuple[str, ...] | None
+    is_common: bool
 
     @property
     def flag(self) -> str:
@@ -71,6 +72,7 @@ def describe(name: str, field: FieldInfo, env_names: tuple[str, ...]) -> Setting
         is_optional=is_optional,
         may_be_empty=field.default == (),
         choices=choices,
+        is_common=declared["common"],
     )
 
 

@@ -102,8 +102,10 @@ class _Recovery(CommonSettings):
 class _Generation(CommonSettings):
     """How a host chooses tokens, and guesses them ahead."""
 
-    max_new_tokens: values.Tokens = _generation(256, "The most tokens to generate.")
-    temperature: values.Spread = _generation(0.0, "Spread of the sampling.", means="greedy, always the likeliest token")
+    max_new_tokens: values.Tokens = _generation(256, "The most tokens to generate.", common=True)
+    temperature: values.Spread = _generation(
+        0.0, "Spread of the sampling.", means="greedy, always the likeliest token", common=True
+    )
     seed: values.Seed = _generation(None, "Start of the random numbers of sampling.", means="a new one each run")
     prompt_lookup: values.GuessesOrNone = _generation(
         0, "Tokens guessed from what the text has repeated, and verified in one pass.", means="no guesses"
@@ -120,14 +122,23 @@ class _Generation(CommonSettings):
 class HostSettings(_Recovery, _Generation):
     """The settings of the side that owns the model."""
 
-    experts: values.Addresses = _servers((), "The expert servers to use.", means="start servers on this machine")
-    gpu: values.Gpu = _servers(None, "The CUDA device of a server started here.", means="the server's choice")
-    server_memory_gib: values.GibOrAll = _servers(None, "Memory of each server started here.", means="what is free")
+    experts: values.Addresses = _servers(
+        (), "The expert servers to use.", means="start servers on this machine", common=True
+    )
+    gpu: values.Gpu = _servers(
+        None, "The CUDA device of a server started here.", means="the server's choice", common=True
+    )
+    server_memory_gib: values.GibOrAll = _servers(
+        None, "Memory of each server started here.", means="what is free", common=True
+    )
     work_dir: values.FolderToFill = _servers(
         None, "The folder for logs and temporary files of servers started on this machine.", means="a temporary folder"
     )
     tls_ca: values.FileToRead = _security(
-        None, "Certificates of those who vouch for servers, PEM; with it, servers are reached by TLS.", means="no TLS"
+        None,
+        "Certificates of those who vouch for servers, PEM; with it, servers are reached by TLS.",
+        means="no TLS",
+        common=True,
     )
     mode: Mode = _channel(
         Mode.AUTO,
@@ -139,6 +150,7 @@ class HostSettings(_Recovery, _Generation):
         "The dtype of rows that travel to servers.",
         allowed=_PAYLOADS,
         means="the model's activation dtype",
+        common=True,
     )
     dtype_back: PayloadChoice = _channel(
         PayloadChoice.AUTO, "The dtype of sums that travel back.", allowed=_PAYLOADS, means="that of --dtype"
@@ -153,7 +165,7 @@ class HostSettings(_Recovery, _Generation):
         "Attention of one chunk of a long prompt while servers compute the one before.",
         means="on, for models and calls whose prompts can be cut",
     )
-    local_experts_gib: values.GibOrZero = _compute(0.0, "Routed experts kept on the host.", means="none")
+    local_experts_gib: values.GibOrZero = _compute(0.0, "Routed experts kept on the host.", means="none", common=True)
     routing_stats: values.FileToRead = _compute(
         None,
         "Which experts are used most, as `moeoffload profile` writes it: those stay on the host, and the others are "
@@ -161,10 +173,12 @@ class HostSettings(_Recovery, _Generation):
         means="all experts count the same",
     )
     fast_dense: bool = _compute(True, "On CPUs, dense layers, norms, attention by own kernels (other order of sums).")
-    device: values.Device = _compute("auto", "Where the dense layers run.", means="the first CUDA device, else the CPU")
+    device: values.Device = _compute(
+        "auto", "Where the dense layers run.", means="the first CUDA device, else the CPU", common=True
+    )
     model_dtype: DtypeChoice = _compute(DtypeChoice.AUTO, "Compute dtype.", allowed=_DTYPES, means="the checkpoint's")
     expert_format: ExpertFormat = _compute(
-        ExpertFormat.KEEP, "What servers pack experts of 16 or 32 bits in.", means="as they are stored"
+        ExpertFormat.KEEP, "What servers pack experts of 16 or 32 bits in.", means="as they are stored", common=True
     )
     dense: values.FolderToRead = _compute(
         None,
@@ -178,7 +192,9 @@ class HostSettings(_Recovery, _Generation):
         means="as they are stored",
     )
     profile: bool = _reporting(False, "Also record each layer's times in the report.")
-    report: values.FileToWrite = _reporting(None, "The file for the run's report, as JSON.", means="no report file")
+    report: values.FileToWrite = _reporting(
+        None, "The file for the run's report, as JSON.", means="no report file", common=True
+    )
     log_level: LogLevel = _reporting(LogLevel.WARNING, "The least serious log message that is shown.")
 
     def check_security(self, servers: Iterable[Address]) -> None:

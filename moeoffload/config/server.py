@@ -39,21 +39,30 @@ class KeepWarm(StrEnum):
 class ExpertServerSettings(CommonSettings):
     """The settings of the side that owns routed experts."""
 
-    listen: values.Listen = _servers(Address("127.0.0.1:50051"), "Where to listen for hosts.")
-    model: values.ModelName = _servers(None, "The server's own copy of the model.", means="the one the host names")
-    client_ca: values.FileToRead = _security(None, "Certificates that vouch for hosts, PEM; hosts then need one.")
+    listen: values.Listen = _servers(Address("127.0.0.1:50051"), "Where to listen for hosts.", common=True)
+    model: values.ModelName = _servers(
+        None, "The server's own copy of the model.", means="the one the host names", common=True
+    )
+    client_ca: values.FileToRead = _security(
+        None, "Certificates that vouch for hosts, PEM; hosts then need one.", common=True
+    )
     model_root: values.Folders = _security(
         (),
         "Folders below which hosts may name models for this server to read.",
         means="models in the hub cache only; any for hosts of the same user on this machine",
+        common=True,
     )
     shared_bytes: values.Size = _channel(0, "Least shared memory with one host.", means="as much as a batch needs")
     slots: values.Slots = _channel(16, "The most requests in flight for each host.")
     stream_port: values.Port = _channel(0, "The TCP port of the stream transport.", means="a free one")
     # gpu stands before device: fields are checked in this order, and device takes gpu into account.
-    gpu: values.Gpu = _compute(None, "Short for device cuda:N; not together with a different device.")
-    device: values.Device = _compute("auto", "Where routed experts run.", means="the last CUDA device, else the CPU")
-    memory_gib: values.GibOrAll = _compute(None, "The most memory that experts and buffers take.", means="what is free")
+    gpu: values.Gpu = _compute(None, "Short for device cuda:N; not together with a different device.", common=True)
+    device: values.Device = _compute(
+        "auto", "Where routed experts run.", means="the last CUDA device, else the CPU", common=True
+    )
+    memory_gib: values.GibOrAll = _compute(
+        None, "The most memory that experts and buffers take.", means="what is free", common=True
+    )
     keep_warm: KeepWarm = _compute(
         KeepWarm.ON, "Experts of a host that has left stay in memory for the next one, until others need the memory."
     )

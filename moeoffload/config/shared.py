@@ -37,10 +37,12 @@ class LogLevel(StrEnum):
 class CommonSettings(SettingsBase):
     """The settings of both programs."""
 
-    tls_cert: FileToRead = _security(None, "This side's certificate, PEM.")
-    tls_key: SecretFile = _security(None, "The private key of that certificate, PEM.")
+    tls_cert: FileToRead = _security(None, "This side's certificate, PEM.", common=True)
+    tls_key: SecretFile = _security(None, "The private key of that certificate, PEM.", common=True)
     token_file: SecretFile = _security(None, "The file that holds the token which hosts show to servers.")
-    insecure: bool = _security(False, "Allow connections between machines without TLS, and servers open to all.")
+    insecure: bool = _security(
+        False, "Allow connections between machines without TLS, and servers open to all.", common=True
+    )
     transport: TransportChoice = _channel(
         TransportChoice.AUTO,
         "How frames travel: shared memory on one machine, a TCP stream between machines.",
@@ -48,7 +50,7 @@ class CommonSettings(SettingsBase):
         means="shared where both sides are on one machine, else stream",
     )
     batch_capacity: Rows = _channel(1024, "The most rows in one dispatch; the smaller of both sides' counts.")
-    threads: Threads = _compute(None, "Compute threads on the CPU.", means="torch's default")
+    threads: Threads = _compute(None, "Compute threads on the CPU.", means="torch's default", common=True)
 
     def check_open(self, flag: str, address: str, host: str, needs: Mapping[str, bool], advice: str) -> None:
         """Check that a server which other machines can reach has all that it needs (by name whether it has it).

@@ -130,6 +130,13 @@ def read_folders(value: Any) -> Any:
     return tuple(folders)
 
 
+def read_model(text: str) -> str:
+    """A model's name; what has the form of a path has to be there."""
+    if text.startswith(("/", "~", ".")) and not os.path.exists(os.path.expanduser(text)):
+        raise ValueError("there is no such folder and no such file")
+    return text
+
+
 def read_device(text: str) -> str:
     """A device name in lower case."""
     if not _DEVICE.fullmatch(text.lower()):
@@ -212,7 +219,9 @@ FolderToFill = Annotated[Path | None, _path(_folder_to_fill), Words(_TO_FILL, "F
 FileToRead = Annotated[Path | None, _path(_file_to_read), Words("a file that can be read", "FILE")]
 SecretFile = Annotated[Path | None, _path(_secret_file), Words(_SECRET, "FILE")]
 FileToWrite = Annotated[Path | None, _path(_file_to_write), Words(_TO_WRITE, "FILE")]
-ModelName = Annotated[str | None, Words("a folder, a model id of the Hugging Face hub or a GGUF file", "MODEL")]
+ModelName = Annotated[
+    str | None, _read(read_model), Words("a folder, a model id of the Hugging Face hub or a GGUF file", "MODEL")
+]
 Name = Annotated[str | None, Field(max_length=200), Words("a text of 1 to 200 characters", "NAME")]
 
 Rows = Annotated[int, Field(ge=1, le=4096), Words(unit="rows")]

@@ -8,6 +8,7 @@ from typing import Final
 
 from moeoffload.config import Address
 from moeoffload.control.credentials import HostCredentials
+from moeoffload.text import one_line
 
 PROBE_S: Final = 1.0
 _LISTEN_S: Final = 0.5
@@ -28,6 +29,8 @@ def why_not(address: str, credentials: HostCredentials, timeout_s: float) -> str
     place = Address(address)
     try:
         connection = socket.create_connection((place.host, place.port), min(timeout_s, PROBE_S))
+    except socket.gaierror as error:
+        return f"no machine of the name {one_line(place.host, 253)} is known ({error.strerror})"
     except OSError:
         return None
     with connection:

@@ -51,7 +51,10 @@ def check_model(model: pb.ModelReference, checkpoint: Checkpoint) -> None:
     """Raises ServerError unless ``checkpoint`` is what the host calls ``model``."""
     here = checkpoint.digest
     if model.digest != here:
-        raise ServerError(f"model digest is {model.digest[:12]} (host), {here[:12]} for {checkpoint.path} here")
+        raise ServerError(
+            f"the host's model is not {checkpoint.path}, which this server reads: "
+            f"model digest is {model.digest[:12]} (host), {here[:12]} here"
+        )
     compare("compute dtype", model.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
 
 

@@ -81,6 +81,7 @@ class Fleet:
         missing = 0
         credentials = HostCredentials.of(settings)
         for address in settings.experts:
+            logger.info("reaching expert server %s", address)
             try:
                 found.append(connect(address, self._checkpoint, settings.connect_timeout_s, credentials))
             except ServerError as error:
@@ -94,6 +95,7 @@ class Fleet:
         if settings.experts:
             specs = (specs or [ServerSpec("cpu")])[: min(missing, 1)]
         if specs:
+            logger.info("starting %s", ", ".join(f"an expert server on {spec.device}" for spec in specs))
             spawned = SpawnedServers(settings, specs)
             self._stack.callback(spawned.close)
             found += [connect(address, self._checkpoint, settings.connect_timeout_s) for address in spawned.addresses]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from moeoffload.checkpoint import Checkpoint
+from moeoffload.checkpoint.locate import WEIGHTS_SUFFIX, locate
 from moeoffload.config import DtypeChoice, ExpertFormat, HostSettings, PayloadChoice
 from moeoffload.devices import resolve_device
 from moeoffload.host.dispatcher import Dispatcher
@@ -31,6 +33,8 @@ from moeoffload.host.spawn import ServerSpec
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.payload import PayloadDtype, Payloads
 from moeoffload.placement import GIB, choose_local
+
+logger = logging.getLogger(__name__)
 
 
 def open_model(
@@ -77,11 +81,14 @@ class OffloadedModel:
         servers: Sequence[ServerSpec] | None,
         on_progress: OnProgress | None,
     ) -> None:
+        if reference.endswith(WEIGHTS_SUFFIX):
+            reference = str(locate(reference))  # as servers are told
         self.reference = reference
         self.settings = settings
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._device = resolve_device(settings.device, last=False)
+        logger.info("reading the headers of %s", reference)
         packed = None if settings.expert_format is ExpertFormat.KEEP else settings.expert_format.value
         self.checkpoint = Checkpoint.open(
             reference, dtype=_model_dtype(settings), revision=revision, expert_format=packed, dense=settings.dense
@@ -104,11 +111,13 @@ class OffloadedModel:
             stack.callback(fleet.close)
             fleet.attach(remote, Path(reference), revision, on_progress, usage)
             # The dense layers load while the servers load theirs.
+            logger.info("loading the dense layers")
             self.model = load_dense_model(self.checkpoint, self._device)
             self._dense_format = pack_linears(self.model, self.checkpoint, settings.dense_format)
             folder = settings.draft_model
             self.draft = load_draft_model(folder, self.model) if folder is not None else None
             self._local = LocalExperts(self.checkpoint, local, self._device) if local.n_experts else None
+            logger.info("waiting until the servers have loaded")
             self.shards = fleet.shards()
             self._finish(stack, fleet.events)
             self._stack = stack.pop_all()

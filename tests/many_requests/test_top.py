@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import ssl
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from command_lines import Commands, one_line_error, wait_until
 from serving_snapshots import SnapshotServer, scripted, serving, with_figures
 from terminals import CTRL_C, Terminal
 
+from moeoffload.cli.key_files import make_keys
 from moeoffload.cli.top_view import number, seconds
 
 OPTIONS = ("--interval-s", "0.1")
@@ -68,9 +70,22 @@ def test_a_key_is_sent_and_a_wrong_one_is_told(commands: Commands, tmp_path: Pat
     assert "--api-key-file" in one_line_error(refused, 5)
 
 
+def test_an_https_host_is_checked_by_the_certificates_that_were_given(commands: Commands, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys, [])
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(keys / "server.pem", keys / "server.key")
+    with serving(SnapshotServer(with_figures(scripted(2, n_layers=2))), tls) as host:
+        arguments = ("top", "--url", host.url, "--once", *OPTIONS)
+        assert commands.run("moeoffload", *arguments, "--tls-ca", keys / "ca.pem").code == 0
+        assert "--tls-ca" in one_line_error(commands.run("moeoffload", *arguments), 5)
+        assert "holds no certificates" in one_line_error(commands.run("moeoffload", *arguments, "--tls-ca", keys), 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
+        (("--url", "http://no-such-host.invalid"), 5, "no machine of that name is known"),
         (("--url", "http://127.0.0.1:9"), 5, "no host answers"),
         (("--url", "127.0.0.1:8000"), 2, "--url"),
         (("--interval-s", "0"), 2, "--interval-s"),
