@@ -119,7 +119,7 @@ class RawHost:
             epoch=self.epoch,
             top_k=layout.top_k,
             rows=n_rows,
-            body_bytes=layout.dispatch_body_bytes(n_rows),
+            body_bytes=n_rows * layout.dispatch_row_bytes,
         )
         header.pack_into(slot.request)
         self.channel.send(slot, HEADER_BYTES + header.body_bytes)

@@ -219,7 +219,7 @@ class Attached:
     def good_frame(self, request_id: int, rows: int = 1, layer: int = 0, slot: int = 0) -> bytearray:
         """A request that the server computes, if the slot is one."""
         layout = self.layout
-        frame = bytearray(HEADER_BYTES + layout.dispatch_body_bytes(rows))
+        frame = bytearray(HEADER_BYTES + rows * layout.dispatch_row_bytes)
         views = layout.dispatch_views(memoryview(frame), rows)
         values = torch.arange(rows * layout.hidden, dtype=torch.float32).view(rows, layout.hidden)
         views.rows.copy_(values.sin())

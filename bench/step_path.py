@@ -45,7 +45,7 @@ LAYOUT: Final = FrameLayout(HIDDEN, TOP_K, PayloadDtype.BF16, PayloadDtype.BF16,
 class _Control:
     """What a link needs of its client and its lease."""
 
-    def on_end(self, callback: object) -> None:
+    def listen(self, on_end: object) -> None:
         """It never ends."""
 
     def close(self, *_: object) -> None:

@@ -30,7 +30,7 @@ ROWS = 3
 class _Peer:
     """What a link needs of its client and its lease."""
 
-    def on_end(self, callback: object) -> None:
+    def listen(self, on_end: object) -> None:
         """It never ends."""
 
     def why_ended(self, timeout_s: float) -> None:

@@ -36,7 +36,7 @@ def experts() -> Any:
 
 def dispatch_frame(request_id: int, rows: int, slot: int = 0, layer: int = 0) -> bytes:
     """A good request."""
-    frame = bytearray(HEADER_BYTES + LAYOUT.dispatch_body_bytes(rows))
+    frame = bytearray(HEADER_BYTES + rows * LAYOUT.dispatch_row_bytes)
     views = LAYOUT.dispatch_views(memoryview(frame), rows)
     views.rows.fill_(0.5)
     views.weights.fill_(0.25)
@@ -60,7 +60,7 @@ def reply_frame(
 ) -> bytes:
     """A good reply, or with ``body`` any other one."""
     if body is None:
-        body = bytes(LAYOUT.combine_body_bytes(rows))
+        body = bytes(rows * LAYOUT.combine_row_bytes)
     frame = bytearray(HEADER_BYTES) + body
     FrameHeader(
         kind, LAYOUT.dtype_out, LAYOUT.dtype_back, request_id, EPOCH, rows=rows, body_bytes=len(body), code=code

@@ -89,7 +89,7 @@ class Host:
         views.rows.copy_(torch.randn(n_rows, HIDDEN, generator=generator))
         views.weights.copy_(torch.rand(n_rows, TOP_K, generator=generator))
         views.slots.copy_(torch.rand(n_rows, N_EXPERTS, generator=generator).argsort(dim=1)[:, :TOP_K])
-        body = self.layout.dispatch_body_bytes(n_rows)
+        body = n_rows * self.layout.dispatch_row_bytes
         header = FrameHeader(Kind.DISPATCH, self.out, self.back, 1, 1, top_k=TOP_K, rows=n_rows, body_bytes=body)
         spoil(header, views)
         header.pack_into(slot.request)
@@ -145,7 +145,7 @@ def raw_exchange(link: ExpertLink, change: Callable[[FrameHeader, memoryview], N
         views.rows.fill_(0.5)
         views.weights.fill_(0.1)
         views.slots.copy_(torch.arange(layout.top_k))
-        body = layout.dispatch_body_bytes(1)
+        body = layout.dispatch_row_bytes
         header = FrameHeader(
             Kind.DISPATCH, layout.dtype_out, layout.dtype_back, channel.next_id(slot), link._epoch,
             top_k=layout.top_k, rows=1, body_bytes=body,

@@ -176,11 +176,6 @@ def test_folder_that_can_be_made_is_allowed_and_not_made(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_loopback_is_for_code_only() -> None:
-    assert HostSettings(transport=TransportChoice.LOOPBACK).transport is TransportChoice.LOOPBACK
-    assert "auto, shared or stream" in refusal(lambda: HostSettings.load({"transport": "loopback"}))
-
-
 @pytest.mark.parametrize(("name", "alias", "text", "value"), ALIAS_CASES)
 def test_alias_is_read(name: str, alias: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(alias, text)

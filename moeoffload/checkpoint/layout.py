@@ -45,11 +45,6 @@ class ExpertLayer:
     intermediate: int
     format: str
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits in memory for each weight, scales included."""
-        return 8 * self.expert_bytes / self.n_weights
-
 
 def build_meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
     """The transformers model of ``config`` on the meta device: real classes, names, shapes and dtypes, no memory.

@@ -1,7 +1,6 @@
 """Finds the folder of a model that is named by a path or by a hub id.
 
 Hub ids and revisions may come from a host on the network: they are names, checked before the file system is touched.
-The layout of the local cache is the one that huggingface_hub documents: ``models--ORG--NAME/{refs,snapshots}``.
 """
 
 from __future__ import annotations
@@ -10,11 +9,10 @@ import re
 from pathlib import Path
 from typing import Final
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
 from moeoffload.checkpoint.gguf_file import is_gguf
 from moeoffload.checkpoint.model_config import CONFIG_FILE, first_line
-from moeoffload.checkpoint.regular import read_regular
 from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, read_json
 from moeoffload.errors import ModelError
 from moeoffload.text import one_line
@@ -22,8 +20,6 @@ from moeoffload.text import one_line
 _PART: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
 _HUB_ID: Final = re.compile(rf"({_PART}/)?{_PART}")
 _REVISION: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,199}")
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-_REF_BYTES: Final = 256
 WEIGHTS_SUFFIX: Final = ".safetensors"
 
 # Everything a host or an expert server reads; pickled weights and code are left on the hub.
@@ -43,7 +39,7 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
     check_revision(revision)
     try:
         folder = Path(model).expanduser()
-    except RuntimeError:  # ~ of nobody
+    except RuntimeError:  # ~ of a user that does not exist
         raise ModelError(f"{model}: no such folder") from None
     if folder.is_dir():
         return folder.resolve()
@@ -89,18 +85,12 @@ def check_revision(revision: str | None) -> None:
 
 def _from_cache(model: str, revision: str | None) -> Path | None:
     """The snapshot of a hub id at a revision, both checked; None unless it is complete."""
-    repository = Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}"
-    commit = revision or "main"
-    if not _COMMIT.fullmatch(commit):
-        try:
-            commit = read_regular(repository / "refs" / commit, _REF_BYTES).decode("ascii", "replace").strip()
-        except (OSError, ModelError):
-            return None
-        if not _COMMIT.fullmatch(commit):
-            return None
-    folder = repository / "snapshots" / commit
+    try:
+        config = try_to_load_from_cache(model, CONFIG_FILE, revision=revision)
+    except (OSError, ValueError):
+        return None
     # An earlier, interrupted or partial download leaves a snapshot without its weights: go on to the hub then.
-    return folder if _is_complete(folder) else None
+    return Path(config).parent if isinstance(config, str) and _is_complete(Path(config).parent) else None
 
 
 def _from_hub(model: str, revision: str | None) -> Path:
@@ -118,8 +108,6 @@ def _from_hub(model: str, revision: str | None) -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    if not (folder / CONFIG_FILE).is_file():
-        return False
     if (folder / SINGLE_FILE).is_file():
         return True
     if not (folder / INDEX_FILE).is_file():

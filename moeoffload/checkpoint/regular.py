@@ -12,7 +12,7 @@ from moeoffload.errors import ModelError
 def open_regular(path: Path) -> int:
     """A descriptor of ``path`` for reading; the caller closes it.
     Raises ModelError: it is no regular file; OSError: it cannot be opened."""
-    # A pipe would keep a plain open waiting until somebody writes.
+    # A pipe would keep a plain open waiting for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -44,7 +44,7 @@ class Source:
         config: the transformers config.
         values: what decides numbers in config.json, or would if there were one.
         index: the stored tensors.
-        dtype: compute dtype where nobody says another; None leaves it to config and index.
+        dtype: compute dtype unless a setting says another; None leaves it to config and index.
         sort: finds the weights of a model on the meta device, whose experts modules it is given by name.
         config_text: for servers that have only the GGUF file, config.json where it is somewhere else; else empty.
     """

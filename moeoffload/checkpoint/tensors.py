@@ -272,7 +272,7 @@ def _parse_entry(file: Path, start: int, name: str, entry: dict[str, Any]) -> St
     shape = tuple(_number(length) for length in entry["shape"])
     tensor = StoredTensor(name, file, str(entry["dtype"]), shape, start + first, last - first)
     dtype = DTYPES.get(tensor.dtype)
-    # A dtype that torch lacks (4-bit packings) has no checkable length; it is refused when somebody wants to read it.
+    # A dtype that torch lacks (4-bit packings) has no checkable length; it is refused when it is read.
     expected = math.prod(shape) * dtype.itemsize if dtype is not None else tensor.nbytes
     if tensor.nbytes < 0 or tensor.nbytes != expected:
         what = f"tensor {one_line(name, 200)} of {expected} bytes"

@@ -6,7 +6,7 @@ from moeoffload.config.host import DenseFormat, DtypeChoice, ExpertFormat, HostS
 from moeoffload.config.serve import ServeSettings
 from moeoffload.config.server import ExpertServerSettings, KeepWarm, Kernel
 from moeoffload.config.shared import LogLevel, TransportChoice
-from moeoffload.config.values import Address, is_loopback
+from moeoffload.config.values import Address, bracketed, is_loopback
 
 __all__ = [
     "Address",
@@ -25,5 +25,6 @@ __all__ = [
     "SettingInfo",
     "SettingsBase",
     "TransportChoice",
+    "bracketed",
     "is_loopback",
 ]

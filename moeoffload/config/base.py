@@ -64,16 +64,14 @@ class Panel(StrEnum):
         *,
         means: str | None = None,
         allowed: str | None = None,
-        choices: tuple[str, ...] | None = None,
         common: bool = False,
     ) -> Any:
         """Declare a setting of this group; ``description`` is one sentence, bounds and unit are in its type.
 
         ``means`` is what the default does, and ``allowed`` what is allowed in words, where value and type do not say
-        it; ``choices`` are the words of an enum that a user may write, None for all of them. ``common`` settings
-        are those that --help shows.
+        it. ``common`` settings are those that --help shows.
         """
-        words: Any = {"panel": self, "means": means, "allowed": allowed, "choices": choices, "common": common}
+        words: Any = {"panel": self, "means": means, "allowed": allowed, "common": common}
         return Field(default, description=description, json_schema_extra=words)
 
 
@@ -129,7 +127,6 @@ class SettingsBase(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _read_text(cls, value: Any, context: ValidationInfo) -> Any:
-        # An enum member is a str too, but it is no text: code may use members that users may not write.
         if type(value) is not str or context.field_name is None:
             return value
         info, text = _infos(cls)[context.field_name], value.strip()

@@ -54,9 +54,7 @@ def describe(name: str, field: FieldInfo, env_names: tuple[str, ...]) -> Setting
     is_optional = types.NoneType in typing.get_args(field.annotation)
     kind: Any = typing.get_args(field.annotation)[0] if is_optional else field.annotation
     words = next((item for item in field.metadata if isinstance(item, Words)), Words())
-    choices = declared["choices"]
-    if choices is None and isinstance(kind, type) and issubclass(kind, StrEnum):
-        choices = tuple(kind)
+    choices = tuple(kind) if isinstance(kind, type) and issubclass(kind, StrEnum) else None
     allowed = declared["allowed"] or words.allowed
     if allowed is None:
         allowed = _allowed(kind, choices, field.metadata) + (f" ({words.unit})" if words.unit else "")

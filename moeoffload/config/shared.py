@@ -17,12 +17,11 @@ _compute = Panel.COMPUTE.setting
 
 
 class TransportChoice(StrEnum):
-    """How frames travel. LOOPBACK stays in the process; code may choose it, a command line or environment may not."""
+    """How frames travel."""
 
     AUTO = "auto"
     SHARED = "shared"
     STREAM = "stream"
-    LOOPBACK = "loopback"
 
 
 class LogLevel(StrEnum):
@@ -46,7 +45,6 @@ class CommonSettings(SettingsBase):
     transport: TransportChoice = _channel(
         TransportChoice.AUTO,
         "How frames travel: shared memory on one machine, a TCP stream between machines.",
-        choices=("auto", "shared", "stream"),
         means="shared where both sides are on one machine, else stream",
     )
     batch_capacity: Rows = _channel(1024, "The most rows in one dispatch; the smaller of both sides' counts.")

@@ -46,6 +46,11 @@ class Address(str):
         return int(self.rpartition(":")[2])
 
 
+def bracketed(host: str) -> str:
+    """A host name or address as it stands before ``:port``: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def _host(text: str) -> str:
     if text.startswith("[") and text.endswith("]"):
         try:
@@ -93,7 +98,7 @@ def _read(read: Callable[[str], Any]) -> BeforeValidator:
 
 def read_host(text: str) -> str:
     """One host name or address; an IPv6 address may have brackets, and loses them."""
-    return _host(f"[{text}]" if ":" in text and not text.startswith("[") else text).strip("[]")
+    return _host(bracketed(text)).strip("[]")
 
 
 def read_size(text: str) -> int:

@@ -132,7 +132,7 @@ class ControlClient:
 
 
 class Lease:
-    """One open Attach stream. ``on_end`` callbacks run once, from a thread, when it ends for whatever reason."""
+    """One open Attach stream."""
 
     def __init__(self, client: ControlClient, timeout_s: float) -> None:
         self._client = client
@@ -140,8 +140,8 @@ class Lease:
         self._outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[pb.AttachReply | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._on_end: list[Callable[[str], None]] = []
-        self._on_drain: list[Callable[[], None]] = []
+        self._listeners: list[tuple[Callable[[str], None], Callable[[], None]]] = []
+        """What to call when it ends, and when the server drains."""
         self._draining = False
         self._closed = False
         self._ended = threading.Event()
@@ -221,27 +221,24 @@ class Lease:
         accept = pb.Accept(transport=transport, nonce=nonce, reason=reason)
         return int(self._exchange(pb.AttachRequest(accept=accept), "ready").ready.epoch)
 
-    def on_end(self, callback: Callable[[str], None]) -> None:
-        """Calls ``callback(reason)`` when the lease ends; at once if it has ended."""
+    def listen(self, on_end: Callable[[str], None], on_drain: Callable[[], None] = lambda: None) -> None:
+        """Calls ``on_end(reason)`` once when the lease ends, ``on_drain()`` when the server wants its hosts to move on.
+
+        From a thread; at once if it has happened.
+        """
         with self._lock:
             if self.end_reason is None:
-                self._on_end.append(callback)
-                return
-        callback(self.end_reason)
+                self._listeners.append((on_end, on_drain))
+            ended, draining = self.end_reason, self._draining
+        if draining:
+            on_drain()
+        if ended is not None:
+            on_end(ended)
 
     def why_ended(self, timeout_s: float) -> str | None:
         """Why the lease ended; None if it still holds after ``timeout_s`` seconds."""
         self._ended.wait(timeout_s)
         return self.end_reason
-
-    def on_drain(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` when the server wants its hosts to move on; at once if it does already."""
-        with self._lock:
-            if not self._draining:
-                if self.end_reason is None:
-                    self._on_drain.append(callback)
-                return
-        callback()
 
     def close(self, grace_s: float = 2.0) -> None:
         """Ends the lease and waits up to ``grace_s`` seconds for the server to confirm. Idempotent."""
@@ -284,7 +281,7 @@ class Lease:
                     self._replies.put(reply)
                 else:
                     self._call.cancel()
-                    reason = f"expert server {self._client.address}: it sent answers that nobody asked for"
+                    reason = f"expert server {self._client.address}: it sent answers that were not asked for"
                     break
         except grpc.RpcError as error:
             self._failure = error_of(error, self._client.address, "Attach")
@@ -292,16 +289,15 @@ class Lease:
             error.__traceback__ = None  # the error is the call itself, and would keep this frame, the lease and more
         with self._lock:
             self.end_reason = "the lease was closed" if self._closed else reason
-            callbacks, self._on_end = self._on_end, []
-            self._on_drain = []  # whoever waits for the end of a lease or of its server refers to what has the lease
+            listeners, self._listeners = self._listeners, []  # they refer to what has the lease
         self._ended.set()
         self._replies.put(None)
-        for callback in callbacks:
-            callback(self.end_reason)
+        for on_end, _ in listeners:
+            on_end(self.end_reason)
 
     def _drain(self) -> None:
         with self._lock:
             self._draining = True
-            callbacks, self._on_drain = self._on_drain, []
-        for callback in callbacks:
-            callback()
+            listeners = list(self._listeners)
+        for _, on_drain in listeners:
+            on_drain()

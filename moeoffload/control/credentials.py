@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import grpc
 
-from moeoffload.config import Address, ExpertServerSettings, HostSettings, is_loopback
+from moeoffload.config import Address, ExpertServerSettings, HostSettings, bracketed, is_loopback
 from moeoffload.control.user_token import new_token, numeric_loopback, user_tokens
 from moeoffload.errors import SettingError
 
@@ -60,8 +60,7 @@ class HostCredentials:
             tls = grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
             return grpc.secure_channel(address, tls, options=options)
         place = Address.parse(address)
-        host = numeric_loopback(place.host)
-        return grpc.insecure_channel(f"[{host}]:{place.port}" if ":" in host else f"{host}:{place.port}", options)
+        return grpc.insecure_channel(f"{bracketed(numeric_loopback(place.host))}:{place.port}", options)
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
         """What a call to ``address`` (HOST:PORT) shows: all tokens that this host has for it.

@@ -23,7 +23,7 @@ MOST_TOKENS: Final = 3
 """Tokens that one call may show: its user's, and what servers of that user have left in two folders."""
 _REFLECTION: Final = "/grpc.reflection."
 _OPEN_SERVICE: Final = f"/{health.SERVICE_NAME}/"
-"""Says no more than whether the server serves, to anybody who watches over it."""
+"""Says no more than whether the server serves, for monitoring."""
 
 _Handler: TypeAlias = grpc.RpcMethodHandler  # type: ignore[type-arg]
 

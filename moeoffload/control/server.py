@@ -14,6 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from moeoffload.config import bracketed
 from moeoffload.control.call_threads import CallThreads
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.gate import FIRST_S, Gate
@@ -98,8 +99,7 @@ class ControlServer:
 
     def _bind(self, host: str, port: int, tls: grpc.ServerCredentials | None) -> int:
         """The port that the server got. Raises ServerError: it is taken, or the address is not of this machine."""
-        numeric = numeric_loopback(host)
-        address = f"[{numeric}]:{port}" if ":" in numeric else f"{numeric}:{port}"
+        address = f"{bracketed(numeric_loopback(host))}:{port}"
         try:
             if tls is not None:
                 return self._server.add_secure_port(address, tls)

@@ -101,7 +101,7 @@ def _is_own(status: os.stat_result, is_kind: object) -> bool:
 
 
 def _read(path: Path) -> str | None:
-    """The token in ``path``; None if there is none, or one that somebody else could have written or read."""
+    """The token in ``path``; None if there is none, or one that another user could have written or read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

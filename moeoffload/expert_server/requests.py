@@ -47,7 +47,7 @@ class ActiveHost:
 
     def __post_init__(self) -> None:
         self.reader = FrameReader(Role.SERVER, self.layout, self.epoch)
-        self.small_bytes = HEADER_BYTES + self.layout.dispatch_body_bytes(min(SMALL_ROWS, self.layout.capacity))
+        self.small_bytes = HEADER_BYTES + min(SMALL_ROWS, self.layout.capacity) * self.layout.dispatch_row_bytes
 
 
 @dataclass(slots=True, eq=False)

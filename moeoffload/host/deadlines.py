@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-PATIENCE: Final = 8.0
+LATE_FACTOR: Final = 8.0
 """A dispatch may take so many times what recent ones of its size took."""
 RECENT: Final = 0.98
 """How much of the longest recent wait each reply leaves."""
@@ -31,7 +31,7 @@ class Deadlines:
         predicted = self._predicted_s.get(n_rows)
         if predicted is None:
             predicted = self._predicted_s[n_rows] = self._predict(n_rows)
-        return min(self.ceiling_s, max(self._floor_s, PATIENCE * max(self._longest_s, self._n_slots * predicted)))
+        return min(self.ceiling_s, max(self._floor_s, LATE_FACTOR * max(self._longest_s, self._n_slots * predicted)))
 
     def waited(self, seconds: float) -> None:
         """Takes one wait for a reply into account."""

@@ -243,7 +243,7 @@ class Dispatcher:
     def _receive(
         self, state: _CallState, number: int, layer: int, rows: Chunk, to: list[CallCounters]
     ) -> torch.Tensor | None:
-        """The sums of the first flight of one shard; its rows are sent again until somebody has computed them.
+        """The sums of the first flight of one shard; its rows are sent again until they are computed.
 
         They are recovered at once, before other shards' sums are taken, so that the order of sums stays.
         """

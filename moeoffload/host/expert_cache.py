@@ -35,16 +35,6 @@ class ExpertCache:
         self._shapes = [_shape_of(checkpoint, layer.index) for layer in checkpoint.layers]
         self._pools: dict[_Shape, _Pool] = {}
 
-    @property
-    def n_read(self) -> int:
-        """Experts read from the checkpoint so far."""
-        return sum(pool.n_read for pool in self._pools.values())
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the experts in memory."""
-        return sum(pool.resident_bytes for pool in self._pools.values())
-
     def compute(
         self, layer: int, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
     ) -> None:
@@ -76,7 +66,6 @@ class _Pool:
 
     def __init__(self, checkpoint: Checkpoint, layer: int, n_slots: int, device: torch.device) -> None:
         self.n_slots = n_slots
-        self.n_read = 0
         self._checkpoint = checkpoint
         self._device = device
         self._slots: OrderedDict[tuple[int, int], int] = OrderedDict()
@@ -84,11 +73,6 @@ class _Pool:
         with torch.inference_mode(False), torch.no_grad():
             self._module = checkpoint.empty_experts(layer, n_slots, device)
             self.kernels: LayerKernels = prepare_layer(self._module, KernelWorkspace())
-
-    @property
-    def resident_bytes(self) -> int:
-        layers = self._checkpoint.layers
-        return sum(layers[layer].expert_bytes for layer, _ in self._slots)
 
     def slots_of(self, layer: int, needed: Sequence[int]) -> torch.Tensor:
         """(n_experts + 1,) int64: the slot of each needed expert; the last entry, that of expert -1, is -1."""
@@ -121,7 +105,6 @@ class _Pool:
                     else:
                         room.copy_(values)
                 self._slots[layer, expert] = slot
-        self.n_read += len(experts)
 
     def _free_slot(self, layer: int, kept: set[int]) -> int:
         if len(self._slots) < self.n_slots:

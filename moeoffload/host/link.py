@@ -114,14 +114,13 @@ class ExpertLink(ShardLink):
             slot.owner = _RemoteFlight(self, slot=slot, views=views, packer=packer, header=header)
         if device.type == "cuda":
             pages = PageLocked((buffer for slot in channel.slots for buffer in (slot.request, slot.reply)), device)
-            # Whoever still copies something has this link, which therefore lives.
+            # A thread that still copies holds this link, which therefore lives.
             weakref.finalize(self, pages.close).atexit = False
-        lease.on_end(lambda reason: channel.close())
+        lease.listen(lambda reason: channel.close())
 
     def watch(self, *, on_end: Callable[[str], None], on_drain: Callable[[], None]) -> None:
         """Tells when the lease ends, for whatever reason, and when the server wants to be left; from other threads."""
-        self._lease.on_drain(on_drain)
-        self._lease.on_end(on_end)
+        self._lease.listen(on_end, on_drain)
 
     def stats(self, timeout_s: float) -> pb.StatsReply:
         """What the server has counted since its start, for all hosts; by the control plane.
@@ -238,7 +237,7 @@ class ExpertLink(ShardLink):
         gives_up = wait_s < left_s
         header = flight.reply
         try:
-            n_bytes = self._channel.wait(slot, wait_s, keep=gives_up)
+            n_bytes = self._channel.wait(slot, wait_s)
             self._reader.read(header, slot.reply, n_bytes)
             if header.request_id != flight.request_id:
                 raise ProtocolError("reply to another request")

@@ -1,7 +1,7 @@
-"""One part of the experts and everybody who can compute it: its server, servers with a replica, the host itself.
+"""One part of the experts and all links that can compute it: its server, servers with a replica, the host itself.
 
-The parts stay the same for the whole run, whoever computes them. So a part's sums are rounded and added as if nothing
-had happened, and a run that loses servers gives the tokens of one that does not.
+The parts stay the same for the whole run, whichever link computes them. So a part's sums are rounded and added as if
+nothing had happened, and a run that loses servers gives the tokens of one that does not.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Shard:
     ) -> None:  # fmt: skip
         """``holders`` in the order of preference, all attached; without ``fallback`` the host itself never computes.
 
-        ``return_wait_s`` is how long a call waits for a lost server to return when nobody else is left.
+        ``return_wait_s`` is how long a call waits for a lost server to return when no other link is left.
         """
         self.table = table
         self.holders = holders
@@ -88,7 +88,7 @@ class Shard:
 
     def replace(self, lost: ShardLink, error: ServerError) -> ShardLink:
         """Who computes from now on, after ``lost`` has failed with ``error``.
-        Raises ServerError: nobody is left, and nobody came back in time."""
+        Raises ServerError: no link is left, and none came back in time."""
         deadline = perf_counter() + (0.0 if isinstance(error, DeadlineError) else self._return_wait_s)
         with self._lock:
             self._lose(lost, str(error))

@@ -28,11 +28,17 @@ from time import perf_counter
 from typing import Any, Final
 
 from moeoffload.errors import CapacityError, ProtocolError
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, peek_request_id, write_error_text
+from moeoffload.wire import (
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    ErrorCode,
+    FrameHeader,
+    Kind,
+    peek_request_id,
+    write_error_text,
+)
 
 MAX_CHANNEL_SLOTS: Final = 64
-MAX_FRAME_BYTES: Final = 2**31 - 1
-"""No frame, header included, is larger than this."""
 
 log = logging.getLogger(__name__)
 

@@ -101,7 +101,7 @@ class Segment:
         name = f"/moeoffload-{os.getpid()}-{secrets.token_hex(16)}"
         needed = max(segment_bytes(sizes), sizes.shared_bytes)
         room = os.statvfs(SHM_FOLDER)
-        # Asked first: reserving would fill the memory up to the brim, under everybody's feet, before it failed.
+        # Asked first: reserving would fill the memory that other processes need before it failed.
         if needed > room.f_bavail * room.f_frsize:
             raise _no_room(needed)
         shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
@@ -119,7 +119,7 @@ class Segment:
 
     @classmethod
     def open(cls, name: str, sizes: ChannelSizes) -> Segment:
-        """Opens what the server created and takes its names away, so that nothing is left whoever is killed.
+        """Opens what the server created and takes its names away, so that nothing is left when a process is killed.
         Raises ServerError: there is no such segment on this host, or it is not one that this user's server made."""
         if not _NAME.fullmatch(name):
             raise ProtocolError(f"{name!r} is not the name of a shared-memory channel")
@@ -208,7 +208,7 @@ def sweep_stale_segments(min_age_s: float = 60.0) -> int:
                 os.unlink(entry.path)
                 n_removed += 1
         except FileNotFoundError:
-            pass  # somebody else swept it
+            pass  # another process swept it
     return n_removed
 
 

@@ -29,9 +29,7 @@ class SlotState(IntEnum):
     """Acquired; nothing in flight."""
     SENT = 2
     ABANDONED = 3
-    """Its reply is not waited for any more, and it was not released yet."""
-    ORPHANED = 4
-    """Abandoned and released: free as soon as the late reply is here."""
+    """Released before its reply was here: free as soon as the late reply has come."""
 
 
 class HostChannel(ABC):
@@ -156,29 +154,21 @@ class HostChannel(ABC):
         finally:
             self._leave()
 
-    def wait(self, slot: HostSlot, timeout_s: float, *, keep: bool = False) -> int:
+    def wait(self, slot: HostSlot, timeout_s: float) -> int:
         """Waits for the reply to what was sent from ``slot``; returns its length in bytes, in ``slot.reply``.
-        Raises DeadlineError: no reply within ``timeout_s`` seconds. With ``keep`` it can be waited for again. Without,
-        the slot is abandoned: after its ``release`` it comes free only when the late reply has arrived (which is
-        dropped and counted in ``n_stale``), so nothing is overwritten; ProtocolError: the reply has an impossible
-        length; ServerError: the channel was closed, by either side."""
+        Raises DeadlineError: no reply within ``timeout_s`` seconds, and it can be waited for again; ProtocolError: the
+        reply has an impossible length; ServerError: the channel was closed, by either side."""
         index = slot.index
         if self._states[index] != SlotState.SENT:
             raise RuntimeError(f"slot {index} is {SlotState(self._states[index]).name}; wait needs it sent")
         deadline = perf_counter() + timeout_s
+        self._enter()
         try:
-            self._enter()
-            try:
-                n_bytes = self._await_reply(slot, deadline)
-            finally:
-                self._leave()
+            n_bytes = self._await_reply(slot, deadline)
         except DeadlineError:
-            if not keep:
-                self._abandon(slot)
             raise DeadlineError(f"{self.name}: no reply in slot {index} within {timeout_s:g} s") from None
-        except BaseException:
-            self._abandon(slot)
-            raise
+        finally:
+            self._leave()
         self._states[index] = SlotState.HELD
         if not HEADER_BYTES <= n_bytes <= len(slot.reply):
             raise ProtocolError(f"reply of {n_bytes} bytes; a slot takes {HEADER_BYTES} to {len(slot.reply)}")
@@ -187,17 +177,18 @@ class HostChannel(ABC):
     def release(self, slot: HostSlot) -> None:
         """Gives a slot back; once after each ``acquire``, whether or not something was sent or received.
 
-        If a reply is still to come, the server is told that it is not waited for.
+        If a reply is still to come, the server is told that it is not waited for, and the slot comes free only when the
+        late reply has arrived (which is dropped and counted in ``n_stale``), so nothing is overwritten.
         """
         with self._lock:
             state = self._states[slot.index]
             if state == SlotState.HELD:
                 self._set_free(slot)
                 return
-            if state not in (SlotState.SENT, SlotState.ABANDONED):
+            if state != SlotState.SENT:
                 raise RuntimeError(f"slot {slot.index} was released twice")
-            self._n_abandoned += state == SlotState.SENT
-            self._states[slot.index] = SlotState.ORPHANED
+            self._n_abandoned += 1
+            self._states[slot.index] = SlotState.ABANDONED
             if self._closed:
                 return
             self._n_inside += 1
@@ -260,19 +251,11 @@ class HostChannel(ABC):
         if self._line:
             self._released.notify_all()
 
-    def _abandon(self, slot: HostSlot) -> None:
-        with self._lock:
-            self._states[slot.index] = SlotState.ABANDONED
-            self._n_abandoned += 1
-
     def _collect_late(self) -> None:
         """Takes abandoned slots back whose reply has arrived meanwhile; never blocks."""
         with self._lock:
             for slot in () if self._closing else self.slots:
-                if self._states[slot.index] >= SlotState.ABANDONED and self._take_late(slot):
+                if self._states[slot.index] == SlotState.ABANDONED and self._take_late(slot):
                     self.n_stale += 1
                     self._n_abandoned -= 1
-                    if self._states[slot.index] == SlotState.ORPHANED:
-                        self._set_free(slot)
-                    else:
-                        self._states[slot.index] = SlotState.HELD
+                    self._set_free(slot)

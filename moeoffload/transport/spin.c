@@ -2,7 +2,7 @@
 
    A sleeping thread is woken 20 to 50 microseconds late; one that spins sees news within one. It yields the core all the
    time, so that a peer on the same core works on, and gives up when the system says that it was displaced for long:
-   time that a hypervisor took is nobody's whom this thread would keep from working. */
+   time that a hypervisor took was not wanted by another thread of this system. */
 
 #define _GNU_SOURCE
 #include <poll.h>

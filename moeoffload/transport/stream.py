@@ -14,6 +14,7 @@ from typing import Final
 
 import zmq
 
+from moeoffload.config import bracketed
 from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.transport.base import ChannelOffer, ChannelSizes, HostSlot
 from moeoffload.transport.slots import HostChannel, SlotState
@@ -56,7 +57,7 @@ class StreamHostEnd(HostChannel):
         self._awaited = [0] * sizes.n_slots
         """Per slot the request id whose reply is to come, or 0."""
         self._arrived = [0] * sizes.n_slots
-        """Per slot the bytes of a reply that nobody has taken yet, or 0."""
+        """Per slot the bytes of a reply that was not taken yet, or 0."""
         self._is_led = False
         """A thread waits for the socket; it is told when another one has received something."""
         self._control = memoryview(bytearray(HEADER_BYTES))
@@ -204,7 +205,7 @@ class StreamHostEnd(HostChannel):
         """
         now = perf_counter()
         for index, request_id in enumerate(self._awaited):
-            if request_id and self._states[index] >= SlotState.ABANDONED and now - self._probed_at[index] >= PROBE_S:
+            if request_id and self._states[index] == SlotState.ABANDONED and now - self._probed_at[index] >= PROBE_S:
                 self._ask(index, request_id)
 
     def _ask(self, index: int, request_id: int) -> None:
@@ -246,7 +247,7 @@ def open_stream(
         encrypted: refuse an offer without encryption.
 
     Raises:
-        DeadlineError: no answer in time: nobody listens there, or the server does not know this channel.
+        DeadlineError: no answer in time: nothing listens there, or the server does not know this channel.
         ServerError: the offer or the address is not valid.
     """
     server_key = offer.parameters.get("server_key", "")
@@ -262,8 +263,7 @@ def open_stream(
         raise ProtocolError(f"the offer of a stream channel has no valid {error}") from error
     if not 0 < port < 65_536 or len(routing_id) != ROUTING_ID_BYTES:
         raise ProtocolError(f"the offer of a stream channel has port {port} and {len(routing_id)} bytes of routing id")
-    address = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    channel = StreamHostEnd(offer.sizes, f"tcp://{address}:{port}", routing_id, pair)
+    channel = StreamHostEnd(offer.sizes, f"tcp://{bracketed(host)}:{port}", routing_id, pair)
     try:
         channel.greet(timeout_s)
     except BaseException:

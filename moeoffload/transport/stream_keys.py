@@ -74,14 +74,14 @@ def _admit_sealed_pieces(socket: zmq.Socket[bytes]) -> None:
 class Door:
     """Answers ZeroMQ's question (ZAP, https://rfc.zeromq.org/spec/27/) whether a key may come in. One thread.
 
-    pyzmq's ThreadAuthenticator answers it too, but tells nobody which peer was refused.
+    pyzmq's ThreadAuthenticator answers it too, but does not tell which peer was refused.
 
     Attributes:
         public_key, secret_key: of the listener, Z85 text; made for it alone.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_refused: OnRefused, on_failure: OnFailure) -> None:
-        """Makes a socket that is not bound yet speak CURVE only, and admit nobody so far."""
+        """Makes a socket that is not bound yet speak CURVE only, and admit no key so far."""
         keys = StreamKeys.new()
         self.public_key, self.secret_key = keys.public, keys.secret
         self._on_refused = on_refused
@@ -94,7 +94,7 @@ class Door:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody gets in when nobody answers
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no answer: no admission
         self._connections = socket.get_monitor_socket(_COMINGS_AND_GOINGS)
         self._shaking_hands: set[int] = set()
         """Descriptors of connections that are open and for which no key was seen yet."""
@@ -111,7 +111,7 @@ class Door:
         self._admitted.discard(key)
 
     def stop(self) -> None:
-        """Ends the thread; from now on nobody gets in. Before the socket is closed, which waits for it. Idempotent."""
+        """Ends the thread; from now on no peer gets in. Before the socket is closed, which waits for it. Idempotent."""
         if not self._stopped:
             self._stopped = True
             os.eventfd_write(self._wake_fd, 1)

@@ -14,6 +14,7 @@ from typing import Final
 
 import zmq
 
+from moeoffload.config import bracketed
 from moeoffload.errors import CapacityError, ServerError
 from moeoffload.last_resort import start_thread
 from moeoffload.transport.base import (
@@ -60,7 +61,7 @@ class StreamServerEnd(ServerChannel):
         """The host's public CURVE key; empty without encryption."""
         self.routing_id = new_routing_id()
         self.is_stolen = False
-        """Somebody else has used the routing id; nothing is sent there until the host speaks again."""
+        """A peer with another key has used the routing id; nothing is sent there until the host speaks again."""
         parameters = {"port": str(listener.port), "routing_id": self.routing_id.hex()}
         self.offer = ChannelOffer(self.name, sizes, parameters | ({"server_key": listener.public_key} if key else {}))
         self._listener = listener
@@ -176,13 +177,13 @@ class StreamListener:
         self._error = memoryview(bytearray(_ERROR_BYTES))
         self._error_out = OutgoingFrame(self._error)
         self._header = FrameHeader()
-        address = f"[{host}]" if ":" in host and not host.startswith("[") else host
         self._door = Door(self._wire.socket, on_refused, on_failure) if encrypted else None
         try:
-            # A send to nobody is an error, not silence; a host that comes back takes over from its dead connection.
+            # A send to a host that is not connected is an error, not silence; one that comes back takes over from its
+            # dead connection.
             self._wire.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._wire.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            self._wire.socket.bind(f"tcp://{address}:{port or '*'}")
+            self._wire.socket.bind(f"tcp://{bracketed(host)}:{port or '*'}")
         except zmq.ZMQError as error:
             self._shut_door()
             self._wire.close()

@@ -6,8 +6,8 @@ buffer of its slot. A 16 MiB frame as one message takes five times as long, sinc
 the way is new memory; and no peer can make ZeroMQ allocate more than a piece. Request id 0: the channel is closed.
 
 A ZeroMQ socket is not thread-safe, so its owner guards it with a lock held only for steps that do not block. A thread
-that waits does so without the lock on the socket's file descriptor, which signals only *changes*: whoever used the
-socket looks at ``readable`` before waiting, and wakes the thread that waits if there is something to read for it.
+that waits does so without the lock on the socket's file descriptor, which signals only *changes*: a thread that used
+the socket looks at ``readable`` before waiting, and wakes the thread that waits if there is something to read for it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
 _PAGE: Final = 4096
 _DESCRIPTORS: Final = 24
-"""What a socket may open until it is bound or connected and has talked to somebody, with encryption, and some more."""
+"""What a socket may open until it is bound or connected and has talked to a peer, with encryption, and some more."""
 
 
 class FrameSocket:
@@ -242,7 +242,7 @@ class IncomingFrame:
 
 
 def new_routing_id() -> bytes:
-    """An id that nobody guesses. ZeroMQ keeps ids that start with a zero byte to itself."""
+    """An id that cannot be guessed. ZeroMQ keeps ids that start with a zero byte to itself."""
     return b"m" + secrets.token_bytes(ROUTING_ID_BYTES - 1)
 
 

@@ -70,23 +70,15 @@ class FrameLayout:
                 f"allowed are {MAX_FRAME_BYTES}"
             )
 
-    def dispatch_body_bytes(self, rows: int) -> int:
-        """Bytes of a dispatch body with ``rows`` rows."""
-        return rows * self.dispatch_row_bytes
-
-    def combine_body_bytes(self, rows: int) -> int:
-        """Bytes of a combine body with ``rows`` rows."""
-        return rows * self.combine_row_bytes
-
     @property
     def request_bytes(self) -> int:
         """Bytes of the largest request frame, header included."""
-        return HEADER_BYTES + self.dispatch_body_bytes(self.capacity)
+        return HEADER_BYTES + self.capacity * self.dispatch_row_bytes
 
     @property
     def reply_bytes(self) -> int:
         """Bytes of the largest reply frame, header included; an error frame always fits."""
-        return HEADER_BYTES + max(self.combine_body_bytes(self.capacity), MAX_ERROR_TEXT_BYTES)
+        return HEADER_BYTES + max(self.capacity * self.combine_row_bytes, MAX_ERROR_TEXT_BYTES)
 
     def dispatch_views(self, frame: memoryview, rows: int) -> DispatchViews:
         """Tensors over the dispatch body in ``frame`` (which starts at the header); nothing is copied."""

@@ -34,7 +34,7 @@ class _ByRows(Generic[_T]):
             if rows <= SMALL_ROWS:
                 self._kept[rows] = view
                 self.n_created += 1
-            if not self._buffer:  # dropped while it was made: nobody would drop this one
+            if not self._buffer:  # dropped while it was made: this one would stay
                 self._kept.clear()
                 _check(self._buffer)
         return view

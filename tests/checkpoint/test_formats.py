@@ -214,7 +214,7 @@ def test_layers_that_the_config_excludes_stay_plain(tmp_path: Path) -> None:
     rewrite(folder, unpack)
     checkpoint = Checkpoint.open(folder)
     assert [layer.format for layer in checkpoint.layers] == ["bf16", "fp8"]
-    assert [round(layer.bits_per_weight) for layer in checkpoint.layers] == [16, 8]
+    assert [round(8 * layer.expert_bytes / layer.n_weights) for layer in checkpoint.layers] == [16, 8]
     module = checkpoint.build_experts(0, [1], CPU)
     assert isinstance(module.gate_up_proj, torch.nn.Parameter)
 

@@ -92,7 +92,7 @@ def test_a_host_killed_at_any_moment_leaves_nothing(moment: str, tmp_path: Path)
 
 
 def test_more_than_there_is_room_for_is_a_clear_error() -> None:
-    sizes = ChannelSizes(64, 2**31 - 1, 2**31 - 1)
+    sizes = ChannelSizes(64, 2**30, 2**30)
     with pytest.raises(ServerError, match=f"needs {segment_bytes(sizes)} bytes in /dev/shm, available are [0-9]+"):
         SharedServerEnd(sizes, echo)
 

@@ -71,10 +71,10 @@ def test_views_cover_a_dispatch_body_exactly_and_share_its_memory(layout: FrameL
     rows = data.draw(st.integers(1, layout.capacity))
     frame = memoryview(bytearray(layout.request_bytes))
     views = layout.dispatch_views(frame, rows)
-    assert sum(view.nbytes for view in views) == layout.dispatch_body_bytes(rows)
+    assert sum(view.nbytes for view in views) == rows * layout.dispatch_row_bytes
     for value, view in enumerate(views, start=1):
         view.fill_(value)
-    body = frame[HEADER_BYTES : HEADER_BYTES + layout.dispatch_body_bytes(rows)]
+    body = frame[HEADER_BYTES : HEADER_BYTES + rows * layout.dispatch_row_bytes]
     again = layout.dispatch_views(memoryview(bytearray(HEADER_BYTES) + bytes(body)), rows)
     assert all(bool((view == value).all()) for value, view in enumerate(again, start=1))
     assert not any(frame[HEADER_BYTES + len(body) :])
