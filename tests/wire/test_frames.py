@@ -152,7 +152,7 @@ def dispatch_frame(rows: int = 3) -> bytearray:
     frame = bytearray(LAYOUT.request_bytes)
     header = FrameHeader(
         Kind.DISPATCH, LAYOUT.dtype_out, LAYOUT.dtype_back, request_id=7, epoch=1, top_k=LAYOUT.top_k, rows=rows,
-        body_bytes=LAYOUT.dispatch_body_bytes(rows),
+        body_bytes=rows * LAYOUT.dispatch_row_bytes,
     )  # fmt: skip
     header.pack_into(memoryview(frame))
     return frame[: HEADER_BYTES + header.body_bytes]
@@ -312,7 +312,7 @@ def test_a_frame_cut_into_pieces_comes_together_in_order_and_only_then(n_bytes: 
 def test_views_never_reach_beyond_the_bytes_that_are_there(data: bytes) -> None:
     frame = memoryview(bytearray(data))
     for rows in range(1, LAYOUT.capacity + 1):
-        if HEADER_BYTES + LAYOUT.dispatch_body_bytes(rows) <= len(frame):
+        if HEADER_BYTES + rows * LAYOUT.dispatch_row_bytes <= len(frame):
             assert isinstance(LAYOUT.dispatch_views(frame, rows).slots, torch.Tensor)
         else:
             with pytest.raises(ValueError, match="buffer"):
