@@ -5,6 +5,10 @@
 
 #include "vectors.h"
 
+typedef struct {
+    vec a, b;
+} pair;
+
 #include "unpack.h"
 
 // Operands that meet two weight rows are loaded once, not with each product, where there are registers enough.
@@ -17,10 +21,6 @@
 enum { ONCE = -1 };  // for `n_ahead`
 
 typedef vec SUMS[TILE_ROWS][2];
-
-typedef struct {
-    vec a, b;
-} pair;
 
 // The sums of LANES vectors, in their order.
 INLINE vec fold_all(const vec *v) {

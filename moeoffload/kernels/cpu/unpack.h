@@ -10,7 +10,7 @@ INLINE bits bytes_at(const void *from, int64_t count) {
     return (bits)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, from));
 #else
     uint8_t some[LANES] = {0};
-    memcpy(some, from, at_most(count, LANES));
+    memcpy(some, from, count >= LANES ? LANES : count);
 #if LANES == 8
     return (bits)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)some));
 #else
@@ -65,6 +65,7 @@ INLINE vec factors_at(const char *factors, int64_t group, int64_t shift, int64_t
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     return (vec)_mm512_permutexvar_ps(_mm512_srl_epi32(lanes, _mm_cvtsi64_si128(shift)), (__m512)some);
 #else
+    if (1 << shift >= LANES) return all(load_some(factors, 1, F16)[0]);  // groups are aligned to LANES
     vec spread = {0};
     for (int64_t i = 0; i < at_most(count, LANES); i++)
         spread[i] = load_some(factors + (((group + i) >> shift) - (group >> shift)) * 2, 1, F16)[0];
@@ -84,8 +85,12 @@ INLINE void read_some_scales(const int kind, const Matrix *m, const char *data, 
         if (kind == SCALES_SUPER) {
             const int64_t shift = SUPER_SHIFT - m->shift;
             scale = factors_at(data + m->factors, at, shift, count) * signed_at(scales + at, count);
-            if (m->offsets == OFFSETS_MIN)
-                store(s->offset + i, factors_at(data + m->min_factors, at, shift, count) * unsigned_at(offsets + i, count), F32);
+            tame &= scale - scale == 0.0f;
+            if (m->offsets == OFFSETS_MIN) {
+                const vec offset = factors_at(data + m->min_factors, at, shift, count) * unsigned_at(offsets + i, count);
+                store(s->offset + i, offset, F32);
+                tame &= offset - offset == 0.0f;
+            }
         } else if (kind == SCALES_E8M0) {
             const bits raw = bytes_at(scales + at, count);
             scale = powers_of(raw);
@@ -139,27 +144,76 @@ INLINE vec plain_at(const void *at, int64_t codes) {
     return codes == CODES_BF16 ? load(at, BF16) : codes == CODES_F16 ? load(at, F16) : load(at, F32);
 }
 
-// The values of SPAN codes.
-static TARGET void values_of(const Matrix *m, const uint8_t *code, const uint8_t *high, float *values) {
-    const int codes = (int)m->codes;
-    if (codes >= CODES_BF16) {
-        for (int i = 0; i < SPAN; i += LANES) store(values + i, plain_at(code + i * code_bits(codes) / 8, codes), F32);
-    } else if (codes == CODES_FP8) {  // as float16: that is a 256th of it
-        for (int i = 0; i < SPAN; i += LANES) {
-            const bits raw = bytes_at(code + i, LANES), magnitude = raw & 0x7F;
-            const vec value = widen_f16(narrow_u16(magnitude << 7 | (raw & 0x80) << 8)) * 256.0f;
-            store(values + i, choose(magnitude == 0x7F, (vec)((bits){0} + 0x7FC00000), value), F32);
-        }
-    } else if (codes == CODES_INT8) {
-        for (int i = 0; i < SPAN; i += LANES) store(values + i, signed_at(code + i, LANES), F32);
-    } else {
-        for (int i = 0; i < SPAN; i++) {
-            const int low = code[i / 2] >> i % 2 * 4 & 15;
-            values[i] = codes == CODES_LEVELS4 ? m->levels[low]
-                        : codes == CODES_UINT5 ? (float)(low | (high[i / 8] >> i % 8 & 1) << 4)
-                                               : (float)((low | (high[i / 4] >> i % 4 * 2 & 3) << 4) - 32);
-        }
+// Rounded, the upper half is bfloat16; a NaN that is not `tame` has any bits.
+INLINE bits bits_of(vec v, bool is_tame) { return is_tame ? (bits)v + 0x7FFF + ((bits)v >> 16 & 1) : round_bf16(v); }
+
+// Vectors of the even elements and of the odd ones, in their order.
+INLINE pair in_order(pair v) {
+#if LANES == 16
+    const __m512i lanes = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i later = _mm512_add_epi32(lanes, _mm512_set1_epi32(8));
+    return (pair){(vec)_mm512_permutex2var_ps((__m512)v.a, lanes, (__m512)v.b),
+                  (vec)_mm512_permutex2var_ps((__m512)v.a, later, (__m512)v.b)};
+#elif LANES == 8
+    const __m256 low = _mm256_unpacklo_ps((__m256)v.a, (__m256)v.b), high = _mm256_unpackhi_ps((__m256)v.a, (__m256)v.b);
+    return (pair){(vec)_mm256_permute2f128_ps(low, high, 0x20), (vec)_mm256_permute2f128_ps(low, high, 0x31)};
+#else
+    return (pair){(vec){v.a[0], v.b[0], v.a[1], v.b[1]}, (vec){v.a[2], v.b[2], v.a[3], v.b[3]}};
+#endif
+}
+
+INLINE vec level_of(const float *levels, bits number) {
+#if LANES == 16
+    return (vec)_mm512_permutexvar_ps((__m512i)number, _mm512_loadu_ps(levels));
+#elif LANES == 8
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), (__m256i)number);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels + 8), (__m256i)number);
+    return (vec)_mm256_blendv_ps(low, high, (__m256)(number << 28));
+#else
+    return (vec){levels[number[0]], levels[number[1]], levels[number[2]], levels[number[3]]};
+#endif
+}
+
+typedef int8_t bytes __attribute__((vector_size(2 * LANES)));
+typedef int16_t words __attribute__((vector_size(4 * LANES)));
+INLINE words words_at(const uint8_t *code) {
+    bytes raw;
+    memcpy(&raw, code, sizeof raw);
+    return __builtin_convertvector(raw, words);
+}
+
+// Values of 2 * LANES codes of FP8, by way of float16: that is a 256th of them.
+INLINE pair fp8_at(const uint8_t *code) {
+    const words raw = words_at(code), is_nan = (raw & 0x7F) == 0x7F;
+    const words half = (raw << 7 & (int16_t)0xBF80) | (is_nan & 0x7E00);
+    halves each[2];
+    memcpy(each, &half, sizeof each);
+    return (pair){widen_f16(each[0]) * 256.0f, widen_f16(each[1]) * 256.0f};
+}
+
+// Values of 2 * LANES other codes: the even ones, then the odd ones.
+INLINE pair values_at(int codes, const float *levels, const uint8_t *code, const uint8_t *high) {
+    if (codes == CODES_INT8) {
+        const bits both = (bits)words_at(code);
+        return (pair){__builtin_convertvector((ints)(both << 16) >> 16, vec), __builtin_convertvector((ints)both >> 16, vec)};
     }
+    const bits raw = bytes_at(code, LANES);
+    bits even = raw & 15, odd = raw >> 4;
+    if (codes == CODES_LEVELS4) return (pair){level_of(levels, even), level_of(levels, odd)};
+    const int64_t n_bits = codes == CODES_UINT5 ? 1 : 2, lanes = LANES == 16 ? 8 : LANES;
+    uint64_t word = 0;
+    memcpy(&word, high, LANES * n_bits / 4);
+    // Lanes beyond the eighth are in the second half of a word of 6 bits' codes.
+    const bits words = (bits)choose(LANE_NUMBERS < (int32_t)(n_bits == 2 ? lanes : LANES), (vec)((bits){0} + (uint32_t)word),
+                                    (vec)((bits){0} + (uint32_t)(word >> 32)));
+    if (codes == CODES_UINT5) {
+        const bits upper = words >> (bits)(LANE_NUMBERS * 2);
+        even |= (upper & 1) << 4, odd |= (upper & 2) << 3;
+        return (pair){__builtin_convertvector((ints)even, vec), __builtin_convertvector((ints)odd, vec)};
+    }
+    const bits upper = words >> (bits)((LANE_NUMBERS & 7) * 4);
+    even |= (upper & 3) << 4, odd |= (upper & 12) << 2;
+    return (pair){__builtin_convertvector((ints)even - 32, vec), __builtin_convertvector((ints)odd - 32, vec)};
 }
 
 #if LANES == 16

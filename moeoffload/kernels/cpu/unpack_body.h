@@ -2,12 +2,14 @@
 //
 // Where the includer defines WORDS, 32 elements of 16 bits out of two vectors of floats, AVX-512 does the work: levels
 // times a scale are rounded once for a group, and codes are looked up among them. In bfloat16 a power of two is added to
-// exponents, which is exact, and so are the upper two bits of FP8's: only its lower five bits are looked up.
+// exponents, which is exact, and so are the upper two bits of FP8's: only its lower five bits are looked up. Elsewhere
+// codes become floats, which are scaled and rounded.
 
 // What is the same for all rows of a span: the groups of four times 16 weights, counted from the first of the segment;
 // what codes are looked up in, before it is scaled, and as elements.
 typedef struct {
     int64_t group[4];
+    const float *levels;
 #ifdef WORDS
     vec low, high;
     __m512i words;
@@ -15,7 +17,6 @@ typedef struct {
 #endif
 } NAME(Span);
 
-#ifdef WORDS
 INLINE vec NAME(scaled)(const int offsets, vec values, const Scales *s, int64_t group) {
     const vec scale = all(s->scale[group]);
     if (offsets == OFFSETS_NONE) return values * scale;
@@ -23,6 +24,39 @@ INLINE vec NAME(scaled)(const int offsets, vec values, const Scales *s, int64_t 
     return offsets == OFFSETS_ZERO ? (values - offset) * scale : values * scale - offset;
 }
 
+// Two vectors of weights as elements; if they are `tame`, none is NaN but for codes that say so.
+INLINE void NAME(unpack_two)(int codes, int offsets, bool is_tame, const uint8_t *code, const uint8_t *high,
+                             const float *levels, const Scales *s, int64_t first, int64_t second, ELEMENT *out) {
+    // Where both vectors have one scale, they become elements of bfloat16 without a shuffle.
+    const bool is_split = TYPE == BF16 && LANES < 16 && codes != CODES_FP8;
+    pair v = codes == CODES_FP8 ? fp8_at(code) : values_at(codes, levels, code, high);
+    if (!is_split && codes != CODES_FP8) v = in_order(v);
+    v.a = NAME(scaled)(offsets, v.a, s, first), v.b = NAME(scaled)(offsets, v.b, s, second);
+    if (is_split) {
+        const bits both = bits_of(v.a, is_tame) >> 16 | (bits_of(v.b, is_tame) & 0xFFFF0000);
+        memcpy(out, &both, sizeof both);
+#if LANES == 8
+    } else if (TYPE == BF16) {  // written together: they are read together at once
+        const __m256i a = (__m256i)(bits_of(v.a, is_tame) >> 16), b = (__m256i)(bits_of(v.b, is_tame) >> 16);
+        const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8);
+        memcpy(out, &both, sizeof both);
+#endif
+    } else {
+        store(out, v.a, TYPE);
+        store(out + LANES, v.b, TYPE);
+    }
+}
+
+#ifndef WORDS
+INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_power, const uint8_t *code, const uint8_t *high,
+                              const NAME(Span) *g, const Scales *s, ELEMENT *out) {
+#pragma GCC unroll 1
+    for (int i = 0; i < SPAN; i += 2 * LANES)
+        NAME(unpack_two)(codes, offsets, true, code + i * code_bits(codes) / 8, high + i * high_bits(codes) / 8, g->levels, s,
+                         g->group[i / 16], g->group[(i + LANES) / 16], out + i);
+    return true;
+}
+#else
 // FP8 by way of float16, but for NaN.
 INLINE bool NAME(unpack_fp8)(const uint8_t *code, const NAME(Span) *g, const Scales *s, ELEMENT *out) {
     const __m512i raw = _mm512_loadu_si512(code);
@@ -124,27 +158,33 @@ static TARGET __attribute__((noinline)) void NAME(unpack_any)(const Matrix *m, c
 #ifdef WORDS
     if (m->codes == CODES_FP8 && !s->is_wild && NAME(unpack_fp8)(code, g, s, out)) return;
 #endif
-    float values[SPAN];
-    values_of(m, code, high, values);
-    for (int i = 0; i < SPAN; i += LANES) {
-        vec some = load(values + i, F32);
-        if (m->codes < CODES_BF16) {
-            const int64_t group = g->group[i / 16];
-            if (m->offsets == OFFSETS_ZERO) some -= s->offset[group];
-            some *= s->scale[group];
-            if (m->offsets == OFFSETS_MIN) some -= s->offset[group];
-        }
-        store(out + i, some, TYPE);
+    const int codes = (int)m->codes;
+    if (codes < CODES_BF16) {
+        for (int i = 0; i < SPAN; i += 2 * LANES)
+            NAME(unpack_two)(codes, (int)m->offsets, false, code + i * code_bits(codes) / 8, high + i * high_bits(codes) / 8,
+                             m->levels, s, g->group[i / 16], g->group[(i + LANES) / 16], out + i);
+        return;
     }
+    for (int i = 0; i < SPAN; i += LANES) store(out + i, plain_at(code + i * code_bits(codes) / 8, codes), TYPE);
 }
 
 INLINE void NAME(set_tables)(const int codes, const Matrix *m, NAME(Span) *span) {
+    span->levels = m->levels;
 #ifdef WORDS
     const vec numbers = __builtin_convertvector(LANE_NUMBERS, vec);
     span->low = codes == CODES_LEVELS4 ? load(m->levels, F32) : codes == CODES_FP8 ? fp8_values(0) : numbers;
     span->high = codes == CODES_LEVELS4 ? span->low : codes == CODES_FP8 ? fp8_values(16) : numbers + 16.0f;
     span->words = WORDS(span->low, span->high);
     span->is_nonzero = _mm512_test_epi16_mask(span->words, _mm512_set1_epi16(0x7FFF));
+#endif
+}
+
+// Whether two groups meet in a vector in which `unpack_fast` looks codes up.
+INLINE bool NAME(is_too_fine)(const int codes, int64_t shift) {
+#ifdef WORDS
+    return shift < 5 && (codes == CODES_LEVELS4 || codes == CODES_UINT5);
+#else
+    return false;
 #endif
 }
 
@@ -174,8 +214,7 @@ INLINE void NAME(unpack_spans)(const int codes, const int offsets, const bool is
         const int64_t count = at_most(to - at, SPAN);
         uint64_t left = all_rows;
         for (int i = 0; i < 4; i++) span.group[i] = ((at + 16 * i) >> shift) - first;
-#ifdef WORDS
-        if (codes < CODES_BF16 && count == SPAN && !(shift < 5 && (codes == CODES_LEVELS4 || codes == CODES_UINT5))) {
+        if (codes < CODES_BF16 && count == SPAN && !NAME(is_too_fine)(codes, shift)) {
             left = 0;
             const uint8_t *row_code = code, *row_high = high;
             const Scales *s = scales;
@@ -188,7 +227,6 @@ INLINE void NAME(unpack_spans)(const int codes, const int offsets, const bool is
                 row_code += row_bytes, row_high += row_bytes, s++, row_out += stride;
             }
         }
-#endif
         for (; left; left &= left - 1) {
             const int64_t r = __builtin_ctzll(left);
             ELEMENT elements[SPAN];
@@ -198,7 +236,6 @@ INLINE void NAME(unpack_spans)(const int codes, const int offsets, const bool is
     }
 }
 
-#ifdef WORDS
 // Adds the products of an operand and columns from..to of a row, within a segment, to its sums, in the order of
 // `products`; whatever the weights are, and (multiply_spans) out of registers.
 static TARGET __attribute__((noinline)) void NAME(multiply_some)(const Matrix *m, const uint8_t *row, int64_t from, int64_t to,
@@ -210,8 +247,9 @@ static TARGET __attribute__((noinline)) void NAME(multiply_some)(const Matrix *m
         ELEMENT some[SPAN];
         for (int i = 0; i < 4; i++) g.group[i] = ((at + 16 * i) >> m->shift) - first;
         const uint8_t *code = row + at * code_bits(codes) / 8, *high = row + m->high + at * high_bits(codes) / 8;
-        NAME(unpack_some)(m, code, high, at_most(to - at, SPAN), &g, s, some);
-        for (int i = 0; i < SPAN; i += BLOCK) MULTIPLY(sums, LOAD(some + i), GET(operand + at + i));
+        const int64_t count = at_most(to - at, SPAN);
+        NAME(unpack_some)(m, code, high, count, &g, s, some);
+        for (int64_t i = 0; i < count; i += BLOCK) MULTIPLY(sums, LOAD(some + i), GET(operand + at + i));
     }
 }
 INLINE void NAME(multiply_spans)(const int codes, const int offsets, const bool is_power, const Matrix *m, const uint8_t *row,
@@ -221,7 +259,7 @@ INLINE void NAME(multiply_spans)(const int codes, const int offsets, const bool 
     NAME(set_tables)(codes, m, &span);
     vec acc[2] = {sums[0], sums[1]};
     int64_t at = from;
-    if (!s->is_wild && !(second && (codes == CODES_LEVELS4 || codes == CODES_UINT5))) {
+    if (!s->is_wild && !NAME(is_too_fine)(codes, shift)) {
         const uint8_t *code = row + at * code_bits(codes) / 8, *high = row + m->high + at * high_bits(codes) / 8;
         for (; at + SPAN <= to; at += SPAN) {
             ELEMENT some[SPAN];
@@ -240,7 +278,6 @@ INLINE void NAME(multiply_spans)(const int codes, const int offsets, const bool 
     sums[0] = acc[0], sums[1] = acc[1];
     if (__builtin_expect(at < to, false)) NAME(multiply_some)(m, row, at, to, s, operand, sums);
 }
-#endif
 
 #define EACH_CODES                                \
     case CODES_FP8:                               \
@@ -287,7 +324,6 @@ static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, in
     }
 }
 #undef SPANS
-#ifdef WORDS
 #define SPANS(codes, offsets, is_power) \
     NAME(multiply_spans)(codes, offsets, is_power, m, data, from, end, &scales, operand, sums[0][0], ahead);
 // The products of an operand and rows, one after the other: a single stream of reads.
@@ -310,6 +346,5 @@ static TARGET void NAME(multiply_packed)(const Matrix *m, int64_t expert, int64_
     }
 }
 #undef SPANS
-#endif
 #undef EACH_CODES
 #undef EACH_OFFSETS
