@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeoffload.checkpoint.convert import Recipe, Shapes
+from moeoffload.checkpoint.convert import Plans, Recipe, Shapes, plan_rows
 from moeoffload.checkpoint.digest import digest_checkpoint
 from moeoffload.checkpoint.gguf import open_gguf
 from moeoffload.checkpoint.gguf_file import is_gguf
@@ -31,12 +31,13 @@ from moeoffload.checkpoint.layout import (
 )
 from moeoffload.checkpoint.locate import locate
 from moeoffload.checkpoint.model_config import CONFIG_FILE
-from moeoffload.checkpoint.packed_rows import Piece
+from moeoffload.checkpoint.packed_rows import PLAIN, Piece
 from moeoffload.checkpoint.quantised import quantised_experts, quantised_pieces, refuse_packed
 from moeoffload.checkpoint.source import Readable, Source, open_folder
 from moeoffload.checkpoint.stamp import stamp_of
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, INDEX_FILE, TensorReader
 from moeoffload.errors import ModelError
+from moeoffload.formats import PackedWeights
 from moeoffload.formats.quantise import FORMATS
 from moeoffload.huge_pages import empty_weights
 
@@ -102,6 +103,7 @@ class Checkpoint:
         # goes.
         self._moulds = experts
         self._recipes, self._dense = source.sort(model, experts)
+        self._plans: Plans = {}
         self._model_config = model.config
         self.expert_format = quantised
         if quantised is not None:
@@ -260,8 +262,9 @@ class Checkpoint:
         self, module: nn.Module, layer: ExpertLayer, recipe: Recipe, experts: Sequence[int], reader: TensorReader
     ) -> None:
         prefix = f"{layer.module_name}."
-        if recipe.pieces:
-            self._fill_packed(module, prefix, recipe, experts, reader)
+        rooms = self._rooms(module, layer, recipe)
+        if rooms:
+            _fill_rows(rooms, recipe, experts, reader)
             return
         for group in _groups(len(experts), recipe.expert_bytes) if recipe.per_expert else [slice(0, len(experts))]:
             chosen = experts[group]
@@ -271,20 +274,39 @@ class Checkpoint:
                 parameter = module.get_parameter(target.removeprefix(prefix))
                 (parameter[group] if recipe.per_expert else parameter).copy_(values)
 
-    def _fill_packed(
-        self, module: nn.Module, prefix: str, recipe: Recipe, experts: Sequence[int], reader: TensorReader
-    ) -> None:
-        """Several experts at a time: reading and copying do not hold the interpreter's lock."""
+    def _rooms(self, module: nn.Module, layer: ExpertLayer, recipe: Recipe) -> list[tuple[Piece, PackedWeights]]:
+        """Where the rows of packed matrices go, or of plain ones that stay as they are; none if they are converted."""
+        prefix, mould = f"{layer.module_name}.", self._moulds[layer.module_name]
+        if recipe.pieces:
+            packed = {target: getattr(module, target.removeprefix(prefix)) for target in recipe.pieces}
+            return [
+                pair for target, pieces in recipe.pieces.items() for pair in zip(pieces, packed[target], strict=True)
+            ]
+        if not recipe.per_expert or getattr(mould, "is_transposed", True):
+            return []
+        config, form = self._model_config, PLAIN.get(self.dtype)
+        plain = plan_rows(recipe, layer.module_name, mould, config, self._plans, must=False)
+        if any(len(pieces) != 1 or pieces[0].form != form for pieces in plain.values()):
+            return []
+        bytes_of = {
+            target: module.get_parameter(target.removeprefix(prefix)).data.view(torch.uint8) for target in plain
+        }
+        return [(each, PackedWeights(each.form, each.n_in, bytes_of[target])) for target, (each,) in plain.items()]
 
-        def fill(slot: int) -> None:
-            weights = [*recipe.weights_of(experts[slot]).values()]
-            for target, pieces in recipe.pieces.items():
-                for piece, out in zip(pieces, getattr(module, target.removeprefix(prefix)), strict=True):
-                    piece.fill(out, slot, reader, weights, experts[slot])
 
-        with ThreadPoolExecutor(min(_MOST_THREADS, len(experts), os.cpu_count() or 1)) as pool:
-            for _ in pool.map(fill, range(len(experts))):
-                pass
+def _fill_rows(
+    rooms: Sequence[tuple[Piece, PackedWeights]], recipe: Recipe, experts: Sequence[int], reader: TensorReader
+) -> None:
+    """Several experts at a time: reading and copying do not hold the interpreter's lock."""
+
+    def fill(slot: int) -> None:
+        weights = [*recipe.weights_of(experts[slot]).values()]
+        for piece, out in rooms:
+            piece.fill(out, slot, reader, weights, experts[slot])
+
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(experts), os.cpu_count() or 1)) as pool:
+        for _ in pool.map(fill, range(len(experts))):
+            pass
 
 
 def _groups(n_experts: int, expert_bytes: int) -> Iterator[slice]:

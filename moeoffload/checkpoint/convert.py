@@ -40,6 +40,7 @@ from moeoffload.checkpoint.weights import StoredWeight, WeightIndex
 from moeoffload.errors import ModelError
 
 _PER_EXPERT_OPERATIONS = (Chunk, Concatenate, Interleave, Transpose)
+Plans = dict[object, dict[str, tuple[Piece, ...]]]
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -138,14 +139,14 @@ def make_recipes(
     recipes: dict[str, list[Recipe]] = {name: [] for name in experts}
     for recipe in by_target.values():
         recipes[owners[recipe.targets[0]]].append(recipe)
-    plans: dict[object, dict[str, tuple[Piece, ...]]] = {}
+    plans: Plans = {}
     for name, module in experts.items():
         _check_complete(name, module, recipes[name])
         for recipe in recipes[name]:
             _check_recipe(recipe, name, module, model.config)
         if any(each.packing for recipe in recipes[name] for stored in recipe.sources.values() for each in stored):
             for recipe in recipes[name]:
-                _plan(recipe, name, module, model.config, plans)
+                recipe.pieces = plan_rows(recipe, name, module, model.config, plans)
     return recipes, dense
 
 
@@ -245,16 +246,17 @@ def _check_recipe(recipe: Recipe, name: str, module: nn.Module, config: Any) -> 
     recipe.convert(sample, Shapes(name, module, 1), config)
 
 
-def _plan(
-    recipe: Recipe, name: str, module: Any, config: Any, plans: dict[object, dict[str, tuple[Piece, ...]]]
-) -> None:
-    """Find the packed rows of a recipe's matrices; ``plans`` holds those of recipes that were alike."""
+def plan_rows(
+    recipe: Recipe, name: str, module: Any, config: Any, plans: Plans, *, must: bool = True
+) -> dict[str, tuple[Piece, ...]]:
+    """The packed rows of a recipe's matrices by target; ``plans`` holds those of recipes that were alike.
+    Raises ModelError: its conversion does more than move rows; without ``must`` nothing is planned then."""
     leaves = {target: target.removeprefix(f"{name}.") for target in recipe.targets}
     if not set(leaves.values()) & set(_MATRICES):
         packed = next((each for stored in recipe.sources.values() for each in stored if each.packing), None)
         if packed is not None:
             raise ModelError(f"{recipe.targets[0]}: {packed.name} is packed, and it is no matrix; not supported")
-        return
+        return {}
     firsts = recipe.weights_of(0)
     stored = tuple((each.shape, each.packing or each.plain.dtype) for each in firsts.values())
     key = id(recipe.converter), tuple(leaves.values()), stored
@@ -263,8 +265,14 @@ def _plan(
         matrices = {
             target: traced[target][0].t() if module.is_transposed else traced[target][0] for target in recipe.targets
         }
-        plans[key] = {leaves[target]: plan(target, matrix, [*firsts.values()]) for target, matrix in matrices.items()}
-    recipe.pieces = {target: plans[key][leaf] for target, leaf in leaves.items()}
+        try:
+            found = {leaves[target]: plan(target, matrix, [*firsts.values()]) for target, matrix in matrices.items()}
+        except ModelError:
+            if must:
+                raise
+            found = {}
+        plans[key] = found
+    return {target: plans[key][leaf] for target, leaf in leaves.items() if plans[key]}
 
 
 def _check_experts(target: str, pattern: str, weights: Sequence[StoredWeight], n_experts: int) -> None:

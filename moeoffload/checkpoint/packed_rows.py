@@ -18,7 +18,7 @@ from moeoffload.errors import ModelError
 from moeoffload.formats import Codes, PackedFormat, PackedWeights, Scales
 from moeoffload.formats.file_format import SHARED, Packing, Parts, as_bytes
 
-_PLAIN: Final = {
+PLAIN: Final = {
     torch.bfloat16: PackedFormat("bf16", Codes.BFLOAT16),
     torch.float16: PackedFormat("f16", Codes.FLOAT16),
     torch.float32: PackedFormat("f32", Codes.FLOAT32),
@@ -106,10 +106,10 @@ def as_packed(weight: StoredWeight, is_transposed: bool) -> tuple[StoredWeight, 
     if weight.packing is not None:
         return weight, weight.packing
     dtype = weight.plain.torch_dtype
-    if dtype not in _PLAIN:
+    if dtype not in PLAIN:
         raise ModelError(f"{weight.name}: is stored as {weight.plain.dtype} beside packed weights; not supported")
     sections = _transposed_codes if is_transposed else _codes
-    packing = Packing(_PLAIN[dtype], weight.shape, sections, is_transposed)
+    packing = Packing(PLAIN[dtype], weight.shape, sections, is_transposed, is_verbatim=not is_transposed)
     return replace(weight, packing=packing), packing
 
 

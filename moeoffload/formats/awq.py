@@ -13,8 +13,9 @@ import torch
 
 from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes
 from moeoffload.formats.int4 import nibbles, pack_grouped
+from moeoffload.formats.transpose import transpose_codes
 
-_PLACES: Final = [0, 4, 1, 5, 2, 6, 3, 7]
+_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word holds its first row, its second, and so on."""
 
 
@@ -33,30 +34,19 @@ def check(settings: Mapping[str, Any]) -> None:
 def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
     """As the module says."""
     n_in, n_out = parts["weight"].shape[0], 8 * parts["weight"].shape[1]
+    if n_in % 8:
+        raise ValueError(f"its rows have {n_in} weights, needed is a multiple of 8")
     size = settings.get("group_size", settings.get("q_group_size", 128))
     return pack_grouped(parts, (n_out, n_in), size, _sections, with_zeros=True)
 
 
 def _sections(parts: Parts) -> dict[str, torch.Tensor]:
     zeros = nibbles(as_bytes(parts["zeros"])).unflatten(-1, (-1, 8))[..., _PLACES].flatten(-2)
-    # (in / 8, 8, out / 8) words of eight rows -> words of eight columns, (out, in / 8)
-    words = _exchanged(parts["weight"].unflatten(0, (-1, 8)))[:, _PLACES].permute(2, 1, 0)
     return {
-        "codes": as_bytes(words.flatten(0, 1)),
+        "codes": as_bytes(transpose_codes(parts["weight"], _PLACES)),
         "scales": as_bytes(parts["scale"].t()),
         "offsets": zeros.t(),
     }
-
-
-def _exchanged(words: torch.Tensor) -> torch.Tensor:
-    """(n, 8, m) int32: nibble i of word k and nibble k of word i change places, halves of words first."""
-    words = words.clone()
-    for distance, mask in ((4, 0xFFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
-        first, second = words.unflatten(1, (-1, 2, distance)).unbind(2)
-        moved = (first >> 4 * distance ^ second) & mask
-        second ^= moved
-        first ^= moved << 4 * distance
-    return words
 
 
 FILE_FORMATS: Final = (FileFormat(".qweight", (torch.int32,), {"scale": (".scales",), "zeros": (".qzeros",)}, pack),)

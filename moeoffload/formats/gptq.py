@@ -15,6 +15,7 @@ import torch
 
 from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes
 from moeoffload.formats.int4 import check_order, nibbles, pack_grouped
+from moeoffload.formats.transpose import transpose_words
 
 _SMALLER_BY: Final = {"gptq": 1, "gptq_v2": 0}
 _MIDDLE: Final = 8
@@ -48,7 +49,7 @@ def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
 def _sections(parts: Parts, *, group: int, less: int, is_symmetric: bool) -> dict[str, torch.Tensor]:
     check_order(parts, group)
     zeros = nibbles(as_bytes(parts["zeros"])) + less
-    sections = {"codes": as_bytes(parts["weight"].t()), "scales": as_bytes(parts["scale"].t())}
+    sections = {"codes": as_bytes(transpose_words(parts["weight"])), "scales": as_bytes(parts["scale"].t())}
     if not is_symmetric:
         sections["offsets"] = zeros.t()
     elif not bool((zeros == _MIDDLE).all()):
