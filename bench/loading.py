@@ -1,0 +1,158 @@
+"""How fast servers load experts and hosts load dense layers, in every stored format, beside how fast the files are read.
+
+``python bench/loading.py --folder DIR``: checkpoints of a real geometry are written to DIR where there are none yet, which
+takes minutes. The limit is reading the same files from the page cache with one thread for each core into memory that
+stays, as weights do; reading into the same few buffers again and again is beside it. The best of several rounds counts.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from servers import expert_server_process, write_json
+from synthetic import Quantised, geometry_config, write_checkpoint
+
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.config import DenseFormat
+from moeoffload.control.client import ControlClient
+from moeoffload.control.protocol import dtype_label
+from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.host.model import load_dense_model
+from moeoffload.host.packed_dense import pack_linears
+from moeoffload.placement import ExpertTable
+
+PLAIN = "bf16"
+BLOCK_BYTES = 8 << 20
+LOAD_TIMEOUT_S = 300.0
+CORES = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One format: its experts and dense layers in GB, and rates in GB/s."""
+
+    format: str
+    experts_gb: float
+    dense_gb: float
+    read_again: float
+    read: float
+    load: float
+    load_of_read: float
+    host: float
+
+
+def read_rate(files: Sequence[Path], *, stays: bool) -> float:
+    """GB/s of reading files that are in the page cache."""
+    spans = [(file, start) for file in files for start in range(0, file.stat().st_size, BLOCK_BYTES)]
+    opened = {file: os.open(file, os.O_RDONLY) for file in files}
+    room = torch.empty((len(spans) if stays else CORES, BLOCK_BYTES), dtype=torch.uint8)
+
+    def read(number: int) -> int:
+        file, start = spans[number]
+        return os.preadv(opened[file], [memoryview(room[number if stays else number % CORES].numpy())], start)
+
+    try:
+        begun = time.perf_counter()
+        with ThreadPoolExecutor(CORES) as pool:
+            n_bytes = sum(pool.map(read, range(len(spans))))
+        return n_bytes / (time.perf_counter() - begun) / 1e9
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
+
+
+def load_seconds(address: str, checkpoint: Checkpoint) -> float:
+    """How long a server takes to load all experts, from its first progress to its last."""
+    table = ExpertTable(tuple(tuple(range(layer.n_experts)) for layer in checkpoint.layers))
+    dtype = dtype_label(checkpoint.dtype)
+    model = pb.ModelReference(reference=str(checkpoint.path), digest=checkpoint.digest, compute_dtype=dtype)
+    times: list[float] = []
+    client = ControlClient(address)
+    try:
+        client.connect(LOAD_TIMEOUT_S)
+        lease = client.attach(LOAD_TIMEOUT_S)
+        lease.load(model, table, progress=lambda *_: times.append(time.perf_counter()), timeout_s=LOAD_TIMEOUT_S)
+        lease.close()
+    finally:
+        client.close()
+    return times[-1] - times[0]
+
+
+def host_seconds(checkpoint: Checkpoint) -> float:
+    """How long a host takes to load the dense layers."""
+    begun = time.perf_counter()
+    pack_linears(load_dense_model(checkpoint, torch.device("cpu")), checkpoint, DenseFormat.KEEP)
+    return time.perf_counter() - begun
+
+
+def measure(name: str, folder: Path, rounds: int) -> Row:
+    """All figures of one checkpoint."""
+
+    def best(figure: Callable[[], float]) -> float:
+        return min(figure() for _ in range(rounds))
+
+    checkpoint = Checkpoint.open(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    total = sum(file.stat().st_size for file in files) / 1e9
+    experts = sum(layer.n_experts * layer.expert_bytes for layer in checkpoint.layers) / 1e9
+    again, stays = (-best(lambda stays=stays: -read_rate(files, stays=stays)) for stays in (False, True))  # type: ignore[misc]
+    with expert_server_process(0, "--keep-warm", "off", "--memory-gib", "8") as (server, address):
+        os.sched_setaffinity(server.pid, os.sched_getaffinity(0))
+        load = experts / best(lambda: load_seconds(address, checkpoint))
+    host = (total - experts) / best(lambda: host_seconds(checkpoint))
+    return Row(name, experts, total - experts, again, stays, load, load / stays, host)
+
+
+def checkpoints(folder: Path, names: Sequence[str], gb: float) -> Iterator[tuple[str, Path]]:
+    """Checkpoints of all formats, written where they are missing; ``gb``: experts of each, about."""
+    for name in names:
+        bits = 16 if name == PLAIN else 4.5 if "4" in name or name in ("gptq", "awq") else 8.5
+        layers = max(1, round(gb / (0.0755 * bits)))  # of 128 experts of 3 * 768 * 2048 weights
+        if not (folder / name / "config.json").exists():
+            form = None if name == PLAIN else name
+            config = geometry_config("qwen3-30b-a3b", layers=layers, vocab=8192)
+            write_checkpoint(config, folder / name, dtype=torch.bfloat16, form=form)
+        yield name, folder / name
+
+
+def main(
+    folder: Annotated[Path, typer.Option(help="Where checkpoints are, or will be, a folder for each format.")],
+    formats: Annotated[str, typer.Option(help="With commas between.")] = ",".join([PLAIN, *Quantised]),
+    gb: Annotated[float, typer.Option(help="Experts of a checkpoint that is written.")] = 1.2,
+    rounds: int = 3,
+    json: Path | None = None,
+) -> None:
+    """Measure loading in each format."""
+    rows = [measure(name, path, rounds) for name, path in checkpoints(folder, formats.split(","), gb)]
+    table = Table(title=f"loading, GB/s, {CORES} cores, best of {rounds}")
+    for column in (
+        "format",
+        "experts GB",
+        "dense GB",
+        "read again",
+        "read (limit)",
+        "server loads",
+        "of limit",
+        "host",
+    ):
+        table.add_column(column, justify="left" if column == "format" else "right")
+    for row in rows:
+        sizes = (f"{row.experts_gb:.2f}", f"{row.dense_gb:.2f}", f"{row.read_again:.2f}", f"{row.read:.2f}")
+        table.add_row(row.format, *sizes, f"{row.load:.2f}", f"{row.load_of_read:.2f}", f"{row.host:.2f}")
+    Console().print(table)
+    if json is not None:
+        write_json(json, "loading", {"gb": gb, "rounds": rounds}, rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)
