@@ -1,7 +1,7 @@
-"""How fast servers load experts and hosts load dense layers, in every stored format, beside how fast the files are read.
+"""How fast servers load experts and hosts load dense layers, in every stored format, and how fast files are read.
 
-``python bench/loading.py --folder DIR``: checkpoints of a real geometry are written to DIR where there are none yet, which
-takes minutes. The limit is reading the same files from the page cache with one thread for each core into memory that
+``python bench/loading.py --folder DIR``: checkpoints of a real geometry are written to DIR where there are none yet,
+which takes minutes. The limit is reading the same files from the page cache with one thread for each core into memory that
 stays, as weights do; reading into the same few buffers again and again is beside it. The best of several rounds counts.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -59,7 +59,8 @@ def read_rate(files: Sequence[Path], *, stays: bool) -> float:
 
     def read(number: int) -> int:
         file, start = spans[number]
-        return os.preadv(opened[file], [memoryview(room[number if stays else number % CORES].numpy())], start)
+        buffer: Any = room[number if stays else number % CORES].numpy()
+        return os.preadv(opened[file], [buffer], start)
 
     try:
         begun = time.perf_counter()
@@ -107,7 +108,8 @@ def measure(name: str, folder: Path, rounds: int) -> Row:
     experts = sum(layer.n_experts * layer.expert_bytes for layer in checkpoint.layers) / 1e9
     again, stays = (-best(lambda stays=stays: -read_rate(files, stays=stays)) for stays in (False, True))  # type: ignore[misc]
     with expert_server_process(0, "--keep-warm", "off", "--memory-gib", "8") as (server, address):
-        os.sched_setaffinity(server.pid, os.sched_getaffinity(0))
+        for thread in Path(f"/proc/{server.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), os.sched_getaffinity(0))
         load = experts / best(lambda: load_seconds(address, checkpoint))
     host = (total - experts) / best(lambda: host_seconds(checkpoint))
     return Row(name, experts, total - experts, again, stays, load, load / stays, host)
@@ -135,16 +137,8 @@ def main(
     """Measure loading in each format."""
     rows = [measure(name, path, rounds) for name, path in checkpoints(folder, formats.split(","), gb)]
     table = Table(title=f"loading, GB/s, {CORES} cores, best of {rounds}")
-    for column in (
-        "format",
-        "experts GB",
-        "dense GB",
-        "read again",
-        "read (limit)",
-        "server loads",
-        "of limit",
-        "host",
-    ):
+    columns = ("experts GB", "dense GB", "read again", "read (limit)", "server loads", "of limit", "host")
+    for column in ("format", *columns):
         table.add_column(column, justify="left" if column == "format" else "right")
     for row in rows:
         sizes = (f"{row.experts_gb:.2f}", f"{row.dense_gb:.2f}", f"{row.read_again:.2f}", f"{row.read:.2f}")
