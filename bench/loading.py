@@ -1,7 +1,7 @@
 """How fast servers load experts and hosts load dense layers, in every stored format, and how fast files are read.
 
 ``python bench/loading.py --folder DIR``: checkpoints of a real geometry are written to DIR where there are none yet,
-which takes minutes. The limit is reading the same files from the page cache with one thread for each core into memory that
+which takes minutes. The limit is reading the same files from the page cache, a thread for each core, into memory that
 stays, as weights do; reading into the same few buffers again and again is beside it. The best of several rounds counts.
 """
 
