@@ -15,31 +15,21 @@ import torch
 from moeoffload import native
 from moeoffload.kernels import calls
 from moeoffload.kernels.calls import DTYPE_CODES, PackCall
+from moeoffload.payload import store_rows
 
 MAX_ROWS: Final = 16
 """Calls of more rows are left to torch, which shares them out among threads."""
 
 
-class SumEncoder:
-    """Writes float32 sums into a reply of the payload dtype. Thread-safe."""
-
-    def __init__(self, payload: torch.dtype) -> None:
-        self._code = DTYPE_CODES[payload]
-
-    def encode(self, sums: torch.Tensor, out: torch.Tensor) -> int | None:
-        """Writes ``sums`` (n, hidden) float32 into ``out`` (n, hidden) of the payload dtype, contiguous on the CPU.
-
-        Returns:
-            the first row that is not finite in the payload dtype, or None.
-        """
-        library = calls.library()
-        if library is None:
-            out.copy_(sums)
-            bad = (~out.isfinite().all(dim=1)).nonzero()
-            return int(bad[0]) if len(bad) else None
-        where = sums.data_ptr(), out.data_ptr(), *sums.shape
-        row = library.moe_encode_sums(self._code, native.cpu_features(), *where)
-        return row if row >= 0 else None
+def encode_sums(sums: torch.Tensor, out: torch.Tensor) -> int | None:
+    """Writes ``sums`` (n, hidden) float32 into ``out`` (n, hidden) of a dtype in DTYPE_CODES, contiguous on the CPU.
+    Returns the first row that is not finite there, or None."""
+    library = calls.library()
+    if library is None:
+        return store_rows(sums, out)
+    where = sums.data_ptr(), out.data_ptr(), *sums.shape
+    row = library.moe_encode_sums(DTYPE_CODES[out.dtype], native.cpu_features(), *where)
+    return row if row >= 0 else None
 
 
 class RowPacker:

@@ -77,13 +77,13 @@ class Door:
     pyzmq's ThreadAuthenticator answers it too, but does not tell which peer was refused.
 
     Attributes:
-        public_key, secret_key: of the listener, Z85 text; made for it alone.
+        public_key: of the listener, Z85 text; the pair is made for it alone.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_refused: OnRefused, on_failure: OnFailure) -> None:
         """Makes a socket that is not bound yet speak CURVE only, and admit no key so far."""
         keys = StreamKeys.new()
-        self.public_key, self.secret_key = keys.public, keys.secret
+        self.public_key = keys.public
         self._on_refused = on_refused
         self._admitted: set[str] = set()
         self._socket = socket

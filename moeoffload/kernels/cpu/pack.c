@@ -1,4 +1,4 @@
-// Rows of a layer's call written into a frame, routes read out of one, and sums written into a reply.
+// Rows of a layer's call written into a frame, and sums written into a reply.
 
 #include "experts.h"
 
