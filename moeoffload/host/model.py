@@ -127,6 +127,17 @@ def eos_tokens(model: Any) -> tuple[int, ...]:
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
+def recommended_sampling(model: Any) -> dict[str, float]:
+    """What the publisher of a transformers model recommends: temperature (0 is greedy), top_p, top_k, min_p and
+    repetition_penalty, as far as it says so."""
+    config = model.generation_config
+    if config.do_sample is False:
+        return {"temperature": 0.0}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    told = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in told.items() if isinstance(value, int | float)}
+
+
 def load_draft_model(folder: Path, model: Any) -> Any:
     """The whole model in ``folder``, on the device and in the dtype of ``model``, to guess its tokens.
     Raises ModelError: it cannot be loaded, or has another vocabulary."""

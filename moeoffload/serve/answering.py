@@ -93,7 +93,7 @@ class Answering:
         most, n = self._engine.context_tokens, len(prompt)
         if not prompt:
             raise bad_request("The prompt is empty: it has no tokens.", param)
-        if n + (least := wanted or 1) > most:
+        if n + (least := 1 if wanted is None else wanted) > most:
             raise bad_request(
                 f"This model's maximum context length is {most} tokens. However, you requested {n + least} tokens "
                 f"({n} in the {param}, {least} in the completion). Please reduce the length of the {param} or the "
@@ -101,7 +101,7 @@ class Answering:
                 param,
                 "context_length_exceeded",
             )
-        return wanted or min(default or most, most - n)
+        return wanted if wanted is not None else min(default or most, most - n)
 
     async def _answer(
         self,
@@ -111,13 +111,14 @@ class Answering:
         alternatives: int | None,
         receive: Receive,
     ) -> Response:
-        n = request.n or 1
+        n, defaults = request.n or 1, self._engine.sampling_defaults
 
         def choice(index: int) -> Choice:
             prompt, _ = prompts[index // n]
             skips = request.skip_special_tokens is not False and not prompt.with_marks
             texts = Detokenizer(self._tokenizer, skip_special_tokens=skips)
-            return Choice(index, texts, StopStrings(request.stop), prompt.parser(), prompt.one_call)
+            stops, shows_end = StopStrings(request.stop), request.scores_prompt
+            return Choice(index, texts, stops, prompt.parser(), prompt.one_call, shows_end)
 
         choices = Choices(self._engine, choice)
 
@@ -148,7 +149,7 @@ class Answering:
         try:
             for prompt, max_tokens in prompts:
                 for number in range(n):
-                    options = request.options(number, max_tokens, alternatives, prompt.matcher)
+                    options = request.options(number, max_tokens, alternatives, prompt.matcher, defaults)
                     choices.submit(prompt.tokens, options)
             if request.stream:
                 streams = True

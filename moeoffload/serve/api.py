@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from moeoffload.config import ServeSettings, is_loopback
 from moeoffload.serve.access import read_api_key
 from moeoffload.serve.answering import Answering
-from moeoffload.serve.api_errors import ApiError, of_exception
+from moeoffload.serve.api_errors import ApiError, bad_request, of_exception
 from moeoffload.serve.dashboard import dashboard_page
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.guard import Guard
@@ -50,6 +50,7 @@ def create_app(
         api_key=api_key,
         loopback_only=api_key is None and is_loopback(settings.bind) and not settings.insecure,
         max_open=room + _SPARE_PLACES,
+        on_busy=engine.note_refused,
     )
     _add_health(app, engine, guard)
     return guard, answering
@@ -66,6 +67,10 @@ def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
     @app.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         return await answering.complete(body, request.receive)
+
+    @app.post("/v1/embeddings", response_model=None)
+    async def embed() -> Response:
+        raise bad_request("/v1/embeddings is not supported: the model writes texts.", code="unsupported_endpoint")
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

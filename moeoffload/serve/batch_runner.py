@@ -52,7 +52,7 @@ class BatchRunner:
         """Computes a step: of each share its next tokens, none while its prompt has further parts; and the seconds.
         Raises MoeOffloadError: an expert server failed; nothing of the step counts."""
         started = perf_counter()
-        decoding = all(len(share.tokens) == max(1, share.n_logits) for share in shares)
+        decoding = all(len(share.tokens) == 1 + share.n_guesses for share in shares)
         self._recorder.next_phase = DECODE if decoding else PREFILL
         choices = _choose(shares, self.runner.forward(shares))
         for share, each in zip(shares, choices, strict=True):
@@ -67,12 +67,15 @@ def _choose(shares: list[Share], logits: torch.Tensor) -> list[list[TokenChoice]
     row = 0
     for share in shares:
         sampler = share.sequence.sampler
+        last = row + share.n_logits - 1
+        if sampler.prompt_scores is not None:
+            sampler.prompt_scores.take(share.past, logits[row : last + 1])
         if not share.has_token:
             choices.append([])
         elif sampler.is_plain:
             tokens = accept(likeliest[row : row + share.n_logits], share.tokens[1:] if share.n_guesses else [])
             choices.append([TokenChoice(token) for token in tokens])
         else:
-            choices.append([sampler.choose(logits[row])])
+            choices.append([sampler.choose(logits[last].float())])
         row += share.n_logits
     return choices

@@ -40,7 +40,7 @@ class BlockManager:
 
     def take_prefix(self, sequence: Sequence) -> None:
         """Gives a sequence without pages those of its beginning that are known; at least one token is left over."""
-        if not self._reuse:
+        if not self._reuse or sequence.sampler.prompt_scores is not None:  # what is not computed has no logits
             return
         for start in range(0, len(sequence.tokens) - self.page_tokens, self.page_tokens):
             key = self.page_key(sequence, start)

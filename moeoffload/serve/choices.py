@@ -28,6 +28,7 @@ class Piece:
     tokens: Sequence[tuple[int, TokenChoice]] = ()  # each with where its text begins, in characters of the choice
     finish: FinishReason | None = None
     parts: Sequence[Part] = ()
+    prompt: Sequence[TokenChoice] = ()  # the tokens before the answer, in its first piece, if they were asked for
 
 
 @dataclass
@@ -39,10 +40,12 @@ class Choice:
     stops: StopStrings
     parser: AnswerParser
     one_call: bool = False  # whether it ends with its first tool call
+    shows_end: bool = False  # whether the token that ends it is told beside the others
     n_calls: int = 0
     n_tokens: int = 0
     reused_tokens: int = 0
     ended: bool = False
+    _prompt: Sequence[TokenChoice] = ()
     _decoded: int = 0
     _released: int = 0
     _waiting: deque[tuple[int, TokenChoice]] = field(default_factory=deque)
@@ -51,12 +54,14 @@ class Choice:
     def take(self, progress: Progress) -> Piece | None:
         """The piece that follows from ``progress``; None if nothing can be told yet."""
         self.reused_tokens = max(self.reused_tokens, progress.reused_tokens)
+        self._prompt = progress.prompt or self._prompt
         text = ""
         if progress.choice is not None:
             self.n_tokens += 1
             # The token that ends an answer is no part of its text.
-            if progress.finish is not FinishReason.STOP:
+            if progress.finish is not FinishReason.STOP or self.shows_end:
                 self._waiting.append((self._decoded, progress.choice))
+            if progress.finish is not FinishReason.STOP:
                 text = self._add(self.detokenizer.push(progress.choice.token))
         finish = progress.finish
         if finish is not None and not self.stops.found:
@@ -84,7 +89,8 @@ class Choice:
         # All that began before the end of what is told. Without a stop string nothing is left behind at the end.
         while self._waiting and (self._waiting[0][0] < self._released or (finish and not self.stops.found)):
             tokens.append(self._waiting.popleft())
-        return Piece(self.index, text, tokens, finish, parts)
+        prompt, self._prompt = self._prompt, ()
+        return Piece(self.index, text, tokens, finish, parts, prompt)
 
 
 class Choices:

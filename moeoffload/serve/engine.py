@@ -18,7 +18,7 @@ import torch
 
 from moeoffload.config import ServeSettings
 from moeoffload.errors import BusyError, MoeOffloadError, PromptError, ServerError
-from moeoffload.host.model import eos_tokens
+from moeoffload.host.model import eos_tokens, recommended_sampling
 from moeoffload.host.session import OffloadedModel
 from moeoffload.serve.batch_runner import PAGE_TOKENS, BatchRunner
 from moeoffload.serve.request import FinishReason, OnProgress, Progress, SamplingOptions, TokenChoice
@@ -66,6 +66,7 @@ class ServingEngine:
         most = getattr(offloaded.checkpoint.config.get_text_config(), "max_position_embeddings", None)
         room = self._batch.runner.n_pages * PAGE_TOKENS
         self.context_tokens = min(most or room, room)  # tokens that prompt and answer of one request may have together
+        self.sampling_defaults = recommended_sampling(offloaded.model)
         self.stats.cache.total_tokens = room
         self.stats.cache.total_bytes = self._batch.runner.total_bytes
         self.n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size
@@ -112,7 +113,7 @@ class ServingEngine:
                 f"the context holds {self.context_tokens}"
             )
         name = f"req-{next(self._numbers)}"
-        sequence = Sequence(name, list(prompt), len(prompt), options.max_tokens, Sampler(options))
+        sequence = Sequence(name, list(prompt), len(prompt), options.max_tokens, Sampler(options, prompt))
         request = Ticket(sequence, options, on_progress, self, perf_counter())
         with self._changing:
             if self.failure is not None:
@@ -156,6 +157,11 @@ class ServingEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def note_refused(self) -> None:
+        """Counts a request that was refused before it came here; from the event loop."""
+        with self._changing:
+            self.stats.requests.rejected += 1
 
     def _retry_after_s(self) -> float:
         """When the next of those that run may be done: a mean answer shared among them."""
@@ -254,6 +260,11 @@ class ServingEngine:
         tokens.guessed_right += sum(max(0, len(choices) - 1) for choices in per_share)
 
     def _take_token(self, request: Ticket, choice: TokenChoice, now: float) -> None:
+        scores = request.sequence.sampler.prompt_scores
+        prompt = tuple(scores.choices) if scores is not None and not request.n_tokens else ()
+        if request.options.max_tokens == 0:
+            self._end(request, Progress(finish=FinishReason.LENGTH, prompt=prompt))
+            return
         request.n_tokens += 1
         self.stats.tokens.completion += 1
         self._offloaded.recorder.told().completion += 1
@@ -267,7 +278,7 @@ class ServingEngine:
             finish = FinishReason.STOP
         elif request.n_tokens >= request.options.max_tokens:
             finish = FinishReason.LENGTH
-        progress = Progress(choice, finish, reused_tokens=request.reused or 0)
+        progress = Progress(choice, finish, reused_tokens=request.reused or 0, prompt=prompt)
         if finish is None:
             _tell(request, progress)
         else:

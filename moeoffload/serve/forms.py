@@ -132,7 +132,7 @@ class ChatForm(_Form):
 
 
 class CompletionForm(_Form):
-    """Text completions. ``echoes``: what stands before each choice's text; log probabilities are of the answer."""
+    """Text completions. ``echoes``: what stands before each choice's text, and with log probabilities its tokens."""
 
     def __init__(
         self, model: str, texts: TokenTexts, alternatives: int | None, with_usage: bool, echoes: Sequence[str]
@@ -143,11 +143,14 @@ class CompletionForm(_Form):
 
     def opening(self, n_choices: int) -> list[Json]:
         """See `ChatForm`."""
+        if self._alternatives is not None:
+            return []  # the first piece has the prompt and its tokens
         return [self._chunk(self._choice(index, text, [])) for index, text in enumerate(self._echoes) if text]
 
     def chunks(self, piece: Piece) -> list[Json]:
         """See `ChatForm`."""
-        return [self._chunk(self._choice(piece.index, piece.text, [piece]))]
+        echo = self._echoes[piece.index] if piece.prompt else ""
+        return [self._chunk(self._choice(piece.index, echo + piece.text, [piece]))]
 
     def _whole(self, index: int, pieces: Sequence[Piece]) -> Json:
         return self._choice(index, self._echoes[index] + "".join(piece.text for piece in pieces), pieces)
@@ -159,13 +162,28 @@ class CompletionForm(_Form):
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Json | None:
         if self._alternatives is None:
             return None
-        tokens = [each for piece in pieces for each in piece.tokens]
+        n_echo = len(self._echoes[index])
+        tokens = self._of_prompt(pieces[0].prompt, n_echo) if pieces else []
+        n_prompt = len(tokens)
+        tokens += [(n_echo + start, choice) for piece in pieces for start, choice in piece.tokens]
+        first = 1 if n_prompt else 0  # nothing stands before it
         return {
             "tokens": [self._texts.of(choice.token)[0] for _, choice in tokens],
-            "token_logprobs": [_finite(choice.logprob) for _, choice in tokens],
-            "top_logprobs": [self._best(choice) for _, choice in tokens] if self._alternatives else None,
-            "text_offset": [len(self._echoes[index]) + start for start, _ in tokens],
+            "token_logprobs": [None] * first + [_finite(choice.logprob) for _, choice in tokens[first:]],
+            "top_logprobs": [None] * first + [self._best(choice) for _, choice in tokens[first:]]
+            if self._alternatives
+            else None,
+            "text_offset": [start for start, _ in tokens],
         }
+
+    def _of_prompt(self, choices: Sequence[TokenChoice], n_echo: int) -> list[tuple[int, TokenChoice]]:
+        """Each token with where its text begins; parts of a character begin where it does."""
+        begin, tokens = 0, []
+        for choice in choices:
+            tokens.append((min(begin, n_echo), choice))
+            text = self._texts.of(choice.token)[0]
+            begin += 0 if text.startswith("bytes:") else len(text)
+        return tokens
 
     def _best(self, choice: TokenChoice) -> dict[str, float]:
         """The likeliest tokens, and the chosen one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 from urllib.parse import urlsplit
@@ -31,14 +31,18 @@ _DISCARDED_BYTES: Final = 64 << 20
 class Guard:
     """ASGI middleware. Passes on requests with their whole body read; ``stopping`` makes it take no new ones."""
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, loopback_only: bool, max_open: int) -> None:
-        """Clients have to show ``api_key``, if there is one; ``max_open`` bodies are read or answered at a time.
+    def __init__(
+        self, app: ASGIApp, *, api_key: str | None, loopback_only: bool, max_open: int, on_busy: Callable[[], None]
+    ) -> None:
+        """Clients have to show ``api_key``, if there is one; ``max_open`` bodies are read or answered at a time,
+        ``on_busy`` hears of others.
         ``loopback_only`` is for loopback without a key: pages of other sites in browsers here are kept out."""
         self._app = app
         self._key = api_key.encode() if api_key is not None else None
         self._loopback_only = loopback_only
         self._max_open = max_open
         self._n_open = 0
+        self._on_busy = on_busy
         self._refusals = Refusals()
         self.stopping = False
 
@@ -89,6 +93,7 @@ class Guard:
         if self.stopping:
             raise unavailable("The server is stopping and takes no new requests.", 5.0)
         if self._n_open >= self._max_open:
+            self._on_busy()
             raise busy("Too many requests are open.", 1.0)
         self._n_open += 1
         try:

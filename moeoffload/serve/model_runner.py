@@ -55,7 +55,7 @@ class ModelRunner:
             raise NotImplementedError(f"{n_layers - len(self._store.shapes)} of its layers have no attention")
 
     def forward(self, shares: Sequence[Share]) -> torch.Tensor:
-        """Logits (rows, vocabulary) float32 of one step of these shares, of each its ``n_logits`` last rows."""
+        """Logits (rows, vocabulary) of one step of these shares, of each its ``n_logits`` last rows."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -71,7 +71,7 @@ class ModelRunner:
             slots += [pages[at // size] * size + at % size for at in range(share.past, end)]
             keep += range(len(tokens) - share.n_logits, len(tokens))
         logits: torch.Tensor = self._model(**self._inputs(tokens, positions, segments, slots, keep)).logits
-        return logits[0, -max(1, len(keep)) :].float()
+        return logits[0, -max(1, len(keep)) :]
 
     def _segment(self, start: int, n_rows: int, n_keys: int, pages: list[int]) -> Segment:
         if pages[-1] - pages[0] == len(pages) - 1 and pages == list(range(pages[0], pages[-1] + 1)):

@@ -26,7 +26,8 @@ class SamplingOptions:
     """How tokens are chosen. Temperature 0 is greedy.
 
     ``top_k`` 0 and ``top_p`` 1 leave all tokens in. The same ``seed`` gives the same tokens, whatever else runs; None
-    takes a fresh one. ``alternatives``: None for no log probabilities, else how many besides the chosen token's.
+    takes a fresh one. ``alternatives``: None for no log probabilities, else how many besides the chosen token's;
+    ``with_prompt``: also those of the prompt. ``max_tokens`` 0 computes the prompt only.
     ``bias`` is added to the logits of tokens. ``matcher``: what the answer must be, see `GrammarCompiler.compile`.
     """
 
@@ -36,6 +37,9 @@ class SamplingOptions:
     top_k: int = 0
     seed: int | None = None
     alternatives: int | None = None
+    with_prompt: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     bias: dict[int, float] = field(default_factory=dict)
@@ -55,12 +59,13 @@ class TokenChoice:
 @dataclass(frozen=True)
 class Progress:
     """Something happened to a request: a token, its end, or both. ``error`` says what failed; ``reused_tokens`` is how
-    many tokens of the prompt were taken from the cache."""
+    many tokens of the prompt were taken from the cache; ``prompt`` are its tokens, once, if they were asked for."""
 
     choice: TokenChoice | None = None
     finish: FinishReason | None = None
     error: Exception | None = None
     reused_tokens: int = 0
+    prompt: tuple[TokenChoice, ...] = ()
 
 
 OnProgress = Callable[[Progress], None]

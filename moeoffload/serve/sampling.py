@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 
 from moeoffload.serve.grammar import GrammarState
 from moeoffload.serve.request import SamplingOptions, TokenChoice
 
+_SCORED_ROWS: Final = 64  # of a prompt that are in float32 at a time
+
+
+class PromptScores:
+    """Log probabilities of the tokens of a prompt, as parts of it are computed."""
+
+    def __init__(self, tokens: Sequence[int], n_alternatives: int) -> None:
+        self._tokens = list(tokens)
+        self._n_alternatives = n_alternatives
+        self.choices = [TokenChoice(self._tokens[0])]  # the first has no probability
+
+    def take(self, past: int, logits: torch.Tensor) -> None:
+        """``logits`` (rows, vocabulary) of the tokens from number ``past`` on; each tells of the token behind it."""
+        del self.choices[past + 1 :]  # a sequence that lost its pages is computed again
+        n_rows = min(len(logits), len(self._tokens) - past - 1)
+        for start in range(0, n_rows, _SCORED_ROWS):
+            rows = logits[start : min(n_rows, start + _SCORED_ROWS)].float().log_softmax(dim=-1)
+            first = past + 1 + start
+            tokens = self._tokens[first : first + len(rows)]
+            own = rows.gather(1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist()
+            best = rows.topk(min(self._n_alternatives, rows.shape[1]), dim=-1)
+            others = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            for token, logprob, (names, values) in zip(tokens, own, others, strict=True):
+                self.choices.append(TokenChoice(token, logprob, tuple(zip(names, values, strict=True))))
+
 
 class Sampler:
     """Chooses the tokens of one request."""
 
-    def __init__(self, options: SamplingOptions) -> None:
+    def __init__(self, options: SamplingOptions, prompt: Sequence[int] = ()) -> None:
         self._options = options
+        self.prompt_scores = PromptScores(prompt, options.alternatives or 0) if options.with_prompt else None
+        self._seen = set(prompt) if options.repetition_penalty != 1 else set()
         self._counts: Counter[int] = Counter()
         self._generator: torch.Generator | None = None
         self._grammar = GrammarState(options.matcher) if options.matcher is not None else None
@@ -23,6 +53,7 @@ class Sampler:
             self.is_greedy
             and options.alternatives is None
             and self._grammar is None
+            and options.repetition_penalty == 1
             and not (options.frequency_penalty or options.presence_penalty or options.bias)
         )
         """Whether an argmax over the raw logits is all there is to do."""
@@ -49,6 +80,8 @@ class Sampler:
             scores = self._grammar.allow(scores)
         token = int(scores.argmax()) if self.is_greedy else self._draw(scores / options.temperature)
         self._counts[token] += 1
+        if options.repetition_penalty != 1:
+            self._seen.add(token)
         if self._grammar is not None:
             self._grammar.take(token)
         if options.alternatives is None:
@@ -61,9 +94,13 @@ class Sampler:
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
         options = self._options
         penalised = bool(self._counts) and bool(options.frequency_penalty or options.presence_penalty)
-        if not penalised and not options.bias:
+        if not penalised and not options.bias and not self._seen:
             return logits
         scores = logits.clone()
+        if self._seen:
+            tokens = list(self._seen)
+            seen, penalty = scores[tokens], options.repetition_penalty
+            scores[tokens] = torch.where(seen > 0, seen / penalty, seen * penalty)
         if penalised:
             tokens = list(self._counts)
             counts = torch.tensor(list(self._counts.values()), dtype=scores.dtype, device=scores.device)
@@ -76,6 +113,9 @@ class Sampler:
         """Draws from what top-k and top-p leave. On the CPU, so that a seed means the same on every device."""
         options = self._options
         scores = scores.cpu()
+        if options.min_p > 0:
+            least = scores.max() + math.log(options.min_p)
+            scores = scores.masked_fill(scores < least, -torch.inf)
         n_tokens = scores.numel()
         if 0 < options.top_k < n_tokens or options.top_p < 1:
             kept = options.top_k if 0 < options.top_k < n_tokens else n_tokens

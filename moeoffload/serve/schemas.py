@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -30,9 +30,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "function_call": ("none",),
     "functions": ([],),
     "suffix": ("",),
-    "min_p": (0,),
     "min_tokens": (0,),
-    "repetition_penalty": (1,),
     "stop_token_ids": ([],),
     "use_beam_search": (False,),
     "audio": (),
@@ -140,6 +138,8 @@ class GenerationRequest(_Strict):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stops = Field(default_factory=list)
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
@@ -168,6 +168,11 @@ class GenerationRequest(_Strict):
         return asked[0] if asked else None
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of the prompt are asked for."""
+        return False
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the counts of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -187,17 +192,23 @@ class GenerationRequest(_Strict):
         if any(int(token) >= n_vocabulary for token in self.logit_bias):
             raise bad_request(f"Invalid 'logit_bias': tokens are 0 to {n_vocabulary - 1}.", "logit_bias")
 
-    def options(self, index: int, max_tokens: int, alternatives: int | None, matcher: Any) -> SamplingOptions:
+    def options(
+        self, index: int, max_tokens: int, alternatives: int | None, matcher: Any, defaults: Mapping[str, float]
+    ) -> SamplingOptions:
         """How choice number ``index`` is sampled; each has a seed of its own, that of the first is the request's.
-        ``matcher`` is that of `grammar`."""
-        temperature = 1.0 if self.temperature is None else self.temperature
+        ``matcher`` is that of `grammar`, ``defaults`` the model's recommended values."""
+        told = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0} | dict(defaults)
+        told |= {name: getattr(self, name) for name in told if getattr(self, name) is not None}
         return SamplingOptions(
             max_tokens=max_tokens,
-            temperature=0.0 if self.top_p == 0 else temperature,
-            top_p=self.top_p or 1.0,
-            top_k=max(0, self.top_k or 0),
+            temperature=0.0 if told["top_p"] == 0 else told["temperature"],
+            top_p=told["top_p"] or 1.0,
+            top_k=max(0, int(told["top_k"])),
+            min_p=told["min_p"],
+            repetition_penalty=told["repetition_penalty"],
             seed=None if self.seed is None else (self.seed + index) % 2**63,
             alternatives=alternatives,
+            with_prompt=self.scores_prompt,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             bias={int(token): bias for token, bias in self.logit_bias.items()},
@@ -274,18 +285,21 @@ class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_read_prompt)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
     echo: bool | None = False
     best_of: int | None = None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """See `GenerationRequest`."""
+        return bool(self.echo) and self.logprobs is not None
 
     def check(self, n_vocabulary: int) -> None:
         """See `GenerationRequest.check`."""
         super().check(n_vocabulary)
         if self.best_of not in (None, self.n or 1):
             raise unsupported("best_of", "only the value of 'n' is")
-        if self.echo and self.logprobs is not None:
-            raise unsupported("logprobs", "not together with 'echo': prompts have no log probabilities")
         for prompt in self.prompt:
             if isinstance(prompt, list) and not all(0 <= token < n_vocabulary for token in prompt):
                 raise bad_request(f"Invalid 'prompt': tokens are 0 to {n_vocabulary - 1}.", "prompt")

@@ -51,4 +51,6 @@ class Share:
     @property
     def n_logits(self) -> int:
         """Rows whose logits are needed, which are the last ones."""
+        if self.sequence.sampler.prompt_scores is not None:
+            return len(self.tokens)
         return 1 + self.n_guesses if self.has_token else 0

@@ -43,6 +43,8 @@ class FakeEngine:
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.context_tokens, self.n_vocabulary, self.eos = 200, 258, (EOS,)
+        self.sampling_defaults: dict[str, float] = {}
+        self.n_refused = 0
         self.is_ready = True
         self.failure: BaseException | None = None
         self.tokens = list(tokens)
@@ -53,6 +55,9 @@ class FakeEngine:
         self.held = False
         self.tickets: list[FakeTicket] = []
         self._numbers = itertools.count()
+
+    def note_refused(self) -> None:
+        self.n_refused += 1
 
     def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> FakeTicket:
         if len(self.tickets) >= self.room:
