@@ -227,8 +227,7 @@ def write_error_frame(
     header: FrameHeader, frame: memoryview, request_id: int, code: ErrorCode, text: str, row: int = 0
 ) -> int:
     """Writes an error frame into ``frame``, the text cut to what fits; returns its length in bytes."""
-    room = len(frame) - HEADER_BYTES
     header.kind, header.request_id, header.code, header.rows = Kind.ERROR, request_id, code, row
-    header.body_bytes = write_error_text(frame, text.encode(errors="replace")[:room].decode(errors="ignore"))
+    header.body_bytes = write_error_text(frame, text)
     header.pack_into(frame)
     return HEADER_BYTES + header.body_bytes

@@ -102,7 +102,7 @@ def _view(frame: memoryview, dtype: torch.dtype, offset: int, rows: int, columns
 
 def write_error_text(frame: memoryview, text: str) -> int:
     """Writes ``text`` as the body of an error frame, cut to what fits; returns its length in bytes."""
-    data = text.encode(errors="replace")[:MAX_ERROR_TEXT_BYTES]
+    data = text.encode(errors="replace")[: min(len(frame) - HEADER_BYTES, MAX_ERROR_TEXT_BYTES)]
     frame[HEADER_BYTES : HEADER_BYTES + len(data)] = data
     return len(data)
 
