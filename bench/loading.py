@@ -27,8 +27,8 @@ from moeoffload.config import DenseFormat
 from moeoffload.control.client import ControlClient
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
-from moeoffload.host.model import load_dense_model
-from moeoffload.host.packed_dense import pack_linears
+from moeoffload.host.packed_dense import load_with_packed_linears
+from moeoffload.huge_pages import empty_weights
 from moeoffload.placement import ExpertTable
 
 PLAIN = "bf16"
@@ -55,7 +55,7 @@ def read_rate(files: Sequence[Path], *, stays: bool) -> float:
     """GB/s of reading files that are in the page cache."""
     spans = [(file, start) for file in files for start in range(0, file.stat().st_size, BLOCK_BYTES)]
     opened = {file: os.open(file, os.O_RDONLY) for file in files}
-    room = torch.empty((len(spans) if stays else CORES, BLOCK_BYTES), dtype=torch.uint8)
+    room = empty_weights((len(spans) if stays else CORES, BLOCK_BYTES), torch.uint8)
 
     def read(number: int) -> int:
         file, start = spans[number]
@@ -92,7 +92,7 @@ def load_seconds(address: str, checkpoint: Checkpoint) -> float:
 def host_seconds(checkpoint: Checkpoint) -> float:
     """How long a host takes to load the dense layers."""
     begun = time.perf_counter()
-    pack_linears(load_dense_model(checkpoint, torch.device("cpu")), checkpoint, DenseFormat.KEEP)
+    load_with_packed_linears(checkpoint, torch.device("cpu"), DenseFormat.KEEP)
     return time.perf_counter() - begun
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tasks
@@ -13,6 +14,8 @@ from test_expert_format import answers
 from torch import nn
 
 from moeoffload import open_model
+from moeoffload.checkpoint.tensors import StoredTensor, TensorReader
+from moeoffload.host import packed_dense
 from moeoffload.kernels.packed_linear import PackedLinear
 
 PROMPT = torch.randint(5, 250, (1, 40), generator=torch.manual_seed(3))
@@ -36,6 +39,28 @@ def test_packed_linear_layers_compute_with_the_stored_numbers(form: str, tmp_pat
                 plain.weight.data = module.weight.unpack(torch.bfloat16)[0]
                 model.set_submodule(name, plain)
         assert (packed - model(PROMPT).logits).abs().max() < 0.02 * packed.abs().max()
+
+
+def test_dense_weights_are_read_once_and_again_only_where_transformers_changes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny("qwen3_moe", tmp_path, form="int4", dtype=torch.bfloat16)
+    read, read_into = list[str](), TensorReader._read_into
+
+    def counted(self: TensorReader, tensor: StoredTensor, *where: Any) -> None:
+        read.append(tensor.name)
+        read_into(self, tensor, *where)
+
+    monkeypatch.setattr(TensorReader, "_read_into", counted)
+    with open_model(folder, local_experts_gib=8.0, device="cpu") as offloaded, torch.no_grad():
+        packed = offloaded.model(PROMPT).logits
+        assert packed_layers(offloaded.model)
+    dense = [name for name in read if ".experts." not in name]
+    assert len(dense) == len(set(dense)) > 0
+    monkeypatch.setattr(packed_dense, "_is_same", lambda packed, weight: False)
+    with open_model(folder, local_experts_gib=8.0, device="cpu") as offloaded, torch.no_grad():
+        assert not packed_layers(offloaded.model)
+        assert (packed - offloaded.model(PROMPT).logits).abs().max() < 0.02 * packed.abs().max()
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

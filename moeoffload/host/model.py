@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -54,10 +54,11 @@ class _NoGradient(torch.autograd.Function):
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, remote_experts)
 
 
-def load_dense_model(checkpoint: Checkpoint, device: torch.device) -> Any:
+def load_dense_model(checkpoint: Checkpoint, device: torch.device, tensors: Mapping[str, Any] | None = None) -> Any:
     """The transformers model of ``checkpoint`` on ``device``, with experts modules that have no expert parameters.
 
-    Only dense tensors are read. The model is in eval mode; its experts modules cannot run before `bind_experts`.
+    Only dense tensors are read, those of ``tensors`` if they are given. The model is in eval mode; its experts modules
+    cannot run before `bind_experts`.
     Raises ModelError: dense tensors are missing or damaged, or transformers cannot load the model.
     """
     with BUILDING, _without_expert_parameters(checkpoint.experts_classes), _quiet_transformers():
@@ -65,7 +66,7 @@ def load_dense_model(checkpoint: Checkpoint, device: torch.device) -> Any:
             model, info = checkpoint.model_class.from_pretrained(  # type: ignore[attr-defined]
                 None,
                 config=checkpoint.config,
-                state_dict=checkpoint.dense_tensors(),
+                state_dict=checkpoint.dense_tensors() if tensors is None else tensors,
                 dtype=checkpoint.dtype,
                 experts_implementation=IMPLEMENTATION,
                 output_loading_info=True,

@@ -2,41 +2,81 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from types import EllipsisType
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from moeoffload.checkpoint import Checkpoint
+from moeoffload.checkpoint.source import Readable
 from moeoffload.config import DenseFormat
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.quantise import FORMATS, quantise
+from moeoffload.host.model import load_dense_model
 from moeoffload.kernels.packed_linear import PackedLinear
 
 _COMPARED_ROWS: Final = 8
 
 
-def pack_linears(model: nn.Module, checkpoint: Checkpoint, choice: DenseFormat) -> str:
-    """Replaces linear layers of ``model``, on the CPU, by those whose weights stay packed.
+class _Kept:
+    """A stored weight that is read once, and stays as it is stored if it is packed.
+
+    Of such a weight transformers is given room, in which only the rows have values that are compared afterwards.
+    """
+
+    def __init__(self, tensor: Readable, dtype: torch.dtype) -> None:
+        self._tensor = tensor
+        self._dtype = dtype
+        self.packed: PackedWeights | None = None
+
+    def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
+        packed = self.packed = self._tensor.packed()
+        if packed is None:
+            return self._tensor[...]
+        room = torch.empty(packed.shape[1:], dtype=self._dtype)
+        for row in _compared(room):
+            room[row] = packed.row(row, self._dtype)
+        return room
+
+
+def load_with_packed_linears(checkpoint: Checkpoint, device: torch.device, choice: DenseFormat) -> tuple[Any, str]:
+    """The model of `load_dense_model` with linear layers on the CPU packed, see `pack_linears`; and their formats.
+    Raises ModelError: see `load_dense_model`."""
+    if device.type != "cpu":
+        return load_dense_model(checkpoint, device), ""
+    kept = {name: _Kept(tensor, checkpoint.dtype) for name, tensor in checkpoint.dense_tensors().items()}
+    model = load_dense_model(checkpoint, device, kept)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    packed = {name: each.packed for name, each in kept.items() if each.packed is not None}
+    if all(name in parameters and _is_same(each, parameters[name]) for name, each in packed.items()):
+        for name, each in packed.items():
+            if type(model.get_submodule(name.rpartition(".")[0])) is not nn.Linear:
+                parameters[name].data = each.unpack(parameters[name].dtype)[0]
+    else:  # transformers made other weights of some
+        model = load_dense_model(checkpoint, device)
+    return model, pack_linears(model, checkpoint, choice, packed)
+
+
+def pack_linears(
+    model: nn.Module, checkpoint: Checkpoint, choice: DenseFormat, stored: Mapping[str, PackedWeights]
+) -> str:
+    """Replaces linear layers of ``model``, on the CPU, by those whose weights stay packed, or are ``stored`` packed.
 
     A layer whose weights are stored packed, and become the model's without a change, keeps what is stored. The others
     are packed in the format of ``choice``, but for routers; the head has 8 bits at least.
 
     Returns:
         the formats, joined by ``+``; empty if nothing is packed.
-
-    Raises:
-        ModelError: the checkpoint cannot be read.
     """
-    stored = checkpoint.dense_tensors()
     blocks = {layer.module_name.rpartition(".")[0]: layer.n_experts for layer in checkpoint.layers}
     head = model.get_output_embeddings()  # type: ignore[operator]
     used = set()
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear or module.weight.device.type != "cpu":
             continue
-        tensor = stored.get(f"{name}.weight")
-        packed = tensor.packed() if tensor is not None else None
+        packed = stored.get(f"{name}.weight")
         if packed is not None and not _is_same(packed, module.weight):
             packed = None
         is_router = module.out_features in _router_widths(name, blocks)
@@ -53,8 +93,11 @@ def _is_same(packed: PackedWeights, weight: torch.Tensor) -> bool:
     """Whether some rows spread over a layer's weights (out, in) are those that are stored."""
     if packed.shape[1:] != weight.shape:
         return False
-    rows = torch.linspace(0, weight.shape[0] - 1, _COMPARED_ROWS).long().tolist()
-    return all(torch.equal(packed.row(row, weight.dtype), weight[row]) for row in rows)
+    return all(torch.equal(packed.row(row, weight.dtype), weight[row]) for row in _compared(weight))
+
+
+def _compared(weight: torch.Tensor) -> list[int]:
+    return torch.linspace(0, weight.shape[0] - 1, _COMPARED_ROWS).long().tolist()
 
 
 def _router_widths(name: str, blocks: dict[str, int]) -> tuple[int, ...]:

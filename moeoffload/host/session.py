@@ -20,8 +20,8 @@ from moeoffload.host.fleet import Fleet, OnProgress
 from moeoffload.host.granularity import Granularity, chunk_rows
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.local_experts import LocalExperts
-from moeoffload.host.model import bind_experts, load_dense_model, load_draft_model, load_tokenizer
-from moeoffload.host.packed_dense import pack_linears
+from moeoffload.host.model import bind_experts, load_draft_model, load_tokenizer
+from moeoffload.host.packed_dense import load_with_packed_linears
 from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.report import Report, model_facts, run_facts
@@ -112,8 +112,9 @@ class OffloadedModel:
             fleet.attach(remote, Path(reference), revision, on_progress, usage)
             # The dense layers load while the servers load theirs.
             logger.info("loading the dense layers")
-            self.model = load_dense_model(self.checkpoint, self._device)
-            self._dense_format = pack_linears(self.model, self.checkpoint, settings.dense_format)
+            self.model, self._dense_format = load_with_packed_linears(
+                self.checkpoint, self._device, settings.dense_format
+            )
             folder = settings.draft_model
             self.draft = load_draft_model(folder, self.model) if folder is not None else None
             self._local = LocalExperts(self.checkpoint, local, self._device) if local.n_experts else None
