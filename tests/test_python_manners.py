@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import DEMO, demo_prompt
+from command_lines import STEP_TIMEOUT_S, wait_until
+from conftest import DEMO, RunningServer, connected, demo_prompt
 
 from moeoffload import open_model
 from moeoffload.errors import ModelError
@@ -61,3 +65,62 @@ def test_calls_of_any_size_work_after_a_call_in_another_mode(
                     known = expected.setdefault((n_rows, mode == "grad"), logits)
                     assert torch.equal(known, logits), (order, mode, n_rows)
         offloaded.model.generate(prompt, max_new_tokens=4, do_sample=False)
+
+
+def leases(address: str) -> int:
+    with connected(address) as client:
+        return client.stats(STEP_TIMEOUT_S).leases
+
+
+def test_a_model_that_is_not_closed_leaves_its_server_when_nobody_has_it_any_more(server: RunningServer) -> None:
+    prompt = demo_prompt(8, seed=1)
+    gc.disable()  # what goes has to go at once, not at some collection of cycles
+    try:
+        for _ in range(2):  # as a cell of a notebook that is run again
+            offloaded = open_model(DEMO, experts=[server.address], threads=1, device="cpu")
+        wait_until(lambda: leases(server.address) == 1, "the end of the first one's lease")
+        model = offloaded.model
+        expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
+        del offloaded
+        assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected)
+        assert leases(server.address) == 1
+        del model
+        wait_until(lambda: leases(server.address) == 0, "the end of the lease")
+    finally:
+        gc.enable()
+
+
+def test_a_closed_model_can_be_closed_again_and_shown(server: RunningServer) -> None:
+    offloaded = open_model(DEMO, experts=[server.address], threads=1, device=torch.device("cpu"), dtype=torch.bfloat16)
+    offloaded.model.generate(demo_prompt(8, seed=1), max_new_tokens=4, do_sample=False)
+    offloaded.close()
+    offloaded.close()
+    assert "payload bf16" in repr(offloaded)
+    assert server.address in str(offloaded)
+    report = offloaded.report()
+    assert re.search(r"tokens per s +│ +[0-9]", repr(report))
+    for html in (offloaded._repr_html_(), report._repr_html_()):
+        assert html.startswith("<pre>")
+        assert server.address in html
+
+
+def test_threads_that_share_a_model_are_counted_each_by_itself(server: RunningServer) -> None:
+    prompts = [demo_prompt(n, seed=n) for n in (900, 8, 40)]
+    with open_model(DEMO, experts=[server.address], threads=1, device="cpu", model_dtype="f32") as offloaded:
+
+        def answer(prompt: torch.Tensor) -> torch.Tensor:
+            return offloaded.model.generate(prompt, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+
+        alone = [answer(prompt) for prompt in prompts]
+        before = offloaded.report()
+        offloaded.recorder.reset()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            together = list(pool.map(answer, prompts))
+        report = offloaded.report()
+    assert all(map(torch.equal, alone, together))
+    assert report.prompt_tokens == before.prompt_tokens == 948
+    assert report.completion_tokens == before.completion_tokens
+    for name, phase in report.phases.items():
+        assert phase["tokens"] == before.phases[name]["tokens"]
+        assert phase["complete"], name
+        assert phase["accounted"] < 1.05, name

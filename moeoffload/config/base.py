@@ -127,6 +127,8 @@ class SettingsBase(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _read_text(cls, value: Any, context: ValidationInfo) -> Any:
+        if type(value).__module__ == "torch":  # torch.bfloat16, torch.device("cpu"); torch itself is not imported here
+            value = str(value).removeprefix("torch.")
         if type(value) is not str or context.field_name is None:
             return value
         info, text = _infos(cls)[context.field_name], value.strip()

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
@@ -53,16 +54,18 @@ class PrefillPipeline:
         chunk_rows_for: Callable[[int], int | None],
         timeout_s: float,
     ) -> None:
-        self._model = model
+        # Weak: a model that nobody has any more goes at once, with its servers, and not at some collection of cycles.
+        self._model = weakref.ref(model)
         self._recorder = recorder
         self.chunk_rows_for = chunk_rows_for
         self._timeout_s = timeout_s
-        self._forward = model.forward
+        self._original = weakref.WeakMethod(model.forward)
         self._signature = inspect.signature(model.forward)
         self._chunk = _Chunk()
         self._passed: list[int] = []
         self._moved = threading.Condition()
         self._failed = False
+        self._busy = threading.Lock()
         self._layers = _decoder_layers(model, expert_modules)
         self._first_layers = _first_of_each_type(model, len(self._layers))
         # For each MoE layer the number of its decoder layer: the first number in its module's name.
@@ -75,17 +78,18 @@ class PrefillPipeline:
 
     def _install(self) -> None:
         # generate() reads the signature of forward to know what it may pass.
-        @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._call(*args, **kwargs)
 
-        self._model.forward = forward
+        forward.__signature__ = self._signature  # type: ignore[attr-defined]
+        self._model().forward = forward  # type: ignore[union-attr]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefill")
 
     def close(self) -> None:
         """Gives the model its own forward back. Idempotent."""
         if self._pool is not None:
-            del self._model.forward
+            if (model := self._model()) is not None:
+                del model.forward
             self._pool.shutdown()
             self._pool = None
 
@@ -96,6 +100,9 @@ class PrefillPipeline:
 
     # -- one forward pass
 
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._original()(*args, **kwargs)  # type: ignore[misc]
+
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None or ids.shape[-1] == 1:  # a decode step: nothing more than this for it
@@ -105,8 +112,14 @@ class PrefillPipeline:
         chunks = self._cut(arguments)
         if chunks is None:
             return self._forward(*args, **kwargs)
-        with self._hooked():
-            return self._run(arguments, chunks)
+        # Of several threads that share the model one at a time has its prompt cut.
+        if not self._busy.acquire(blocking=False):
+            return self._forward(*args, **kwargs)
+        try:
+            with self._hooked():
+                return self._run(arguments, chunks)
+        finally:
+            self._busy.release()
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -141,7 +154,7 @@ class PrefillPipeline:
     def _run(self, arguments: dict[str, Any], chunks: list[tuple[int, int]]) -> Any:
         cache = arguments.get("past_key_values")
         if cache is None:
-            cache = DynamicCache(config=self._model.config)
+            cache = DynamicCache(config=self._model().config)  # type: ignore[union-attr]
         past = cache.get_seq_length()
         self._passed = [0] * len(chunks)
         self._failed = False
@@ -164,7 +177,10 @@ class PrefillPipeline:
             finally:
                 self._chunk.number = None
 
+        phase = self._recorder.phase
+
         def run_beside(first: int) -> None:
+            self._recorder.phase = phase
             counters = self._recorder.counters
             started = counters.mark = perf_counter()
             run(first)

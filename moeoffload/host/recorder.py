@@ -37,6 +37,16 @@ class TokenTotals:
     completion: int = 0
 
 
+class _Thread(threading.local):
+    """What one thread runs: its counters of each phase, and when its last forward pass began and ended."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, PhaseCounters] = {}
+        self.phase = PREFILL
+        self.next_phase: str | None = None
+        self.started = self.last_end = 0.0
+
+
 class Recorder:
     """Collects the counters of both phases.
 
@@ -49,8 +59,6 @@ class Recorder:
         self.n_servers = n_servers
         self.n_layers = n_layers
         self.profile = profile
-        self.next_phase: str | None = None
-        """The phase of the next forward pass, where its shape does not tell (packed requests)."""
         self.times_layers = profile
         """Whether the running forward pass keeps the times of each layer; decided when it begins."""
         self._watched_until = 0.0
@@ -58,22 +66,37 @@ class Recorder:
 
     def reset(self) -> None:
         """Starts again from zero. Not while a forward pass runs."""
-        self._own = threading.local()
+        self._own = _Thread()
         self._all: list[dict[str, PhaseCounters]] = []
-        self._phase = PREFILL
-        self._started = 0.0
-        self._last_end = 0.0
         self.tokens: TokenTotals | None = None  # told by who packs several requests, or guesses, into one pass
         self.guesses: GuessCounts | None = None  # of answers with guesses; None if there were none
 
     @property
     def counters(self) -> PhaseCounters:
-        """This thread's counters of the running phase."""
-        own: dict[str, PhaseCounters] | None = getattr(self._own, "phases", None)
-        if own is None:
-            own = self._own.phases = {name: self._new_counters() for name in PHASES}
-            self._all.append(own)
-        return own[self._phase]
+        """This thread's counters of the phase that it runs."""
+        own = self._own
+        if not own.phases:
+            own.phases = {name: self._new_counters() for name in PHASES}
+            self._all.append(own.phases)
+        return own.phases[own.phase]
+
+    @property
+    def phase(self) -> str:
+        """The phase that this thread runs; a thread that helps another one takes that one's."""
+        return self._own.phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._own.phase = name
+
+    @property
+    def next_phase(self) -> str | None:
+        """The phase of this thread's next forward pass, where its shape does not tell (packed requests)."""
+        return self._own.next_phase
+
+    @next_phase.setter
+    def next_phase(self, name: str | None) -> None:
+        self._own.next_phase = name
 
     @property
     def phases(self) -> dict[str, PhaseCounters]:
@@ -142,25 +165,26 @@ class Recorder:
             kwargs = {"input_ids": args[0], **kwargs}
         tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
         n_sequences, length = tokens.shape[0], tokens.shape[1]
-        self._phase = self.next_phase or (DECODE if length == 1 else PREFILL)
+        own = self._own
+        own.phase = own.next_phase or (DECODE if length == 1 else PREFILL)
         counters = self.counters
         counters.forwards += 1
         counters.sequences += n_sequences
         counters.tokens += n_sequences * length
-        self._started = counters.mark = perf_counter()
-        self.times_layers = self.profile or self._started < self._watched_until
-        if self._phase == DECODE and self._last_end:
-            counters.other_s += self._started - self._last_end
+        own.started = counters.mark = perf_counter()
+        self.times_layers = self.profile or own.started < self._watched_until
+        if own.phase == DECODE and own.last_end:
+            counters.other_s += own.started - own.last_end
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         ended = perf_counter()
-        counters = self.counters
+        own, counters = self._own, self.counters
         counters.lap_dense(ended)
-        counters.forward_s += ended - self._started
+        counters.forward_s += ended - own.started
         # Between two forwards of decoding lies the sampling; before a prefill lies whatever the caller did.
-        begun = self._last_end if self._phase == DECODE and self._last_end else self._started
+        begun = own.last_end if own.phase == DECODE and own.last_end else own.started
         counters.seconds += ended - begun
-        self._last_end = ended
+        own.last_end = ended
 
     def _new_counters(self) -> PhaseCounters:
         return PhaseCounters(

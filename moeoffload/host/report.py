@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from moeoffload import __version__
@@ -22,6 +23,7 @@ from moeoffload.payload import Payloads
 REPORT_VERSION: Final = 1
 ACCOUNTED: Final = 0.95  # a phase whose parts add up to less of its time is marked incomplete
 _MIB: Final = 1 << 20
+_WIDTH: Final = 120  # of tables outside of terminals
 _HOST_FIELDS: Final = ("dense", "pack", "local", "wait", "wait_queue", "wait_compute", "turn", "combine", "other")
 _PHASE_FIGURES: Final = ("tokens", "seconds", "tokens_per_s", "calls", "rows", "bytes_out", "bytes_back")
 _SERVER_FACTS: Final = ("transport", "transport_reason", "device", "kernel", "n_experts", "resident_bytes",
@@ -59,7 +61,7 @@ def run_facts(settings: HostSettings, payloads: Payloads, device: torch.device) 
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """One run. Times are seconds, sizes bytes; phases are prefill and decode.
 
@@ -110,16 +112,44 @@ class Report:
 
     def table(self) -> RenderableType:
         """Tables for a terminal: the phases, then the servers."""
+        phases = _table(self.title, {name: _phase_cells(phase) for name, phase in self.phases.items()})
+        guesses = [_table(None, {"guesses": self.guesses})] if self.guesses else []
+        return Group(phases, *self.server_tables(), *guesses)
+
+    def server_tables(self) -> list[Table]:
+        """Tables of the servers, and of server events if there were any."""
+        servers = {server["address"]: _server_cells(server) for server in self.servers}
+        events = {"faults": {name: n for name, n in self.recovery.items() if name != "events" and n}}
+        return [table for table in (_table(None, servers), _table(None, events)) if table.row_count]
+
+    @property
+    def title(self) -> str:
+        """The model and how it was set up, in a line."""
         model, run = self.model, self.run
         weights = f"experts in {model['expert_format']}, {model['bits_per_weight']:.3g} bits a weight"
-        title = f"{model['model_type']} · {weights} · mode {run['mode']} · payload {run['payload_dtype']}"
-        tables = [
-            _table(title, {name: _phase_cells(phase) for name, phase in self.phases.items()}),
-            _table(None, {server["address"]: _server_cells(server) for server in self.servers}),
-            _table(None, {"guesses": self.guesses or {}}),
-            _table(None, {"faults": {name: n for name, n in self.recovery.items() if name != "events" and n}}),
-        ]
-        return Group(*(table for table in tables if table.row_count))
+        return f"{model['model_type']} · {weights} · mode {run['mode']} · payload {run['payload_dtype']}"
+
+    def __repr__(self) -> str:
+        return as_text(self.table())
+
+    def _repr_html_(self) -> str:
+        return as_html(self.table())
+
+
+def as_text(table: RenderableType) -> str:
+    """What `print` shows of a table."""
+    return _printed(table).export_text().rstrip()
+
+
+def as_html(table: RenderableType) -> str:
+    """What a notebook shows of a table."""
+    return _printed(table).export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def _printed(table: RenderableType) -> Console:
+    console = Console(file=io.StringIO(), record=True, width=_WIDTH)
+    console.print(table, markup=False, highlight=False)
+    return console
 
 
 def _phase_cells(phase: dict[str, Any]) -> dict[str, Any]:

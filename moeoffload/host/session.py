@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group, RenderableType
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.locate import WEIGHTS_SUFFIX, locate
@@ -24,7 +26,7 @@ from moeoffload.host.model import bind_experts, load_draft_model, load_tokenizer
 from moeoffload.host.packed_dense import load_with_packed_linears
 from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
-from moeoffload.host.report import Report, model_facts, run_facts
+from moeoffload.host.report import Report, as_html, as_text, model_facts, run_facts
 from moeoffload.host.routing import read_routing_stats
 from moeoffload.host.second_opinion import Hedging, Verification
 from moeoffload.host.server_events import ServerEvents
@@ -64,8 +66,13 @@ def open_model(
     return OffloadedModel(str(model), settings or HostSettings(**keywords), revision, servers, on_progress)
 
 
+class _Keeper:
+    """What the servers of an open model live as long as."""
+
+
 class OffloadedModel:
-    """An open model; made by `open_model`. Use it in a ``with`` block, or `close` it.
+    """An open model; made by `open_model`. Use it in a ``with`` block, or `close` it; at the latest it is closed when
+    neither it nor its ``model`` is used any more.
 
     Attributes:
         model: an ordinary transformers model; ``reference`` is its folder, hub id or file as it was given.
@@ -122,6 +129,9 @@ class OffloadedModel:
             self.shards = fleet.shards()
             self._finish(stack, fleet.events)
             self._stack = stack.pop_all()
+            # Whoever has the model alone can go on to use it; with the last of both, and at exit, the servers go.
+            self._keeper = self.model.moeoffload_keeper = _Keeper()
+            weakref.finalize(self._keeper, fleet.close)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -185,6 +195,16 @@ class OffloadedModel:
     def close(self) -> None:
         """Ends all leases, stops spawned servers, frees everything. Idempotent."""
         self._stack.close()
+
+    def __repr__(self) -> str:
+        return as_text(self._table())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._table())
+
+    def _table(self) -> RenderableType:
+        report = self.report()
+        return Group(f"{self.reference}: {report.title}, on {self._device}", *report.server_tables())
 
     def __enter__(self) -> OffloadedModel:
         return self
