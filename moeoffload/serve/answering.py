@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final
 
 from starlette.responses import Response
 from starlette.types import Receive
 
 from moeoffload.serve.api_errors import ApiError, bad_request, unavailable
+from moeoffload.serve.block_forms import BlockForm, MessagesForm, ResponsesForm
+from moeoffload.serve.block_schemas import MessagesRequest, ResponsesRequest
 from moeoffload.serve.chat import Prompt, PromptReader
 from moeoffload.serve.choices import Choice, Choices, Piece
 from moeoffload.serve.detokenizer import Detokenizer, StopStrings, TokenTexts
@@ -52,12 +54,28 @@ class Answering:
             shown = one_line(name, 200)
             raise ApiError(404, f"The model '{shown}' does not exist.", param="model", code="model_not_found")
 
-    async def chat(self, request: ChatRequest, receive: Receive) -> Response:
-        """The response to /v1/chat/completions. Raises ApiError: there is no answer."""
+    async def message(self, request: MessagesRequest, receive: Receive) -> Response:
+        """The response to /v1/messages. Raises ApiError: there is no answer."""
+        return await self.chat(request.chat(), receive, lambda n: MessagesForm(self.model_name, n))
+
+    async def respond(self, request: ResponsesRequest, receive: Receive) -> Response:
+        """The response to /v1/responses. Raises ApiError: there is no answer."""
+        repeated = request.repeated()
+        return await self.chat(request.chat(), receive, lambda n: ResponsesForm(self.model_name, n, repeated))
+
+    async def chat(
+        self, request: ChatRequest, receive: Receive, make_form: Callable[[int], BlockForm] | None = None
+    ) -> Response:
+        """The response to /v1/chat/completions, or in the form that is made for a number of tokens of the prompt.
+        Raises ApiError: there is no answer."""
         self._check(request)
         prompt = await self._reader.read_chat(request)
         max_tokens = self._room(prompt.tokens, request.max_completion_tokens or request.max_tokens, None, "messages")
-        form = ChatForm(self.model_name, self._texts, request.alternatives, request.include_usage)
+        form: ChatForm | BlockForm
+        if make_form is not None:
+            form = make_form(len(prompt.tokens))
+        else:
+            form = ChatForm(self.model_name, self._texts, request.alternatives, request.include_usage)
         return await self._answer(request, form, [(prompt, max_tokens)], request.alternatives, receive)
 
     async def complete(self, request: CompletionRequest, receive: Receive) -> Response:
@@ -106,7 +124,7 @@ class Answering:
     async def _answer(
         self,
         request: GenerationRequest,
-        form: ChatForm | CompletionForm,
+        form: ChatForm | CompletionForm | BlockForm,
         prompts: Sequence[tuple[Prompt, int]],
         alternatives: int | None,
         receive: Receive,
@@ -135,8 +153,8 @@ class Answering:
             async for piece in choices.pieces():
                 for chunk in form.chunks(piece):
                     yield chunk
-            if request.include_usage:
-                yield form.last_chunk(usage())
+            for chunk in form.closing(usage()):
+                yield chunk
 
         async def whole() -> dict[str, Any]:
             pieces: list[list[Piece]] = [[] for _ in choices.choices]
@@ -153,7 +171,7 @@ class Answering:
                     choices.submit(prompt.tokens, options)
             if request.stream:
                 streams = True
-                return EventStream(chunks(), on_end=lambda: self._end(choices))
+                return EventStream(chunks(), lambda: self._end(choices), form.has_names)
             return await unless_client_leaves(receive, whole())
         finally:
             if not streams:

@@ -14,6 +14,7 @@ from moeoffload.config import ServeSettings, is_loopback
 from moeoffload.serve.access import read_api_key
 from moeoffload.serve.answering import Answering
 from moeoffload.serve.api_errors import ApiError, bad_request, of_exception
+from moeoffload.serve.block_schemas import MessagesRequest, ResponsesRequest
 from moeoffload.serve.dashboard import dashboard_page
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.guard import Guard
@@ -67,6 +68,14 @@ def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
     @app.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         return await answering.complete(body, request.receive)
+
+    @app.post("/v1/responses", response_model=None)
+    async def respond(body: ResponsesRequest, request: Request) -> Response:
+        return await answering.respond(body, request.receive)
+
+    @app.post("/v1/messages", response_model=None)
+    async def message(body: MessagesRequest, request: Request) -> Response:
+        return await answering.message(body, request.receive)
 
     @app.post("/v1/embeddings", response_model=None)
     async def embed() -> Response:

@@ -43,9 +43,11 @@ class _Form(ABC):
             "system_fingerprint": f"moeoffload-{__version__}",
         }
 
-    def last_chunk(self, usage: Json) -> Json:
-        """The chunk that counts tokens."""
-        return self._chunk_head() | {"choices": [], "usage": usage}
+    has_names = False  # whether events of a stream have names
+
+    def closing(self, usage: Json) -> list[Json]:
+        """The chunk that counts tokens, if it was asked for."""
+        return [self._chunk_head() | {"choices": [], "usage": usage}] if self._with_usage else []
 
     def whole(self, pieces: Sequence[Sequence[Piece]], usage: Json) -> Json:
         """All in one; ``pieces`` by choice."""

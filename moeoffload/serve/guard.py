@@ -78,6 +78,8 @@ class Guard:
         if self._key is None or scope["path"] in OPEN_PATHS:
             return
         scheme, _, shown = headers.get("authorization", "").partition(" ")
+        if "x-api-key" in headers:  # Anthropic's clients
+            scheme, shown = "bearer", headers["x-api-key"]
         if scheme.lower() != "bearer" or not hmac.compare_digest(shown.strip().encode(), self._key):
             self._refusals.add(peer, "no API key, or not the right one")
             raise ApiError(

@@ -42,10 +42,13 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 class EventStream(EventSourceResponse):
-    """Sends each chunk as one event, then ``[DONE]``; an error in between is the last event, in OpenAI's form."""
+    """Sends each chunk as one event, then ``[DONE]``; an error in between is the last event, in OpenAI's form.
+    With ``named``, events are named after their type, and there is no ``[DONE]``."""
 
-    def __init__(self, chunks: AsyncGenerator[dict[str, Any], None], on_end: Callable[[], None]) -> None:
-        super().__init__(_events(chunks), ping=PING_S, sep="\n", send_timeout=SEND_TIMEOUT_S)
+    def __init__(
+        self, chunks: AsyncGenerator[dict[str, Any], None], on_end: Callable[[], None], named: bool = False
+    ) -> None:
+        super().__init__(_events(chunks, named), ping=PING_S, sep="\n", send_timeout=SEND_TIMEOUT_S)
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,13 +61,17 @@ class EventStream(EventSourceResponse):
             self._on_end()
 
 
-async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[str, None]:
+async def _events(
+    chunks: AsyncGenerator[dict[str, Any], None], named: bool
+) -> AsyncGenerator[str | dict[str, str], None]:
     try:
         async for chunk in chunks:
-            yield _json(chunk)
-        yield "[DONE]"
+            yield {"event": chunk["type"], "data": _json(chunk)} if named else _json(chunk)
+        if not named:
+            yield "[DONE]"
     except Exception as error:  # the status is sent already; of_exception logs what was not made on purpose
-        yield _json(of_exception(error).body())
+        body = of_exception(error).body()
+        yield {"event": "error", "data": _json({"type": "error"} | body)} if named else _json(body)
     finally:
         await chunks.aclose()
 

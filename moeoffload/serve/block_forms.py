@@ -1,0 +1,253 @@
+"""Answers as lists of blocks: Anthropic's messages and OpenAI's responses, whole and as events."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from moeoffload.serve.answer_parser import Part, ToolCall
+from moeoffload.serve.choices import Piece
+from moeoffload.serve.request import FinishReason
+
+Json = dict[str, Any]
+_STOP_REASONS: Final = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
+
+
+@dataclass
+class Block:
+    """Content, reasoning, or a call."""
+
+    name: str
+    text: str = ""
+    call: ToolCall | None = None
+
+
+class BlockForm(ABC):
+    """What both have in common. One choice; ``blocks`` are those that have begun, the last may be open."""
+
+    has_names = True  # of the events of a stream
+
+    def __init__(self, prefix: str, model: str, n_prompt: int) -> None:
+        self.id = f"{prefix}_{uuid.uuid4().hex}"
+        self.blocks: list[Block] = []
+        self._model = model
+        self._n_prompt = n_prompt
+        self._is_open = False
+        self._finish: FinishReason | None = None
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        """The events of one piece."""
+        events = [event for part in piece.parts for event in self._take(part)]
+        if piece.finish is not None:
+            self._finish = piece.finish
+            events += self._end()
+        return events
+
+    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Json) -> Json:
+        """All in one."""
+        for piece in pieces[0]:
+            self.chunks(piece)
+        return self.message(usage)
+
+    @abstractmethod
+    def opening(self, n_choices: int) -> list[Json]:
+        """The events at the start."""
+
+    @abstractmethod
+    def closing(self, usage: Json) -> list[Json]:
+        """The events at the end."""
+
+    @abstractmethod
+    def message(self, usage: Json | None) -> Json:
+        """All that there is so far."""
+
+    @abstractmethod
+    def _begin(self, block: Block) -> list[Json]: ...
+
+    @abstractmethod
+    def _delta(self, block: Block, text: str) -> list[Json]: ...
+
+    @abstractmethod
+    def _close(self, block: Block) -> list[Json]: ...
+
+    def _take(self, part: Part) -> list[Json]:
+        name = "call" if part.call else "reasoning" if part.reasoning else "text"
+        text = part.call.arguments if part.call else part.reasoning or part.content
+        events: list[Json] = []
+        if not self._is_open or self.blocks[-1].name != name or part.call:
+            events += self._end()
+            self.blocks.append(Block(name, call=part.call))
+            self._is_open = True
+            events += self._begin(self.blocks[-1])
+        block = self.blocks[-1]
+        block.text += text
+        return events + self._delta(block, text)
+
+    def _end(self) -> list[Json]:
+        was_open, self._is_open = self._is_open, False
+        return self._close(self.blocks[-1]) if was_open else []
+
+
+class MessagesForm(BlockForm):
+    """Anthropic's messages."""
+
+    def __init__(self, model: str, n_prompt: int) -> None:
+        super().__init__("msg", model, n_prompt)
+
+    def opening(self, n_choices: int) -> list[Json]:
+        """See `BlockForm`."""
+        return [{"type": "message_start", "message": self.message(None)}]
+
+    def closing(self, usage: Json) -> list[Json]:
+        """See `BlockForm`."""
+        told = self.message(usage)
+        delta = {"stop_reason": told["stop_reason"], "stop_sequence": None}
+        return [{"type": "message_delta", "delta": delta, "usage": told["usage"]}, {"type": "message_stop"}]
+
+    def message(self, usage: Json | None) -> Json:
+        """See `BlockForm`."""
+        usage = usage or {"prompt_tokens": self._n_prompt, "completion_tokens": 0}
+        cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [self._json(block, block.text) for block in self.blocks],
+            "stop_reason": _STOP_REASONS.get(self._finish, "end_turn") if self._finish else None,
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"] - cached,
+                "cache_read_input_tokens": cached,
+                "output_tokens": usage["completion_tokens"],
+            },
+        }
+
+    def _json(self, block: Block, text: str) -> Json:
+        if block.call is not None:
+            given = json.loads(text) if text else {}
+            return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": given}
+        if block.name == "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        return {"type": "text", "text": text}
+
+    def _event(self, kind: str, **fields: Any) -> list[Json]:
+        return [{"type": f"content_block_{kind}", "index": len(self.blocks) - 1} | fields]
+
+    def _begin(self, block: Block) -> list[Json]:
+        return self._event("start", content_block=self._json(block, ""))
+
+    def _delta(self, block: Block, text: str) -> list[Json]:
+        kinds = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+        kind, field = kinds.get(block.name, ("input_json_delta", "partial_json"))
+        return self._event("delta", delta={"type": kind, field: text})
+
+    def _close(self, block: Block) -> list[Json]:
+        return self._event("stop")
+
+
+class ResponsesForm(BlockForm):
+    """OpenAI's responses. ``asked``: fields of the request that the response repeats."""
+
+    def __init__(self, model: str, n_prompt: int, asked: Json) -> None:
+        super().__init__("resp", model, n_prompt)
+        self._asked = asked
+        self._created = time.time()
+        self._n_events = 0
+
+    def opening(self, n_choices: int) -> list[Json]:
+        """See `BlockForm`."""
+        return [self._event(f"response.{kind}", response=self.message(None)) for kind in ("created", "in_progress")]
+
+    def closing(self, usage: Json) -> list[Json]:
+        """See `BlockForm`."""
+        told = self.message(usage)
+        return [self._event(f"response.{told['status']}", response=told)]
+
+    def message(self, usage: Json | None) -> Json:
+        """See `BlockForm`."""
+        cut = self._finish is FinishReason.LENGTH
+        status = "in_progress" if self._finish is None else "incomplete" if cut else "completed"
+        told: Json = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "model": self._model,
+            "output": [self._item(number, "completed") for number in range(len(self.blocks))],
+            "usage": None,
+        }
+        if usage is not None:
+            told["usage"] = {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            }
+        return self._asked | told
+
+    def _item(self, number: int, status: str) -> Json:
+        block = self.blocks[number]
+        head = {"id": f"{self.id}_{number}", "status": status}
+        if block.call is not None:
+            call = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text}
+            return head | {"type": "function_call"} | call
+        parts = [self._part(block)] if block.text else []
+        if block.name == "reasoning":
+            return head | {"type": "reasoning", "summary": [], "content": parts}
+        return head | {"type": "message", "role": "assistant", "content": parts}
+
+    @staticmethod
+    def _part(block: Block, text: str | None = None) -> Json:
+        text = block.text if text is None else text
+        if block.name == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        self._n_events += 1
+        return {"type": kind, "sequence_number": self._n_events - 1} | fields
+
+    def _of_item(self, kind: str, **fields: Any) -> Json:
+        number = len(self.blocks) - 1
+        where: Json = {"output_index": number}
+        if not kind.startswith("response.output_item"):
+            where["item_id"] = f"{self.id}_{number}"
+            if "function" not in kind:
+                where["content_index"] = 0
+        return self._event(kind, **where, **fields)
+
+    def _begin(self, block: Block) -> list[Json]:
+        events = [self._of_item("response.output_item.added", item=self._item(len(self.blocks) - 1, "in_progress"))]
+        if block.call is None:
+            events.append(self._of_item("response.content_part.added", part=self._part(block, "")))
+        return events
+
+    def _delta(self, block: Block, text: str) -> list[Json]:
+        return [self._of_item(f"{self._kind(block)}.delta", delta=text, **self._logprobs(block))]
+
+    def _close(self, block: Block) -> list[Json]:
+        field = "text" if block.call is None else "arguments"
+        events = [self._of_item(f"{self._kind(block)}.done", **{field: block.text}, **self._logprobs(block))]
+        if block.call is None:
+            events.append(self._of_item("response.content_part.done", part=self._part(block)))
+        else:
+            events[0]["name"] = block.call.name
+        return [*events, self._of_item("response.output_item.done", item=self._item(len(self.blocks) - 1, "completed"))]
+
+    @staticmethod
+    def _kind(block: Block) -> str:
+        kinds = {"call": "function_call_arguments", "reasoning": "reasoning_text", "text": "output_text"}
+        return f"response.{kinds[block.name]}"
+
+    @staticmethod
+    def _logprobs(block: Block) -> Json:
+        return {"logprobs": []} if block.name == "text" else {}

@@ -1,0 +1,174 @@
+"""/v1/messages and /v1/responses, with Anthropic's and OpenAI's clients."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from many_requests.fake_engine import FakeEngine, tokens_of
+from many_requests.http_kit import Running, serving
+from many_requests.serve_process import KEY, Server
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
+CLOSED: dict[str, Any] = SCHEMA | {"additionalProperties": False}
+ANTHROPIC_TOOLS: list[Any] = [{"name": "add", "description": "adds", "input_schema": CLOSED}]
+TOOLS: list[Any] = [{"type": "function", "name": "add", "parameters": CLOSED, "strict": True}]
+SHOWING = """{# <think></think> <tool_call> #}{% for m in messages %}[{{ m['role'] }}|{{ m['content'] }}|\
+{{ m['reasoning_content'] }}|{% for c in m['tool_calls'] or [] %}{{ c.function.name }}{{ c.function.arguments.a }}\
+{% endfor %}]{% endfor %}{{ tools | length }}"""
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer: Any) -> Iterator[Running]:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = SHOWING
+    engine = FakeEngine(tokens_of(f"<think>hm</think>\n\nyes\n{CALL}"))
+    engine.context_tokens = 2000
+    with serving(engine, tokenizer) as running:
+        yield running
+
+
+def asker(server: Running) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=30)
+
+
+def prompt_of(server: Running) -> str:
+    return bytes(server.engine.tickets[-1].prompt).decode()
+
+
+def test_messages_whole_and_streamed(server: Running) -> None:
+    messages: list[Any] = [
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "so", "signature": ""},
+                {"type": "text", "text": "ok"},
+                {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 3}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "4"}]},
+    ]
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": 500, "messages": messages, "tools": ANTHROPIC_TOOLS}
+    asked |= {
+        "system": [{"type": "text", "text": "be", "cache_control": {"type": "ephemeral"}}],
+        "extra_body": {"top_k": 5},
+    }
+    with asker(server) as client:
+        whole = client.messages.create(**asked, stop_sequences=["%%"])
+        assert prompt_of(server) == "[system|be||][user|hi||][assistant|ok|so|add3][tool|4||]1"
+        assert server.engine.tickets[-1].options.top_k == 5
+        with client.messages.stream(**asked) as stream:
+            texts = list(stream.text_stream)
+            final = stream.get_final_message()
+        cut = client.messages.create(**asked | {"max_tokens": 9})
+    for told in (whole, final):
+        kinds: list[Any] = list(told.content)
+        assert [block.type for block in kinds] == ["thinking", "text", "tool_use"]
+        assert (kinds[0].thinking, kinds[1].text, kinds[2].name, kinds[2].input) == ("hm", "yes", "add", {"a": 1})
+        assert (told.stop_reason, told.usage.output_tokens) == ("tool_use", len(server.engine.tokens))
+        assert told.usage.input_tokens == len(server.engine.tickets[-1].prompt)
+    assert "".join(texts) == "yes"
+    assert (cut.stop_reason, cut.content[0].type) == ("max_tokens", "thinking")
+
+
+def test_responses_whole_and_streamed(server: Running) -> None:
+    items: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 3}'},
+        {"type": "function_call_output", "call_id": "c", "output": "4"},
+    ]
+    asked: dict[str, Any] = {"model": "demo", "input": items, "instructions": "be", "tools": TOOLS, "store": False}
+    with server.client() as client:
+        whole = client.responses.create(**asked)
+        assert prompt_of(server) == "[system|be||][user|hi||][assistant|||add3][tool|4||]1"
+        with client.responses.stream(**asked) as stream:
+            events = [event.type for event in stream]
+            final = stream.get_final_response()
+        cut = client.responses.create(**asked, max_output_tokens=9)
+    for told in (whole, final):
+        kinds: list[Any] = list(told.output)
+        assert [item.type for item in kinds] == ["reasoning", "message", "function_call"]
+        assert (kinds[0].content[0].text, told.output_text) == ("hm", "yes")
+        assert (kinds[2].name, json.loads(kinds[2].arguments)) == ("add", {"a": 1})
+        assert told.status == "completed"
+        assert told.usage is not None
+        assert told.usage.output_tokens == len(server.engine.tokens)
+    assert events[:2] == ["response.created", "response.in_progress"]
+    assert events[-1] == "response.completed"
+    assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+def test_an_error_within_a_stream_reaches_the_client(tokenizer: Any) -> None:
+    engine = FakeEngine(b"ab")
+    engine.error = RuntimeError("secret")
+    ask_for: Any = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+    with serving(engine, tokenizer) as server, asker(server) as client, server.client() as other:
+        with pytest.raises(anthropic.APIStatusError, match="had an error"), client.messages.stream(**ask_for) as stream:
+            stream.get_final_message()
+        with pytest.raises(openai.APIError, match="had an error"):
+            list(other.responses.create(model="demo", input="x", stream=True))
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        ("messages", {"max_tokens": None}, "max_tokens"),
+        ("messages", {"container": "x"}, "container"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages"),
+        ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
+        ("messages", {"tool_choice": {"type": "odd"}}, "tool_choice"),
+        ("messages", {"temperature": 3}, "temperature"),
+        ("responses", {"previous_response_id": "x"}, "previous_response_id"),
+        ("responses", {"input": [{"type": "item_reference"}]}, "input"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ("responses", {"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ("responses", {"background": True}, "background"),
+    ],
+)
+def test_what_they_cannot_do_is_refused_by_name(server: Running, path: str, change: dict[str, Any], param: str) -> None:
+    base: Any = (
+        {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]} if path == "messages" else {"input": "x"}
+    )
+    reply = server.ask("POST", f"/v1/{path}", {"model": "demo"} | base | change)
+    assert (reply.status, reply.error["param"]) == (400, param), reply.text
+
+
+def test_forced_calls_and_schemas_in_the_real_process(serve_process: Server) -> None:
+    url = f"http://127.0.0.1:{serve_process.port}"
+    with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
+        told = client.messages.create(
+            model="demo",
+            max_tokens=500,
+            messages=[{"role": "user", "content": "go"}],
+            tools=ANTHROPIC_TOOLS,
+            tool_choice={"type": "tool", "name": "add"},
+        )
+    block: Any = told.content[0]
+    assert (block.type, block.name, told.stop_reason) == ("tool_use", "add", "tool_use")
+    assert 0 <= block.input["a"] <= 9
+    with serve_process.client() as other:
+        form: Any = {"format": {"type": "json_schema", "name": "it", "schema": CLOSED, "strict": True}}
+        answer = other.responses.create(model="demo", input="go", text=form, max_output_tokens=500)
+    assert 0 <= json.loads(answer.output_text)["a"] <= 9
+
+
+def test_anthropic_s_header_is_a_key_too(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.touch(0o600)
+    file.write_text(KEY)
+    with serving(FakeEngine(tokens_of("yes")), tokenizer, KEY, api_key_file=file) as server:
+        ask_for: Any = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+        with asker(server) as client, pytest.raises(anthropic.AuthenticationError):
+            client.messages.create(**ask_for)
+        with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
+            told: Any = client.messages.create(**ask_for)
+    assert told.content[0].text == "yes"
