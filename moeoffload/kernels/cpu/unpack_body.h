@@ -200,83 +200,59 @@ static TARGET __attribute__((noinline)) void NAME(unpack_some)(const Matrix *m, 
     memset(out + count, 0, (SPAN - count) * sizeof(ELEMENT));
 }
 
-// Columns from..to of up to 64 rows, within a segment; `from` is a multiple of SPAN.
-INLINE void NAME(unpack_spans)(const int codes, const int offsets, const bool is_power, const Matrix *m, const char *rows,
-                               int64_t n_rows, int64_t from, int64_t to, const Scales *scales, ELEMENT *out, int64_t stride,
-                               Ahead ahead) {
-    const int64_t row_bytes = m->row_bytes, shift = m->shift, first = from / SEGMENT * SEGMENT >> shift;
-    const uint64_t all_rows = ~(uint64_t)0 >> (64 - n_rows);
-    NAME(Span) span, *const g = &span;
-    NAME(set_tables)(codes, m, g);
-    for (int64_t at = from; at < to; at += SPAN, out += SPAN) {
-        const uint8_t *code = (const uint8_t *)rows + at * code_bits(codes) / 8;
-        const uint8_t *high = (const uint8_t *)rows + m->high + at * high_bits(codes) / 8;
+// Columns from..to of a row, within a segment; `from` is a multiple of SPAN. They are written to `out`, or, if that is
+// NULL, multiplied by an operand and added to its sums in the order of `products`. Whatever the weights are:
+static TARGET __attribute__((noinline)) void NAME(any_spans)(const Matrix *m, const uint8_t *row, int64_t from, int64_t to,
+                                                             const Scales *s, const OPERAND *operand, vec *sums, ELEMENT *out) {
+    const int codes = (int)m->codes;
+    const int64_t first = from / SEGMENT * SEGMENT;
+    for (int64_t at = from; at < to; at += SPAN) {
+        NAME(Span) span;
+        ELEMENT some[SPAN];
+        for (int i = 0; i < 4; i++) span.group[i] = (at - first + 16 * i) >> m->shift;
+        const uint8_t *code = row + at * code_bits(codes) / 8, *high = row + m->high + at * high_bits(codes) / 8;
         const int64_t count = at_most(to - at, SPAN);
-        uint64_t left = all_rows;
-        for (int i = 0; i < 4; i++) span.group[i] = ((at + 16 * i) >> shift) - first;
-        if (codes < CODES_BF16 && count == SPAN && !NAME(is_too_fine)(codes, shift)) {
-            left = 0;
-            const uint8_t *row_code = code, *row_high = high;
-            const Scales *s = scales;
-            ELEMENT *row_out = out;
-            for (int64_t r = 0; r < n_rows; r++, ahead.at += ahead.step) {
-                __builtin_prefetch(ahead.at, 0, 2);
-                __builtin_prefetch(row_code + 64, 0, 3);
-                const bool is_done = !s->is_wild && NAME(unpack_fast)(codes, offsets, is_power, row_code, row_high, g, s, row_out);
-                if (__builtin_expect(!is_done, false)) left |= (uint64_t)1 << r;
-                row_code += row_bytes, row_high += row_bytes, s++, row_out += stride;
-            }
-        }
-        for (; left; left &= left - 1) {
-            const int64_t r = __builtin_ctzll(left);
-            ELEMENT elements[SPAN];
-            NAME(unpack_some)(m, code + r * row_bytes, high + r * row_bytes, count, g, scales + r, elements);
-            memcpy(out + r * stride, elements, count * sizeof(ELEMENT));
+        NAME(unpack_some)(m, code, high, count, &span, s, some);
+        if (out) {
+            memcpy(out + at - from, some, count * sizeof(ELEMENT));
+        } else {
+            for (int64_t i = 0; i < count; i += BLOCK) MULTIPLY(sums, LOAD(some + i), GET(operand + at + i));
         }
     }
 }
 
-// Adds the products of an operand and columns from..to of a row, within a segment, to its sums, in the order of
-// `products`; whatever the weights are, and (multiply_spans) out of registers.
-static TARGET __attribute__((noinline)) void NAME(multiply_some)(const Matrix *m, const uint8_t *row, int64_t from, int64_t to,
-                                                                 const Scales *s, const OPERAND *operand, vec *sums) {
-    const int codes = (int)m->codes;
-    const int64_t first = from / SEGMENT * SEGMENT >> m->shift;
-    for (int64_t at = from; at < to; at += SPAN) {
-        NAME(Span) g;
-        ELEMENT some[SPAN];
-        for (int i = 0; i < 4; i++) g.group[i] = ((at + 16 * i) >> m->shift) - first;
-        const uint8_t *code = row + at * code_bits(codes) / 8, *high = row + m->high + at * high_bits(codes) / 8;
-        const int64_t count = at_most(to - at, SPAN);
-        NAME(unpack_some)(m, code, high, count, &g, s, some);
-        for (int64_t i = 0; i < count; i += BLOCK) MULTIPLY(sums, LOAD(some + i), GET(operand + at + i));
-    }
-}
-INLINE void NAME(multiply_spans)(const int codes, const int offsets, const bool is_power, const Matrix *m, const uint8_t *row,
-                                 int64_t from, int64_t to, const Scales *s, const OPERAND *operand, vec *sums, Ahead ahead) {
-    const int64_t shift = m->shift, second = shift < 5, third = shift < 5 ? 2 : shift < 6;
+// As any_spans, in registers, as long as that can be.
+INLINE void NAME(spans)(const int codes, const int offsets, const bool is_power, const Matrix *m, const uint8_t *row,
+                        int64_t from, int64_t to, const Scales *s, const OPERAND *operand, vec *sums, ELEMENT *out,
+                        Ahead *ahead) {
+    const int64_t shift = m->shift, second = shift < 5, third = shift < 5 ? 2 : shift < 6, first = from / SEGMENT * SEGMENT;
     NAME(Span) span;
     NAME(set_tables)(codes, m, &span);
-    vec acc[2] = {sums[0], sums[1]};
+    vec acc[2];
+    if (!out) acc[0] = sums[0], acc[1] = sums[1];
     int64_t at = from;
     if (!s->is_wild && !NAME(is_too_fine)(codes, shift)) {
         const uint8_t *code = row + at * code_bits(codes) / 8, *high = row + m->high + at * high_bits(codes) / 8;
         for (; at + SPAN <= to; at += SPAN) {
             ELEMENT some[SPAN];
-            span.group[0] = (at - from) >> shift;
+            span.group[0] = (at - first) >> shift;
             span.group[1] = span.group[0] + second, span.group[2] = span.group[0] + third;
             span.group[3] = span.group[2] + second;
-            __builtin_prefetch(ahead.at, 0, 2);
-            __builtin_prefetch(ahead.at - 2 * AHEAD_BYTES - AHEAD_BYTES / 2, 0, 3);  // from there into the first-level cache
-            ahead.at += ahead.step;
-            if (!NAME(unpack_fast)(codes, offsets, is_power, code, high, &span, s, some)) break;
+            __builtin_prefetch(ahead->at, 0, 2);
+            // From there into the first-level cache.
+            __builtin_prefetch(out ? (const char *)code + 64 : ahead->at - 2 * AHEAD_BYTES - AHEAD_BYTES / 2, 0, 3);
+            ahead->at += ahead->step;
+            ELEMENT *to_here = out ? out + at - from : some;
+            if (!NAME(unpack_fast)(codes, offsets, is_power, code, high, &span, s, to_here)) break;
+            if (!out) {
 #pragma GCC unroll 4
-            for (int i = 0; i < SPAN; i += BLOCK) MULTIPLY(acc, LOAD(some + i), GET(operand + at + i));
+                for (int i = 0; i < SPAN; i += BLOCK) MULTIPLY(acc, LOAD(some + i), GET(operand + at + i));
+            }
             code += SPAN * code_bits(codes) / 8, high += SPAN * high_bits(codes) / 8;
         }
     }
-    sums[0] = acc[0], sums[1] = acc[1];
-    if (__builtin_expect(at < to, false)) NAME(multiply_some)(m, row, at, to, s, operand, sums);
+    if (!out) sums[0] = acc[0], sums[1] = acc[1];
+    if (__builtin_expect(at < to, false)) NAME(any_spans)(m, row, at, to, s, operand, sums, out ? out + at - from : NULL);
 }
 
 #define EACH_CODES                                \
@@ -292,7 +268,9 @@ INLINE void NAME(multiply_spans)(const int codes, const int offsets, const bool 
         EACH_OFFSETS(CODES_UINT5)                 \
         EACH_OFFSETS(CODES_INT6)
 #define SPANS(codes, offsets, is_power) \
-    NAME(unpack_spans)(codes, offsets, is_power, m, data, n_rows, from, end, scales, elements, stride, ahead);
+    for (int64_t r = 0; r < n_rows; r++) \
+        NAME(spans)(codes, offsets, is_power, m, data + r * m->row_bytes, from, end, scales + r, NULL, NULL, \
+                    elements + r * stride, &ahead);
 #define EACH_OFFSETS(codes)                                                                                       \
     case codes:                                                                                                   \
         if (m->offsets == OFFSETS_ZERO) {                                                                         \
@@ -308,7 +286,7 @@ INLINE void NAME(multiply_spans)(const int codes, const int offsets, const bool 
 // See Kernels.
 static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, int64_t to,
                                 Scales *scales, void *out, int64_t stride, Ahead ahead) {
-    const char *data = packed_row(m, expert, row);
+    const uint8_t *data = (const uint8_t *)packed_row(m, expert, row);
     ELEMENT *elements = out;
     const bool is_power = TYPE == BF16 && m->scales == SCALES_E8M0;
     while (from < to) {
@@ -316,16 +294,17 @@ static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, in
         if (from % SEGMENT == 0) read_scales(m, expert, row, n_rows, from, scales);
         switch (m->codes) {
             EACH_CODES
-            default: SPANS((int)m->codes, OFFSETS_NONE, false)
+            default:
+                for (int64_t r = 0; r < n_rows; r++)
+                    NAME(any_spans)(m, data + r * m->row_bytes, from, end, scales + r, NULL, NULL, elements + r * stride);
         }
         elements += end - from;
-        ahead.at += n_rows * ((end - from) / SPAN) * ahead.step;
         from = end;
     }
 }
 #undef SPANS
 #define SPANS(codes, offsets, is_power) \
-    NAME(multiply_spans)(codes, offsets, is_power, m, data, from, end, &scales, operand, sums[0][0], ahead);
+    NAME(spans)(codes, offsets, is_power, m, data, from, end, &scales, operand, sums[0][0], NULL, &ahead);
 // The products of an operand and rows, one after the other: a single stream of reads.
 static TARGET void NAME(multiply_packed)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, const OPERAND *operand,
                                          SUMS *sums) {
@@ -336,7 +315,7 @@ static TARGET void NAME(multiply_packed)(const Matrix *m, int64_t expert, int64_
         sums[0][0][0] = sums[0][0][1] = (vec){0};
         for (int64_t from = 0, end; from < m->n_in; from = end) {
             Scales scales;
-            const Ahead ahead = {(const char *)data + from / SPAN * step + 3 * AHEAD_BYTES, step};
+            Ahead ahead = {(const char *)data + from / SPAN * step + 3 * AHEAD_BYTES, step};
             end = at_most(from + SEGMENT, m->n_in);
             read_scales(m, expert, row, 1, from, &scales);
             switch (m->codes) {
