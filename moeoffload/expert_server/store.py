@@ -6,6 +6,7 @@ Experts whose last host has left are **warm**: they stay until their memory is a
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,6 +49,10 @@ class ExpertStore:
         """By model digest and compute dtype: the shortest times that `Calibrate` has measured so far, by rows."""
         self.read_bytes = 0
         """Bytes of all experts that were read from files so far."""
+        self.timings: weakref.WeakKeyDictionary[LayerKernels, dict[int, list[tuple[int, float]]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """What calls of a layer took, by the greatest number of rows: warm experts are not timed again."""
         self._free_now = free_now
         self._keep_warm = keep_warm
         self._residents: dict[LayerKey, _Resident] = {}
