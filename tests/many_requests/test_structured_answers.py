@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from many_requests.random_schemas import SCHEMAS, Schema
 from many_requests.serve_process import Server
+from moeoffload.serve.grammar import Grammar, GrammarCompiler, GrammarState
+from moeoffload.serve.response_formats import response_format
 
 N_EXAMPLES = int(os.environ.get("N_SCHEMAS", "10"))
 CLOSING: dict[str, Any] = {"logit_bias": {str(ord(letter)): 14 for letter in '"]}'}, "frequency_penalty": 0.3}
@@ -142,3 +147,28 @@ def test_an_answer_whose_form_becomes_too_complex_ends_alone(serve_process: Serv
     reply = ask({"guided_regex": r"(\w{1,60}\s){40,60}"})
     assert (reply.status, "too many states" in reply.error["message"]) == (400, True), reply.text
     assert ask({"guided_regex": "[ab]{2}"}).status == 200
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_form_begins_behind_reasoning(tokenizer: Any, special: bool) -> None:
+    """Whether its marks are special tokens or letters, for a model that may think, thinks already, or has done so."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "<think></think>"
+    if special:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    compiler, kind = GrammarCompiler(tokenizer, 258, [256]), response_format(tokenizer)
+
+    def takes(prompt: str, text: str) -> bool:
+        grammar = replace(Grammar("regex", "[0-9]", "x"), opening=kind.opening(prompt))
+        state = GrammarState(compiler.compile(grammar))
+        for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], 256]:
+            if state.allow(torch.zeros(len(tokenizer)))[token] < 0:
+                return False
+            state.take(token)
+        return True
+
+    texts = ["5", "<think>so\nwhat</think>\n\n5", "so what</think>5", "<think>5"]
+    expected = {"hi": [True, True, False, False], "<think>\n": [False, not special, True, False]}
+    expected["<think>\n\n</think>\n\n"] = [True, False, False, False]
+    for prompt, wanted in expected.items():
+        assert [takes(prompt, text) for text in texts] == wanted, prompt
