@@ -101,7 +101,7 @@ text: /(.|\n)*/
 
 
 @dataclass(frozen=True)
-class ResponseFormat:
+class AnswerFormat:
     """How a model writes an answer that is more than a text.
 
     ``fields``: those of a response template; ``own`` is a whole one that the tokenizer brings.
@@ -141,7 +141,7 @@ class ResponseFormat:
         return self.fields.get("reasoning_content") is _THOUGHT and bool(re.search(r"<think>\s*$", prompt[-100:]))
 
 
-def response_format(tokenizer: Any) -> ResponseFormat:
+def answer_format(tokenizer: Any) -> AnswerFormat:
     """That of a tokenizer's model."""
     own = getattr(tokenizer, "response_template", None)
     templates = tokenizer.chat_template
@@ -154,4 +154,4 @@ def response_format(tokenizer: Any) -> ResponseFormat:
             fields["reasoning_content"] = _THOUGHT
         if calls := next((field for mark, field in _TOOL_CALLS if mark in text), None):
             fields["tool_calls"] = calls
-    return ResponseFormat(fields, own, "<think>" in tokenizer.all_special_tokens)
+    return AnswerFormat(fields, own, "<think>" in tokenizer.all_special_tokens)

@@ -62,11 +62,12 @@ def test_more_than_it_takes_are_answered_or_told_to_come_again(serve_process: Se
             return await asyncio.gather(*asked, return_exceptions=True)
 
     asyncio.run(offer())  # connections and buffers are made once
-    before = process.memory_info().rss
+    before, rejected = process.memory_info().rss, server.counts()["rejected"]
     told = asyncio.run(offer())
     refused = [each for each in told if isinstance(each, openai.RateLimitError)]
     answered = [each for each in told if not isinstance(each, BaseException)]
     assert len(refused) + len(answered) == N_OFFERED
+    assert server.counts()["rejected"] - rejected == len(refused)
     assert len(answered) >= RUNNING + WAITING
     assert refused
     assert all(int(each.response.headers["Retry-After"]) >= 1 for each in refused)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from many_requests.random_schemas import SCHEMAS, Schema
 from many_requests.serve_process import Server
 from moeoffload.serve.grammar import Grammar, GrammarCompiler, GrammarState
-from moeoffload.serve.response_formats import response_format
+from moeoffload.serve.response_formats import answer_format
 
 N_EXAMPLES = int(os.environ.get("N_SCHEMAS", "10"))
 CLOSING: dict[str, Any] = {"logit_bias": {str(ord(letter)): 14 for letter in '"]}'}, "frequency_penalty": 0.3}
@@ -156,7 +156,7 @@ def test_a_form_begins_behind_reasoning(tokenizer: Any, special: bool) -> None:
     tokenizer.chat_template = "<think></think>"
     if special:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    compiler, kind = GrammarCompiler(tokenizer, 258, [256]), response_format(tokenizer)
+    compiler, kind = GrammarCompiler(tokenizer, 258, [256]), answer_format(tokenizer)
 
     def takes(prompt: str, text: str) -> bool:
         grammar = replace(Grammar("regex", "[0-9]", "x"), opening=kind.opening(prompt))
