@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -66,3 +67,18 @@ def test_a_server_that_starts_imports_neither_transformers_nor_compilers() -> No
     )
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not {"transformers", "torch._dynamo", "triton", "sympy", "pandas", "rich"} & set(found)
+
+
+def test_a_host_that_starts_imports_nothing_of_others() -> None:
+    code = (
+        "import sys; from moeoffload.cli import host_app, triton_import; triton_import.skip_triton_without_gpu(); "
+        "from moeoffload.host import conversation, session; "
+        "print(*sorted({name.split('.')[0] for name, module in sys.modules.items() if module is not None}))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    found = set(done.stdout.split())
+    has_gpu = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg"))
+    assert "torch" in found
+    assert "triton" not in found or has_gpu
+    assert not {"fastapi", "uvicorn", "gguf", "llguidance", "cryptography", "prometheus_client", "pandas"} & found

@@ -10,13 +10,13 @@ import signal
 import sys
 import tracemalloc
 from importlib import import_module
-from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import typer
 
 from moeoffload.cli.options import version_option, with_settings
+from moeoffload.cli.triton_import import skip_triton_without_gpu
 from moeoffload.config import ExpertServerSettings
 from moeoffload.logs import log_to
 
@@ -45,18 +45,15 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _in_the_pipe)
 
-    has_gpu = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg"))  # the second in WSL2
-    if not has_gpu and "TRITON_INTERPRET" not in os.environ:
-        # transformers imports Triton where it finds it; without a GPU that is 130 MiB for nothing.
-        sys.modules["triton"] = None  # type: ignore[assignment]
-
+    log = logging.getLogger("moeoffload.expert_server")
+    log.info("importing torch")
+    skip_triton_without_gpu()
     # torch takes seconds to import; --help, --version and setting errors need not wait for it.
     from moeoffload.expert_server.server import ExpertServer
 
     server = ExpertServer.start(settings, on_drained=lambda: os.write(stop, b"d"))
     if trace_memory:
         tracemalloc.start()
-    log = logging.getLogger("moeoffload.expert_server")
     log.info(
         "device %s, %.4g GiB for experts, transports %s",
         server.device,

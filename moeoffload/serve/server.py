@@ -81,7 +81,7 @@ class HttpServer(uvicorn.Server):
     def stop(self) -> None:
         """The first call lets running requests finish, the second ends them; from the event loop."""
         if self._draining is None:
-            log.info("stopping; running requests have %g s to finish", self._drain_s)
+            log.warning("stopping; running requests have %g s to finish", self._drain_s)
             self._app.stopping = True
             # Not the event loop, which has to go on; not its executor, which would be waited for at a second signal.
             self._draining = threading.Thread(target=self._drain, name="drain", daemon=True)
