@@ -20,7 +20,7 @@ TOOLS: list[Any] = [
         ("add", {"a": {"type": "integer"}, "b": {"type": "integer"}}),
     )
 ]
-NO_BLANKS = {str(ord(letter)): -30 for letter in "\n\t"}
+NO_BLANKS = {str(ord(letter)): -30 for letter in " \n\t"}
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 PARIS, SUM = {"city": "Paris <3", "days": 2}, {"a": 1, "b": 2}
 SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
