@@ -37,7 +37,8 @@ def outputs(folder: Path, prompt: torch.Tensor = PROMPT, **options: Any) -> tupl
 def test_bits_are_those_of_the_unpacked_weights(case: Case, three_servers: list[str], tmp_path: Path) -> None:
     folder = write(case, tmp_path / "packed")
     plain = save_plain(reference(folder, case), tmp_path / "plain")
-    places: list[dict[str, Any]] = [{"experts": three_servers[:2]}, {"local_experts_gib": 1}]
+    # One server: two might get other parts of the experts on a busy machine, and sums another order.
+    places: list[dict[str, Any]] = [{"experts": three_servers[:1]}, {"local_experts_gib": 1}]
     for where in places:
         logits, tokens, name = outputs(folder, PROMPT[:, :FEW_ROWS], **where)
         expected_logits, expected_tokens, plain_name = outputs(plain, PROMPT[:, :FEW_ROWS], **where)
