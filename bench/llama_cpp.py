@@ -44,6 +44,8 @@ LANGUAGES: Final = ("C", "CXX") if platform.machine() == "x86_64" else ()
 OPTIONS: Final = (
     "GGML_RPC=ON",
     "GGML_NATIVE=ON",
+    "CMAKE_BUILD_WITH_INSTALL_RPATH=ON",
+    "CMAKE_INSTALL_RPATH=$ORIGIN",  # the tools find their libraries wherever they are copied to
     *(f"LLAMA_{part}=OFF" for part in NOT_BUILT),
     *(f"CMAKE_{language}_FLAGS={FLAGS}" for language in LANGUAGES),
 )
