@@ -18,11 +18,11 @@ from moeoffload.kernels.threads import parallel_address, threads_for
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
 
 SLICE_BYTES: Final = 1 << 25
-"""About how many bytes of weights a slice of a projection reads: some milliseconds of work."""
+"""About how many bytes of weights a slice of a projection reads, as if not packed: some milliseconds of work."""
 SLICE_ROUTES: Final = 256
 """Most routes of one expert in a slice: some milliseconds, too; reading the weights again costs little."""
-ROUTES_A_READ: Final = 32
-"""So many routes are computed in about the time in which their expert's weights are read."""
+ROUTES_A_READ: Final = {True: 32, False: 6}
+"""So many routes, with a matrix unit or without, are computed in about the time of reading their expert's weights."""
 SLICE_ROWS: Final = 1024
 """Rows of a slice of the weighted sum."""
 _UP_AND_ACTIVATE: Final = Step.UP | Step.ACTIVATE
@@ -112,10 +112,13 @@ class TiledExperts:
         first = (ctypes.c_int32 * (call.n_hit + 1)).from_address(call.first)
         slices = []
         begin, cost = 0, 0.0
+        _, hidden, inter, up_columns, item_bytes, *_ = self.shape
+        matrix_bytes = hidden * (up_columns + inter) * item_bytes / 2
+        at_once = ROUTES_A_READ[self.shape.uses_matrix_unit]
         for group in range(call.n_hit):
             for start in range(first[group], first[group + 1], SLICE_ROUTES):
                 end = min(start + SLICE_ROUTES, first[group + 1])
-                cost += self._expert_bytes / 2 * max(1.0, (end - start) / ROUTES_A_READ)
+                cost += matrix_bytes * max(1.0, (end - start) / at_once)
                 if cost >= SLICE_BYTES or end == call.n_present:
                     slices.append((begin, end))
                     begin, cost = end, 0.0
