@@ -129,7 +129,7 @@ class OffloadedModel:
             self.shards = fleet.shards()
             self._finish(stack, fleet.events)
             self._stack = stack.pop_all()
-            # Whoever has the model alone can go on to use it; with the last of both, and at exit, the servers go.
+            # A caller that holds only the model can go on to use it; servers end with the last of both, and at exit.
             self._keeper = self.model.moeoffload_keeper = _Keeper()
             weakref.finalize(self._keeper, fleet.close)
 

@@ -112,9 +112,9 @@ class TiledExperts:
         first = (ctypes.c_int32 * (call.n_hit + 1)).from_address(call.first)
         slices = []
         begin, cost = 0, 0.0
-        _, hidden, inter, up_columns, item_bytes, *_ = self.shape
-        matrix_bytes = hidden * (up_columns + inter) * item_bytes / 2
-        at_once = ROUTES_A_READ[self.shape.uses_matrix_unit]
+        shape = self.shape
+        matrix_bytes = shape.hidden * (shape.up_columns + shape.inter) * shape.item_bytes / 2
+        at_once = ROUTES_A_READ[shape.uses_matrix_unit]
         for group in range(call.n_hit):
             for start in range(first[group], first[group + 1], SLICE_ROUTES):
                 end = min(start + SLICE_ROUTES, first[group + 1])
