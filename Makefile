@@ -35,7 +35,7 @@ proto: $(STAMP)
 	$(BIN)/python proto/generate.py
 
 docs: $(STAMP)
-	$(BIN)/python -m moeoffload.config.page > docs/settings.md
+	$(BIN)/python bench/settings_page.py > docs/settings.md
 
 # torch first and alone: its CPU build is chosen by the pinned version, which a range from another package would undo.
 $(STAMP): constraints.txt pyproject.toml setup.py $(NATIVE_SOURCES)

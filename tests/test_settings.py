@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import pytest
 import typer
+from settings_page import markdown
 from typer.testing import CliRunner
 
 from moeoffload.cli import expert_app, host_app
@@ -31,7 +32,6 @@ from moeoffload.config import (
     TransportChoice,
 )
 from moeoffload.config.base import ALIASES
-from moeoffload.config.page import markdown
 from moeoffload.errors import SettingError
 
 ROOT = Path(__file__).parent.parent

@@ -1,4 +1,4 @@
-"""Prints docs/settings.md: ``python -m moeoffload.config.page``."""
+"""Prints docs/settings.md: ``python bench/settings_page.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moeoffload.config import ExpertServerSettings, HostSettings, ServeSettings,
 
 _HEAD = """# Settings
 
-Made by `python -m moeoffload.config.page`; change moeoffload/config instead of this page.
+Made by `python bench/settings_page.py`; change moeoffload/config instead of this page.
 
 A value on the command line (or a Python keyword) wins over the first environment name, which wins over the
 second, which wins over the default. An empty environment variable counts as not set. Where none is allowed,
