@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from conftest import DEMO, StartServer
 
 from moeoffload import open_model
+from moeoffload.errors import ServerError
 from moeoffload.expert_server.arena import DECODE_ROWS, HostArena
 from moeoffload.expert_server.staging import DeviceArena
+from moeoffload.expert_server.workspace import Workspace
 from moeoffload.payload import PayloadDtype, store_rows
 from moeoffload.transport.page_locked import PageLocked
 from moeoffload.wire import FrameLayout
@@ -121,6 +124,21 @@ def test_the_memory_of_all_buffers_is_locked_once_and_given_back(error: int) -> 
     locked.close()
     assert runtime.locked == []
     assert not locked.is_locked
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_lease_that_ends_gives_its_frames_back_unless_the_device_is_still_at_work(is_stuck: bool) -> None:
+    layout = FrameLayout(64, 2, PayloadDtype.BF16, PayloadDtype.BF16, 8)
+    workspace, runtime = Workspace(layout, torch.bfloat16, DEVICE), Runtime()
+    workspace._pages = PageLocked([memoryview(mmap.mmap(-1, mmap.PAGESIZE))], DEVICE, runtime)
+
+    def run(work: Callable[[], None]) -> None:
+        if is_stuck:
+            raise ServerError("the compute thread was busy")
+        work()
+
+    workspace.close(run)
+    assert bool(runtime.locked) == is_stuck
 
 
 STAGED = """

@@ -124,17 +124,6 @@ class Engine:
             raise ServerError(self._failure or "the lease ended") from None
         return result
 
-    def between_calls(self, work: Callable[[], None], timeout_s: float) -> bool:
-        """Runs ``work`` while nothing is computed; False if something was for all of ``timeout_s``."""
-        share = self.shares.join("between calls")
-        try:
-            self.run(work, share, timeout_s)
-        except ServerError:
-            return False
-        finally:
-            self.leave(share)
-        return True
-
     def pause(self) -> float:
         """Between slices of what is computed: small requests of others have their turn; returns the seconds."""
         before = self._given_s

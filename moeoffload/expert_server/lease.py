@@ -338,10 +338,11 @@ class HostLease:
             self._active.closed = True
         for channel in channels.values():
             _close(channel)
+        if self._active is not None:
+            self._active.workspace.close(lambda work: self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S))
         self._engine.leave(self._share)
         self._modules.clear()
         if self._active is not None:
-            self._active.workspace.close(lambda work: self._engine.between_calls(work, CALIBRATION_TIMEOUT_S))
             self._active.layers = ()  # now, and not when Python comes to collect what refers to each other
         self._store.reserve(-self._reserved)
         for key in keys:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from moeoffload.errors import ServerError
 from moeoffload.expert_server.arena import DECODE_ROWS, Arena, HostArena
 from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.transport.base import ServerSlot
@@ -52,19 +53,17 @@ class Workspace:
                 self._pages = PageLocked(buffers, self._device)
                 self._tell_arenas(self._pages.is_locked)
 
-    def close(self, between_calls: Callable[[Callable[[], None]], bool]) -> None:
-        """Gives the buffers back, for good; ``between_calls`` runs work while nobody computes, or returns False."""
+    def close(self, run: Callable[[Callable[[], None]], None]) -> None:
+        """Gives the buffers back, for good; ``run`` does work while nobody computes, or raises ServerError."""
         with self._lock:
             self._closed = True
         if self._pages is None:
             return
         try:
-            if between_calls(self._unlock_frames):
-                return
-            logger.warning("the device is still at work: buffers of a lease are kept until this server ends")
-        except RuntimeError as error:  # of the device, which may have failed for good
+            run(self._unlock_frames)
+        except (ServerError, RuntimeError) as error:  # the device is still at work, or may have failed for good
             logger.warning("buffers of a lease are kept until this server ends: %s", error)
-        self._pages.abandon()
+            self._pages.abandon()
 
     def _unlock_frames(self) -> None:
         assert self._pages is not None

@@ -25,7 +25,6 @@ from moeoffload.transport.zmq_socket import (
     ROUTING_ID_BYTES,
     FrameSocket,
     IncomingFrame,
-    OutgoingFrame,
     slot_buffers,
 )
 from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
@@ -50,7 +49,6 @@ class StreamHostEnd(HostChannel):
         self._endpoint = endpoint
         n_pieces = sizes.request_bytes // PIECE_BYTES + 1
         self._wire = FrameSocket(zmq.DEALER, n_queued_out=2 * sizes.n_slots * n_pieces + 64)
-        self._outgoing = [OutgoingFrame(request) for request, _ in buffers]
         self._incoming = [IncomingFrame(reply) for _, reply in buffers]
         self._using = threading.Condition(threading.Lock())
         """Guards the socket and everything below; never held while the socket is waited for."""
@@ -61,7 +59,6 @@ class StreamHostEnd(HostChannel):
         self._is_led = False
         """A thread waits for the socket; it is told when another one has received something."""
         self._control = memoryview(bytearray(HEADER_BYTES))
-        self._control_out = OutgoingFrame(self._control)
         self._probed_at = [0.0] * sizes.n_slots
         self._probed_ids = [0] * sizes.n_slots
         try:
@@ -95,7 +92,7 @@ class StreamHostEnd(HostChannel):
                 self._check_open()
                 self._awaited[slot.index] = request_id
                 self._arrived[slot.index] = 0
-                at = self._wire.send(request_id, self._outgoing[slot.index], n_bytes, None, at)
+                at = self._wire.send(request_id, slot.request, n_bytes, None, at)
                 if at == n_bytes:
                     self._probed_at[slot.index] = perf_counter()  # no question before the reply had its time
                     self._mark_sent(slot)
@@ -108,12 +105,11 @@ class StreamHostEnd(HostChannel):
 
     def _await_reply(self, slot: HostSlot, deadline: float) -> int:
         index = slot.index
-        likely = False
         with self._using:
             try:
                 while True:
                     if not self._is_led:
-                        self._receive_all(index, likely)
+                        self._receive_all(index)
                     if n_bytes := self._arrived[index]:
                         self._arrived[index] = 0
                         return n_bytes
@@ -121,44 +117,40 @@ class StreamHostEnd(HostChannel):
                     left_s = deadline - perf_counter()
                     if left_s <= 0:
                         raise DeadlineError
-                    likely = self._lead(left_s)
+                    self._lead(left_s)
             finally:
                 self._using.notify_all()  # another one has to lead now
 
-    def _lead(self, timeout_s: float) -> bool:
-        """Waits for the socket, or for who does already; whether something happened on it. ``_using`` is held."""
+    def _lead(self, timeout_s: float) -> None:
+        """Waits for the socket, or for who does already. ``_using`` is held."""
         if self._is_led:
             self._using.wait(timeout_s)
-            return False
+            return
         self._is_led = True
         self._using.release()
         try:
-            return self._wire.wait(timeout_s)
+            self._wire.wait(timeout_s)
         finally:
             self._using.acquire()
             self._is_led = False
 
-    def _receive_all(self, own: int = -1, likely: bool = False) -> None:
+    def _receive_all(self, own: int = -1) -> None:
         """Takes in what has arrived, up to the reply for slot ``own``, and tells threads that wait for it.
-
-        With ``likely`` it tries without asking first whether there is something. ``_using`` is held.
-        """
+        ``_using`` is held."""
         wire = self._wire
         news = False
-        with suppress(zmq.Again):
-            while likely or wire.readable():
-                likely = False
-                tag = wire.receive_tag()
-                if tag is None:
-                    self.n_stale += 1
-                elif tag[0] == CLOSED_ID:
-                    wire.skip()
-                    self._closed = self._closed or "the server closed it"
-                    news = True
-                elif self._receive_piece(*tag):
-                    news = True
-                    if tag[0] % len(self.slots) == own:
-                        break  # the next to lead looks whether there is more
+        while wire.readable():
+            tag = wire.receive_tag()
+            if tag is None:
+                self.n_stale += 1
+            elif tag[0] == CLOSED_ID:
+                wire.skip()
+                self._closed = self._closed or "the server closed it"
+                news = True
+            elif self._receive_piece(*tag):
+                news = True
+                if tag[0] % len(self.slots) == own:
+                    break  # the next to lead looks whether there is more
         if news:
             self._using.notify_all()
             if self._is_led:
@@ -212,7 +204,7 @@ class StreamHostEnd(HostChannel):
         """Sends a cancellation, if there is room; ``_using`` is held."""
         self._probed_at[index], self._probed_ids[index] = perf_counter(), request_id
         FrameHeader(Kind.CANCEL, request_id=request_id).pack_into(self._control)
-        self._wire.send(request_id, self._control_out, HEADER_BYTES, None)
+        self._wire.send(request_id, self._control, HEADER_BYTES, None)
 
     def _cancel(self, slot: HostSlot, request_id: int) -> None:
         with self._using:

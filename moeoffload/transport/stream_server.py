@@ -4,7 +4,7 @@ Every attach gets an unguessable routing id; what comes under another one is dro
 key, too, and what comes under its routing id with another key is dropped.
 
 A request is received into the slot with the number of the host's slot (request id modulo slots): a host uses a slot
-again only when it has the whole reply, so a reply can be sent from where it was written, without a copy.
+again only when it has the whole reply.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from moeoffload.transport.zmq_socket import (
     ROUTING_ID_BYTES,
     FrameSocket,
     IncomingFrame,
-    OutgoingFrame,
     new_routing_id,
     slot_buffers,
 )
@@ -67,8 +66,6 @@ class StreamServerEnd(ServerChannel):
         self._listener = listener
         self._unknown = memoryview(bytearray(HEADER_BYTES))
         """A cancellation that is sent back."""
-        self._unknown_out = OutgoingFrame(self._unknown)
-        self._outgoing = [OutgoingFrame(reply) for _, reply in buffers]
         self._incoming = [IncomingFrame(request) for request, _ in buffers]
         self._cancelled = [0] * sizes.n_slots
         """Per slot the id of the last request that the host has cancelled."""
@@ -122,10 +119,10 @@ class StreamServerEnd(ServerChannel):
             with self._lock:  # not from the slot's buffer: its last reply may be on its way
                 if not self._closed:
                     self._unknown[:] = slot.request[:HEADER_BYTES]
-                    self._listener.send(self, request_id, self._unknown_out, HEADER_BYTES)
+                    self._listener.send(self, request_id, self._unknown, HEADER_BYTES)
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
-        self._listener.send(self, self._incoming[slot.index].request_id, self._outgoing[slot.index], n_bytes)
+        self._listener.send(self, self._incoming[slot.index].request_id, slot.reply, n_bytes)
 
     def _close(self) -> None:
         self._listener.forget(self)
@@ -175,7 +172,6 @@ class StreamListener:
         self._routing_id = memoryview(bytearray(ROUTING_ID_BYTES))
         self._scratch = memoryview(bytearray(HEADER_BYTES))
         self._error = memoryview(bytearray(_ERROR_BYTES))
-        self._error_out = OutgoingFrame(self._error)
         self._header = FrameHeader()
         self._door = Door(self._wire.socket, on_refused, on_failure) if encrypted else None
         try:
@@ -247,7 +243,7 @@ class StreamListener:
 
     # -- for the channels
 
-    def send(self, channel: StreamServerEnd, request_id: int, frame: OutgoingFrame, n_bytes: int) -> bool:
+    def send(self, channel: StreamServerEnd, request_id: int, frame: memoryview, n_bytes: int) -> bool:
         """Sends one frame to one host, from any thread; False, and it is counted, if that is not connected."""
         with self._using:
             sent = 0
@@ -270,7 +266,7 @@ class StreamListener:
 
     def _send_error(self, routing_id: bytes, request_id: int, code: ErrorCode, text: str) -> None:
         n_bytes = write_error_frame(self._header, self._error, request_id, code, text)
-        self._wire.send(request_id, self._error_out, n_bytes, routing_id)
+        self._wire.send(request_id, self._error, n_bytes, routing_id)
 
     def _wake_reader(self) -> None:
         """Sending may have used up the signal that the reader waits for. ``_using`` is held."""
@@ -286,20 +282,15 @@ class StreamListener:
     # -- the reader thread
 
     def _read(self) -> None:
-        likely = False
         worker: StreamServerEnd | None = None
         n_read = 0
         while True:
             with self._using:
                 if self._closing:
                     return
-                try:
-                    readable = likely or self._wire.readable()
-                    received = self._receive() if readable else None
-                except zmq.Again:
-                    readable, received = False, None
+                readable = self._wire.readable()
+                received = self._receive() if readable else None
                 self._reader_waits = not readable and worker is None
-            likely = False
             n_read += 1
             if received is not None:
                 channel, slot, n_bytes = received
@@ -311,10 +302,10 @@ class StreamListener:
                 worker.do_work()
                 worker = None
             elif not readable:
-                likely = self._wire.wait(READ_POLL_S)
+                self._wire.wait(READ_POLL_S)
 
     def _receive(self) -> tuple[StreamServerEnd, ServerSlot, int] | None:
-        """Takes one message in; None if no frame is complete with it, or it was dropped or answered here. Raises ."""
+        """Takes one message in; None if no frame is complete with it, or it was dropped or answered here."""
         wire = self._wire
         n_bytes = wire.begin(self._routing_id)
         channel = self._channels.get(bytes(self._routing_id)) if n_bytes == ROUTING_ID_BYTES else None

@@ -31,8 +31,6 @@ TAG: Final = struct.Struct("<QII")
 CLOSED_ID: Final = 0
 ROUTING_ID_BYTES: Final = 32
 PIECE_BYTES: Final = 1024 * 1024
-"""Whole pieces are sent from where they lie; copying the last, shorter one costs less than that would."""
-
 _QUEUED_IN: Final = 16
 """Pieces from one peer that wait to be read; then TCP holds the peer back."""
 _HEARTBEAT_MS: Final = 5_000
@@ -94,12 +92,11 @@ class FrameSocket:
         return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # type: ignore[operator, arg-type]
 
     def begin(self, buffer: memoryview) -> int:
-        """Receives the first part of the next message, cut to what fits; returns its true length. Raises ."""
+        """Receives the first part of the next message, cut to what fits; returns its true length."""
         return self.socket.recv_into(buffer, flags=_NOBLOCK)
 
     def receive_tag(self) -> tuple[int, int, int] | None:
-        """Request id, offset and frame bytes of the message at hand; None if it has no tag, it is then skipped.
-        Raises ."""
+        """Request id, offset and frame bytes of the message at hand; None if it has no tag, it is then skipped."""
         n_bytes = self.socket.recv_into(self._tag_in, flags=_NOBLOCK)
         if n_bytes == TAG.size and self.socket.getsockopt(zmq.RCVMORE):
             return TAG.unpack(self._tag_in)  # type: ignore[return-value]
@@ -107,7 +104,7 @@ class FrameSocket:
         return None
 
     def receive_owned_tag(self) -> tuple[tuple[int, int, int] | None, str]:
-        """As `receive_tag`, with the CURVE key of the peer whose connection the message came on. Raises ."""
+        """As `receive_tag`, with the CURVE key of the peer whose connection the message came on."""
         frame = self.socket.recv(_NOBLOCK, copy=False)
         key = str(frame.get("User-Id"))
         if len(frame) == TAG.size and self.socket.getsockopt(zmq.RCVMORE):
@@ -126,37 +123,28 @@ class FrameSocket:
         while self.socket.getsockopt(zmq.RCVMORE):
             self.socket.recv_into(self._nothing, flags=_NOBLOCK)
 
-    def send(self, request_id: int, frame: OutgoingFrame, n_bytes: int, routing_id: bytes | None, at: int = 0) -> int:
-        """Sends the first ``n_bytes`` of a frame, from byte ``at`` on; returns up to where they were taken."""
+    def send(self, request_id: int, frame: memoryview, n_bytes: int, routing_id: bytes | None, at: int = 0) -> int:
+        """Sends the first ``n_bytes`` of a frame, from byte ``at`` on; returns up to where copies were taken."""
         while at < n_bytes:
             TAG.pack_into(self._tag_out, 0, request_id, at, n_bytes)
-            piece = frame.piece(at, n_bytes)
             try:  # only the first part of a message can be refused
                 if routing_id is not None:
                     self.socket.send(routing_id, _MORE)
                 self.socket.send(self._tag_out, _MORE)
             except zmq.ZMQError:  # EAGAIN, or EHOSTUNREACH for a routing id that is not connected
                 return at
-            self.socket.send(piece, _NOBLOCK, copy=not isinstance(piece, zmq.Frame))
+            self.socket.send(frame[at : min(at + PIECE_BYTES, n_bytes)], _NOBLOCK)
             at += PIECE_BYTES
         return n_bytes
 
-    def wait(self, timeout_s: float) -> bool:
-        """Waits until something happens on the socket, ``wake`` is called or the time is over. One thread at a time.
-
-        Returns whether something happened on the socket: then it is cheaper to try to receive than to ask ``readable``.
-        """
+    def wait(self, timeout_s: float) -> None:
+        """Waits until something happens on the socket, ``wake`` is called or the time is over. One thread at a time."""
         started = perf_counter()
         seen = self._spin.poll(ctypes.addressof(self._pollfds), 2, timeout_s)
         events = self._poll.poll(0 if seen else timeout_s * 1000)
         self._spin.learn(perf_counter() - started)
-        happened = False
-        for fd, _ in events:
-            if fd == self._wake_fd:
-                os.eventfd_read(fd)
-            else:
-                happened = True
-        return happened
+        if any(fd == self._wake_fd for fd, _ in events):
+            os.eventfd_read(self._wake_fd)
 
     def wake(self) -> None:
         """Ends a ``wait`` at once, or the next one."""
@@ -184,29 +172,6 @@ def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], w
     socket.close()
     context.term()
     os.close(wake_fd)
-
-
-class OutgoingFrame:
-    """A send buffer as pieces. The ZeroMQ objects of whole pieces are made once.
-
-    The buffer must stay as it is until the other side has answered: then ZeroMQ has long finished with it.
-    """
-
-    __slots__ = ("_buffer", "_pieces")
-
-    def __init__(self, buffer: memoryview) -> None:
-        self._buffer = buffer
-        self._pieces: list[zmq.Frame | None] = [None] * (len(buffer) // PIECE_BYTES)
-
-    def piece(self, at: int, frame_bytes: int) -> memoryview | zmq.Frame:
-        """The piece at byte ``at`` of a frame of ``frame_bytes`` bytes."""
-        if frame_bytes - at < PIECE_BYTES:
-            return self._buffer[at:frame_bytes]
-        number = at // PIECE_BYTES
-        piece = self._pieces[number]
-        if piece is None:
-            piece = self._pieces[number] = zmq.Frame(self._buffer[at : at + PIECE_BYTES], copy=False)
-        return piece
 
 
 class IncomingFrame:

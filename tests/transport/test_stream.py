@@ -28,7 +28,7 @@ from moeoffload.transport import (
     open_stream,
 )
 from moeoffload.transport.stream import PROBE_S
-from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG, OutgoingFrame
+from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind
 
 from .conftest import both_ends
@@ -73,8 +73,8 @@ def message(request_id: int, body: bytes = b"", kind: Kind = Kind.DISPATCH) -> l
     return [TAG.pack(request_id, 0, len(data)), data]
 
 
-def outgoing(request_id: int) -> tuple[OutgoingFrame, int]:
-    return OutgoingFrame(memoryview(frame(request_id))), HEADER_BYTES
+def outgoing(request_id: int) -> tuple[memoryview, int]:
+    return memoryview(frame(request_id)), HEADER_BYTES
 
 
 def reply_to(dealer: zmq.Socket[bytes]) -> tuple[int, FrameHeader]:
