@@ -57,11 +57,11 @@ def test_no_secret_of_a_host_is_in_logs_or_answers_that_others_see(start_server:
     ):
         link, other = first.links[0], second.links[0]
         channel = link._channel
-        secrets = [link._lease.lease_id]
+        secrets = [link.lease.lease_id]
         if isinstance(channel, StreamHostEnd):
             secrets.append(channel._wire.socket.getsockopt(zmq.ROUTING_ID).hex())  # type: ignore[union-attr]
         else:
             secrets += [channel._segment.name, channel.nonce.hex()]  # type: ignore[attr-defined]
         raw_exchange(other, set_field("epoch", link._epoch))
-        seen = f"{other._client.stats(SOON_S)} {other._client.describe(SOON_S)} {server.log_text}"
+        seen = f"{other.client.stats(SOON_S)} {other.client.describe(SOON_S)} {server.log_text}"
         assert all(secret not in seen for secret in secrets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -11,7 +11,6 @@ from typing import Final
 import torch
 
 from moeoffload.control.client import ControlClient, Lease
-from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ProtocolError, ServerError
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.deadlines import Deadlines
@@ -72,7 +71,13 @@ class _RemoteFlight(Flight):
 
 
 class ExpertLink(ShardLink):
-    """Sends chunks of rows to one server and takes the sums back."""
+    """Sends chunks of rows to one server and takes the sums back.
+
+    Attributes:
+        client: the connection that its lease is held over.
+        lease: tells when it ends, for whatever reason, and when the server wants to be left.
+        deadlines: how long dispatches may take.
+    """
 
     def __init__(
         self,
@@ -91,12 +96,12 @@ class ExpertLink(ShardLink):
     ) -> None:
         super().__init__(f"expert server {info.address}", table, n_experts, layout, len(channel.slots))
         self.info = info
-        self._client = client
-        self._lease = lease
+        self.client = client
+        self.lease = lease
         self._channel = channel
         self._epoch = epoch
         self._reader = FrameReader(Role.HOST, layout, epoch)
-        self._deadlines = Deadlines(floor_s, ceiling_s, self.n_slots, timings)
+        self.deadlines = Deadlines(floor_s, ceiling_s, self.n_slots, timings)
         self._leaving = False
         self._slot_of = [slot_table(held, n + 1).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
         """By layer; the last entry is that of no expert, with which narrow routers' choices are filled up."""
@@ -110,15 +115,6 @@ class ExpertLink(ShardLink):
             weakref.finalize(self, pages.close).atexit = False
         lease.listen(lambda reason: channel.close())
 
-    def watch(self, *, on_end: Callable[[str], None], on_drain: Callable[[], None]) -> None:
-        """Tells when the lease ends, for whatever reason, and when the server wants to be left; from other threads."""
-        self._lease.listen(on_end, on_drain)
-
-    def stats(self, timeout_s: float) -> pb.StatsReply:
-        """What the server has counted since its start, for all hosts; by the control plane.
-        Raises ServerError: it does not answer."""
-        return self._client.stats(timeout_s)
-
     @property
     def n_stale(self) -> int:
         """Late, duplicate or unknown replies that were dropped."""
@@ -129,10 +125,6 @@ class ExpertLink(ShardLink):
         """Whether no dispatch is in flight."""
         return self._channel.is_idle
 
-    def deadline_s(self, n_rows: int) -> float:
-        """How long a dispatch of so many rows may take."""
-        return self._deadlines.of(n_rows)
-
     @property
     def n_created(self) -> int:
         """Frames and views made so far; 0 when closed."""
@@ -142,7 +134,7 @@ class ExpertLink(ShardLink):
     def take(self, *, wait: bool) -> Flight | None:
         """See `ShardLink`."""
         try:
-            slot = self._channel.acquire(self._deadlines.ceiling_s if wait else 0.0)
+            slot = self._channel.acquire(self.deadlines.ceiling_s if wait else 0.0)
         except DeadlineError as error:
             if not wait:
                 return None
@@ -168,7 +160,7 @@ class ExpertLink(ShardLink):
             header.layer, header.rows = layer, n_rows
             header.flags = _WEIGHTS_F32 if weights.dtype is torch.float32 else 0
             header.body_bytes = n_rows * self.layout.dispatch_row_bytes
-            flight.deadline_s = self._deadlines.of(n_rows)
+            flight.deadline_s = self.deadlines.of(n_rows)
             header.timeout_us = int(flight.deadline_s * 1e6)
             header.pack_into(slot.request)
             n_bytes = HEADER_BYTES + header.body_bytes
@@ -232,7 +224,7 @@ class ExpertLink(ShardLink):
             raise self._explain(error) from None
         if is_error:
             raise self._error(flight, header)
-        self._deadlines.waited(perf_counter() - flight.sent_at)
+        self.deadlines.waited(perf_counter() - flight.sent_at)
         to.bytes_back += n_bytes
         flight.queue_s, flight.compute_s = header.queue_us * 1e-6, header.compute_us * 1e-6
         to.queue_s += flight.queue_s
@@ -257,8 +249,8 @@ class ExpertLink(ShardLink):
             if flight is not None:
                 flight.views.drop()
         self._channel.close()
-        self._lease.close(grace_s)
-        self._client.close()
+        self.lease.close(grace_s)
+        self.client.close()
 
     def _explain(self, error: ServerError) -> ServerError:
         """The error with the server's address, and with the lease's reason if that has ended."""
@@ -267,7 +259,7 @@ class ExpertLink(ShardLink):
             return DeadlineError(f"{self.name}: {error}")
         # A closed channel shows first; why it was closed comes over the lease a moment later.
         is_puzzling = type(error) is ServerError and not self._leaving
-        reason = self._lease.why_ended(END_REASON_TIMEOUT_S if is_puzzling else 0)
+        reason = self.lease.why_ended(END_REASON_TIMEOUT_S if is_puzzling else 0)
         if reason is not None:
             return ServerError(reason)
         text = str(error)

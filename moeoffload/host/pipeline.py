@@ -177,10 +177,10 @@ class PrefillPipeline:
             finally:
                 self._chunk.number = None
 
-        phase = self._recorder.phase
+        phase = self._recorder.own.phase
 
         def run_beside(first: int) -> None:
-            self._recorder.phase = phase
+            self._recorder.own.phase = phase
             counters = self._recorder.counters
             started = counters.mark = perf_counter()
             run(first)

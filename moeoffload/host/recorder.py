@@ -38,7 +38,11 @@ class TokenTotals:
 
 
 class _Thread(threading.local):
-    """What one thread runs: its counters of each phase, and when its last forward pass began and ended."""
+    """What one thread runs: its counters of each phase, and when its last forward pass began and ended.
+
+    ``phase`` is what it runs; a thread that helps another one takes that one's. ``next_phase`` is that of its next
+    forward pass, where the shape does not tell (packed requests).
+    """
 
     def __init__(self) -> None:
         self.phases: dict[str, PhaseCounters] = {}
@@ -50,8 +54,8 @@ class _Thread(threading.local):
 class Recorder:
     """Collects the counters of both phases.
 
-    Every thread that runs a part of a forward pass counts into counters of its own, which need no lock; `phases` adds
-    them up.
+    Every thread that runs a part of a forward pass counts into ``own`` counters, which need no lock; `phases` adds them
+    up.
     """
 
     def __init__(self, n_servers: int, n_layers: int, *, profile: bool = False) -> None:
@@ -66,7 +70,7 @@ class Recorder:
 
     def reset(self) -> None:
         """Starts again from zero. Not while a forward pass runs."""
-        self._own = _Thread()
+        self.own = _Thread()
         self._all: list[dict[str, PhaseCounters]] = []
         self.tokens: TokenTotals | None = None  # told by who packs several requests, or guesses, into one pass
         self.guesses: GuessCounts | None = None  # of answers with guesses; None if there were none
@@ -74,29 +78,11 @@ class Recorder:
     @property
     def counters(self) -> PhaseCounters:
         """This thread's counters of the phase that it runs."""
-        own = self._own
+        own = self.own
         if not own.phases:
             own.phases = {name: self._new_counters() for name in PHASES}
             self._all.append(own.phases)
         return own.phases[own.phase]
-
-    @property
-    def phase(self) -> str:
-        """The phase that this thread runs; a thread that helps another one takes that one's."""
-        return self._own.phase
-
-    @phase.setter
-    def phase(self, name: str) -> None:
-        self._own.phase = name
-
-    @property
-    def next_phase(self) -> str | None:
-        """The phase of this thread's next forward pass, where its shape does not tell (packed requests)."""
-        return self._own.next_phase
-
-    @next_phase.setter
-    def next_phase(self, name: str | None) -> None:
-        self._own.next_phase = name
 
     @property
     def phases(self) -> dict[str, PhaseCounters]:
@@ -113,18 +99,18 @@ class Recorder:
 
         Yields what is to be called with the number of tokens that each pass has made certain.
         """
-        self.next_phase = PREFILL
+        self.own.next_phase = PREFILL
         before, n_tokens = self.phases, 0
 
         def got(n_more: int) -> None:
             nonlocal n_tokens
             n_tokens += n_more
-            self.next_phase = DECODE  # what follows
+            self.own.next_phase = DECODE  # what follows
 
         try:
             yield got
         finally:
-            self.next_phase = None
+            self.own.next_phase = None
             now = self.phases
             rows = sum(now[name].tokens - before[name].tokens for name in PHASES) - prompt_tokens
             passes = sum(now[name].forwards - before[name].forwards for name in PHASES)
@@ -165,7 +151,7 @@ class Recorder:
             kwargs = {"input_ids": args[0], **kwargs}
         tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
         n_sequences, length = tokens.shape[0], tokens.shape[1]
-        own = self._own
+        own = self.own
         own.phase = own.next_phase or (DECODE if length == 1 else PREFILL)
         counters = self.counters
         counters.forwards += 1
@@ -178,7 +164,7 @@ class Recorder:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         ended = perf_counter()
-        own, counters = self._own, self.counters
+        own, counters = self.own, self.counters
         counters.lap_dense(ended)
         counters.forward_s += ended - own.started
         # Between two forwards of decoding lies the sampling; before a prefill lies whatever the caller did.

@@ -114,7 +114,7 @@ class Shard:
             if self.current is leaving:
                 self._events.drained(holder.address, chosen.name)
             self.current = chosen
-            self._start_mending(holder, leaving, leaving.deadline_s(leaving.layout.capacity))
+            self._start_mending(holder, leaving, leaving.deadlines.of(leaving.layout.capacity))
 
     def close(self) -> None:
         """Frees all links; the stopping event was set before. Idempotent."""
@@ -165,7 +165,7 @@ class Shard:
     # -- from threads of their own
 
     def _watch(self, link: ExpertLink) -> None:
-        link.watch(on_end=lambda why: self._ended(link, why), on_drain=lambda: self.retire(link))
+        link.lease.listen(lambda why: self._ended(link, why), lambda: self.retire(link))
 
     def _ended(self, link: ExpertLink, why: str) -> None:
         with self._lock:

@@ -53,7 +53,7 @@ class BatchRunner:
         Raises MoeOffloadError: an expert server failed; nothing of the step counts."""
         started = perf_counter()
         decoding = all(len(share.tokens) == 1 + share.n_guesses for share in shares)
-        self._recorder.next_phase = DECODE if decoding else PREFILL
+        self._recorder.own.next_phase = DECODE if decoding else PREFILL
         choices = _choose(shares, self.runner.forward(shares))
         for share, each in zip(shares, choices, strict=True):
             self.scheduler.commit(share, [choice.token for choice in each])

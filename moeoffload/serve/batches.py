@@ -41,7 +41,7 @@ class BatchWatcher:
         known = dict(self._known)
         for link in self._offloaded.links:
             try:
-                reply = link.stats(ASK_S)
+                reply = link.client.stats(ASK_S)
             except MoeOffloadError:
                 continue  # what it said last stays
             counts = list(reply.batches.by_members)

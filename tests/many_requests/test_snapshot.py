@@ -94,7 +94,7 @@ def test_a_lost_server_is_seen_and_who_stands_in_for_it(start_server: StartServe
             offloaded.model(torch.tensor([[7, 8, 9]]))
         # A call on a connection that is closed already would end this process.
         with pytest.raises(ServerError):
-            offloaded.links[1].stats(1.0)
+            offloaded.links[1].client.stats(1.0)
     assert (up["state"], away["state"]) == ("up", "replaced")
     assert away["address"] == goes.address
     assert "host" in away["computed_by"]
