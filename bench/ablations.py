@@ -71,6 +71,10 @@ NO_HUGE_PAGES: Final = """
 import moeoffload.huge_pages as h
 h._madvise = lambda: None
 """
+NO_MANY_QUERIES: Final = """
+import moeoffload.kernels.attention as a
+a.takes_many = lambda dtype: False
+"""
 NO_MATRIX_UNIT: Final = """
 import moeoffload.native as n
 _features = n.cpu_features()
@@ -91,6 +95,9 @@ PATHS: Final = (
         ("kernels/attention.py", "kernels/sdpa.py", "kernels/cpu/attention*"),
         (DECODE_LONG,),
         no_dense("accelerate_attention"),
+    ),
+    FastPath(
+        "own attention, many queries", ("kernels/cpu/attention_bf16_dot.c",), (PREFILL, PREFILL_LONG), NO_MANY_QUERIES
     ),
     FastPath("matrix unit", ("kernels/cpu/matrix_unit.c",), (PREFILL_LONG,), NO_MATRIX_UNIT, NO_MATRIX_UNIT),
     FastPath("prefill pipeline", ("host/pipeline.py",), (PREFILL, PREFILL_LONG), settings={"pipeline": "off"}),

@@ -83,12 +83,6 @@ def _cgroup_room(folder: Path = Path("/sys/fs/cgroup")) -> int:
         return 1 << 62
 
 
-def trim_heap() -> None:
-    """Gives freed memory back to the system, where the C library can (glibc); converting weights leaves a lot of it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 _M_MMAP_THRESHOLD: Final = -3
 _LOADING_THRESHOLD: Final = 1 << 20
 _RUNNING_THRESHOLD: Final = 32 << 20
@@ -96,13 +90,14 @@ _RUNNING_THRESHOLD: Final = 32 << 20
 
 @contextlib.contextmanager
 def lean_heap() -> Iterator[None]:
-    """While open, buffers above a megabyte go straight back to the system when they are freed (glibc).
+    """While open, buffers above a megabyte go straight back to the system when they are freed; others do at the end.
 
     For loading, whose buffers are large and short-lived; calls that run all the time are better off with a heap that
     keeps what it has.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
+    try:  # glibc's
+        library = ctypes.CDLL(None)
+        mallopt, trim = library.mallopt, library.malloc_trim
     except (OSError, AttributeError):
         yield
         return
@@ -111,4 +106,4 @@ def lean_heap() -> Iterator[None]:
         yield
     finally:
         mallopt(_M_MMAP_THRESHOLD, _RUNNING_THRESHOLD)
-        trim_heap()
+        trim(0)

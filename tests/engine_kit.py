@@ -138,7 +138,7 @@ def engine() -> Iterator[Engine]:
 
 def raw_exchange(link: ExpertLink, change: Callable[[FrameHeader, memoryview], None]) -> tuple[int, str, torch.Tensor]:
     """Sends one dispatch of a row that ``change`` has spoilt; the error code of the reply, its text, or the sums."""
-    channel, layout = link._channel, link.layout
+    channel, layout = link.channel, link.layout
     slot = channel.acquire(SOON_S)
     try:
         views = layout.dispatch_views(slot.request, 1)

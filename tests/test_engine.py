@@ -56,7 +56,7 @@ def test_no_secret_of_a_host_is_in_logs_or_answers_that_others_see(start_server:
         open_model(DEMO, experts=[server.address], transport=transport, device="cpu") as second,
     ):
         link, other = first.links[0], second.links[0]
-        channel = link._channel
+        channel = link.channel
         secrets = [link.lease.lease_id]
         if isinstance(channel, StreamHostEnd):
             secrets.append(channel._wire.socket.getsockopt(zmq.ROUTING_ID).hex())  # type: ignore[union-attr]

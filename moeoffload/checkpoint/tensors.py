@@ -67,11 +67,6 @@ class StoredTensor:
     nbytes: int
 
     @property
-    def known_dtype(self) -> torch.dtype | None:
-        """The dtype as torch calls it; None when it has none."""
-        return DTYPES.get(self.dtype)
-
-    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch calls it. Raises ModelError when it has none."""
         if self.dtype not in DTYPES:

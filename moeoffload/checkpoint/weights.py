@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moeoffload.checkpoint.tensors import StoredTensor, TensorIndex, TensorReader
+from moeoffload.checkpoint.tensors import DTYPES, StoredTensor, TensorIndex, TensorReader
 from moeoffload.errors import ModelError
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.file_format import SHARED, FileFormat, Packing
@@ -139,7 +139,8 @@ def _find(index: TensorIndex, formats: tuple[FileFormat, ...], settings: Mapping
     taken: set[str] = set()
     found: list[StoredWeight] = []
     for tensor in index:
-        form = next((each for each in formats if _is_main(tensor, each)), None)
+        dtype = DTYPES.get(tensor.dtype)
+        form = next((each for each in formats if tensor.name.endswith(each.main) and dtype in each.dtypes), None)
         if form is None:
             continue
         parts = _parts(tensor, form, index)
@@ -152,10 +153,6 @@ def _find(index: TensorIndex, formats: tuple[FileFormat, ...], settings: Mapping
         taken.update(part.name for part in parts.values())
     yield from found
     yield from (_plain(tensor) for tensor in index if tensor.name not in taken)
-
-
-def _is_main(tensor: StoredTensor, form: FileFormat) -> bool:
-    return tensor.name.endswith(form.main) and tensor.known_dtype in form.dtypes
 
 
 def _parts(main: StoredTensor, form: FileFormat, index: TensorIndex) -> dict[str, StoredTensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +16,6 @@ from moeoffload.host.counters import CallCounters, LayerTimes
 from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.host.granularity import Granularity
 from moeoffload.host.local_experts import LocalExperts
-from moeoffload.host.model import ExpertsCall
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.second_opinion import Hedging, Verification, chunk_of, receive_all
 from moeoffload.host.shard import Shard
@@ -103,10 +101,6 @@ class Dispatcher:
         self.on_layer: Callable[[int], None] | None = None
         self.on_routes: Callable[[int, torch.Tensor], None] | None = None
         self.n_created = 0
-
-    def for_layer(self, layer: int) -> ExpertsCall:
-        """The experts call of one MoE layer, to be tied to its module."""
-        return functools.partial(self, layer)
 
     def __call__(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Weighted sum of the routed experts of one layer.

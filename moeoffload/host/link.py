@@ -76,6 +76,7 @@ class ExpertLink(ShardLink):
     Attributes:
         client: the connection that its lease is held over.
         lease: tells when it ends, for whatever reason, and when the server wants to be left.
+        channel: of its frames; counts replies that were late, duplicate or unknown.
         deadlines: how long dispatches may take.
     """
 
@@ -98,7 +99,7 @@ class ExpertLink(ShardLink):
         self.info = info
         self.client = client
         self.lease = lease
-        self._channel = channel
+        self.channel = channel
         self._epoch = epoch
         self._reader = FrameReader(Role.HOST, layout, epoch)
         self.deadlines = Deadlines(floor_s, ceiling_s, self.n_slots, timings)
@@ -116,25 +117,15 @@ class ExpertLink(ShardLink):
         lease.listen(lambda reason: channel.close())
 
     @property
-    def n_stale(self) -> int:
-        """Late, duplicate or unknown replies that were dropped."""
-        return self._channel.n_stale
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no dispatch is in flight."""
-        return self._channel.is_idle
-
-    @property
     def n_created(self) -> int:
         """Frames and views made so far; 0 when closed."""
-        flights = [slot.owner for slot in self._channel.slots]
+        flights = [slot.owner for slot in self.channel.slots]
         return sum(1 + flight.views.n_created for flight in flights if flight is not None)
 
     def take(self, *, wait: bool) -> Flight | None:
         """See `ShardLink`."""
         try:
-            slot = self._channel.acquire(self.deadlines.ceiling_s if wait else 0.0)
+            slot = self.channel.acquire(self.deadlines.ceiling_s if wait else 0.0)
         except DeadlineError as error:
             if not wait:
                 return None
@@ -150,7 +141,7 @@ class ExpertLink(ShardLink):
         """See `ShardLink`."""
         assert isinstance(flight, _RemoteFlight)
         _, ids, weights = chunk
-        channel, slot, header = self._channel, flight.slot, flight.header
+        channel, slot, header = self.channel, flight.slot, flight.header
         try:
             n_rows, index = self._pack(flight, layer, start, chunk)
             if n_rows == 0:
@@ -208,7 +199,7 @@ class ExpertLink(ShardLink):
         gives_up = wait_s < left_s
         header = flight.reply
         try:
-            n_bytes = self._channel.wait(slot, wait_s)
+            n_bytes = self.channel.wait(slot, wait_s)
             self._reader.read(header, slot.reply, n_bytes)
             if header.request_id != flight.request_id:
                 raise ProtocolError("reply to another request")
@@ -238,17 +229,17 @@ class ExpertLink(ShardLink):
         """See `ShardLink`."""
         assert isinstance(flight, _RemoteFlight)
         flight.index = None
-        self._channel.release(flight.slot)
+        self.channel.release(flight.slot)
 
     def close(self, *, grace_s: float = LEAVE_S) -> None:
         """Frees the channel and ends the lease, waiting up to ``grace_s`` for the server to confirm. Idempotent."""
         self._leaving = True
-        for slot in self._channel.slots:
+        for slot in self.channel.slots:
             # They refer to each other and to this link: its memory goes now, and not when Python comes to collect it.
             flight, slot.owner = slot.owner, None
             if flight is not None:
                 flight.views.drop()
-        self._channel.close()
+        self.channel.close()
         self.lease.close(grace_s)
         self.client.close()
 

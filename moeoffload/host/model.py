@@ -81,11 +81,11 @@ def load_dense_model(checkpoint: Checkpoint, device: torch.device, tensors: Mapp
     return model.to(device).eval()
 
 
-def bind_experts(model: nn.Module, checkpoint: Checkpoint, call_for: Callable[[int], ExpertsCall]) -> None:
-    """Gives each experts module of ``model`` its call: ``call_for(running number of the MoE layer)``."""
+def bind_experts(model: nn.Module, checkpoint: Checkpoint, call: Callable[..., torch.Tensor]) -> None:
+    """Ties each experts module of ``model`` to ``call``, which gets the running number of the MoE layer first."""
     for layer in checkpoint.layers:
         experts: Any = model.get_submodule(layer.module_name)
-        experts.moeoffload_call = call_for(layer.index)
+        experts.moeoffload_call = functools.partial(call, layer.index)
     saving: Any = model
     saving.save_pretrained = functools.partial(_refuse_to_save, checkpoint.path)
 

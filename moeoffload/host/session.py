@@ -161,7 +161,7 @@ class OffloadedModel:
             Hedging(settings.hedge_ms / 1000, events) if settings.hedge_ms else None,
             Verification(settings.verify_percent / 100, coarsest, events) if settings.verify_percent else None,
         )
-        bind_experts(self.model, checkpoint, self.dispatcher.for_layer)
+        bind_experts(self.model, checkpoint, self.dispatcher)
         if settings.fast_dense and self._device.type == "cpu":
             accelerate_dense(self.model)
         least = min((link.layout.capacity for link in self.links), default=settings.batch_capacity)

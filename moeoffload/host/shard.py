@@ -174,7 +174,7 @@ class Shard:
     def _mend(self, holder: Holder, link: ExpertLink, finish_s: float) -> None:
         """Closes a link once its flights have landed, then tries to attach to the server again until it is back."""
         gone_at = perf_counter()
-        while not link.is_idle and perf_counter() - gone_at < finish_s and not self._stopping.wait(IDLE_POLL_S):
+        while not link.channel.is_idle and perf_counter() - gone_at < finish_s and not self._stopping.wait(IDLE_POLL_S):
             pass
         self._count(holder, link)
         link.close(grace_s=finish_s)
@@ -213,7 +213,7 @@ class Shard:
             self._watch(link)  # outside the lock: it calls back at once if the link has ended again
 
     def _count(self, holder: Holder, link: ExpertLink) -> None:
-        self._events.count("stale", link.n_stale)
+        self._events.count("stale", link.channel.n_stale)
         if holder is not self.holders[0]:
             self._events.count("replica_calls", link.n_calls)
 
@@ -222,7 +222,7 @@ def event_figures(shards: Sequence[Shard], events: ServerEvents) -> dict[str, An
     """Adds what open links have counted to the counted events; the report's part about faults."""
     links = [(holder.link, holder is shard.holders[0]) for shard in shards for holder in shard.holders]
     return events.to_json(
-        stale=sum(link.n_stale for link, _ in links if link is not None),
+        stale=sum(link.channel.n_stale for link, _ in links if link is not None),
         replica_calls=sum(link.n_calls for link, first in links if link is not None and not first),
         fallback_calls=sum(shard.fallback.n_calls for shard in shards if shard.fallback is not None),
     )
