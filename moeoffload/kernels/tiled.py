@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from time import perf_counter
 from typing import Any, Final
 
 import torch
@@ -12,19 +13,21 @@ from torch import nn
 from moeoffload import native
 from moeoffload.kernels import calls
 from moeoffload.kernels.batch_invariance import is_independent_of_batch
-from moeoffload.kernels.calls import DTYPE_CODES, ExpertsCall, Layer, Step
+from moeoffload.kernels.calls import DTYPE_CODES, Layer, Step
 from moeoffload.kernels.layout import ExpertsLayout
 from moeoffload.kernels.threads import parallel_address, threads_for
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
 
-SLICE_BYTES: Final = 1 << 25
-"""About how many bytes of weights a slice of a projection reads, as if not packed: some milliseconds of work."""
-SLICE_ROUTES: Final = 256
-"""Most routes of one expert in a slice: some milliseconds, too; reading the weights again costs little."""
+SLICE_S: Final = 2.5e-3
+"""About what a slice of a projection takes: as long as a small request waits that comes at the wrong moment."""
+PIECE_ROUTES: Final = 32
+"""An expert's routes are cut into slices by so many: each slice reads the weights again."""
 ROUTES_A_READ: Final = {True: 32, False: 6}
 """So many routes, with a matrix unit or without, are computed in about the time of reading their expert's weights."""
-SLICE_ROWS: Final = 1024
-"""Rows of a slice of the weighted sum."""
+SLICE_ROWS: Final = 256
+"""Rows of a slice of the weighted sum: a millisecond or two."""
+_NEWEST: Final = 0.25
+"""Weight of the newest slice in the mean of what they take."""
 _UP_AND_ACTIVATE: Final = Step.UP | Step.ACTIVATE
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -86,18 +89,13 @@ class TiledExperts:
         arena = self._fill(inputs, workspace)
         call = arena.call
         self._compute(arena, Step.PLAN)
-        slices = self._slices(call)
-        for call.begin, call.end in slices:
-            self._compute(arena, _UP_AND_ACTIVATE if self.is_fused else Step.UP)
-            yield
+        yield from self._project(arena, _UP_AND_ACTIVATE if self.is_fused else Step.UP)
         if not self.is_fused:
             # In one piece: a whole call's bits may depend on which rows torch computes together.
             call.begin, call.end = 0, call.n_present
             self._activate(arena)
             yield
-        for call.begin, call.end in slices:
-            self._compute(arena, Step.DOWN)
-            yield
+        yield from self._project(arena, Step.DOWN)
         if self._experts.has_post_expert_norm:
             self._sum(arena)
             return
@@ -107,22 +105,33 @@ class TiledExperts:
             self._compute(arena, Step.SUM)
             yield
 
-    def _slices(self, call: ExpertsCall) -> list[tuple[int, int]]:
-        """Positions, from and to, of the slices of a projection."""
+    def _project(self, arena: Arena, steps: Step) -> Iterator[None]:
+        """A projection, in slices that take about SLICE_S by what those before took."""
+        call, shape = arena.call, self.shape
         first = (ctypes.c_int32 * (call.n_hit + 1)).from_address(call.first)
-        slices = []
-        begin, cost = 0, 0.0
-        shape = self.shape
-        matrix_bytes = shape.hidden * (shape.up_columns + shape.inter) * shape.item_bytes / 2
-        at_once = ROUTES_A_READ[shape.uses_matrix_unit]
-        for group in range(call.n_hit):
-            for start in range(first[group], first[group + 1], SLICE_ROUTES):
-                end = min(start + SLICE_ROUTES, first[group + 1])
-                cost += matrix_bytes * max(1.0, (end - start) / at_once)
-                if cost >= SLICE_BYTES or end == call.n_present:
-                    slices.append((begin, end))
-                    begin, cost = end, 0.0
-        return slices
+        matrix_bytes = shape.hidden * (shape.up_columns if steps & Step.UP else shape.inter) * shape.item_bytes
+        group = end = 0
+        while end < call.n_present:
+            begin, reads, most = end, 0.0, SLICE_S / (matrix_bytes * arena.byte_s)
+            while end < call.n_present and reads < most:
+                end, n_reads = self._piece(end, first[group + 1], most - reads)
+                reads += n_reads
+                if end < first[group + 1]:
+                    break
+                group += 1
+            call.begin, call.end = begin, end
+            started = perf_counter()
+            self._compute(arena, steps)
+            # The clip: a slice that was held up by other work must not make many others tiny.
+            took_s = min(perf_counter() - started, 2 * SLICE_S)
+            arena.byte_s += _NEWEST * (took_s / (reads * matrix_bytes) - arena.byte_s)
+            yield
+
+    def _piece(self, begin: int, last: int, most: float) -> tuple[int, float]:
+        """Where a piece of an expert's routes ends, and the reads of a matrix that take as long; at most ``most``."""
+        at_once = ROUTES_A_READ[self.shape.uses_matrix_unit]
+        end = min(last, begin + PIECE_ROUTES * max(1, int(most * at_once / PIECE_ROUTES)))
+        return end, max(1.0, (end - begin) / at_once)
 
     def _fill(self, inputs: Inputs, workspace: KernelWorkspace) -> Arena:
         """Fills the call in with contiguous tensors; returns its arena."""

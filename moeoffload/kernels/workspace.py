@@ -39,6 +39,8 @@ class Arena:
     # Most rows and most routes that the buffers are large enough for, by shape.
     fits: dict[LayerShape, tuple[int, int]] = field(default_factory=dict)
     n_created: int = 0
+    byte_s: float = 1e-10
+    """Seconds per byte of weights that slices of calls read, by the last ones of any layer."""
     address: int = field(init=False)
     """Of the call."""
 

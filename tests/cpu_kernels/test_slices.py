@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from .experts import DTYPES, call, gated_experts, random_rows, routes, threads
 @pytest.fixture
 def tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of one expert, and of at most seven of its routes."""
-    monkeypatch.setattr(tiled, "SLICE_BYTES", 1)
-    monkeypatch.setattr(tiled, "SLICE_ROUTES", 7)
+    monkeypatch.setattr(tiled, "SLICE_S", 1e-12)
+    monkeypatch.setattr(tiled, "PIECE_ROUTES", 7)
 
 
 def sliced(layer: LayerKernels, inputs: tuple[torch.Tensor, ...], between: Any = lambda: None) -> torch.Tensor:
@@ -46,25 +45,55 @@ def test_slices_have_the_bits_of_one_call(dtype: torch.dtype, n_rows: int, n_thr
         assert torch.equal(call(layer, *inputs), whole), "a whole call after one in slices"
 
 
-def test_a_slice_is_bounded_and_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+class Slices:
+    """Records how many routes each slice of a projection has; by its clock UP takes 0.2 ms a route, DOWN 0.1 ms."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.up: list[int] = []
+        self.down: list[int] = []
+        self._now = 0.0
+        self._compute = tiled.TiledExperts._compute
+        monkeypatch.setattr(tiled, "perf_counter", lambda: self._now)
+        monkeypatch.setattr(tiled.TiledExperts, "_compute", lambda *call: self._record(*call))
+
+    def _record(self, experts: Any, arena: Any, steps: calls.Step) -> None:
+        self._compute(experts, arena, steps)
+        n_routes = arena.call.end - arena.call.begin
+        if steps & calls.Step.UP:
+            self.up.append(n_routes)
+            self._now += 0.2e-3 * n_routes
+        elif steps & calls.Step.DOWN:
+            self.down.append(n_routes)
+            self._now += 0.1e-3 * n_routes
+
+    def of_a_call(self, layer: LayerKernels, *inputs: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Those of the last of some calls."""
+        for _ in range(10):
+            self.up, self.down = [], []
+            for _ in layer.in_slices(*inputs, torch.empty(inputs[0].shape)):
+                pass
+        return self.up, self.down
+
+
+def test_slices_become_as_long_as_they_shall_by_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = prepare_layer(gated_experts(16, 320, 160, torch.bfloat16), kernel="tiled")
-    matrix_bytes = (3 * 320 * 160 * 2) // 2  # of both projections, half each
-    monkeypatch.setattr(tiled, "SLICE_BYTES", 3 * matrix_bytes)
-    spans = []
-    compute = tiled.TiledExperts._compute
+    monkeypatch.setattr(tiled, "SLICE_S", 5.5e-3)
+    slices = Slices(monkeypatch)
+    rows, weights = random_rows(20, 320, torch.bfloat16), torch.full((20, 8), 1 / 8)
+    slots = torch.arange(20 * 8).reshape(20, 8) % 16  # 10 routes each
+    up, down = slices.of_a_call(layer, rows, slots, weights)
+    assert up == [30, 30, 30, 30, 30, 10], "whole experts, until they take long enough"
+    assert down == [60, 60, 40]
 
-    def recording(self: Any, arena: Any, steps: calls.Step) -> None:
-        compute(self, arena, steps)
-        if calls.Step.DOWN in steps:
-            first = (ctypes.c_int32 * (arena.call.n_hit + 1)).from_address(arena.call.first)
-            hit = range(arena.call.n_hit)
-            spans.append([group for group in hit if arena.call.begin <= first[group] < arena.call.end])
 
-    monkeypatch.setattr(tiled.TiledExperts, "_compute", recording)
-    inputs = (random_rows(20, 320, torch.bfloat16), *routes(20, 8, 16))
-    assert sum(1 for _ in layer.in_slices(*inputs, torch.empty(20, 320))) == 2 * len(spans) + 1
-    assert [group for span in spans for group in span] == list(range(16)), "each expert in one slice"
-    assert max(map(len, spans)) == 3
+def test_routes_of_one_expert_are_cut_where_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = prepare_layer(gated_experts(4, 320, 160, torch.bfloat16), kernel="tiled")
+    monkeypatch.setattr(tiled, "SLICE_S", 14e-3)
+    slices = Slices(monkeypatch)
+    inputs = random_rows(300, 320, torch.bfloat16), torch.full((300, 1), 2), torch.ones(300, 1)
+    up, down = slices.of_a_call(layer, *inputs)
+    assert up == [64, 64, 64, 64, 44], "in pieces of 32"
+    assert down == [128, 128, 44]
 
 
 @pytest.mark.usefixtures("tiny_slices")
