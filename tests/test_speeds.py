@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from moeoffload.expert_server import calibrate
 from moeoffload.expert_server.calibrate import time_layer
+from moeoffload.host import speeds
 from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.speeds import EQUAL, MOST_ROUNDS, POWER, Timings, measure, placement_speeds, slowness
 from moeoffload.kernels import KernelWorkspace
@@ -91,9 +93,20 @@ def test_servers_are_timed_until_two_rounds_agree() -> None:
     assert quiet.n_rounds == disturbed.n_rounds == 3
     assert found == [timings(1), timings(1)]
     assert equal == EQUAL
-    calm = [_Busy(1.0), _Busy(4.0, 4.3)]
+    calm = [_Busy(1.0), _Busy(1.1, 1.2)]
     measure(calm, ["a", "b"])
     assert [server.n_rounds for server in calm] == [2, 2]
+
+
+def test_servers_that_differ_are_timed_for_longer_before_it_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(speeds, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(speeds, "DOUBT_S", 6)
+    beside_other_work = [_Busy(1.0), _Busy(4.0, 4.0, 4.0, 4.0, 1.0)]
+    assert placement_speeds(*measure(beside_other_work, ["a", "b"])) == [1, 1]
+    slow = [_Busy(1.0), _Busy(4.0)]
+    assert max(slowness(*measure(slow, ["a", "b"]))) == 4
+    assert slow[0].n_rounds == slow[1].n_rounds > MOST_ROUNDS
 
 
 def test_times_that_never_agree_make_servers_equal_that_differ_by_less(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,9 @@ from moeoffload.kernels import KernelWorkspace, LayerKernels
 # Larger calls are learned when they come: timing them here would touch their workspaces and lengthen every load.
 SIZES: Final = (1, 4, 16, 64, 256)
 REPEATS: Final = 10
+LEAST_S: Final = 0.02
+"""A size is repeated for so long, even if its calls take microseconds: longer than a busy machine keeps a thread from
+its core, or another one beside it."""
 LONG_S: Final = 0.25
 """A size is not timed for longer than this, if it was called twice: loading should stay short."""
 
@@ -47,7 +50,7 @@ def time_layer(
         weights = torch.full(slots.shape, 1 / top_k, device=device, dtype=f32)
         out = torch.empty(shape, device=device, dtype=f32)
         times: list[float] = []
-        while len(times) < 2 or (len(times) < REPEATS and sum(times) < LONG_S):
+        while len(times) < 2 or (len(times) < REPEATS and sum(times) < LONG_S) or sum(times) < LEAST_S:
             started = perf_counter()
             if pause is None:
                 kernels(rows, slots, weights, out, workspace)

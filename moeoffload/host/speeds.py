@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Final
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ Measure = Callable[[], Timings]
 STABLE: Final = 1.15
 """Two rounds of timing agree if no time of the first is more than this factor above that of the second."""
 MOST_ROUNDS: Final = 4
+DOUBT_S: Final = 1.5
+"""Servers that seem to differ are timed on for so long: other work on a machine slows one of them down for seconds."""
 EQUAL: Final = 1.36
 """Servers whose times differ by less are equal: two times of one server, each wrong by 15 %, differ by 1.15 / 0.85."""
 STEPS_PER_OCTAVE: Final = 2
@@ -39,25 +42,30 @@ def measure(servers: Sequence[Measure], names: Sequence[str]) -> tuple[list[Timi
     """Timings of each server, and below which factor they are to count as equal, see `slowness`.
 
     Servers are timed one after the other, since they may share a device, and in rounds, so that a moment in which the
-    machine was busy does not make one of them slow. Where rounds go on to differ, that is logged, and servers that
-    differ by less than the rounds did count as equal. Raises ServerError: a server cannot be timed.
+    machine was busy does not make one of them slow; those that seem to differ for some time, before it is believed.
+    Where rounds go on to differ, that is logged, and servers that differ by less than the rounds did count as equal.
+    Raises ServerError: a server cannot be timed.
     """
     best: list[dict[int, float]] = [{} for _ in servers]
-    spread = 1.0
-    for number in range(MOST_ROUNDS):
+    started, n_rounds, is_done = perf_counter(), 0, False
+    while not is_done:
         spread = 1.0
         for known, server in zip(best, servers, strict=True):
             for rows, seconds in server():
                 spread = max(spread, known.get(rows, seconds) / seconds)
                 known[rows] = min(known.get(rows, seconds), seconds)
-        if number and spread <= STABLE:
-            break
-    else:
+        n_rounds += 1
+        timings: list[Timings] = [sorted(known.items()) for known in best]
+        equal = max(EQUAL, spread)
+        is_settled = n_rounds >= MOST_ROUNDS or (n_rounds > 1 and spread <= STABLE)
+        are_equal = max(slowness(timings, equal)) == 1
+        is_done = is_settled and (are_equal or perf_counter() - started >= DOUBT_S)
+    if spread > STABLE:
         logger.warning("times of expert servers vary by a factor of %.2f: others use their machines, too", spread)
     for name, known in zip(names, best, strict=True):
         row_us = 1e6 * sum(seconds / rows for rows, seconds in known.items()) / len(known)
         logger.info("expert server %s: %.3g us per row", name, row_us)
-    return [sorted(known.items()) for known in best], max(EQUAL, spread)
+    return timings, equal
 
 
 def slowness(timings: Sequence[Timings], equal: float = EQUAL) -> list[float]:

@@ -66,11 +66,12 @@ class Slices:
             self.down.append(n_routes)
             self._now += 0.1e-3 * n_routes
 
-    def of_a_call(self, layer: LayerKernels, *inputs: torch.Tensor) -> tuple[list[int], list[int]]:
+    def of_a_call(self, layer: LayerKernels, inputs: tuple[torch.Tensor, ...]) -> tuple[list[int], list[int]]:
         """Those of the last of some calls."""
         for _ in range(10):
             self.up, self.down = [], []
-            for _ in layer.in_slices(*inputs, torch.empty(inputs[0].shape)):
+            rows, slots, weights = inputs
+            for _ in layer.in_slices(rows, slots, weights, torch.empty(rows.shape)):
                 pass
         return self.up, self.down
 
@@ -81,7 +82,7 @@ def test_slices_become_as_long_as_they_shall_by_what_they_take(monkeypatch: pyte
     slices = Slices(monkeypatch)
     rows, weights = random_rows(20, 320, torch.bfloat16), torch.full((20, 8), 1 / 8)
     slots = torch.arange(20 * 8).reshape(20, 8) % 16  # 10 routes each
-    up, down = slices.of_a_call(layer, rows, slots, weights)
+    up, down = slices.of_a_call(layer, (rows, slots, weights))
     assert up == [30, 30, 30, 30, 30, 10], "whole experts, until they take long enough"
     assert down == [60, 60, 40]
 
@@ -91,7 +92,7 @@ def test_routes_of_one_expert_are_cut_where_they_are_many(monkeypatch: pytest.Mo
     monkeypatch.setattr(tiled, "SLICE_S", 14e-3)
     slices = Slices(monkeypatch)
     inputs = random_rows(300, 320, torch.bfloat16), torch.full((300, 1), 2), torch.ones(300, 1)
-    up, down = slices.of_a_call(layer, *inputs)
+    up, down = slices.of_a_call(layer, inputs)
     assert up == [64, 64, 64, 64, 44], "in pieces of 32"
     assert down == [128, 128, 44]
 
