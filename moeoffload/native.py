@@ -16,6 +16,8 @@ class Features(enum.IntFlag):
     AVX512 = 2
     BF16_DOT = 4
     """Multiplies pairs of bfloat16 into float32 (AVX512-BF16)."""
+    INTEGER_DOT = 8
+    """Multiplies four bytes each into 32 bits (AVX512-VNNI)."""
     MATRIX_UNIT = 16
     """Multiplies tiles of bfloat16 (AMX)."""
 

@@ -45,6 +45,9 @@ class Matrix(ctypes.Structure):
         *((name, _Word) for name in ("n_groups", "shared_rows")),
         *((name, _Word) for name in ("high", "factors", "min_factors", "scales_at", "offsets_at")),
         ("levels", ctypes.c_float * 16),
+        *((name, _Word) for name in ("kind", "zero")),
+        ("unit", ctypes.c_float),
+        ("table", ctypes.c_uint8 * 16),
     )
 
 

@@ -8,8 +8,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from moeoffload import native
 from moeoffload.formats.packed import SUPER_GROUP, Codes, Offsets, PackedFormat, PackedWeights, Scales
+from moeoffload.formats.tiles import can_tile, integer_levels
 from moeoffload.kernels.calls import COMPUTE_DTYPES, Matrix
+from moeoffload.native import Features
 
 Weights = torch.Tensor | tuple[PackedWeights, ...]
 """Of all experts: a parameter, or packed: rows of the first part, then those of the second, if there is one."""
@@ -81,12 +84,28 @@ class KernelMatrix:
         if len(weights) == 1 and first.format.codes is _PLAIN[dtype] and not first.data.data_ptr() % dtype.itemsize:
             self._addresses = first.data.data_ptr(), 0
             return
+        if all(part.in_tiles for part in weights) or _multiplies_integers(weights, dtype):
+            for part in weights:
+                part.lay_tiles()
+        elif any(part.in_tiles for part in weights):
+            raise ValueError("only a part of the packed weights is in tiles")
         self._parts = (Matrix * len(weights))(*map(_describe, weights))
         self._addresses = 0, ctypes.addressof(self._parts)
 
     def addresses(self) -> tuple[int, int]:
         """Of plain weights, and of the description of packed ones; one of the two is 0."""
         return self._addresses
+
+
+def _multiplies_integers(parts: tuple[PackedWeights, ...], dtype: torch.dtype) -> bool:
+    """Whether products are those of integers: without a matrix unit they are faster than those of bfloat16."""
+    features = native.cpu_features()
+    return (
+        dtype is not torch.float32
+        and Features.AVX2 in features
+        and Features.MATRIX_UNIT not in features
+        and all(can_tile(part.format, *part.shape[1:]) for part in parts)
+    )
 
 
 def _is_whole(part: PackedWeights) -> bool:
@@ -98,8 +117,19 @@ def _is_whole(part: PackedWeights) -> bool:
     return whole and part.scales is not None and part.scales.shape == shape and part.scales.is_contiguous()
 
 
+_KINDS: Final = {Codes.INT8: 1, Codes.LEVELS4: 3, Codes.UINT5: 4, Codes.INT6: 5}
+_UINT4: Final = 2
+_ZEROS: Final = {Codes.INT8: 128, Codes.UINT5: 0, Codes.INT6: 32}
+
+
 def _describe(part: PackedWeights) -> Matrix:
     form = part.format
+    kind, (table, zero, unit) = 0, ((), 0, 1.0)
+    if part.in_tiles:
+        kind = _KINDS[form.codes]
+        table, zero, unit = integer_levels(form.levels) or ((), _ZEROS[form.codes], 1.0)
+        if table == tuple(range(16)):
+            kind = _UINT4
     places = {name: place.start for name, place in form.sections(part.n_in).items()}
     return Matrix(
         part.data.data_ptr(),
@@ -109,6 +139,8 @@ def _describe(part: PackedWeights) -> Matrix:
         *(form.n_groups(part.n_in), form.shared_rows),
         *(places.get(name, 0) for name in ("high", "factors", "min_factors", "scales", "offsets")),
         (ctypes.c_float * 16)(*(form.levels or ())),
+        *(kind, zero, unit),
+        (ctypes.c_uint8 * 16)(*table),
     )
 
 

@@ -4,7 +4,7 @@
 // claim one after the other, and a step begins when all items of the one before are finished: a thread that gets no core
 // holds the others up for one item at most. Results do not depend on which thread computed what.
 
-#include "experts.h"
+#include "integers.h"
 
 #include <sched.h>
 
@@ -60,9 +60,29 @@ typedef struct {
 
 enum { SUM_COLUMNS = 512, SPINS = 200 };
 
+static const Integers *integers_of(const Layer *l, bool is_up) {
+    return integers_for(is_up ? l->up_parts : l->down_parts, l->features);
+}
+
 static bool uses_matrix_unit(const Layer *layer) {
-    return matrix_unit_fits(layer->dtype, layer->features, layer->hidden, layer->up_columns) &&
+    return !integers_of(layer, true) && !integers_of(layer, false) &&
+           matrix_unit_fits(layer->dtype, layer->features, layer->hidden, layer->up_columns) &&
            matrix_unit_fits(layer->dtype, layer->features, layer->inter, layer->hidden);
+}
+
+// Bytes between operands of a projection, and how they are made.
+static int64_t stride_of(const Layer *l, bool is_up) {
+    const int64_t inner = is_up ? l->hidden : l->inter;
+    if (integers_of(l, is_up)) return integer_operand_bytes(inner);
+    return operand_bytes(kernels_for(l->dtype, l->features), inner, uses_matrix_unit(l));
+}
+static void prepare(const Layer *l, bool is_up, const void *row, void *operand) {
+    const int64_t inner = is_up ? l->hidden : l->inter;
+    const Integers *integers = integers_of(l, is_up);
+    if (integers)
+        integers->prepare(row, l->dtype, operand, inner);
+    else
+        prepare_operand(kernels_for(l->dtype, l->features), row, operand, inner, uses_matrix_unit(l));
 }
 
 // What a workspace has to know of a layer: whether it uses the matrix unit, and what a thread needs to unpack weights.
@@ -141,6 +161,7 @@ static Product product_of(const Call *c, int64_t group, bool is_up, int64_t thre
     }
     return (Product){
         .kernels = kernels,
+        .integers = integers_of(l, is_up),
         .weights = parts ? NULL : weights + expert * matrix_bytes,
         .parts = parts,
         .expert = expert,
@@ -151,9 +172,10 @@ static Product product_of(const Call *c, int64_t group, bool is_up, int64_t thre
         .packed = c->packed,
         .out = c->values,
         .following = following,
+        .dtype = l->dtype,
         .n_out = n_out,
         .inner = inner,
-        .stride = operand_bytes(kernels, inner, uses_matrix_unit(l)),
+        .stride = stride_of(l, is_up),
         .first = at_least(c->first[group], c->begin),
         .last = at_most(c->first[group + 1], c->end),
         .to = n_out,
@@ -185,7 +207,9 @@ static int64_t project(Call *c, bool is_up, int64_t thread) {
         product.from = item % per_group * item_rows;
         product.to = at_most(product.from + item_rows, n_out);
         if (c->n_threads > 1) product.following = NULL;
-        if (by_matrix_unit)
+        if (product.integers)
+            product.integers->project(&product);
+        else if (by_matrix_unit)
             project_by_matrix_unit(&product);
         else
             kernels->project(&product);
@@ -198,15 +222,15 @@ static int64_t project(Call *c, bool is_up, int64_t thread) {
 static int64_t activate(Call *c) {
     const Layer *l = c->layer;
     const Kernels *kernels = kernels_for(l->dtype, l->features);
-    const bool by_matrix_unit = uses_matrix_unit(l), takes = c->steps & TAKE;
-    const int64_t stride = operand_bytes(kernels, l->inter, by_matrix_unit);
+    const bool takes = c->steps & TAKE;
+    const int64_t stride = stride_of(l, false);
     Counter *counter = &c->counters[ACTIVATED];
     const int64_t n_items = c->end - c->begin, row_bytes = l->inter * kernels->item_bytes;
     for (int64_t item; (item = claim(counter)) < n_items;) {
         const int64_t position = c->begin + item;
         char *values = c->values + position * (takes ? 1 : 2) * row_bytes;
         if (!takes) kernels->silu_times_up(values, values + row_bytes, values, l->inter);
-        prepare_operand(kernels, values, c->activated + position * stride, l->inter, by_matrix_unit);
+        prepare(l, false, values, c->activated + position * stride);
         finish(counter);
     }
     return n_items;
@@ -264,11 +288,10 @@ int64_t moe_experts(Call *c) {
         c->begin = c->begin_row = 0;
         c->end = c->n_present;
         c->end_row = c->n_rows;
-        const Kernels *kernels = kernels_for(l->dtype, l->features);
-        const int64_t stride = operand_bytes(kernels, l->hidden, false), row_bytes = l->hidden * kernels->item_bytes;
+        const int64_t stride = stride_of(l, true), row_bytes = l->hidden * bytes_of(l->dtype);
         if (!uses_matrix_unit(l))
             for (int64_t row = 0; row < c->n_rows; row++)
-                kernels->prepare(c->rows + row * row_bytes, c->operands + row * stride, l->hidden);
+                prepare(l, true, c->rows + row * row_bytes, c->operands + row * stride);
     }
     memset(c->counters, 0, sizeof c->counters);
     c->n_started = 0;

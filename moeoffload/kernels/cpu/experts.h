@@ -10,6 +10,7 @@
 enum { NO_BIAS, EXACT_BIAS, ROUNDED_BIAS };
 
 typedef struct Kernels Kernels;
+typedef struct Integers Integers;  // see integers.h
 
 // What to prefetch into the second-level cache meanwhile: `step` bytes for each row of a span. One read at a time: a burst
 // of them would wait for the memory.
@@ -21,7 +22,8 @@ typedef struct {
 // Rows of operands times rows of one matrix of weights. A result is `out[position, weight row]`.
 typedef struct {
     const Kernels *kernels;
-    const void *weights;     // (n_out, inner); NULL: packed
+    const Integers *integers;  // that multiply tiles, or NULL
+    const void *weights;       // (n_out, inner); NULL: packed
     const Matrix *parts;     // packed weights: rows of the first matrix, then those of the second, if there is one
     int64_t expert;          // whose rows of the parts
     void *scratch;           // of this thread, scratch_bytes()
@@ -31,7 +33,7 @@ typedef struct {
     const void *packed;      // for the matrix unit: operands packed by `pack_operands`, by position
     void *out;               // (positions, n_out)
     const char *following;   // what is read afterwards, or NULL
-    int64_t n_out, inner, stride;
+    int64_t dtype, n_out, inner, stride;
     int64_t first, last;     // positions
     int64_t from, to;        // weight rows
     int64_t bias_mode;

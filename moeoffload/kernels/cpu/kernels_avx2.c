@@ -18,4 +18,31 @@
 #include "norm_rows.h"
 
 const Kernels *const avx2_kernels[N_TYPES] = {&kernels_bf16, &kernels_f16, &kernels_f32};
+
+#include "integers.h"
+
+INLINE ints add_step(ints sums, __m256i codes, const Block *x, const int step) {
+    int32_t even, odd;
+    memcpy(&even, x->words + 4 * step, sizeof even);
+    memcpy(&odd, x->words + 4 * step + 2, sizeof odd);
+    const __m256i lower = _mm256_and_si256(codes, _mm256_set1_epi16(0xFF)), upper = _mm256_srli_epi16(codes, 8);
+    return sums + (ints)_mm256_madd_epi16(lower, _mm256_set1_epi32(even)) +
+           (ints)_mm256_madd_epi16(upper, _mm256_set1_epi32(odd));
+}
+
+INLINE void store_integers(Block *block, const int32_t *integers) {
+    for (int i = 0; i < INTEGERS; i++) block->words[i / 4 * 4 + i % 2 * 2 + i % 4 / 2] = (int16_t)integers[i];
+}
+
+#define SUMS_OF_STEPS ints
+#define START(value) ((ints){0} + (value))
+#define STEP(sums, codes, x, step) add_step(sums, (__m256i)(codes), x, step)
+#define TOTAL(sums) (sums)
+#define LOOK_UP(table, numbers) ((code_bytes)_mm256_shuffle_epi8((__m256i)(table), (__m256i)(numbers)))
+#define NEAREST(values) ((ints)_mm256_cvtps_epi32((__m256)(values)))
+#define MOST_X 4
+#define N_SIZES 3
+#define EACH_X(each, kind) each(kind, 1) each(kind, 2) each(kind, 4)
+#define INTEGER_SET(name) name##_avx2
+#include "integer_body.h"
 #endif

@@ -54,4 +54,42 @@ INLINE __m512i words_bf16_dot(vec a, vec b) { return (__m512i)_mm512_cvtne2ps_pb
 #include "format_body.h"
 
 const Kernels *const bf16_dot_kernels = &kernels_bf16_dot;
+
+#undef TARGET
+#define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")))
+
+#include "integers.h"
+
+typedef struct {
+    ints high, low;
+} HalfSums;
+
+INLINE HalfSums add_step(HalfSums sums, __m512i codes, const Block *x, const int step) {
+    int32_t high, low;
+    memcpy(&high, x->high + 4 * step, sizeof high);
+    memcpy(&low, x->low + 4 * step, sizeof low);
+    sums.high = (ints)_mm512_dpbusd_epi32((__m512i)sums.high, codes, _mm512_set1_epi32(high));
+    sums.low = (ints)_mm512_dpbusd_epi32((__m512i)sums.low, codes, _mm512_set1_epi32(low));
+    return sums;
+}
+
+INLINE void store_integers(Block *block, const int32_t *integers) {
+    for (int i = 0; i < INTEGERS; i++) {
+        const int32_t high = (integers[i] + 128) >> 8;
+        block->high[i] = (int8_t)high;
+        block->low[i] = (int8_t)(integers[i] - 256 * high);
+    }
+}
+
+#define SUMS_OF_STEPS HalfSums
+#define START(value) ((HalfSums){(ints){0}, (ints){0} + (value)})
+#define STEP(sums, codes, x, step) add_step(sums, (__m512i)(codes), x, step)
+#define TOTAL(sums) (((sums).high << 8) + (sums).low)
+#define LOOK_UP(table, numbers) ((code_bytes)_mm512_shuffle_epi8((__m512i)(table), (__m512i)(numbers)))
+#define NEAREST(values) ((ints)_mm512_cvtps_epi32((__m512)(values)))
+#define MOST_X 8
+#define N_SIZES 4
+#define EACH_X(each, kind) each(kind, 1) each(kind, 2) each(kind, 4) each(kind, 8)
+#define INTEGER_SET(name) name##_vnni
+#include "integer_body.h"
 #endif

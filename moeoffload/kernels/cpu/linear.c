@@ -1,6 +1,6 @@
 // A linear layer at few rows: the experts' products with one matrix. The bias is added in float32.
 
-#include "experts.h"
+#include "integers.h"
 
 typedef struct {
     int64_t dtype, features;
@@ -18,7 +18,7 @@ typedef struct {
 
 // Of an operand of n elements, whatever unit computes.
 int64_t moe_operand_bytes(int64_t dtype, int64_t features, int64_t n) {
-    return operand_bytes(kernels_for(dtype, features), n, false);
+    return at_least(operand_bytes(kernels_for(dtype, features), n, false), integer_operand_bytes(n));
 }
 
 // What a thread needs to unpack rows of n weights.
@@ -26,13 +26,24 @@ int64_t moe_linear_scratch_bytes(int64_t dtype, int64_t features, int64_t n) {
     return scratch_bytes(kernels_for(dtype, features), n);
 }
 
+static bool uses_matrix_unit(const LinearCall *c) {
+    return !integers_for(c->parts, c->features) && matrix_unit_fits(c->dtype, c->features, c->n_in, c->n_out);
+}
+
+static int64_t stride_of(const LinearCall *c) {
+    if (integers_for(c->parts, c->features)) return integer_operand_bytes(c->n_in);
+    return operand_bytes(kernels_for(c->dtype, c->features), c->n_in, uses_matrix_unit(c));
+}
+
 static void run(void *argument) {
     LinearCall *c = argument;
     const Kernels *kernels = kernels_for(c->dtype, c->features);
-    const bool by_matrix_unit = matrix_unit_fits(c->dtype, c->features, c->n_in, c->n_out);
+    const Integers *integers = integers_for(c->parts, c->features);
+    const bool by_matrix_unit = uses_matrix_unit(c);
     const int64_t thread = atomic_fetch_add_explicit(&c->n_started, 1, memory_order_relaxed);
     Product product = {
         .kernels = kernels,
+        .integers = integers,
         .weights = c->weight,
         .parts = c->parts,
         .scratch = c->parts ? c->scratch + thread * scratch_bytes(kernels, c->n_in) : NULL,
@@ -40,9 +51,10 @@ static void run(void *argument) {
         .operands = by_matrix_unit ? c->rows : c->operands,
         .packed = c->operands,
         .out = c->out,
+        .dtype = c->dtype,
         .n_out = c->n_out,
         .inner = c->n_in,
-        .stride = operand_bytes(kernels, c->n_in, by_matrix_unit),
+        .stride = stride_of(c),
         .last = c->n_rows,
         .bias_mode = c->bias ? EXACT_BIAS : NO_BIAS,
     };
@@ -51,7 +63,9 @@ static void run(void *argument) {
         product.from = atomic_fetch_add_explicit(&c->claimed, item_rows, memory_order_relaxed);
         if (product.from >= c->n_out) return;
         product.to = at_most(product.from + item_rows, c->n_out);
-        if (by_matrix_unit)
+        if (integers)
+            integers->project(&product);
+        else if (by_matrix_unit)
             project_by_matrix_unit(&product);
         else
             kernels->project(&product);
@@ -60,13 +74,19 @@ static void run(void *argument) {
 
 void moe_linear(LinearCall *c) {
     const Kernels *kernels = kernels_for(c->dtype, c->features);
-    const int64_t stride = operand_bytes(kernels, c->n_in, false);
-    if (matrix_unit_fits(c->dtype, c->features, c->n_in, c->n_out)) {
+    const Integers *integers = integers_for(c->parts, c->features);
+    const int64_t stride = stride_of(c);
+    if (uses_matrix_unit(c)) {
         const Product rows = {.operands = c->rows, .inner = c->n_in, .stride = c->n_in * kernels->item_bytes, .last = c->n_rows};
         pack_operands(&rows, c->operands);
     } else {
-        for (int64_t row = 0; row < c->n_rows; row++)
-            kernels->prepare(c->rows + row * c->n_in * kernels->item_bytes, c->operands + row * stride, c->n_in);
+        for (int64_t row = 0; row < c->n_rows; row++) {
+            const char *values = c->rows + row * c->n_in * kernels->item_bytes;
+            if (integers)
+                integers->prepare(values, c->dtype, c->operands + row * stride, c->n_in);
+            else
+                kernels->prepare(values, c->operands + row * stride, c->n_in);
+        }
     }
     c->claimed = c->n_started = 0;
     run_in_threads(c->parallel, c->n_threads, run, c);
