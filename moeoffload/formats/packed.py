@@ -11,7 +11,15 @@ from typing import Final
 
 import torch
 
-from moeoffload.formats.packed_format import PLAIN_CODES, SCALE_DTYPES, SUPER_GROUP, Codes, Offsets, PackedFormat, Scales
+from moeoffload.formats.packed_format import (
+    PLAIN_CODES,
+    SCALE_DTYPES,
+    SUPER_GROUP,
+    Codes,
+    Offsets,
+    PackedFormat,
+    Scales,
+)
 from moeoffload.formats.tiles import TILE_ROWS, make_tiles, read_tiles
 from moeoffload.huge_pages import empty_weights
 

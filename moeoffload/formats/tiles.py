@@ -50,7 +50,7 @@ def can_tile(form: PackedFormat, n_out: int, n_in: int) -> bool:
 
 @functools.cache
 def integer_levels(levels: tuple[float, ...] | None) -> tuple[tuple[int, ...], int, float] | None:
-    """Levels as bytes from 0 upwards, the byte that stands for 0, and the value of a step; None if they are not even."""
+    """Levels as bytes from 0 upwards, the byte of the value 0, and the value of a step; None if there is none."""
     if levels is None:
         return None
     for step in (1.0, 0.5):
@@ -68,9 +68,7 @@ def make_tiles(form: PackedFormat, n_in: int, data: torch.Tensor) -> None:
 
     def run(part: int) -> int:
         first, last = (n_tiles * each // n_threads for each in (part, part + 1))
-        made: int = _library().moe_make_tiles(
-            ctypes.byref(rows), data.data_ptr() + first * tile_bytes, last - first
-        )
+        made: int = _library().moe_make_tiles(ctypes.byref(rows), data.data_ptr() + first * tile_bytes, last - first)
         return made
 
     with ThreadPoolExecutor(n_threads) as pool:

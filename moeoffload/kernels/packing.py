@@ -19,6 +19,10 @@ Weights = torch.Tensor | tuple[PackedWeights, ...]
 
 _PLAIN: Final = {torch.bfloat16: Codes.BFLOAT16, torch.float16: Codes.FLOAT16, torch.float32: Codes.FLOAT32}
 _LEAST_GROUP: Final = 16
+# What integer_body.h calls tiles of such codes, and the code of the value 0.
+_KINDS: Final = {Codes.INT8: 1, Codes.LEVELS4: 3, Codes.UINT5: 4, Codes.INT6: 5}
+_UINT4: Final = 2
+_ZEROS: Final = {Codes.INT8: 128, Codes.UINT5: 0, Codes.INT6: 32}
 _MOST_PARTS: Final = 2
 
 
@@ -117,19 +121,12 @@ def _is_whole(part: PackedWeights) -> bool:
     return whole and part.scales is not None and part.scales.shape == shape and part.scales.is_contiguous()
 
 
-_KINDS: Final = {Codes.INT8: 1, Codes.LEVELS4: 3, Codes.UINT5: 4, Codes.INT6: 5}
-_UINT4: Final = 2
-_ZEROS: Final = {Codes.INT8: 128, Codes.UINT5: 0, Codes.INT6: 32}
-
-
 def _describe(part: PackedWeights) -> Matrix:
     form = part.format
-    kind, (table, zero, unit) = 0, ((), 0, 1.0)
-    if part.in_tiles:
-        kind = _KINDS[form.codes]
-        table, zero, unit = integer_levels(form.levels) or ((), _ZEROS[form.codes], 1.0)
-        if table == tuple(range(16)):
-            kind = _UINT4
+    table, zero, unit = integer_levels(form.levels) or ((), _ZEROS.get(form.codes, 0), 1.0)
+    kind = _KINDS[form.codes] if part.in_tiles else 0
+    if kind and table == tuple(range(16)):
+        kind = _UINT4
     places = {name: place.start for name, place in form.sections(part.n_in).items()}
     return Matrix(
         part.data.data_ptr(),

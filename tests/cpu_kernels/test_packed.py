@@ -1,4 +1,7 @@
-"""Packed weights: the bits of the plain kernels on the weights unpacked, in every format, dtype and number of rows."""
+"""Packed rows: the bits of the plain kernels on the weights unpacked, in every format, dtype and number of rows.
+
+Tiles of integers, which are computed instead where there is no matrix unit, are those of test_tiles.py.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,11 @@ CASES = [
     for dtype in (DTYPES if Features.BF16_DOT not in features else DTYPES[:1])
     for name in (BY_NAME if features is SETS[-1] else KINDS)
 ]
+
+
+@pytest.fixture(autouse=True)
+def rows_stay_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeoffload.kernels.packing.can_tile", lambda *_: False)
 
 
 def two_modules(

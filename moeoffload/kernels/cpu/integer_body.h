@@ -53,13 +53,19 @@ INLINE vec byte_values(const uint8_t *at, const bool is_signed) {
     return is_signed ? signed_at(at, LANES) : unsigned_at(at, LANES);
 }
 
+// As powers_of, but 255 is infinite.
+INLINE vec powers_at(const uint8_t *at) {
+    const bits raw = bytes_at(at, LANES);
+    return (vec)(raw << 23 | ((bits)(raw == 0) & 0x00400000));
+}
+
 // Reads the scales of a group for the rows of a part; returns where its offsets or what follows them begin.
 INLINE const uint8_t *read_group(const Matrix *m, const uint8_t *at, int part, Group *g) {
     switch (m->scales) {
         case SCALES_F32: g->scale = load((const float *)at + part * LANES, F32), at += 4 * TILE; break;
         case SCALES_F16: g->scale = f16_at(at + part * LANES * 2), at += 2 * TILE; break;
         case SCALES_BF16: g->scale = load((const uint16_t *)at + part * LANES, BF16), at += 2 * TILE; break;
-        case SCALES_E8M0: g->scale = powers_of(bytes_at(at + part * LANES, LANES)), at += TILE; break;
+        case SCALES_E8M0: g->scale = powers_at(at + part * LANES), at += TILE; break;
         default: g->scale = g->factor * byte_values(at + part * LANES, true), at += TILE;
     }
     if (m->offsets != OFFSETS_NONE) {

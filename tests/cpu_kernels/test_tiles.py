@@ -1,0 +1,153 @@
+"""Tiles of packed weights, multiplied as integers where there is no matrix unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packed_weights import FORMATS, pack_experts, random_packed, unpacked
+
+from moeoffload import native
+from moeoffload.formats.packed import PackedFormat, PackedWeights
+from moeoffload.formats.tiles import can_tile
+from moeoffload.kernels import prepare_layer
+from moeoffload.kernels.packed_linear import PackedLinear
+from moeoffload.native import Features
+
+from .experts import EPSILON, call, gated_experts, instruction_sets, random_rows, routes, threads
+
+TILED = [form for form in FORMATS if can_tile(form, 16, 256)]
+SETS = [some & ~Features.MATRIX_UNIT for some in instruction_sets() if Features.AVX2 in some]
+DTYPES = (torch.bfloat16, torch.float16)
+
+pytestmark = pytest.mark.skipif(not SETS, reason="this CPU has no AVX2: no integers are multiplied")
+
+
+def use(features: Features, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "cpu_features", lambda: features)
+
+
+def copy_of(packed: PackedWeights) -> PackedWeights:
+    return PackedWeights(packed.format, packed.n_in, packed.data.clone())
+
+
+def test_every_integer_format_is_tiled() -> None:
+    names = {form.name for form in TILED}
+    assert {"int8 F16 32", "int8 zero", "mxfp4", "int4 BF16 128 ZERO", "q4_k", "q5_k", "q6_k", "iq4_xs"} <= names
+    assert not any(name.startswith(("fp8", "mxfp8", "nvfp4", "BFLOAT")) for name in names)
+
+
+@pytest.mark.parametrize("form", TILED, ids=lambda form: form.name)
+def test_rows_come_back(form: PackedFormat) -> None:
+    rows = random_packed(form, 3, 48, 768)
+    tiles = copy_of(rows)
+    tiles.lay_tiles()
+    assert not torch.equal(tiles.data, rows.data)
+    some = torch.tensor([2, 0])
+    assert torch.equal(tiles.unpack(torch.float32, some), rows.unpack(torch.float32, some))
+    for number in (0, 17, 47):
+        assert torch.equal(tiles.row(number, torch.float32), rows.row(number, torch.float32))
+    again = tiles.data.clone()
+    tiles.lay_tiles()
+    assert torch.equal(tiles.data, again)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", TILED, ids=lambda form: form.name)
+def test_linear_layers(form: PackedFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = random_packed(form, 1, 112, 768)
+    weight, bias = packed.unpack(torch.float32)[0], random_rows(1, 112, dtype)[0]
+    results = []
+    for features in SETS:
+        use(features, monkeypatch)
+        layer = PackedLinear(packed, bias)
+        x = random_rows(200, 768, dtype, seed=1)
+        result = layer(x)
+        assert packed.in_tiles
+        exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+        assert (result - exact).abs().max() <= EPSILON[dtype] * exact.abs().max()
+        for n_rows in (1, 2, 3, 7, 16):
+            assert torch.equal(layer(x[5 : 5 + n_rows]), result[5 : 5 + n_rows]), n_rows
+        results.append(result)
+    assert all(torch.equal(each, results[0]) for each in results), "bits depend on the instruction set"
+
+
+@pytest.mark.parametrize("form", TILED, ids=lambda form: form.name)
+def test_experts(form: PackedFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.bfloat16
+    up, down = random_packed(form, 4, 2 * 256, 768), random_packed(form, 4, 768, 256, 7)
+    plain = gated_experts(4, 768, 256, torch.float32)
+    plain.gate_up_proj.copy_(unpacked((up,), torch.float32))
+    plain.down_proj.copy_(unpacked((down,), torch.float32))
+    expected = prepare_layer(plain, kernel="tiled")
+    for features in SETS:
+        use(features, monkeypatch)
+        layer = prepare_layer(
+            pack_experts(gated_experts(4, 768, 256, dtype), (copy_of(up),), (copy_of(down),), dtype), kernel="tiled"
+        )
+        for n_rows in (1, 3, 16, 200):
+            rows = random_rows(n_rows, 768, dtype, seed=n_rows)
+            slots, weights = routes(n_rows, 2, 4, seed=n_rows, absent=0.1)
+            result, wanted = call(layer, rows, slots, weights), call(expected, rows.float(), slots, weights)
+            assert (result - wanted).norm() <= 2**-7 * wanted.norm(), n_rows
+            for row in range(0, n_rows, 1 + n_rows // 5):
+                one = slice(row, row + 1)
+                assert torch.equal(call(layer, rows[one], slots[one], weights[one]), result[one]), (n_rows, row)
+
+
+def test_threads_and_slices_do_not_change_bits() -> None:
+    forms = {form.name: form for form in TILED}
+    up = tuple(random_packed(forms[name], 4, 384, 512) for name in ("q4_k", "q6_k"))
+    experts = pack_experts(
+        gated_experts(4, 512, 384, torch.bfloat16), up, (random_packed(forms["mxfp4"], 4, 512, 384),), torch.bfloat16
+    )
+    layer = prepare_layer(experts, kernel="tiled")
+    for n_rows in (1, 5, 90):
+        some = random_rows(n_rows, 512, torch.bfloat16), *routes(n_rows, 2, 4, absent=0.1)
+        whole = call(layer, *some)
+        with threads(2):
+            assert torch.equal(call(layer, *some), whole)
+            out = torch.empty(n_rows, 512)
+            for _ in layer.in_slices(*some, out):
+                pass
+            assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize("features", SETS, ids=str)
+def test_numbers_at_the_ends_of_the_range(features: Features, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(features, monkeypatch)
+    form = next(form for form in TILED if form.name == "int8 F32 32")
+    packed = random_packed(form, 1, 16, 256)
+    layer, weight = PackedLinear(packed), packed.unpack(torch.float64)[0]
+    x = random_rows(6, 256, torch.bfloat16)
+    x[1, 40] = torch.nan
+    x[2, 3] = torch.inf
+    x[3] *= 2.0**-100
+    x[4] = -255 / 128 * 2.0**60
+    x[5] = 0
+    result = layer(x)
+    assert not result[1:3].isfinite().any()
+    exact = x.double() @ weight.T
+    for row in (0, 4):
+        assert (result[row] - exact[row]).abs().max() <= 2**-8 * exact[row].abs().max()
+    assert result[3].abs().max() < 2.0**-90
+    assert not result[5].any()
+
+
+def test_wide_rows_stay_exact_beside_an_outlier() -> None:
+    """An activation a thousand times the others does not cost those outside of its block anything."""
+    form = next(form for form in TILED if form.name == "int4 F16 128 NONE")
+    packed = random_packed(form, 1, 32, 512)
+    weight = packed.unpack(torch.float64)[0]
+    x = random_rows(1, 512, torch.bfloat16)
+    x[0, 7] = 1000.0
+    result = PackedLinear(packed)(x).double()
+    exact = x.double() @ weight.T
+    assert (result - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+def test_float32_rows_stay_rows() -> None:
+    packed = random_packed(TILED[0], 1, 32, 256)
+    x = random_rows(2, 256, torch.float32)
+    exact = x.double() @ packed.unpack(torch.float64)[0].T
+    assert (PackedLinear(packed)(x) - exact).abs().max() <= 1e-5 * exact.abs().max()
+    assert not packed.in_tiles
