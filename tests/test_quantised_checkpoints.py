@@ -49,7 +49,7 @@ def test_bits_are_those_of_the_unpacked_weights(case: Case, three_servers: list[
             assert torch.equal(tokens, expected_tokens)
         else:
             # Products of integers are not rounded as those of bfloat16 (tests/cpu_kernels/test_tiles.py). Where the
-            # routers of these random weights decide otherwise, a position and those after it are others: the first counts.
+            # routers of these random weights decide otherwise, a position and later ones are others: the first counts.
             first, expected = logits[:, 0].float(), expected_logits[:, 0].float()
             assert (first - expected).norm() <= 2**-5 * expected.norm()
 
