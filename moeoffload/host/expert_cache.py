@@ -97,9 +97,9 @@ class _Pool:
     def _read(self, layer: int, experts: Sequence[int], kept: set[int]) -> None:
         with torch.inference_mode(False), torch.no_grad():
             read = self._checkpoint.build_experts(layer, experts, self._device)
-            for room, part in zip(_packed(self._module), _packed(read), strict=True):
-                if room.in_tiles:
-                    part.lay_tiles()
+            for cached, fresh in zip(_packed(self._module), _packed(read), strict=True):
+                if cached.in_tiles:
+                    fresh.lay_tiles()
             for i, expert in enumerate(experts):
                 slot = self._free_slot(layer, kept)
                 for room, values in zip(_tensors(self._module), _tensors(read), strict=True):
