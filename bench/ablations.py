@@ -71,6 +71,14 @@ NO_HUGE_PAGES: Final = """
 import moeoffload.huge_pages as h
 h._madvise = lambda: None
 """
+NO_PACKING: Final = """
+import moeoffload.kernels.pack as p
+p.RowPacker.takes = lambda self, *call: False
+"""
+NO_PACKED_SUMS: Final = """
+import moeoffload.expert_server.arena as a
+a.encode_sums = a.store_rows
+"""
 NO_MANY_QUERIES: Final = """
 import moeoffload.kernels.attention as a
 a.takes_many = lambda dtype: False
@@ -89,6 +97,7 @@ PATHS: Final = (
         (DECODE,),
         no_dense("accelerate_linears") + no_dense("accelerate_parameters"),
     ),
+    FastPath("few-row packing", ("kernels/pack.py", "kernels/cpu/pack.c"), (DECODE,), NO_PACKING, NO_PACKED_SUMS),
     FastPath("own norms", ("kernels/norm.py", "kernels/cpu/norm*"), (DECODE, PREFILL), no_dense("accelerate_norms")),
     FastPath(
         "own attention, few queries",
