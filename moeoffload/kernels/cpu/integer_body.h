@@ -106,7 +106,7 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
         at += high_bytes + n_code_bytes;
         if (part == 0) {
 #pragma GCC unroll 16
-            for (int line = 0; line < n_code_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+            for (int line = 0; line <= high_bytes + n_code_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
             ahead += (m->row_bytes * TILE - 1) / n_blocks + 1;
         }
 #pragma GCC unroll 2
