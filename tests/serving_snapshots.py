@@ -37,7 +37,7 @@ def scripted(n: int, *, n_layers: int = 24, model: str = "Qwen3-30B-A3B") -> lis
         servers[1]["state"] = "replaced" if away else "up"
         servers[1]["computed_by"] = "this host" if away else f"expert server {SERVERS[1]}"
         event = {"at_s": second, "server": SERVERS[1], "what": "lost", "why": "the lease ended", "seconds": 0.0}
-        recovery = {"lost": int(away), "returned": 0, "drained": 0, "hedged": 0, "stale": 3}
+        recovery = {"lost": int(away), "returned": 0, "drained": 0, "stale": 3}
         snapshot = stats.snapshot() | {
             "time": 1.8e9 + second,
             "uptime_s": 4000.0 + second,

@@ -7,7 +7,6 @@ import gc
 import json
 import shutil
 import signal
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,25 +99,6 @@ def test_a_stopped_server_is_replaced_at_the_deadline_and_used_again(start_serve
         assert tokens_of(offloaded) == expected
         figures = recovery(offloaded)
         assert (figures["lost"], figures["returned"], figures["fallback_calls"]) == (1, 1, before)
-
-
-def test_a_late_reply_makes_a_replica_compute_the_same(start_server: StartServer) -> None:
-    servers = [start_server(), start_server()]
-    addresses = [server.address for server in servers]
-    options: dict[str, Any] = {"replicas": 2, "hedge_ms": 30, "dispatch_floor_s": 30, "threads": 1}
-    with open_model(DEMO, experts=addresses, **options) as offloaded:
-        process = servers[0].process
-        expected = tokens_of(offloaded)
-        strike(offloaded, 21, lambda: stop_for(process.send_signal, 1.0))
-        assert tokens_of(offloaded) == expected
-        figures = recovery(offloaded)
-        assert figures["hedged"] >= figures["hedge_wins"] >= 1
-        assert figures["lost"] == 0
-
-
-def stop_for(send_signal: Callable[[int], None], seconds: float) -> None:
-    send_signal(signal.SIGSTOP)
-    threading.Timer(seconds, send_signal, [signal.SIGCONT]).start()
 
 
 def test_verification_accepts_right_servers_and_names_a_wrong_one(

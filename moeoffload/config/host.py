@@ -89,7 +89,6 @@ class _Recovery(CommonSettings):
     )
     replicas: values.Copies = _recovery(1, "Expert servers that hold each expert; one of them computes it.")
     fallback_gib: values.GibOrZero = _recovery(4.0, "Memory for experts of lost servers that the host computes.")
-    hedge_ms: values.MinuteMs = _recovery(0.0, "A later reply makes a replica compute; the first wins.", means="never")
     verify_percent: values.Percent = _recovery(
         0.0, "Share of dispatches that a replica or the host computes again; a difference ends the run.", means="none"
     )

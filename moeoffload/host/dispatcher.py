@@ -17,7 +17,7 @@ from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.host.granularity import Granularity
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.recorder import Recorder
-from moeoffload.host.second_opinion import Hedging, Verification, chunk_of, receive_all
+from moeoffload.host.second_opinion import Verification
 from moeoffload.host.shard import Shard
 
 DECODE_ROWS: Final = 8
@@ -84,7 +84,6 @@ class Dispatcher:
         n_experts: Sequence[int],
         top_k: int,
         local: LocalExperts | None = None,
-        hedging: Hedging | None = None,
         verification: Verification | None = None,
     ) -> None:
         """``n_experts`` counts the routed experts of each MoE layer; frames have room for ``top_k`` of them per row."""
@@ -93,7 +92,6 @@ class Dispatcher:
         self._n_experts = n_experts
         self._top_k = top_k
         self._local = local
-        self._hedging = hedging
         self._verification = verification
         self._state = _CallState(shards)
         self._alone = len(shards) == 1 and local is None
@@ -241,19 +239,13 @@ class Dispatcher:
 
         They are recovered at once, before other shards' sums are taken, so that the order of sums stays.
         """
-        progress, hedging, verification = state.progress[number], self._hedging, self._verification
+        progress, verification = state.progress[number], self._verification
         while progress.flights:
             flight = progress.flights[0]
             try:
-                if hedging is None and verification is None:
-                    return flight.link.receive(flight, to[number])
-                chunk = chunk_of(flight, *rows)
-                if hedging is None:
-                    part = receive_all(flight, to[number])
-                else:
-                    progress.flights[0], part = hedging.receive(progress.shard, flight, chunk, to[number])
+                part = flight.link.receive(flight, to[number])
                 if verification is not None:
-                    verification.check(progress.shard, progress.flights[0], part, chunk)
+                    verification.check(progress.shard, flight, part, rows)
                 return part
             except ServerError as error:
                 progress.move_on(error)

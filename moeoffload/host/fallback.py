@@ -61,7 +61,7 @@ class FallbackLink(ShardLink):
         flight.work = rows, experts, weights
         return True
 
-    def receive(self, flight: Flight, to: CallCounters, within_s: float | None = None) -> torch.Tensor | None:
+    def receive(self, flight: Flight, to: CallCounters) -> torch.Tensor:
         """See `ShardLink`."""
         assert isinstance(flight, _LocalFlight)
         assert flight.work is not None

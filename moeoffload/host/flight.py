@@ -80,10 +80,9 @@ class ShardLink(ABC):
         """
 
     @abstractmethod
-    def receive(self, flight: Flight, to: CallCounters, within_s: float | None = None) -> torch.Tensor | None:
+    def receive(self, flight: Flight, to: CallCounters) -> torch.Tensor:
         """Waits for the sums that answer ``flight``: (n_rows, hidden) in the payload dtype, valid until `release`.
 
-        With ``within_s`` it gives up after so many seconds with None, and may be called again.
         Raises DeadlineError: no answer by the deadline of the dispatch; ServerError: the server refused, failed or is
         gone; PayloadError: the result does not fit the payload dtype.
         """

@@ -210,17 +210,15 @@ class ExpertLink(ShardLink):
             raise PayloadError(f"{_where(layer, start, index, bad)}: hidden states {what}")
         return packer.n_rows, index
 
-    def receive(self, flight: Flight, to: CallCounters, within_s: float | None = None) -> torch.Tensor | None:
+    def receive(self, flight: Flight, to: CallCounters) -> torch.Tensor:
         """See `ShardLink`."""
         assert isinstance(flight, _RemoteFlight)
         slot = flight.slot
         # The wait for another reply may have used up the time; a reply that is here counts all the same.
         left_s = max(min(LOOK_S, flight.deadline_s), flight.sent_at + flight.deadline_s - perf_counter())
-        wait_s = left_s if within_s is None else min(within_s, left_s)
-        gives_up = wait_s < left_s
         header = flight.reply
         try:
-            n_bytes = self.channel.wait(slot, wait_s)
+            n_bytes = self.channel.wait(slot, left_s)
             self._reader.read(header, slot.reply, n_bytes)
             if header.request_id != flight.request_id:
                 raise ProtocolError("reply to another request")
@@ -229,8 +227,6 @@ class ExpertLink(ShardLink):
                 raise ProtocolError(f"combine frame: rows is {header.rows}, expected {flight.n_rows}")
             sums = flight.views.combine(flight.n_rows)
         except DeadlineError:
-            if gives_up:
-                return None
             raise DeadlineError(f"{self.name}: no reply within {flight.deadline_s:.3g} s") from None
         except ServerError as error:
             raise self._explain(error) from None

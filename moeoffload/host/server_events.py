@@ -31,9 +31,7 @@ class ServerEvents:
     def __init__(self) -> None:
         self._started = perf_counter()
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(
-            ("lost", "returned", "drained", "hedged", "hedge_wins", "verified", "replica_calls", "stale"), 0
-        )
+        self._counts = dict.fromkeys(("lost", "returned", "drained", "verified", "replica_calls", "stale"), 0)
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self._away: Counter[str] = Counter()
         """By server how many parts of the experts it is not used for: one line in the log is enough for all of them."""

@@ -28,7 +28,7 @@ from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.report import Report, as_html, as_text, model_facts, run_facts
 from moeoffload.host.routing import read_routing_stats
-from moeoffload.host.second_opinion import Hedging, Verification
+from moeoffload.host.second_opinion import Verification
 from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import event_figures
 from moeoffload.host.spawn import ServerSpec
@@ -158,7 +158,6 @@ class OffloadedModel:
             [layer.n_experts for layer in checkpoint.layers],
             checkpoint.top_k,
             self._local,
-            Hedging(settings.hedge_ms / 1000, events) if settings.hedge_ms else None,
             Verification(settings.verify_percent / 100, coarsest, events) if settings.verify_percent else None,
         )
         bind_experts(self.model, checkpoint, self.dispatcher)

@@ -77,13 +77,9 @@ class Shard:
         """The last link to the preferred server."""
         return self.holders[0].known
 
-    def standby(self, busy: ShardLink) -> ShardLink | None:
-        """Another server than ``busy`` that can compute the same now."""
-        return next((holder.link for holder in self.holders if holder.link not in (None, busy)), None)
-
     def checker(self, link: ShardLink) -> ShardLink | None:
         """Who can compute again what ``link`` has computed: a replica, or the host."""
-        other = self.standby(link)
+        other = next((holder.link for holder in self.holders if holder.link not in (None, link)), None)
         return other if other is not None else self.fallback if self.fallback is not link else None
 
     def replace(self, lost: ShardLink, error: ServerError) -> ShardLink:
