@@ -106,7 +106,7 @@ PATHS: Final = (
         no_dense("accelerate_attention"),
     ),
     FastPath(
-        "own attention, many queries", ("kernels/cpu/attention_bf16_dot.c",), (PREFILL, PREFILL_LONG), NO_MANY_QUERIES
+        "own attention, many queries", ("kernels/cpu/attention_many.c",), (PREFILL, PREFILL_LONG), NO_MANY_QUERIES
     ),
     FastPath("matrix unit", ("kernels/cpu/matrix_unit.c",), (PREFILL_LONG,), NO_MATRIX_UNIT, NO_MATRIX_UNIT),
     FastPath("prefill pipeline", ("host/pipeline.py",), (PREFILL, PREFILL_LONG), settings={"pipeline": "off"}),

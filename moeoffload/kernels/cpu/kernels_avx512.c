@@ -14,7 +14,7 @@
 #define KEY_ROWS 6
 #define VALUE_ROWS 8
 #define SET(name) name##_avx512
-#include "attention_head.h"
+#include "attention_few.h"
 #include "norm_rows.h"
 
 const Kernels *const avx512_kernels[N_TYPES] = {&kernels_bf16, &kernels_f16, &kernels_f32};

@@ -15,7 +15,7 @@
 #define KEY_ROWS 2
 #define VALUE_ROWS 4
 #define SET(name) name##_portable
-#include "attention_head.h"
+#include "attention_few.h"
 #include "norm_rows.h"
 
 const Kernels *const portable_kernels[N_TYPES] = {&kernels_bf16, &kernels_f16, &kernels_f32};

@@ -1,13 +1,10 @@
-// Attention of bfloat16 by the CPU's products of pairs of them into float32 (AVX512-BF16), and that of many queries.
+// Attention of many bfloat16 queries by the CPU's products of pairs of them into float32 (AVX512-BF16).
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
 #define LANES 16
 #define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512bf16")))
-#define KEY_ROWS 6
-#define VALUE_ROWS 8
-#define BF16_DOT
 #include "attention_head.h"
 
 // Packs keys: for each 64 of them (dim / 2, 64) pairs of neighbours. Zero behind the last key.
@@ -43,13 +40,13 @@ INLINE void packed_tile(
     UNROLL for (int m = 0; m < n_rows; m++) UNROLL for (int n = 0; n < n_vectors; n++)
         sums[m][n] = adds ? load(out + m * stride + n * LANES, F32) : all(0);
     for (int64_t pair = 0; pair < n_pairs; pair++, packed += n_vectors * LANES) {
-        key_vec columns[4];
-        UNROLL for (int n = 0; n < n_vectors; n++) columns[n] = LOAD_KEY(packed + n * LANES, BF16);
+        __m512bh columns[4];
+        UNROLL for (int n = 0; n < n_vectors; n++) columns[n] = (__m512bh)_mm512_loadu_si512(packed + n * LANES);
         UNROLL for (int m = 0; m < n_rows; m++) {
             int32_t both;
             memcpy(&both, rows + m * row_bytes + 4 * pair, 4);
             UNROLL for (int n = 0; n < n_vectors; n++)
-                sums[m][n] = ADD_PRODUCT(sums[m][n], columns[n], (key_vec)_mm512_set1_epi32(both));
+                sums[m][n] = (vec)_mm512_dpbf16_ps((__m512)sums[m][n], columns[n], (__m512bh)_mm512_set1_epi32(both));
         }
     }
     UNROLL for (int m = 0; m < n_rows; m++) UNROLL for (int n = 0; n < n_vectors; n++)
@@ -96,7 +93,7 @@ static enum sight sight_of(
 }
 
 // Many queries: blocks of keys are packed once for all of them, and skipped where a query's mask hides them.
-INLINE void attend_many(const struct item *item, char *scratch) {
+TARGET void attend_many(const struct item *item, char *scratch) {
     const struct attention *c = item->call;
     const int64_t n_queries = item->n_queries, dim = c->dim, width = padded(c->value_dim, 16);
     const int64_t key_bytes = 2 * c->key_strides[2], value_bytes = 2 * c->value_strides[2];
@@ -135,9 +132,5 @@ INLINE void attend_many(const struct item *item, char *scratch) {
         }
     }
     end(item, &state, BF16);
-}
-
-TARGET void attend_bf16_dot(const struct item *item, char *scratch) {
-    item->call->is_many ? attend_many(item, scratch) : attend_few(item, scratch, BF16);
 }
 #endif
