@@ -33,26 +33,24 @@ _HELD_BACK: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, sig
 """Signals that wait until a sleep is over: posix_ipc drops what a signal's handler raises, so Ctrl-C would be lost."""
 
 
-def _functions() -> tuple[Any, Any] | None:
-    """The two functions of `spin.c`; calls release the interpreter lock."""
+def _function() -> Any:
+    """The function of `spin.c`, which releases the interpreter lock; None without the C library."""
     library = native_library()
     if library is None:
         return None
-    word, poll = library.moeoffload_spin_word, library.moeoffload_spin_poll
-    word.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
-    poll.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return word, poll
+    library.moeoffload_spin.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+    return library.moeoffload_spin
 
 
 class AdaptiveSpin:
     """How one thread at a time waits; it learns from how long recent waits were. All times in seconds."""
 
-    __slots__ = ("_functions", "_limit_s", "_mean_s", "_n_crowded", "_rest")
+    __slots__ = ("_function", "_limit_s", "_mean_s", "_n_crowded", "_rest")
 
     def __init__(self, limit_s: float = SPIN_LIMIT_S) -> None:
         """A limit of 0 never spins; nor does a machine with one core, where only a sleeper lets its peer work."""
-        self._functions = _functions()
-        self._limit_s = limit_s if self._functions is not None and (os.cpu_count() or 1) > 1 else 0.0
+        self._function = _function()
+        self._limit_s = limit_s if self._function is not None and (os.cpu_count() or 1) > 1 else 0.0
         self._mean_s = self._limit_s / 2
         self._rest = self._n_crowded = 0
 
@@ -89,9 +87,8 @@ class AdaptiveSpin:
         started = perf_counter()
         budget_s = min(self.budget_s, timeout_s)
         try:
-            if budget_s > 0 and self._functions is not None:
-                seen = self._functions[0](bell, value, int(budget_s * 1e9), int(CROWDED_S * 1e9))
-                self.met(seen)
+            if budget_s > 0:
+                self.met(self._function(bell, value, int(budget_s * 1e9), int(CROWDED_S * 1e9)))
             left_s = timeout_s - (perf_counter() - started)
             if left_s <= 0 or semaphore.value:
                 semaphore.acquire(0)
@@ -102,14 +99,6 @@ class AdaptiveSpin:
         finally:
             self.learn(perf_counter() - started)
         return True
-
-    def poll(self, pollfds: int, count: int, timeout_s: float) -> bool:
-        """Spins until something happens on ``count`` C ``struct pollfd`` at an address; False if it did not in time."""
-        budget_s = min(self.budget_s, timeout_s)
-        if budget_s <= 0 or self._functions is None:
-            return False
-        seen = self._functions[1](pollfds, count, int(budget_s * 1e9), int(CROWDED_S * 1e9))
-        return bool(seen == NEWS)
 
 
 def _sleep(semaphore: posix_ipc.Semaphore, timeout_s: float) -> None:

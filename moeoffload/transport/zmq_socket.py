@@ -12,20 +12,17 @@ the socket looks at ``readable`` before waiting, and wakes the thread that waits
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import secrets
 import select
 import struct
 import weakref
-from time import perf_counter
 from typing import Final
 
 import zmq
 
 from moeoffload.transport.base import ChannelSizes
-from moeoffload.transport.spin import AdaptiveSpin
 
 TAG: Final = struct.Struct("<QII")
 CLOSED_ID: Final = 0
@@ -74,12 +71,8 @@ class FrameSocket:
             self.socket.setsockopt(option, value)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
-        fds = (int(self.socket.getsockopt(zmq.FD)), self._wake_fd)  # type: ignore[arg-type]
-        for fd in fds:
-            self._poll.register(fd, select.POLLIN)
-        # As C's poll() takes them: descriptor, then the 16 bits to ask for and those of the answer.
-        self._pollfds = (ctypes.c_int32 * 4)(fds[0], select.POLLIN, fds[1], select.POLLIN)
-        self._spin = AdaptiveSpin()
+        self._poll.register(self.socket, select.POLLIN)
+        self._poll.register(self._wake_fd, select.POLLIN)
         # Should the owner forget to close: a context that is collected before its socket waits for it, forever.
         self._close = weakref.finalize(self, _close, self.socket, context, self._wake_fd)
         self._close.atexit = False
@@ -139,11 +132,7 @@ class FrameSocket:
 
     def wait(self, timeout_s: float) -> None:
         """Waits until something happens on the socket, ``wake`` is called or the time is over. One thread at a time."""
-        started = perf_counter()
-        seen = self._spin.poll(ctypes.addressof(self._pollfds), 2, timeout_s)
-        events = self._poll.poll(0 if seen else timeout_s * 1000)
-        self._spin.learn(perf_counter() - started)
-        if any(fd == self._wake_fd for fd, _ in events):
+        if any(fd == self._wake_fd for fd, _ in self._poll.poll(timeout_s * 1000)):
             os.eventfd_read(self._wake_fd)
 
     def wake(self) -> None:
