@@ -46,7 +46,6 @@ class Row:
     p95_ms: float
     mean_members: float
     members: list[int]
-    collect_s: float
 
 
 class Server:
@@ -62,10 +61,9 @@ class Server:
         self._control.connect(TIMEOUT_S)
         stack.callback(self._control.close)
 
-    def members(self) -> tuple[list[int], float]:
-        """Kernel calls so far by their number of requests, and the seconds that were waited for more on purpose."""
-        batches = self._control.stats(TIMEOUT_S).batches
-        return list(batches.by_members), batches.collect_seconds
+    def members(self) -> list[int]:
+        """Kernel calls so far by their number of requests."""
+        return list(self._control.stats(TIMEOUT_S).batches.by_members)
 
     def run(self, n_clients: int, seconds: float) -> list[float]:
         """The milliseconds of all calls of so many clients, which work side by side."""
@@ -104,12 +102,11 @@ def measure(servers: dict[bool, Server], n_clients: int, repeats: int, seconds: 
             times[kind] += took
     rows = []
     for kind, server in servers.items():
-        after, collect_s = server.members()
-        members = [now - then for now, then in zip(after, before[kind][0], strict=True)]
+        members = [now - then for now, then in zip(server.members(), before[kind], strict=True)]
         cuts = statistics.quantiles(times[kind], n=20)
         mean = len(times[kind]) / max(1, sum(members))
         speed = Spread.of(speeds[kind])
-        rows.append(Row(n_clients, kind, speed, limit, cuts[9], cuts[18], mean, members, collect_s - before[kind][1]))
+        rows.append(Row(n_clients, kind, speed, limit, cuts[9], cuts[18], mean, members))
     return rows
 
 

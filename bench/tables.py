@@ -138,7 +138,6 @@ COLUMNS: dict[str, list[dict[str, Cell]]] = {
             "p95": _number("p95_ms", 2),
             "requests a call": _number("mean_members", 2),
             "calls of 1, 2, 3, 4, 5–8, 9+": lambda row: " ".join(f"{n:,}" for n in row["members"]),
-            "waited on purpose s": _number("collect_s", 0),
         }
     ],
     "fuzz": [

@@ -112,7 +112,6 @@ def test_what_waits_of_four_hosts_is_one_call_with_the_bits_of_four(make: Any) -
     assert [now - then for now, then in zip(counters.members, before, strict=True)] == [0, 0, 0, 1, 0, 0]
     assert counters.requests == 8
     assert counters.rows == 2 * sum(rows)
-    assert counters.collect_s == 0.0
 
 
 def bad_slot(header: FrameHeader, views: Any) -> None:
@@ -253,18 +252,6 @@ def test_each_host_pays_for_its_rows(make: Any) -> None:
     assert 0 < three.share.used_s == pytest.approx(3 * (one.share.used_s - 1), rel=0.01)
 
 
-@pytest.mark.parametrize("capacity", [1, 8])
-def test_a_collection_window_is_counted_and_none_where_nothing_fits(make: Any, capacity: int) -> None:
-    server = make(collect_window_s=5e-3)
-    (host,) = server.hosts("a", capacity=capacity)
-    host.alone(1, 0)
-    collect_s = server.engine.counters.collect_s
-    if capacity == 1:
-        assert collect_s == 0.0
-    else:
-        assert collect_s > 0.0
-
-
 def hammer(link: ExpertLink, n_times: int, bad: bool) -> list[tuple[int, torch.Tensor]]:
     """Sends the same row so many times, one after the other; the error codes and sums that came back."""
     answers = (raw_exchange(link, set_slot(30_000) if bad else unspoilt) for _ in range(n_times))
@@ -313,7 +300,6 @@ def test_four_clients_of_a_slow_server_share_its_calls(
     assert after.requests - before.requests == 8 * n_each
     assert sum(after.batches.by_members) == after.batches.batches
     assert 8 * n_each / n_batches > 1.5
-    assert final.batches.collect_seconds == 0
     assert final.errors - after.errors == 2 * n_each
     for link, answers in zip(links * 2, mixed, strict=True):
         if link is links[1]:

@@ -258,12 +258,6 @@ def test_misspelt_environment_name_warns_with_the_nearest(
     assert [record.getMessage() for record in caplog.records] == ([] if nearest is None else [warning])
 
 
-def test_no_window_where_nothing_can_be_collected() -> None:
-    assert ExpertServerSettings.load({"collect_window_ms": "2.5"}).collect_window_ms == 2.5
-    for other in ({"batch_capacity": "1"}, {"coalesce": "off"}):
-        assert ExpertServerSettings.load({"collect_window_ms": "2.5", **other}).collect_window_ms == 0
-
-
 @pytest.mark.parametrize(
     ("typed", "environment", "device"),
     [

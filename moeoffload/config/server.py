@@ -70,11 +70,6 @@ class ExpertServerSettings(CommonSettings):
         Kernel.AUTO, "What computes the experts; grouped has transformers' bits.", means="the fastest for the model"
     )
     coalesce: bool = _compute(True, "Requests that wait for the same experts, of all hosts, are computed as one batch.")
-    collect_window_ms: values.FewMs = _compute(
-        0.0,
-        "How long a brief request waits for others that could be computed with it.",
-        means="never; so it is, too, with a batch capacity of 1 or no-coalesce",
-    )
     drain_timeout_s: values.DaySeconds = _limits(30.0, "The longest wait for hosts to move on at a stop.")
     log_level: LogLevel = _reporting(LogLevel.INFO, "The least serious log message that is shown.")
 
@@ -85,12 +80,6 @@ class ExpertServerSettings(CommonSettings):
         elif "gpu" in values:
             values.setdefault("device", "auto")
         super().__init__(**values)
-
-    @field_validator("collect_window_ms", mode="after")
-    @classmethod
-    def _no_window_for_one(cls, window: float, context: ValidationInfo) -> float:
-        can_merge = context.data.get("coalesce", True) and context.data.get("batch_capacity", 2) > 1
-        return window if can_merge else 0.0
 
     @field_validator("device", mode="after")
     @classmethod

@@ -13,14 +13,7 @@ from moeoffload.expert_server.arena import HostArena, KernelInput
 from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.counters import EngineCounters
 from moeoffload.expert_server.fair_share import SMALL_ROWS, FairShares
-from moeoffload.expert_server.requests import (
-    Job,
-    Request,
-    RequestError,
-    SlotContext,
-    check,
-    write_sums_header,
-)
+from moeoffload.expert_server.requests import Job, Request, RequestError, SlotContext, check, write_sums_header
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import describe_bad_row
 from moeoffload.transport.base import write_error_frame
@@ -66,7 +59,6 @@ class Answers:
 
     def serve_batch(self, batch: Batch, pause: Pause | None) -> None:
         """Answers all members of a batch; as `serve`."""
-        self._counters.collect_s += batch.collect_s
         if len(batch.members) > 1:
             try:
                 self._serve_together(batch, pause)
@@ -147,14 +139,11 @@ class Answers:
         given_s = 0.0
         if pause is None or whole or len(self._shares.all) == 1:
             try:
-                if pause is None:
-                    experts(call.rows, call.slots, call.weights, call.out, self._urgent_workspace)
-                else:
-                    experts(call.rows, call.slots, call.weights, call.out)
+                experts(*call, self._urgent_workspace if pause is None else None)
             except IndexError:
                 raise _bad_slots(experts) from None
         else:
-            parts = experts.in_slices(call.rows, call.slots, call.weights, call.out)
+            parts = experts.in_slices(*call)
             while True:
                 try:  # around the slice alone: what is computed in a pause tells its own host what is wrong
                     next(parts)

@@ -10,10 +10,8 @@ more of them waiting than the first member's host has its calls to itself.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Final
 
 import torch
@@ -27,8 +25,6 @@ MORE_IN_FLIGHT: Final = 2
 COMPARABLE: Final = 4
 """A request of another host has at least that part of the first member's rows: it pays for riding with the time of the
 whole call."""
-_LOOK_S: Final = 0.2e-3
-"""How often the queues are looked at within a collection window."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +38,6 @@ class Batch:
     _experts: LayerKernels | None = None
     weights_dtype: torch.dtype = torch.float32
     is_small: bool = True
-    collect_s: float = 0.0
-    """Seconds it has waited for more members, on purpose."""
 
     def begin(self, request: Request, experts: LayerKernels) -> None:
         """Starts with a request whose header was checked."""
@@ -51,7 +45,6 @@ class Batch:
         self._experts = experts
         self.weights_dtype = request[1].owner.weights_dtype
         self.is_small = is_small(request)
-        self.collect_s = 0.0
         self._add(request)
 
     def _add(self, request: Request) -> None:
@@ -129,20 +122,14 @@ class Batch:
 class Batcher:
     """Fills batches from the queues of all hosts. For the thread that computes."""
 
-    def __init__(self, shares: FairShares[Request | Job], *, coalesce: bool, window_s: float) -> None:
-        """``coalesce``: whether a batch may have several members. ``window_s``: how long small ones wait for more."""
+    def __init__(self, shares: FairShares[Request | Job], *, coalesce: bool) -> None:
+        """``coalesce``: whether a batch may have several members."""
         self._shares = shares
         self._coalesces = coalesce
-        self.window_s = window_s if coalesce else 0.0
 
     def may_collect(self) -> bool:
         """Whether there may be more than the one request whose turn it is."""
-        if not self._coalesces:
-            return False
-        for share in self._shares.all:
-            if share.small or share.large:
-                return True
-        return self.window_s > 0
+        return self._coalesces and any(share.small or share.large for share in self._shares.all)
 
     def collect(self, batch: Batch, interrupted: HostShare | None = None) -> None:
         """Adds what waits for the same experts to a batch that has begun.
@@ -155,16 +142,6 @@ class Batcher:
         capacity = batch.lead.host.layout.capacity
         if interrupted is not None:
             capacity = min(capacity, SMALL_ROWS)
-        self._take(batch, capacity, interrupted)
-        if self.window_s and interrupted is None and batch.is_small:
-            started = perf_counter()
-            until = batch.members[0][1].received_at + self.window_s
-            while batch.n_rows < capacity and (left_s := until - perf_counter()) > 0:
-                time.sleep(min(left_s, _LOOK_S))
-                batch.collect_s = perf_counter() - started
-                self._take(batch, capacity, interrupted)
-
-    def _take(self, batch: Batch, capacity: int, interrupted: HostShare | None) -> None:
         own, lead_rows = batch.lead.host.share, batch.rows[0]
         others_wait = False
         for share in self._shares.all:

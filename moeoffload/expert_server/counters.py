@@ -18,7 +18,6 @@ class EngineCounters:
     compute_s: float = 0.0
     members: list[int] = field(default_factory=lambda: [0] * 6)  # batches of 1, 2, 3, 4, 5 to 8 and more requests
     batch_wait_s: float = 0.0  # over all batches, what the member that waited longest has waited
-    collect_s: float = 0.0  # of that, waited on purpose: 0 without a collection window
 
     def count_batch(self, n_members: int, wait_s: float, compute_s: float) -> None:
         """Counts one kernel call for so many requests, the first of which had waited for ``wait_s``."""

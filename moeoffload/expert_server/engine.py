@@ -39,14 +39,14 @@ T = TypeVar("T")
 class Engine:
     """Owns the compute thread and the right to compute. `submit` may be called from any thread."""
 
-    def __init__(self, *, coalesce: bool = True, collect_window_s: float = 0.0) -> None:
-        """``coalesce`` and ``collect_window_s``: see `Batcher`."""
+    def __init__(self, *, coalesce: bool = True) -> None:
+        """``coalesce``: see `Batcher`."""
         self.on_failure: OnFailure = ignore_failure
         """Told if the compute thread ends with an error; nothing is computed from then on. Set before `start`."""
         self._counters = EngineCounters()
         self.kernel_workspace = KernelWorkspace()
         self.shares: FairShares[Request | Job] = FairShares()
-        self._batcher = Batcher(self.shares, coalesce=coalesce, window_s=collect_window_s)
+        self._batcher = Batcher(self.shares, coalesce=coalesce)
         self._answers = Answers(self.shares, self._counters)
         self._batch = Batch()
         self._urgent = Batch()
@@ -84,7 +84,7 @@ class Engine:
         if slot.n_bytes <= host.small_bytes:
             host.share.small.append((channel, slot))
             alone = self.shares.n_leases == 1 or not self._takes_turns(id(host), slot.received_at)
-            if alone and not self._batcher.window_s and not self._failure:
+            if alone and not self._failure:
                 return self.compute_small
         else:
             host.share.large.append((channel, slot))
@@ -202,7 +202,6 @@ class Engine:
     def _serve_batch(self, share: HostShare) -> None:
         """Serves the batch that was begun, in the turn of this host."""
         batch = self._batch
-        self._started += batch.collect_s
         self._price *= batch.rows_of(share) / batch.n_rows
         self._answers.serve_batch(batch, self.pause)
         batch.charge(perf_counter() - self._started - self._given_s)

@@ -10,24 +10,14 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-import torch
-
-from moeoffload.config import ExpertServerSettings
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
-from moeoffload.expert_server.agreement import (
-    check_activate,
-    check_table,
-    check_transport,
-    compare,
-)
+from moeoffload.expert_server.agreement import check_activate, check_table, check_transport, compare
 from moeoffload.expert_server.calibrate import time_layer
-from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.model_roots import ModelRoots
-from moeoffload.expert_server.open_models import OpenModels
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
-from moeoffload.expert_server.store import ExpertStore, LayerKey
+from moeoffload.expert_server.store import LayerKey
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
 from moeoffload.payload import PayloadDtype
@@ -37,6 +27,7 @@ from moeoffload.wire import FrameLayout
 
 if TYPE_CHECKING:
     from moeoffload.checkpoint import Checkpoint
+    from moeoffload.expert_server.server import ExpertServer
 
 logger = logging.getLogger(__name__)
 
@@ -58,35 +49,27 @@ class HostLease:
 
     def __init__(
         self,
+        server: ExpertServer,
+        roots: ModelRoots,
         host: str,
         peer: str,
         epoch: int,
         say: Callable[[pb.AttachReply], None],
-        *,
-        settings: ExpertServerSettings,
-        device: torch.device,
-        roots: ModelRoots,
-        models: OpenModels,
-        store: ExpertStore,
-        engine: Engine,
-        factories: dict[str, ChannelFactory],
-        on_close: Callable[[HostLease], None],
     ) -> None:
+        """``host`` is the name that a host at the address ``peer`` gives itself, ``roots`` are where its models lie."""
         self.lease_id = secrets.token_hex(16)
         self.host = host
         self.limited_as = ""
         """Whose number of leases this one counts for."""
         self.epoch = epoch
-        self._say = say
-        self._settings = settings
-        self._device = device
+        self._server = server
         self._roots = roots
-        self._models = models
-        self._store = store
-        self._engine = engine
-        self._factories = factories
-        self._on_close = on_close
-        self._share = engine.shares.join(peer)
+        self._say = say
+        self._settings = server.settings
+        self._device = server.device
+        self._store = server.store
+        self._engine = server.engine
+        self._share = server.engine.shares.join(f"{peer} {host}")
         self._lock = threading.Lock()
         self._closed = False
         self._loads = False
@@ -128,7 +111,7 @@ class HostLease:
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
         """The server's copy of the host's model."""
         reference = self._settings.model or self._roots.resolve(model.reference, model.revision or None)
-        return self._models.open(model, reference)
+        return self._server.models.open(model, reference)
 
     def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
         """Makes the asked experts resident, one layer at a time.
@@ -196,7 +179,7 @@ class HostLease:
         if self._active is not None:
             raise ServerError("this lease is active already")
         dtype_out, dtype_back = check_activate(request, checkpoint, table)
-        transports = check_transport(request.transport, list(self._factories))
+        transports = check_transport(request.transport, list(self._server.factories))
         n_slots = min(request.n_slots, self._settings.slots)
         capacity = self._capacity(request, checkpoint, n_slots)
         layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
@@ -285,7 +268,7 @@ class HostLease:
 
     def _open(self, name: str, sizes: ChannelSizes, key: str) -> pb.ChannelOffer:
         assert self._active is not None, "channels are opened after the lease became active"
-        channel = self._factories[name](sizes, self._engine.submit, key)
+        channel = self._server.factories[name](sizes, self._engine.submit, key)
         for slot in channel.slots:  # before any host knows of the channel
             slot.owner = SlotContext(self._active, slot)
         with self._lock:
@@ -348,7 +331,7 @@ class HostLease:
         for key in keys:
             self._store.release(key)
         logger.info("%s: lease ended (%s)", self.host, reason)
-        self._on_close(self)
+        self._server.forget(self)
 
 
 def _key(checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> LayerKey:

@@ -53,7 +53,7 @@ class ExpertServer:
     engine: Engine
     listener: StreamListener | None
     factories: dict[str, ChannelFactory]
-    _models: OpenModels = field(default_factory=OpenModels)
+    models: OpenModels = field(default_factory=OpenModels)
     _leases: dict[str, HostLease] = field(default_factory=dict)
     _epochs: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -75,7 +75,7 @@ class ExpertServer:
             torch.set_num_threads(settings.threads)
         budget, keeps = memory_budget(device, settings.memory_gib), settings.keep_warm is KeepWarm.ON
         store = ExpertStore(budget, lambda: free_now(device), keep_warm=keeps)
-        engine = Engine(coalesce=settings.coalesce, collect_window_s=settings.collect_window_ms * 1e-3)
+        engine = Engine(coalesce=settings.coalesce)
         factories: dict[str, ChannelFactory] = {}
         listener = None
 
@@ -167,26 +167,14 @@ class ExpertServer:
                     f"its limits are {MAX_LEASES} and {MAX_LEASES_OF_ONE}",
                     RETRY_AFTER_S,
                 )
-            lease = HostLease(
-                hello.host,
-                f"{peer} {hello.host}",
-                next(self._epochs),
-                say,
-                settings=self.settings,
-                device=self.device,
-                roots=roots,
-                models=self._models,
-                store=self.store,
-                engine=self.engine,
-                factories=self.factories,
-                on_close=self._forget,
-            )
+            lease = HostLease(self, roots, hello.host, peer, next(self._epochs), say)
             lease.limited_as = who
             self._leases[lease.lease_id] = lease
         logger.info("%s (moeoffload %s): lease opened", hello.host, hello.host_version)
         return lease
 
-    def _forget(self, lease: HostLease) -> None:
+    def forget(self, lease: HostLease) -> None:
+        """A lease has ended."""
         with self._lock:
             self._leases.pop(lease.lease_id, None)
             drained = self._draining and not self._leases
@@ -227,7 +215,6 @@ class ExpertServer:
                 batches=sum(counters.members),
                 by_members=counters.members,
                 wait_seconds=counters.batch_wait_s,
-                collect_seconds=counters.collect_s,
             ),
         )
 

@@ -291,13 +291,11 @@ class StatsReply(_message.Message):
     def __init__(self, requests: _Optional[int] = ..., rows: _Optional[int] = ..., errors: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., pool_creations: _Optional[_Mapping[str, int]] = ..., python_traced_bytes: _Optional[int] = ..., dropped: _Optional[int] = ..., batches: _Optional[_Union[BatchStats, _Mapping]] = ..., warm_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class BatchStats(_message.Message):
-    __slots__ = ("batches", "by_members", "wait_seconds", "collect_seconds")
+    __slots__ = ("batches", "by_members", "wait_seconds")
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     BY_MEMBERS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    COLLECT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     batches: int
     by_members: _containers.RepeatedScalarFieldContainer[int]
     wait_seconds: float
-    collect_seconds: float
-    def __init__(self, batches: _Optional[int] = ..., by_members: _Optional[_Iterable[int]] = ..., wait_seconds: _Optional[float] = ..., collect_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, batches: _Optional[int] = ..., by_members: _Optional[_Iterable[int]] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
