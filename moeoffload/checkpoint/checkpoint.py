@@ -69,18 +69,6 @@ class Checkpoint:
         stamp: of the files with weights when it was opened: changes when one of them does, see `stamp_of`.
     """
 
-    path: Path
-    folder: Path | None
-    config_text: str
-    config: Any
-    model_type: str
-    model_class: type[nn.Module]
-    dtype: torch.dtype
-    hidden_size: int
-    top_k: int
-    layers: tuple[ExpertLayer, ...]
-    dense_bytes: int
-
     def __init__(self, source: Source, dtype: torch.dtype, quantised: str | None = None):
         model = build_meta_model(source.config, dtype)
         experts = find_experts(model)

@@ -164,13 +164,12 @@ class TensorReader:
     def read_rows(self, tensor: StoredTensor, rows: Sequence[int]) -> torch.Tensor:
         """``tensor[rows]`` in its stored dtype, shape ``(len(rows), *tensor.shape[1:])``, on the CPU.
 
-        Only the bytes of the asked rows are read; neighbours that are asked in rising order come in one read.
-        Raises ModelError when bytes are missing.
+        Only the bytes of the asked rows are read. Raises ModelError when bytes are missing.
         """
         result = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.torch_dtype)
         row_bytes = tensor.nbytes // tensor.shape[0]
-        for first, last in _rising_runs(rows):
-            self._read_into(tensor, rows[first] * row_bytes, result[first:last])
+        for row, destination in zip(rows, result, strict=True):
+            self._read_into(tensor, row * row_bytes, destination)
         return result
 
     def read_bytes(self, tensor: StoredTensor, start: int, size: int) -> bytes:
@@ -280,15 +279,6 @@ def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
         raise ValueError(value)
     return value
-
-
-def _rising_runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of positions whose rows rise by one."""
-    first = 0
-    for position in range(1, len(rows) + 1):
-        if position == len(rows) or rows[position] != rows[position - 1] + 1:
-            yield first, position
-            first = position
 
 
 def _cut_short(tensor: StoredTensor) -> ModelError:

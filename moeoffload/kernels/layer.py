@@ -30,12 +30,6 @@ class LayerKernels:
         is_batch_invariant: whether a row's bits are the same whatever is computed with it in one call.
     """
 
-    n_experts: int
-    hidden: int
-    dtype: torch.dtype
-    falls_back: str | None
-    is_batch_invariant: bool
-
     def __init__(self, experts: nn.Module, workspace: KernelWorkspace, kernel: KernelChoice) -> None:
         module: Any = experts
         self._experts = module
