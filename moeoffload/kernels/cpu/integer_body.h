@@ -105,9 +105,7 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
         codes += part * LANES * 4;
         at += high_bytes + n_code_bytes;
         if (part == 0) {
-#pragma GCC unroll 16
-            for (int line = 0; line <= high_bytes + n_code_bytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
-            ahead += (m->row_bytes * TILE - 1) / n_blocks + 1;
+            for (; ahead < (const char *)at + AHEAD_BYTES; ahead += 64) __builtin_prefetch(ahead, 0, 2);
         }
 #pragma GCC unroll 2
         for (int n = 0; n < n_sums; n++) {
@@ -194,7 +192,7 @@ static TARGET void INTEGER_SET(project_integers)(const Product *p) {
             for (int64_t row = start; row < end; row += TILE) {
                 const Matrix *m = p->parts + (row >= p->parts->n_out);
                 const uint8_t *tile = (const uint8_t *)row_of_parts(p->parts, p->expert, row);
-                const char *ahead = first == p->first ? (const char *)tile + AHEAD_BYTES : (const char *)tile;
+                const char *ahead = (const char *)tile + AHEAD_BYTES;
                 vec out[PARTS * MOST_X];
                 INTEGER_SET(multiply)[m->kind - 1][size](m, tile, x, ahead, out);
                 for (int i = 0; i < n_x; i++)
