@@ -34,7 +34,7 @@ from moeoffload import native
 from moeoffload.formats.packed import Codes, Offsets, PackedFormat, PackedWeights, Scales
 from moeoffload.formats.quantise import FORMATS, quantise
 from moeoffload.huge_pages import empty_weights
-from moeoffload.kernels import LayerKernels, prepare_layer
+from moeoffload.kernels import LayerKernels
 from moeoffload.kernels.dense import MAX_ROWS, product_if_few
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -147,7 +147,7 @@ def bench_experts(dtype: torch.dtype, all_rows: Sequence[int], rounds: int) -> l
     """The experts kernels, and those of transformers."""
     experts, top_k = make_experts(dtype), 8
     n_experts, hidden, inter = experts.down_proj.shape
-    layers = {"tiled": prepare_layer(experts, kernel="tiled"), "grouped": prepare_layer(experts, kernel="grouped")}
+    layers = {"tiled": LayerKernels(experts, kernel="tiled"), "grouped": LayerKernels(experts, kernel="grouped")}
     theirs: dict[str, Any] = {"grouped_mm": moe.grouped_mm_experts_forward, "eager": Qwen3MoeExperts.forward}
     result = []
     for n_rows in all_rows:
@@ -196,7 +196,7 @@ def bench_packed(names: Sequence[str], all_rows: Sequence[int], rounds: int) -> 
         del experts.gate_up_proj, experts.down_proj
         up, down = _packed(form, 2 * inter, hidden), _packed(form, hidden, inter)
         experts.gate_up_proj, experts.down_proj, experts.compute_dtype = (up,), (down,), torch.bfloat16
-        layers[form.name] = prepare_layer(experts, kernel="tiled"), (up.nbytes + down.nbytes) / PACKED_EXPERTS
+        layers[form.name] = LayerKernels(experts, kernel="tiled"), (up.nbytes + down.nbytes) / PACKED_EXPERTS
         if form is BFLOAT16:
             weights = up.data.view(torch.bfloat16)
     result = []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.integrations import moe
 
-from moeoffload.kernels.layer import LayerKernels, prepare_layer
+from moeoffload.kernels.layer import LayerKernels
 from moeoffload.kernels.layout import up_weight
 from moeoffload.kernels.packing import first_tensor
 from moeoffload.kernels.workspace import KernelWorkspace
@@ -32,7 +32,7 @@ class _Prepared:
     def __init__(self, experts: nn.Module) -> None:
         # A strong reference would keep the module, which is the key this is kept under, alive for ever.
         proxy: Any = weakref.proxy(experts)
-        self.layer: LayerKernels = prepare_layer(proxy, _workspaces.mine)
+        self.layer: LayerKernels = LayerKernels(proxy, _workspaces.mine)
         self.places = _places(experts)
 
 

@@ -100,13 +100,13 @@ def serve_shared(pipe: Connection) -> None:
 
 
 def serve_stream(pipe: Connection) -> None:
-    listener = StreamListener(max_request_bytes=SIZES.request_bytes)
+    listener = StreamListener()
     serve_until_closed(pipe, listener.open_channel(SIZES, echo).offer)
     listener.close()
 
 
 def serve_stream_curve(pipe: Connection) -> None:
-    listener = StreamListener(max_request_bytes=SIZES.request_bytes, encrypted=True)
+    listener = StreamListener(encrypted=True)
     keys = StreamKeys.new()
     serve_until_closed(pipe, (listener.open_channel(SIZES, echo, keys.public).offer, keys))
     listener.close()

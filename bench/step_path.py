@@ -20,7 +20,7 @@ from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.link import ExpertLink, LinkInfo
-from moeoffload.kernels import prepare_layer
+from moeoffload.kernels import LayerKernels
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable
 from moeoffload.transport import (
@@ -59,7 +59,7 @@ def serve_steps(pipe: Connection, *, over_stream: bool = False) -> None:
     config = CONFIG_MAPPING["qwen3_moe"](hidden_size=HIDDEN, moe_intermediate_size=32, num_experts=1)
     config._experts_implementation = "eager"
     experts = Qwen3MoeExperts(config).to(torch.bfloat16).eval().requires_grad_(False)
-    layer = prepare_layer(experts, engine.kernel_workspace, "tiled")
+    layer = LayerKernels(experts, engine.kernel_workspace, "tiled")
     workspace = Workspace(LAYOUT, torch.bfloat16, torch.device("cpu"))
     host = ActiveHost(EPOCH, LAYOUT, [layer], torch.bfloat16, workspace, engine.shares.join("bench"))
     engine.start()
@@ -73,7 +73,7 @@ def serve_steps(pipe: Connection, *, over_stream: bool = False) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(engine.stop, TIMEOUT_S)
         if over_stream:
-            listener = StreamListener(max_request_bytes=sizes.request_bytes)
+            listener = StreamListener()
             stack.callback(listener.close)
             server: ServerChannel = listener.open_channel(sizes, deliver)
         else:

@@ -12,7 +12,7 @@ from shapes import EPOCH, LAYOUT, ScriptedSocket, dispatch_frame, experts, pack_
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
-from moeoffload.kernels import prepare_layer
+from moeoffload.kernels import LayerKernels
 from moeoffload.transport import ChannelSizes, ServerChannel, ServerSlot, SharedServerEnd, StreamListener
 from moeoffload.transport.base import Work
 from moeoffload.transport.zmq_socket import TAG
@@ -29,14 +29,14 @@ class _Server:
     def __init__(self) -> None:
         logging.disable(logging.CRITICAL)
         self.engine = Engine()
-        kernels = prepare_layer(experts(), self.engine.kernel_workspace)
+        kernels = LayerKernels(experts(), self.engine.kernel_workspace)
         kernels.reserve(LAYOUT.capacity, LAYOUT.top_k)
         workspace = Workspace(LAYOUT, torch.bfloat16, torch.device("cpu"))
         share = self.engine.shares.join("fuzz")
         self.host = ActiveHost(EPOCH, LAYOUT, [kernels, None], torch.bfloat16, workspace, share)
         self.shared = SharedServerEnd(SIZES, self._deliver)
         self.shared.opened()
-        self.listener = StreamListener(max_request_bytes=LAYOUT.request_bytes)
+        self.listener = StreamListener()
         # Its reader goes: messages come from the script, in this thread.
         self.listener._closing = True
         self.listener._wire.wake()

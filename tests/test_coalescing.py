@@ -21,7 +21,7 @@ from moeoffload.control.client import ControlClient
 from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.engine import Engine
 from moeoffload.host.link import ExpertLink
-from moeoffload.kernels import prepare_layer
+from moeoffload.kernels import LayerKernels
 from moeoffload.wire import ErrorCode, FrameHeader, Kind
 
 
@@ -31,7 +31,7 @@ class Server:
     def __init__(self, **options: Any) -> None:
         self.engine = Engine(**options)
         experts = gated_experts(N_EXPERTS, HIDDEN, 32, torch.bfloat16)
-        self.layer = prepare_layer(experts, self.engine.kernel_workspace, "tiled")
+        self.layer = LayerKernels(experts, self.engine.kernel_workspace, "tiled")
         self.calls: list[int] = []
         self.layers: Any = [self]
         self.n_experts, self.is_batch_invariant, self.shape = N_EXPERTS, True, None

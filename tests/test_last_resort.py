@@ -70,7 +70,7 @@ def test_when_the_reader_of_a_shared_channel_fails_its_host_is_told(monkeypatch:
 
 def test_when_the_reader_of_the_stream_fails_every_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    listener = StreamListener(max_request_bytes=SIZES.request_bytes, on_failure=told.append)
+    listener = StreamListener(on_failure=told.append)
     channels = [listener.open_channel(SIZES, OnDemand()) for _ in range(2)]
     hosts = [open_channel(channel.offer, host="127.0.0.1", timeout_s=SOON_S) for channel in channels]
     slots = [host.acquire(SOON_S) for host in hosts]
@@ -88,7 +88,7 @@ def test_when_the_reader_of_the_stream_fails_every_host_is_told(monkeypatch: pyt
 
 def test_when_the_door_of_the_stream_fails_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    listener = StreamListener(max_request_bytes=SIZES.request_bytes, encrypted=True, on_failure=told.append)
+    listener = StreamListener(encrypted=True, on_failure=told.append)
     keys = StreamKeys.new()
     channel = listener.open_channel(SIZES, echo, keys.public)
     monkeypatch.setattr(listener._door, "_decide", unforeseen)

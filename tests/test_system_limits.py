@@ -84,7 +84,7 @@ from moeoffload.errors import DeadlineError, SystemLimitError
 from moeoffload.transport import ChannelOffer, ChannelSizes, StreamKeys, StreamListener, open_stream
 
 def listen(keys):
-    StreamListener(max_request_bytes=4096, encrypted=keys is not None).close()
+    StreamListener(encrypted=keys is not None).close()
 
 def connect(keys):
     parameters = {"port": "9", "routing_id": "6d" * 32, **({"server_key": keys.public} if keys else {})}

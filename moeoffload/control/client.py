@@ -182,11 +182,8 @@ class Lease:
     ) -> list[float] | None:
         """Makes the experts of ``table`` resident; calls ``progress(loaded bytes, total bytes)`` meanwhile.
 
-        Returns:
-            how far the weights of each layer are from the stored ones, if they were packed; see `LoadProgress`.
-
-        Raises:
-            ServerError: the server cannot load them, or holds another model or table than was asked for.
+        Returns how far the weights of each layer are from the stored ones, if they were packed; see `LoadProgress`.
+        Raises ServerError: the server cannot load them, or holds another model or table than was asked for.
         """
         layers = [pb.LayerExperts(layer=i, experts=experts) for i, experts in enumerate(table.layers)]
         request = pb.LoadExpertsRequest(lease_id=self.lease_id, model=model, layers=layers)

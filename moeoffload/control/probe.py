@@ -19,13 +19,8 @@ _NOT_TLS: Final = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "
 
 
 def why_not(address: str, credentials: HostCredentials, timeout_s: float) -> str | None:
-    """Why the server at ``address`` and this host do not accept each other; None if that is not what is wrong.
-
-    Args:
-        address: HOST:PORT.
-        credentials: what this host shows.
-        timeout_s: deadline in seconds; a second or two are enough.
-    """
+    """Why the server at ``address`` (HOST:PORT) and this host do not accept each other; None if that is not what is
+    wrong. A second or two of ``timeout_s`` are enough."""
     place = Address(address)
     try:
         connection = socket.create_connection((place.host, place.port), min(timeout_s, PROBE_S))

@@ -76,7 +76,7 @@ class Answers:
         experts = check(request)
         slot, host, header, views = request[1], context.host, context.header, context.views
         n_rows = header.rows
-        arena = host.workspace.arena(n_rows)
+        arena = host.workspace.arena
         reply = views.combine(n_rows)  # the lease may end meanwhile
         try:
             call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts)
@@ -97,7 +97,7 @@ class Answers:
         """One call for all members; raises before anything was sent if it cannot be made."""
         started = perf_counter()
         members, rows, weights_dtype = batch.members, batch.rows, batch.weights_dtype
-        arena = batch.lead.host.workspace.arena(batch.n_rows)
+        arena = batch.lead.host.workspace.arena
         assert isinstance(arena, HostArena), "kernels of other devices are not batch-invariant"
         parts, replies = [], []
         at = 0
@@ -121,7 +121,7 @@ class Answers:
             own_s = took_s * n_rows / at
             wait_s = started - slot.received_at
             try:
-                bad = context.host.workspace.arena(n_rows).finish(part, reply)
+                bad = context.host.workspace.arena.finish(part, reply)
                 if bad is not None:
                     raise _bad_sums(context, part, bad)
                 n_bytes = write_sums_header(slot, context, wait_s + given_s + took_s - own_s, own_s)

@@ -74,16 +74,9 @@ class Batch:
 
     def rows_of(self, share: HostShare) -> int:
         """The rows of one host's members."""
-        if len(self.rows) == 1:
-            return self.n_rows if self.lead.host.share is share else 0
         return sum(
             n_rows for (_, slot), n_rows in zip(self.members, self.rows, strict=True) if slot.owner.host.share is share
         )
-
-    @property
-    def is_of_one_host(self) -> bool:
-        """Whether all its members are one host's."""
-        return self.rows_of(self.lead.host.share) == self.n_rows
 
     def take(self, queue: deque[Request | Job], least: int, room: int) -> None:
         """Takes what goes with it, ``room`` rows in all and ``least`` in each, in the order of arrival.
@@ -154,7 +147,7 @@ class Batcher:
             room = min(capacity - batch.n_rows, lead_rows - batch.rows_of(share))
             self._take_of(share, batch, -(-lead_rows // COMPARABLE), room)
             others_wait = others_wait or (batch.is_small and bool(share.small))
-        if batch.is_of_one_host and not others_wait:
+        if batch.rows_of(own) == batch.n_rows and not others_wait:
             self._take_of(own, batch, 1, capacity - batch.n_rows)
 
     def _take_of(self, share: HostShare, batch: Batch, least: int, room: int) -> None:

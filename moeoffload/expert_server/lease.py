@@ -7,19 +7,25 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
+import torch
+
+from moeoffload.config import ExpertServerSettings
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
 from moeoffload.expert_server.agreement import check_activate, check_table, check_transport, compare
 from moeoffload.expert_server.calibrate import time_layer
+from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.model_roots import ModelRoots
+from moeoffload.expert_server.open_models import OpenModels
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
-from moeoffload.expert_server.store import LayerKey
+from moeoffload.expert_server.store import ExpertStore, LayerKey
 from moeoffload.expert_server.workspace import Workspace
-from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
+from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable, batch_row_bytes
 from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel
@@ -27,7 +33,6 @@ from moeoffload.wire import FrameLayout
 
 if TYPE_CHECKING:
     from moeoffload.checkpoint import Checkpoint
-    from moeoffload.expert_server.server import ExpertServer
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +49,30 @@ CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
 
 
+@dataclass
+class ServerParts:
+    """What the leases of a server share."""
+
+    settings: ExpertServerSettings
+    device: torch.device
+    store: ExpertStore
+    engine: Engine
+    factories: dict[str, ChannelFactory]
+    models: OpenModels = field(default_factory=OpenModels, kw_only=True)
+
+
 class HostLease:
     """Implements `moeoffload.control.service.BackendLease` for one host."""
 
     def __init__(
         self,
-        server: ExpertServer,
+        server: ServerParts,
         roots: ModelRoots,
         host: str,
         peer: str,
         epoch: int,
         say: Callable[[pb.AttachReply], None],
+        on_close: Callable[[HostLease], None],
     ) -> None:
         """``host`` is the name that a host at the address ``peer`` gives itself, ``roots`` are where its models lie."""
         self.lease_id = secrets.token_hex(16)
@@ -65,6 +83,7 @@ class HostLease:
         self._server = server
         self._roots = roots
         self._say = say
+        self._on_close = on_close
         self._settings = server.settings
         self._device = server.device
         self._store = server.store
@@ -151,7 +170,7 @@ class HostLease:
         def build() -> LayerKernels:
             with lean_heap():
                 module = checkpoint.build_experts(layer, experts, self._device)
-                return prepare_layer(module, self._engine.kernel_workspace, self._settings.kernel.value)
+                return LayerKernels(module, self._engine.kernel_workspace, self._settings.kernel.value)
 
         key = _key(checkpoint, layer, experts)
         try:
@@ -331,7 +350,7 @@ class HostLease:
         for key in keys:
             self._store.release(key)
         logger.info("%s: lease ended (%s)", self.host, reason)
-        self._server.forget(self)
+        self._on_close(self)
 
 
 def _key(checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> LayerKey:

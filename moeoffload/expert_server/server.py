@@ -25,13 +25,11 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import device_name, free_now, memory_budget, resolve_device
 from moeoffload.errors import BusyError, ServerError
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.lease import RETRY_AFTER_S, ChannelFactory, HostLease
+from moeoffload.expert_server.lease import RETRY_AFTER_S, ChannelFactory, HostLease, ServerParts
 from moeoffload.expert_server.model_roots import ModelRoots
-from moeoffload.expert_server.open_models import OpenModels
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.refusals import Refusals
 from moeoffload.transport import SharedServerEnd, StreamListener, sweep_stale_segments
-from moeoffload.wire import MAX_FRAME_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +40,12 @@ STOP_GRACE_S: Final = 2.0
 
 
 @dataclass
-class ExpertServer:
+class ExpertServer(ServerParts):
     """Implements `moeoffload.control.service.ExpertBackend`. Made by `start`, ended by `stop`."""
 
-    settings: ExpertServerSettings
     credentials: ServerCredentials
     refusals: Refusals
-    device: torch.device
-    store: ExpertStore
-    engine: Engine
     listener: StreamListener | None
-    factories: dict[str, ChannelFactory]
-    models: OpenModels = field(default_factory=OpenModels)
     _leases: dict[str, HostLease] = field(default_factory=dict)
     _epochs: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -90,13 +82,12 @@ class ExpertServer:
             listener = StreamListener(
                 _numeric(settings.listen.host),
                 settings.stream_port,
-                max_request_bytes=MAX_FRAME_BYTES,
                 encrypted=credentials.encrypt_rows,
                 on_refused=refusals.add,
                 on_failure=failed,
             )
             factories["stream"] = listener.open_channel
-        server = cls(settings, credentials, refusals, device, store, engine, listener, factories, on_drained=on_drained)
+        server = cls(settings, device, store, engine, factories, credentials, refusals, listener, on_drained=on_drained)
         engine.start()
         try:
             server._control = ControlServer.start(
@@ -167,14 +158,13 @@ class ExpertServer:
                     f"its limits are {MAX_LEASES} and {MAX_LEASES_OF_ONE}",
                     RETRY_AFTER_S,
                 )
-            lease = HostLease(self, roots, hello.host, peer, next(self._epochs), say)
+            lease = HostLease(self, roots, hello.host, peer, next(self._epochs), say, self._forget)
             lease.limited_as = who
             self._leases[lease.lease_id] = lease
         logger.info("%s (moeoffload %s): lease opened", hello.host, hello.host_version)
         return lease
 
-    def forget(self, lease: HostLease) -> None:
-        """A lease has ended."""
+    def _forget(self, lease: HostLease) -> None:
         with self._lock:
             self._leases.pop(lease.lease_id, None)
             drained = self._draining and not self._leases

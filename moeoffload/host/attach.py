@@ -109,16 +109,9 @@ def attach(
 ) -> ExpertLink:
     """Reaches a server, takes a lease, loads the experts of ``table`` and opens the channel.
 
-    Args:
-        server: the one to reach, as it was once before.
-        table: the experts it is to hold.
-        plan: what is the same for all servers.
-        kernel: the one that computes ``table`` elsewhere, or did before, and must here; empty if any will do.
-        timeout_s: how long the server may take to answer.
-        opened: is given the connection as soon as there is one; closing that ends all of this with an error.
-
-    Raises:
-        ServerError: the server cannot be reached, refuses or fails; nothing is left open.
+    ``kernel`` is the one that computes ``table`` elsewhere, or did before, and must here; empty if any will do.
+    ``opened`` is given the connection as soon as there is one; closing that ends all of this with an error.
+    Raises ServerError: the server cannot be reached, refuses or fails; nothing is left open.
     """
     candidate = connect(server.address, plan.checkpoint, timeout_s, server.credentials)
     with contextlib.ExitStack() as undo:

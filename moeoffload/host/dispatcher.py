@@ -116,10 +116,8 @@ class Dispatcher:
         Returns:
             (n, hidden) in the dtype and on the device of ``hidden``.
 
-        Raises:
-            ServerError: a server refused, failed, or did not answer in time.
-            PayloadError: a value does not fit the payload dtype.
-            ModelError: the router chose more than top_k experts.
+        Raises ServerError: a server refused, failed, or did not answer in time; PayloadError: a value does not fit the
+        payload dtype; ModelError: the router chose more than top_k experts.
         """
         if torch.is_grad_enabled():
             # Experts elsewhere have no gradient; a graph over kept buffers would never be freed.
@@ -270,16 +268,10 @@ class Dispatcher:
 def pad_choices(
     ids: torch.Tensor, weights: torch.Tensor, top_k: int, n_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Widens a router's choices to ``top_k`` columns: phimoe's router always chooses two, whatever its config says.
+    """Widens a router's choices (n, k) to ``top_k`` columns: phimoe's always chooses two, whatever its config says.
 
-    Args:
-        ids: (n, k) int64 expert numbers.
-        weights: (n, k).
-        top_k: columns of a frame.
-        n_experts: experts of the layer; the first number that no expert has fills the new columns, with weight 0.
-
-    Raises:
-        ModelError: k is greater than ``top_k``.
+    The first number that no expert has, ``n_experts``, fills the new columns, with weight 0.
+    Raises ModelError: k is greater than ``top_k``.
     """
     missing = top_k - ids.shape[1]
     if missing < 0:

@@ -12,7 +12,7 @@ from torch import nn
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.formats import PackedWeights
-from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
+from moeoffload.kernels import KernelWorkspace, LayerKernels
 
 READ_BYTES: Final = 256 << 20  # experts are read in groups of at most so many bytes, beside the cache itself
 _META: Final = torch.device("meta")
@@ -72,7 +72,7 @@ class _Pool:
         # Made and filled outside of inference mode: a tensor of that mode could not be changed outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self._module = checkpoint.empty_experts(layer, n_slots, device)
-            self.kernels: LayerKernels = prepare_layer(self._module, KernelWorkspace())
+            self.kernels: LayerKernels = LayerKernels(self._module, KernelWorkspace())
 
     def slots_of(self, layer: int, needed: Sequence[int]) -> torch.Tensor:
         """(n_experts + 1,) int64: the slot of each needed expert; the last entry, that of expert -1, is -1."""

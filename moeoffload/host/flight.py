@@ -67,16 +67,9 @@ class ShardLink(ABC):
     def send(self, flight: Flight, layer: int, start: int, chunk: Chunk, to: CallCounters) -> bool:
         """Sends the rows of one chunk that need these experts; False, and the flight is given back, if none does.
 
-        Args:
-            flight: from `take`; `release` gives it back. After an error it is given back already.
-            layer: running number of the MoE layer.
-            start: number of the chunk's first row in the call.
-            chunk: the rows, on any device.
-            to: where the call is counted.
-
-        Raises:
-            PayloadError: a value does not fit the payload dtype.
-            ServerError: the link is closed.
+        ``flight`` is from `take`; `release` gives it back, after an error it is given back already. ``layer`` is the
+        number of the MoE layer, ``start`` that of the chunk's first row in the call, which is counted in ``to``.
+        Raises PayloadError: a value does not fit the payload dtype; ServerError: the link is closed.
         """
 
     @abstractmethod

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.kernels import KernelWorkspace, LayerKernels, prepare_layer
+from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.placement import ExpertTable, slot_table
 
 
@@ -19,7 +19,7 @@ class LocalExperts:
         self.table = table
         self._threads = _Workspaces()
         self._layers: list[LayerKernels | None] = [
-            prepare_layer(checkpoint.build_experts(layer.index, held, device)) if held else None
+            LayerKernels(checkpoint.build_experts(layer.index, held, device)) if held else None
             for layer, held in zip(checkpoint.layers, table.layers, strict=True)
         ]
         self._slot_of = [

@@ -71,9 +71,7 @@ def measure(servers: Sequence[Measure], names: Sequence[str]) -> tuple[list[Timi
 def slowness(timings: Sequence[Timings], equal: float = EQUAL) -> list[float]:
     """How many times longer than the fastest server each server takes, rounded as the module says; 1 for the fastest.
 
-    Args:
-        timings: of each server, positive. The sizes that all of them have are compared, each counting the same.
-        equal: factors below this one are 1.
+    The sizes that all have are compared, each counting the same; factors below ``equal`` are 1.
     """
     sizes = set.intersection(*({rows for rows, _ in each} for each in timings))
     times = [[s / rows for rows, s in each if not sizes or rows in sizes] for each in timings]

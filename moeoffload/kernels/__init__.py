@@ -5,7 +5,7 @@ Those of dense layers are `fast_dense`'s, which a server does not import.
 
 from moeoffload.kernels.calls import COMPUTE_DTYPES
 from moeoffload.kernels.grouped import GroupedKernel
-from moeoffload.kernels.layer import KernelChoice, LayerKernels, prepare_layer
+from moeoffload.kernels.layer import KernelChoice, LayerKernels
 from moeoffload.kernels.workspace import KernelWorkspace
 
-__all__ = ["COMPUTE_DTYPES", "GroupedKernel", "KernelChoice", "KernelWorkspace", "LayerKernels", "prepare_layer"]
+__all__ = ["COMPUTE_DTYPES", "GroupedKernel", "KernelChoice", "KernelWorkspace", "LayerKernels"]

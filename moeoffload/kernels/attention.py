@@ -49,10 +49,7 @@ def cpu_attention(
     Returns:
         (batch, queries, heads, value dim) contiguous, of the query's dtype; zero for a query that sees no key.
 
-    Raises:
-        ValueError: shapes, strides or dtypes are others, or there are more than FEW_QUERIES queries where only few are
-            taken: see `fits`.
-        MemoryError: there is none for intermediate results.
+    Raises ValueError: `fits` says no; MemoryError: there is none for intermediate results.
     """
     if not fits(query, key, value, mask):
         shapes = [(tuple(each.shape), each.dtype) for each in (query, key, value)]

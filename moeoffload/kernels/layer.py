@@ -19,7 +19,7 @@ KernelChoice = Literal["auto", "tiled", "grouped"]
 
 
 class LayerKernels:
-    """Computes the weighted sum of one layer's routed experts. Made by `prepare_layer`.
+    """Computes the weighted sum of one layer's routed experts.
 
     Attributes:
         n_experts: experts held; slots are -1 to n_experts - 1.
@@ -30,10 +30,22 @@ class LayerKernels:
         is_batch_invariant: whether a row's bits are the same whatever is computed with it in one call.
     """
 
-    def __init__(self, experts: nn.Module, workspace: KernelWorkspace, kernel: KernelChoice) -> None:
+    def __init__(
+        self, experts: nn.Module, workspace: KernelWorkspace | None = None, kernel: KernelChoice = "auto"
+    ) -> None:
+        """Reads the module's layout and where its weights are.
+
+        Args:
+            experts: the model's own experts class, on its device, with final weights: addresses are kept, so parameters
+                may be changed in place but not replaced. Weights stored (in, out) are transposed in their own memory;
+                the parameters' shapes and values stay.
+            workspace: shared by the layers that one thread calls; a new one if not given.
+            kernel: ``auto`` takes the tiled kernel wherever it can, on a GPU the Triton one for few rows; ``grouped``
+                is transformers' ``grouped_mm`` bit by bit.
+        """
         module: Any = experts
         self._experts = module
-        self._workspace = workspace
+        self._workspace = workspace or KernelWorkspace()
         self._grouped = GroupedKernel(may_wait=first_tensor(module.down_proj).device.type == "cpu")
         self._few_rows = few_rows_kernel(experts) if kernel == "auto" else None
         self.falls_back = "chosen" if kernel == "grouped" else why_not(experts)
@@ -108,15 +120,9 @@ class LayerKernels:
         """As a call, with the same bits, but in slices of some milliseconds.
 
         A slice computes the routes of some experts, so that weights are read once; ``out`` is written in the last ones.
-        Between two slices calls of this and of other layers may run, in another workspace. Kernels that cannot be
-        cut (the grouped one, those of a GPU) make one slice.
-
-        Args:
-            rows, slots, weights, out: see `__call__`; not to be touched before the end.
-            workspace: see `__call__`.
-
-        Raises:
-            IndexError, ValueError: see `__call__`.
+        Between two slices calls of this and of other layers may run, in another workspace; the tensors are not to be
+        touched before the end. Kernels that cannot be cut (the grouped one, those of a GPU) make one slice.
+        Raises IndexError, ValueError: see `__call__`.
         """
         self._check(rows, slots, weights, out)
         few = self._few_rows is not None and slots.shape[0] <= self._few_rows.most_rows
@@ -154,21 +160,3 @@ class LayerKernels:
             raise ValueError(f"dtypes of rows, slots, weights, out are {dtypes}; the compute dtype is {self.dtype}")
         if not out.is_contiguous():
             raise ValueError("out is not contiguous")
-
-
-def prepare_layer(
-    experts: nn.Module,
-    workspace: KernelWorkspace | None = None,
-    kernel: KernelChoice = "auto",
-) -> LayerKernels:
-    """Does once what a layer's calls share: reads the module's layout and where its weights are.
-
-    Args:
-        experts: the model's own experts class, on its device, with final weights: addresses are kept, so parameters
-            may be changed in place but not replaced. Weights stored (in, out) are transposed in their own memory; the
-            parameters' shapes and values stay.
-        workspace: shared by the layers that one thread calls; a new one if not given.
-        kernel: ``auto`` takes the tiled kernel wherever it can, on a GPU the Triton one for few rows; ``grouped`` is
-            transformers' ``grouped_mm`` bit by bit.
-    """
-    return LayerKernels(experts, workspace or KernelWorkspace(), kernel)

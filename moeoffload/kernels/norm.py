@@ -41,19 +41,10 @@ _ULPS: Final = 2
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: NormKind) -> torch.Tensor:
-    """Rows over their root mean square, times a weight, on the CPU and without gradient.
+    """Rows ``x`` (..., dim) over their root mean square, times ``weight`` (dim), on the CPU and without gradient.
 
-    Args:
-        x: (..., dim) bfloat16, float16 or float32.
-        weight: (dim) of the same dtype, contiguous.
-        epsilon: added to the mean of the squares.
-        kind: where the weight comes in, and what is rounded.
-
-    Returns:
-        (..., dim) contiguous, of the same dtype.
-
-    Raises:
-        ValueError: dtypes or sizes do not match.
+    Both are bfloat16, float16 or float32, as is the result, which is contiguous; ``epsilon`` is added to the mean of
+    the squares. Raises ValueError: dtypes or sizes do not match.
     """
     dim = weight.numel()
     if x.shape[-1] != dim or x.dtype != weight.dtype:

@@ -80,8 +80,7 @@ class RowPacker:
         Returns:
             (n_rows,) int64, the rows that were written, valid until the next call; None if all were.
 
-        Raises:
-            IndexError: an id is no expert's.
+        Raises IndexError: an id is no expert's.
         """
         call = self._call
         n_rows = ids.shape[0]

@@ -153,10 +153,7 @@ class TiledExperts:
         arena.call.steps = steps
         bad_route = self._run(arena.address)
         if bad_route >= 0:
-            raise self._bad_route(bad_route)
-
-    def _bad_route(self, route: int) -> IndexError:
-        return IndexError(f"route {route}: its slot is not in -1..{self.shape.n_experts - 1}")
+            raise IndexError(f"route {bad_route}: its slot is not in -1..{self.shape.n_experts - 1}")
 
     def _activate(self, arena: Arena) -> None:
         """The module's own activation or gate, in torch."""

@@ -36,16 +36,9 @@ def open_channel(
 ) -> HostChannel:
     """Opens the host's end of what a server offered; a channel that is returned is known to work.
 
-    Args:
-        offer: what the server said over the control plane.
-        host: name or address under which this machine reaches the server (used by stream only).
-        timeout_s: deadline for the whole opening.
-        keys: CURVE keys of this attach (used by stream only).
-        encrypted: refuse a stream channel without encryption.
-
-    Raises:
-        DeadlineError: the server did not answer within ``timeout_s``.
-        ServerError: the offer cannot be opened: unknown transport, or shared memory that is not on this host.
+    All but the offer is for `open_stream`.
+    Raises DeadlineError: the server did not answer within ``timeout_s``; ServerError: the offer cannot be opened:
+    unknown transport, or shared memory that is not on this host.
     """
     if offer.transport == "shared":
         return open_shared(offer)

@@ -120,16 +120,8 @@ class SharedServerEnd(ServerChannel):
     name = "shared"
 
     def __init__(self, sizes: ChannelSizes, deliver: Deliver, *, on_failure: OnFailure = ignore_failure) -> None:
-        """Creates the segment and starts to deliver.
-
-        Args:
-            sizes: of the channel.
-            deliver: is called once per request.
-            on_failure: told if the thread that delivers ends with an error; the channel is closed then.
-
-        Raises:
-            ServerError: /dev/shm has too little room for it.
-        """
+        """Creates the segment and starts to deliver; should that end with an error, the channel is closed.
+        Raises ServerError: /dev/shm has too little room for it."""
         segment = Segment.create(sizes)
         areas = zip(segment.requests, segment.replies, strict=True)
         super().__init__(tuple(ServerSlot(i, request, reply) for i, (request, reply) in enumerate(areas)), deliver)

@@ -231,16 +231,10 @@ def open_stream(
 ) -> StreamHostEnd:
     """Opens the host's end of a stream channel; what is returned is known to work.
 
-    Args:
-        offer: of a `StreamListener`.
-        host: name or address under which this machine reaches the server.
-        timeout_s: deadline in seconds.
-        keys: of this attach; the server knows the public one. Used if the offer holds the server's key.
-        encrypted: refuse an offer without encryption.
-
-    Raises:
-        DeadlineError: no answer in time: nothing listens there, or the server does not know this channel.
-        ServerError: the offer or the address is not valid.
+    ``host`` is the name or address under which this machine reaches the server, ``keys`` are those of this attach, used
+    if the offer holds the server's key; ``encrypted`` refuses an offer without one.
+    Raises DeadlineError: no answer in time: nothing listens there, or the server does not know this channel;
+    ServerError: the offer or the address is not valid.
     """
     server_key = offer.parameters.get("server_key", "")
     if not server_key and encrypted:

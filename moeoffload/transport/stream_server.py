@@ -15,7 +15,7 @@ from typing import Final
 import zmq
 
 from moeoffload.config import bracketed
-from moeoffload.errors import CapacityError, ServerError
+from moeoffload.errors import ServerError
 from moeoffload.last_resort import start_thread
 from moeoffload.transport.base import (
     ChannelOffer,
@@ -141,26 +141,17 @@ class StreamListener:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        max_request_bytes: int,
         encrypted: bool = False,
         on_refused: OnRefused = lambda peer, reason: None,
         on_failure: OnFailure = ignore_failure,
     ) -> None:
-        """Binds and starts to read.
+        """Binds to the interface with the address ``host`` (``*``: all) and starts to read. Port 0 is a free one.
 
-        Args:
-            host: address of the interface to listen at, or ``*`` for all.
-            port: TCP port; 0 takes a free one.
-            max_request_bytes: the largest request frame that any channel may be opened for.
-            encrypted: speak CURVE only, with the keys of open channels only.
-            on_refused: told which peers were refused; from any thread.
-            on_failure: told if a thread of the listener ends with an error; no host is served over it from then on.
-
-        Raises:
-            ServerError: the address cannot be bound.
+        ``encrypted`` speaks CURVE only, with the keys of open channels only. ``on_refused`` hears which peers were
+        refused, from any thread; ``on_failure`` that no host is served over this any more.
+        Raises ServerError: the address cannot be bound.
         """
         self.n_unknown = 0
-        self._max_request_bytes = max_request_bytes
         self._channels: dict[bytes, StreamServerEnd] = {}
         """By routing id."""
         self._on_refused = on_refused
@@ -195,22 +186,12 @@ class StreamListener:
         return self._door.public_key if self._door is not None else ""
 
     def open_channel(self, sizes: ChannelSizes, deliver: Deliver, key: str = "") -> StreamServerEnd:
-        """The server's end for one more host; its ``offer`` goes over the control plane.
-
-        Args:
-            sizes: how large it is.
-            deliver: takes its requests.
-            key: the host's public CURVE key; of no use without encryption.
-
-        Raises:
-            CapacityError: its requests may be larger than this listener lets in.
-            ProtocolError: this listener encrypts and the key is none.
-            ServerError: the listener is closed, or another open channel has this key.
-        """
+        """The server's end for one more host; its ``offer`` goes over the control plane. ``key`` is the host's public
+        CURVE key, of no use without encryption.
+        Raises ProtocolError: this listener encrypts and the key is none; ServerError: the listener is closed, or
+        another open channel has this key."""
         if self._door is not None:
             check_key(key, "host")
-        if sizes.request_bytes > self._max_request_bytes:
-            raise CapacityError(f"requests of {sizes.request_bytes} bytes; at most {self._max_request_bytes} are taken")
         channel = StreamServerEnd(self, sizes, deliver, key if self._door is not None else "")
         with self._using:
             if self._closing:

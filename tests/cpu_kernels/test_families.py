@@ -11,7 +11,7 @@ from synthetic import TINY_FAMILIES, write_tiny
 from torch import nn
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.kernels import GroupedKernel, prepare_layer
+from moeoffload.kernels import GroupedKernel, LayerKernels
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes
 
@@ -41,7 +41,7 @@ def test_family(checkpoints: dict[str, Path], family: str, dtype: torch.dtype) -
     before = [GroupedKernel()(experts, *some) for some in inputs]
     values = {name: parameter.clone() for name, parameter in experts.named_parameters()}
 
-    layer = prepare_layer(experts, kernel="tiled")
+    layer = LayerKernels(experts, kernel="tiled")
     for some, expected in zip(inputs, before, strict=True):
         torch.testing.assert_close(call(layer, *some), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for name, parameter in experts.named_parameters():
@@ -53,8 +53,8 @@ def test_family(checkpoints: dict[str, Path], family: str, dtype: torch.dtype) -
 def test_transposed_weights_are_turned_in_their_own_memory(checkpoints: dict[str, Path]) -> None:
     experts = Checkpoint.open(checkpoints["gpt_oss"]).build_experts(0, [0, 1, 2], torch.device("cpu"))
     places = [parameter.data_ptr() for parameter in experts.parameters()]
-    prepare_layer(experts)
-    prepare_layer(experts)
+    LayerKernels(experts)
+    LayerKernels(experts)
     assert [parameter.data_ptr() for parameter in experts.parameters()] == places
 
 
@@ -65,14 +65,14 @@ def test_norm_after_each_expert_and_no_gate() -> None:
     rows = random_rows(6, 64, torch.bfloat16)
     slots, weights = routes(6, 2, 4, absent=0.2)
     expected = GroupedKernel()(experts, rows, slots, weights)
-    ours = call(prepare_layer(experts, kernel="tiled"), rows, slots, weights)
+    ours = call(LayerKernels(experts, kernel="tiled"), rows, slots, weights)
     torch.testing.assert_close(ours, expected, rtol=2**-6, atol=2**-6)
 
 
 def test_what_falls_back_says_why() -> None:
     experts = gated_experts(4, 64, 32, torch.float64)
-    layer = prepare_layer(experts)
+    layer = LayerKernels(experts)
     assert layer.falls_back == "dtype torch.float64"
     assert layer.kernel_for(1) == "grouped"
     with pytest.raises(ValueError, match=layer.falls_back):
-        prepare_layer(experts, kernel="tiled")
+        LayerKernels(experts, kernel="tiled")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from local_experts import local_experts, register_local_experts
 
-from moeoffload.kernels import prepare_layer
+from moeoffload.kernels import LayerKernels
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes, transformers_result
 
@@ -18,7 +18,7 @@ from .experts import DTYPES, call, gated_experts, random_rows, routes, transform
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_result_is_the_layers_in_the_models_dtype(dtype: torch.dtype) -> None:
     experts = gated_experts(8, 64, 32, dtype)
-    layer = prepare_layer(experts)
+    layer = LayerKernels(experts)
     for n_rows in (1, 5, 40):
         rows = random_rows(n_rows, 64, dtype)
         slots, weights = routes(n_rows, 4, 8)
@@ -68,5 +68,5 @@ def test_ids_above_the_last_expert_mean_elsewhere_in_expert_parallel() -> None:
     slots, weights = routes(4, 2, 8)
     experts._is_expert_parallel = True
     ours = local_experts(experts, rows, slots.masked_fill(slots == 3, 8), weights)
-    layer = prepare_layer(experts)
+    layer = LayerKernels(experts)
     assert torch.equal(ours, call(layer, rows, slots.masked_fill(slots == 3, -1), weights).bfloat16())

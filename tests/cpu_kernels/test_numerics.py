@@ -7,7 +7,7 @@ import torch
 from gpu_kernels.experts_modules import reference
 
 from moeoffload import native
-from moeoffload.kernels import GroupedKernel, prepare_layer
+from moeoffload.kernels import GroupedKernel, LayerKernels
 from moeoffload.native import Features, cpu_features
 
 from .experts import (
@@ -35,7 +35,7 @@ def test_results_are_as_near_to_exact_as_the_dtype_allows_and_of_each_row_alone(
     monkeypatch.setattr(native, "cpu_features", lambda: features)
     n_experts, hidden, inter, top_k = shape
     experts = gated_experts(n_experts, hidden, inter, dtype)
-    layer = prepare_layer(experts, kernel="tiled")
+    layer = LayerKernels(experts, kernel="tiled")
     for n_rows in (1, 2, 3, 5, 7, 16, 17, 40):
         rows = random_rows(n_rows, hidden, dtype, seed=n_rows)
         slots, weights = routes(n_rows, top_k, n_experts, seed=n_rows, absent=0.2)
@@ -54,7 +54,7 @@ def test_every_rounding_is_where_transformers_has_it(dtype: torch.dtype) -> None
     # Dot products of small integers, or with a single factor, are exact in any order: only rounding is left to differ.
     experts = gated_experts(8, 64, 32, dtype, integers=True)
     experts.down_proj.copy_(torch.eye(32).repeat(2, 1)[torch.randperm(64)])
-    layer = prepare_layer(experts, kernel="tiled")
+    layer = LayerKernels(experts, kernel="tiled")
     for n_rows in (1, 3, 16, 40):
         rows = random_rows(n_rows, 64, torch.float32, seed=n_rows).mul(1.5).round().to(dtype)
         slots, weights = routes(n_rows, 4, 8, seed=n_rows)
@@ -66,7 +66,7 @@ def test_every_rounding_is_where_transformers_has_it(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_grouped_choice_has_transformers_bits(dtype: torch.dtype) -> None:
     experts = gated_experts(8, 64, 32, dtype)
-    layer = prepare_layer(experts, kernel="grouped")
+    layer = LayerKernels(experts, kernel="grouped")
     rows = random_rows(20, 64, dtype)
     slots, weights = routes(20, 4, 8)
     assert layer.kernel_for(20) == "grouped"
@@ -91,9 +91,7 @@ def test_activation_has_torchs_bits(dtype: torch.dtype) -> None:
         random = torch.randn(2**15 - 256, generator=torch.Generator().manual_seed(0)) * 20
         values = torch.cat((random, torch.linspace(-200, 200, 256)))
     rows = values.view(-1, 128)
-    ours = call(
-        prepare_layer(experts, kernel="tiled"), rows, torch.zeros(len(rows), 1).long(), torch.ones(len(rows), 1)
-    )
+    ours = call(LayerKernels(experts, kernel="tiled"), rows, torch.zeros(len(rows), 1).long(), torch.ones(len(rows), 1))
     theirs = (torch.nn.functional.silu(rows) * rows).float()
     tiny = theirs.abs() < torch.finfo(dtype).tiny
     assert torch.equal(ours.masked_fill(tiny, 0.0), theirs.masked_fill(tiny, 0.0))
@@ -108,7 +106,7 @@ def test_the_matrix_unit_takes_any_number_of_rows_of_an_expert(n_threads: int) -
     # One expert takes all rows, so tiles of rows have every size; others take what the slots leave them.
     experts = gated_experts(3, 96, 64, torch.bfloat16, integers=True)
     experts.gate_up_proj.copy_(experts.gate_up_proj.sign())
-    layer = prepare_layer(experts, kernel="tiled")
+    layer = LayerKernels(experts, kernel="tiled")
     with threads(n_threads):
         for n_rows in (*range(1, 19), 31, 32, 33, 47, 48, 49, 64, 65, 130):
             rows = random_rows(n_rows, 96, torch.bfloat16, seed=n_rows)
@@ -126,7 +124,7 @@ def test_the_matrix_unit_takes_any_number_of_rows_of_an_expert(n_threads: int) -
 
 @needs_matrix_unit
 def test_in_the_matrix_unit_rows_that_are_not_finite_stay_so_and_alone() -> None:
-    layer = prepare_layer(gated_experts(2, 64, 32, torch.bfloat16), kernel="tiled")
+    layer = LayerKernels(gated_experts(2, 64, 32, torch.bfloat16), kernel="tiled")
     rows = random_rows(20, 64, torch.bfloat16)
     slots, weights = torch.zeros(20, 1, dtype=torch.int64), torch.ones(20, 1)
     good = call(layer, rows, slots, weights)

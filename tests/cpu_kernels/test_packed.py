@@ -16,7 +16,7 @@ from synthetic import TINY_FAMILIES, write_tiny
 from moeoffload import native
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights, Scales
-from moeoffload.kernels import GroupedKernel, prepare_layer
+from moeoffload.kernels import GroupedKernel, LayerKernels
 from moeoffload.kernels.packed_linear import PackedLinear
 from moeoffload.native import Features
 
@@ -67,7 +67,7 @@ def two_modules(
 
 
 def assert_same_bits(packed: Any, plain: Any, dtype: torch.dtype, all_rows: tuple[int, ...]) -> None:
-    layers = prepare_layer(packed, kernel="tiled"), prepare_layer(plain, kernel="tiled")
+    layers = LayerKernels(packed, kernel="tiled"), LayerKernels(plain, kernel="tiled")
     n_experts, hidden = layers[1].n_experts, layers[1].hidden
     for n_rows in all_rows:
         rows = random_rows(n_rows, hidden, dtype, seed=n_rows)
@@ -158,11 +158,11 @@ def test_every_familys_layout(family: str, dtype: torch.dtype, tmp_path: Path) -
 def test_threads_and_slices_do_not_change_bits() -> None:
     packed, plain = two_modules((BY_NAME["q4_k"], BY_NAME["q6_k"]), BY_NAME["mxfp4"], (4, 512, 384), torch.bfloat16)
     before = torch.get_num_threads()
-    expected = prepare_layer(plain, kernel="tiled")
+    expected = LayerKernels(plain, kernel="tiled")
     inputs = [(random_rows(n, 512, torch.bfloat16), *routes(n, 2, 4, absent=0.1)) for n in (1, 5, 90)]
     torch.set_num_threads(2)
     try:
-        layer = prepare_layer(packed, kernel="tiled")
+        layer = LayerKernels(packed, kernel="tiled")
         for some in inputs:
             out = torch.empty(len(some[0]), 512)
             for _ in layer.in_slices(*some, out):
@@ -178,7 +178,7 @@ def test_threads_and_slices_do_not_change_bits() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_grouped_kernel_unpacks(dtype: torch.dtype) -> None:
     packed, plain = two_modules((BY_NAME["mxfp4"], BY_NAME["q4_k"]), BY_NAME["fp8 blocks"], (4, 288, 96), dtype)
-    layer = prepare_layer(packed, kernel="grouped")
+    layer = LayerKernels(packed, kernel="grouped")
     assert (layer.n_experts, layer.hidden, layer.dtype) == (4, 288, dtype)
     for n_rows in (1, 40):
         inputs = (random_rows(n_rows, 288, dtype), *routes(n_rows, 2, 4, absent=0.2))
@@ -188,12 +188,12 @@ def test_grouped_kernel_unpacks(dtype: torch.dtype) -> None:
 def test_combinations_without_a_kernel_fall_back() -> None:
     odd = PackedFormat("odd", Codes.INT8, Scales.F16, group=48)
     packed, plain = two_modules((odd,), odd, (3, 96, 48), torch.bfloat16)
-    layer = prepare_layer(packed)
+    layer = LayerKernels(packed)
     assert layer.falls_back == "odd: groups of 48 weights; weights are unpacked in every call"
     inputs = (random_rows(5, 96, torch.bfloat16), *routes(5, 2, 3))
     assert torch.equal(call(layer, *inputs), GroupedKernel()(plain, *inputs))
     with pytest.raises(ValueError, match="groups of 48"):
-        prepare_layer(packed, kernel="tiled")
+        LayerKernels(packed, kernel="tiled")
     linear = PackedLinear(random_packed(odd, 1, 32, 96))
     assert linear.falls_back == "odd: groups of 48 weights"
     x = random_rows(3, 96, torch.bfloat16)
@@ -205,4 +205,4 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     parts = random_packed(form, 3, 96, 64), random_packed(form, 3, 96, 96)
     experts = pack_experts(gated_experts(3, 64, 96, torch.bfloat16), parts, parts[:1], torch.bfloat16)
     with pytest.raises(ValueError, match="not parts of one matrix"):
-        prepare_layer(experts)
+        LayerKernels(experts)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_kernels.experts_modules import make_experts
 
-from moeoffload.kernels import KernelWorkspace, LayerKernels, calls, prepare_layer, tiled
+from moeoffload.kernels import KernelWorkspace, LayerKernels, calls, tiled
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes, threads
 
@@ -37,7 +37,7 @@ def sliced(layer: LayerKernels, inputs: tuple[torch.Tensor, ...], between: Any =
 @pytest.mark.parametrize("n_rows", [1, 5, 60])
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_slices_have_the_bits_of_one_call(dtype: torch.dtype, n_rows: int, n_threads: int) -> None:
-    layer = prepare_layer(gated_experts(16, 320, 160, dtype), kernel="tiled")
+    layer = LayerKernels(gated_experts(16, 320, 160, dtype), kernel="tiled")
     inputs = (random_rows(n_rows, 320, dtype), *routes(n_rows, 8, 16, absent=0.2))
     with threads(n_threads):
         whole = call(layer, *inputs)
@@ -77,7 +77,7 @@ class Slices:
 
 
 def test_slices_become_as_long_as_they_shall_by_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = prepare_layer(gated_experts(16, 320, 160, torch.bfloat16), kernel="tiled")
+    layer = LayerKernels(gated_experts(16, 320, 160, torch.bfloat16), kernel="tiled")
     monkeypatch.setattr(tiled, "SLICE_S", 5.5e-3)
     slices = Slices(monkeypatch)
     rows, weights = random_rows(20, 320, torch.bfloat16), torch.full((20, 8), 1 / 8)
@@ -88,7 +88,7 @@ def test_slices_become_as_long_as_they_shall_by_what_they_take(monkeypatch: pyte
 
 
 def test_routes_of_one_expert_are_cut_where_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = prepare_layer(gated_experts(4, 320, 160, torch.bfloat16), kernel="tiled")
+    layer = LayerKernels(gated_experts(4, 320, 160, torch.bfloat16), kernel="tiled")
     monkeypatch.setattr(tiled, "SLICE_S", 14e-3)
     slices = Slices(monkeypatch)
     inputs = random_rows(300, 320, torch.bfloat16), torch.full((300, 1), 2), torch.ones(300, 1)
@@ -99,8 +99,8 @@ def test_routes_of_one_expert_are_cut_where_they_are_many(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("tiny_slices")
 def test_another_call_in_between_disturbs_neither() -> None:
-    layer = prepare_layer(gated_experts(16, 320, 160, torch.bfloat16), kernel="tiled")
-    other, urgent = prepare_layer(gated_experts(8, 320, 160, torch.bfloat16, seed=1), kernel="tiled"), KernelWorkspace()
+    layer = LayerKernels(gated_experts(16, 320, 160, torch.bfloat16), kernel="tiled")
+    other, urgent = LayerKernels(gated_experts(8, 320, 160, torch.bfloat16, seed=1), kernel="tiled"), KernelWorkspace()
     large = (random_rows(64, 320, torch.bfloat16), *routes(64, 8, 16))
     small = (random_rows(2, 320, torch.bfloat16, seed=2), *routes(2, 4, 8))
     expected, expected_small = call(layer, *large), call(other, *small)
@@ -118,13 +118,13 @@ def test_another_call_in_between_disturbs_neither() -> None:
 @pytest.mark.usefixtures("tiny_slices")
 def test_experts_with_bias_and_an_activation_of_their_own() -> None:
     experts = make_experts("gpt_oss", 8, 128, 96, torch.float32, seed=1)
-    layer = prepare_layer(experts, kernel="tiled")
+    layer = LayerKernels(experts, kernel="tiled")
     inputs = (random_rows(40, 128, torch.float32), *routes(40, 2, 8, absent=0.2))
     assert torch.equal(sliced(layer, inputs), call(layer, *inputs))
 
 
 def test_a_slot_that_does_not_exist_is_refused_before_the_first_slice() -> None:
-    layer = prepare_layer(gated_experts(4, 64, 32, torch.float32), kernel="tiled")
+    layer = LayerKernels(gated_experts(4, 64, 32, torch.float32), kernel="tiled")
     rows, slots, weights = random_rows(3, 64, torch.float32), *routes(3, 2, 4)
     slots[1, 1] = 4
     with pytest.raises(IndexError, match="slot"):

@@ -8,14 +8,14 @@ import pytest
 import torch
 from gpu_kernels.experts_modules import reference
 
-from moeoffload.kernels import prepare_layer
+from moeoffload.kernels import LayerKernels
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_absent_routes_add_nothing_whatever_their_weight(dtype: torch.dtype) -> None:
-    layer = prepare_layer(gated_experts(4, 64, 32, dtype), kernel="tiled")
+    layer = LayerKernels(gated_experts(4, 64, 32, dtype), kernel="tiled")
     rows = random_rows(3, 64, dtype)
     slots = torch.tensor([[-1, 2], [-1, -1], [0, -1]])
     weights = torch.tensor([[torch.nan, 0.5], [torch.inf, torch.nan], [0.25, torch.inf]])
@@ -26,7 +26,7 @@ def test_absent_routes_add_nothing_whatever_their_weight(dtype: torch.dtype) -> 
 
 
 def test_no_rows_no_top_k_and_no_route_present() -> None:
-    layer = prepare_layer(gated_experts(4, 64, 32, torch.bfloat16))
+    layer = LayerKernels(gated_experts(4, 64, 32, torch.bfloat16))
     assert call(layer, torch.empty(0, 64).bfloat16(), torch.empty(0, 2).long(), torch.empty(0, 2)).shape == (0, 64)
     for slots in (torch.empty(2, 0).long(), torch.full((2, 3), -1)):
         out = call(layer, random_rows(2, 64, torch.bfloat16), slots, torch.ones(slots.shape))
@@ -35,7 +35,7 @@ def test_no_rows_no_top_k_and_no_route_present() -> None:
 
 def test_an_expert_twice_in_a_row_counts_twice() -> None:
     experts = gated_experts(4, 64, 32, torch.float32)
-    layer = prepare_layer(experts, kernel="tiled")
+    layer = LayerKernels(experts, kernel="tiled")
     rows = random_rows(2, 64, torch.float32)
     slots, weights = torch.tensor([[1, 1, 1], [3, 0, 3]]), torch.tensor([[0.5, 0.25, 1.0], [1.0, 2.0, 0.5]])
     truth = reference(experts, rows, slots, weights).float()
@@ -45,7 +45,7 @@ def test_an_expert_twice_in_a_row_counts_twice() -> None:
 @pytest.mark.parametrize("bad", [-2, 4, 2**40])
 @pytest.mark.parametrize("kernel", ["tiled", "grouped"])
 def test_a_slot_that_does_not_exist_is_refused_and_nothing_is_written(bad: int, kernel: str) -> None:
-    layer = prepare_layer(gated_experts(4, 64, 32, torch.bfloat16), kernel=kernel)  # type: ignore[arg-type]
+    layer = LayerKernels(gated_experts(4, 64, 32, torch.bfloat16), kernel=kernel)  # type: ignore[arg-type]
     out = torch.full((3, 64), 7.0)
     slots = torch.tensor([[0, 1], [2, bad], [3, 3]])
     with pytest.raises(IndexError):
@@ -54,7 +54,7 @@ def test_a_slot_that_does_not_exist_is_refused_and_nothing_is_written(bad: int, 
 
 
 def test_strided_inputs() -> None:
-    layer = prepare_layer(gated_experts(4, 64, 32, torch.bfloat16))
+    layer = LayerKernels(gated_experts(4, 64, 32, torch.bfloat16))
     rows = random_rows(6, 128, torch.bfloat16)
     slots, weights = routes(6, 4, 4)
     strided = [each[::2, ::2] for each in (rows, slots, weights)]
@@ -70,7 +70,7 @@ def test_strided_inputs() -> None:
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(wrong: dict[str, torch.Tensor]) -> None:
-    layer: Any = prepare_layer(gated_experts(4, 64, 32, torch.bfloat16))
+    layer: Any = LayerKernels(gated_experts(4, 64, 32, torch.bfloat16))
     right = {"rows": torch.zeros(3, 64).bfloat16(), "slots": torch.zeros(3, 2).long(), "weights": torch.zeros(3, 2)}
     layer(*right.values(), torch.zeros(3, 64))
     with pytest.raises(ValueError, match=r"expected|dtypes"):
@@ -83,7 +83,7 @@ def test_non_finite_values_are_not_hidden(dtype: torch.dtype, bad: float) -> Non
     experts = gated_experts(4, 96, 40, dtype)
     rows = random_rows(3, 96, dtype)
     slots, weights = routes(3, 2, 4)
-    layer = prepare_layer(experts, kernel="tiled")
+    layer = LayerKernels(experts, kernel="tiled")
     clean = call(layer, rows, slots, weights)
     spoiled = rows.clone()
     spoiled[1, 50] = bad

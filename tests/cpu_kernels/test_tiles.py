@@ -9,7 +9,7 @@ from packed_weights import FORMATS, pack_experts, random_packed, unpacked
 from moeoffload import native
 from moeoffload.formats.packed import PackedFormat, PackedWeights
 from moeoffload.formats.tiles import can_tile
-from moeoffload.kernels import prepare_layer
+from moeoffload.kernels import LayerKernels
 from moeoffload.kernels.packed_linear import PackedLinear
 from moeoffload.native import Features
 
@@ -78,10 +78,10 @@ def test_experts(form: PackedFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = gated_experts(4, 768, 256, torch.float32)
     plain.gate_up_proj.copy_(unpacked((up,), torch.float32))
     plain.down_proj.copy_(unpacked((down,), torch.float32))
-    expected = prepare_layer(plain, kernel="tiled")
+    expected = LayerKernels(plain, kernel="tiled")
     for features in SETS:
         use(features, monkeypatch)
-        layer = prepare_layer(
+        layer = LayerKernels(
             pack_experts(gated_experts(4, 768, 256, dtype), (copy_of(up),), (copy_of(down),), dtype), kernel="tiled"
         )
         for n_rows in (1, 3, 16, 200):
@@ -100,7 +100,7 @@ def test_threads_and_slices_do_not_change_bits() -> None:
     experts = pack_experts(
         gated_experts(4, 512, 384, torch.bfloat16), up, (random_packed(forms["mxfp4"], 4, 512, 384),), torch.bfloat16
     )
-    layer = prepare_layer(experts, kernel="tiled")
+    layer = LayerKernels(experts, kernel="tiled")
     for n_rows in (1, 5, 90):
         some = random_rows(n_rows, 512, torch.bfloat16), *routes(n_rows, 2, 4, absent=0.1)
         whole = call(layer, *some)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moeoffload import native
-from moeoffload.kernels import GroupedKernel, calls, prepare_layer, threads
+from moeoffload.kernels import GroupedKernel, LayerKernels, calls, threads
 from moeoffload.kernels.attention import takes_many
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.kernels.pack import RowPacker, encode_sums
@@ -35,7 +35,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("unbuilt")
 def test_experts_fall_back_to_the_grouped_kernel(caplog: pytest.LogCaptureFixture) -> None:
     experts = gated_experts(4, 64, 32, torch.bfloat16)
-    layers = [prepare_layer(experts) for _ in range(2)]
+    layers = [LayerKernels(experts) for _ in range(2)]
     inputs = (random_rows(5, 64, torch.bfloat16), *routes(5, 2, 4, absent=0.2))
     assert layers[0].falls_back == "CPU kernels are not built"
     assert layers[0].kernel_for(1) == "grouped"
@@ -44,7 +44,7 @@ def test_experts_fall_back_to_the_grouped_kernel(caplog: pytest.LogCaptureFixtur
     assert sum(1 for _ in layers[1].in_slices(*inputs, out)) == 1
     assert torch.equal(out, call(layers[0], *inputs))
     with pytest.raises(ValueError, match="not built"):
-        prepare_layer(experts, kernel="tiled")
+        LayerKernels(experts, kernel="tiled")
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "install a C compiler" in said
 
@@ -82,7 +82,7 @@ def test_one_thread_is_announced(
     monkeypatch.setattr(threads, "_MAPS", tmp_path / "maps")
     threads.parallel_address.cache_clear()
     before = torch.get_num_threads()
-    layer = prepare_layer(gated_experts(8, 512, 384, torch.bfloat16), kernel="tiled")
+    layer = LayerKernels(gated_experts(8, 512, 384, torch.bfloat16), kernel="tiled")
     inputs = (random_rows(5, 512, torch.bfloat16), *routes(5, 4, 8))
     try:
         torch.set_num_threads(1)

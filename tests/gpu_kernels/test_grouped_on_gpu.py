@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moeoffload.kernels import GroupedKernel
-from moeoffload.kernels.layer import prepare_layer
+from moeoffload.kernels.layer import LayerKernels
 from moeoffload.kernels.triton_experts import why_not_triton
 
 from .experts_modules import make_experts
@@ -40,7 +40,7 @@ def test_no_value_is_read_by_the_host(kind: str) -> None:
     rows = torch.empty(5, 64, dtype=torch.bfloat16, device="meta")
     slots = torch.empty(5, 3, dtype=torch.int64, device="meta")
     weights = torch.empty(5, 3, device="meta")
-    prepare_layer(experts)(rows, slots, weights, torch.empty(5, 64, device="meta"))
+    LayerKernels(experts)(rows, slots, weights, torch.empty(5, 64, device="meta"))
     with pytest.raises((RuntimeError, NotImplementedError)):
         GroupedKernel()(experts, rows, slots, weights)
 
@@ -53,10 +53,10 @@ def test_nothing_but_a_gpu_gets_the_triton_kernel() -> None:
 def test_a_gpu_layer_takes_the_triton_kernel_for_few_rows() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     experts = make_experts("silu", n_experts=6, hidden=64, inter=32, dtype=torch.bfloat16, device="cuda")
-    layer = prepare_layer(experts)
+    layer = LayerKernels(experts)
     many = "grouped" if torch.cuda.get_device_capability() in ((9, 0), (10, 0)) else "triton"
     assert (layer.kernel_for(1), layer.kernel_for(17)) == ("triton", many)
-    assert prepare_layer(experts, kernel="grouped").kernel_for(1) == "grouped"
+    assert LayerKernels(experts, kernel="grouped").kernel_for(1) == "grouped"
     layer.reserve(64, 3)
     for n_rows in (1, 16, 17, 64):
         rows = torch.randn(n_rows, 64, device="cuda").bfloat16()

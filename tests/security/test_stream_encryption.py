@@ -21,7 +21,6 @@ from moeoffload.transport.stream_keys import encrypt_host_end
 from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG
 from moeoffload.wire import HEADER_BYTES, FrameHeader
 
-LIMIT = 64 * 1024
 PATTERN = os.urandom(64)
 
 
@@ -33,7 +32,7 @@ def refused() -> list[str]:
 
 @pytest.fixture
 def listener(refused: list[str]) -> Iterator[StreamListener]:
-    listener = StreamListener(max_request_bytes=LIMIT, encrypted=True, on_refused=lambda peer, why: refused.append(why))
+    listener = StreamListener(encrypted=True, on_refused=lambda peer, why: refused.append(why))
     yield listener
     listener.close()
 
@@ -46,7 +45,7 @@ def attached(listener: StreamListener) -> tuple[StreamServerEnd, HostChannel, St
 
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_a_capture_of_the_wire_shows_rows_only_without_encryption(tmp_path: Path, encrypted: bool) -> None:
-    listener = StreamListener(max_request_bytes=LIMIT, encrypted=encrypted)
+    listener = StreamListener(encrypted=encrypted)
     keys = StreamKeys.new()
     with proxy_of(listener.port) as proxy:
         proxy.tell("record", tmp_path / "captured")
@@ -196,7 +195,7 @@ def test_what_is_no_key_is_refused(listener: StreamListener, key: str) -> None:
 
 
 def test_a_host_that_wants_encryption_takes_nothing_less() -> None:
-    plain = StreamListener(max_request_bytes=LIMIT)
+    plain = StreamListener()
     offer = plain.open_channel(SIZES, echo).offer
     with pytest.raises(ProtocolError, match="without encryption"):
         open_channel(offer, host="127.0.0.1", timeout_s=1, keys=StreamKeys.new(), encrypted=True)

@@ -26,7 +26,7 @@ def both_ends(transport: str, deliver: Deliver = echo, sizes: ChannelSizes = SIZ
             ends = Ends(open_channel(server.offer, host="", timeout_s=10), server)
         else:
             encrypted, keys = "encrypted" in transport, StreamKeys.new()
-            listener = StreamListener(max_request_bytes=sizes.request_bytes, encrypted=encrypted)
+            listener = StreamListener(encrypted=encrypted)
             stack.callback(listener.close)
             channel = listener.open_channel(sizes, deliver, keys.public)
             ends = Ends(open_channel(channel.offer, host="127.0.0.1", timeout_s=10, keys=keys), channel)

@@ -17,7 +17,7 @@ import pytest
 import zmq
 from fault_kit.proxy import Proxy, proxy_of
 
-from moeoffload.errors import CapacityError, DeadlineError, ProtocolError, ServerError
+from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.transport import (
     ChannelSizes,
     Deliver,
@@ -34,12 +34,10 @@ from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind
 from .conftest import both_ends
 from .ends import SIZES, SOON_S, OnDemand, call, echo, eventually, receive, send
 
-LIMIT = 64 * 1024
-
 
 @pytest.fixture
 def listener() -> Iterator[StreamListener]:
-    listener = StreamListener(max_request_bytes=LIMIT)
+    listener = StreamListener()
     yield listener
     listener.close()
 
@@ -164,7 +162,7 @@ def test_a_message_beyond_the_limit_never_gets_in(listener: StreamListener) -> N
 
 
 def test_pieces_out_of_order_are_dropped_and_the_frame_can_start_again() -> None:
-    large = StreamListener(max_request_bytes=2 * PIECE_BYTES)
+    large = StreamListener()
     channel = opened(large, echo, ChannelSizes(2, 2 * PIECE_BYTES, 2 * PIECE_BYTES))
     data = frame(4, os.urandom(PIECE_BYTES))
     first, rest = data[:PIECE_BYTES], data[PIECE_BYTES:]
@@ -255,11 +253,11 @@ def test_the_greetings_of_a_host_that_a_busy_server_answers_late_are_nothing_sta
 
 
 def test_a_listener_that_restarts_knows_no_old_channels() -> None:
-    old = StreamListener(max_request_bytes=LIMIT)
+    old = StreamListener()
     host = connected(opened(old))
     slot = host.acquire(SOON_S)
     old.close()
-    new = StreamListener(port=old.port, max_request_bytes=LIMIT)
+    new = StreamListener(port=old.port)
     send(host, slot)
     with pytest.raises(ServerError, match="closed"):
         host.wait(slot, SOON_S)
@@ -272,10 +270,8 @@ def test_a_listener_that_restarts_knows_no_old_channels() -> None:
 
 
 def test_what_cannot_be_opened_is_named(listener: StreamListener) -> None:
-    with pytest.raises(CapacityError, match=f"at most {LIMIT}"):
-        opened(listener, echo, ChannelSizes(1, LIMIT + 1, 64))
     with pytest.raises(ServerError, match=f"cannot listen at 127.0.0.1:{listener.port}"):
-        StreamListener(port=listener.port, max_request_bytes=LIMIT)
+        StreamListener(port=listener.port)
     offer = opened(listener).offer
     listener.close()
     with pytest.raises(DeadlineError, match="no answer"):
