@@ -81,11 +81,13 @@ static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row
     return p->scratch;
 }
 
-// Computes the products of one operand and packed rows, which are unpacked in registers, or returns false.
-static TARGET __attribute__((noinline)) bool NAME(multiplied)(const Product *p, int64_t weight_row, int64_t n_rows, const OPERAND *operand, SUMS *sums) {
+// Computes the products of one operand and rows of FP8, which are unpacked in registers, or returns false. Other codes are
+// integers where it counts.
+static TARGET __attribute__((noinline)) bool NAME(multiplied)(const Product *p, int64_t weight_row, int64_t n_rows,
+                                                              const OPERAND *operand, SUMS *sums) {
     const Matrix *m = p->parts + (weight_row >= p->parts->n_out);
     const int64_t own = m == p->parts ? weight_row : weight_row - p->parts->n_out;
-    if (m->codes >= CODES_BF16 || own + n_rows > m->n_out) return false;
+    if (m->codes != CODES_FP8 || own + n_rows > m->n_out) return false;
     NAME(multiply_packed)(m, p->expert, own, n_rows, operand, sums);
     return true;
 }

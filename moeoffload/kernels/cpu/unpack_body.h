@@ -303,9 +303,10 @@ static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, in
     }
 }
 #undef SPANS
-#define SPANS(codes, offsets, is_power) \
-    NAME(spans)(codes, offsets, is_power, m, data, from, end, &scales, operand, sums[0][0], NULL, &ahead);
-// The products of an operand and rows, one after the other: a single stream of reads.
+#undef EACH_CODES
+#undef EACH_OFFSETS
+
+// The products of an operand and rows of FP8, one after the other: a single stream of reads.
 static TARGET void NAME(multiply_packed)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, const OPERAND *operand,
                                          SUMS *sums) {
     const uint8_t *data = (const uint8_t *)packed_row(m, expert, row);
@@ -318,12 +319,13 @@ static TARGET void NAME(multiply_packed)(const Matrix *m, int64_t expert, int64_
             Ahead ahead = {(const char *)data + from / SPAN * step + 3 * AHEAD_BYTES, step};
             end = at_most(from + SEGMENT, m->n_in);
             read_scales(m, expert, row, 1, from, &scales);
-            switch (m->codes) {
-                EACH_CODES
-            }
+#define MULTIPLY_SPANS(is_power) \
+    NAME(spans)(CODES_FP8, OFFSETS_NONE, is_power, m, data, from, end, &scales, operand, sums[0][0], NULL, &ahead)
+            if (is_power)
+                MULTIPLY_SPANS(true);
+            else
+                MULTIPLY_SPANS(false);
+#undef MULTIPLY_SPANS
         }
     }
 }
-#undef SPANS
-#undef EACH_CODES
-#undef EACH_OFFSETS
