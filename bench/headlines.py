@@ -186,6 +186,14 @@ def _concurrent_answers(rows: Rows) -> str:
     return f"**{min(row['same_tokens_percent'] for row in rows):.1f} %** of answers have the tokens they have alone"
 
 
+def _startup(rows: Rows) -> str:
+    named = {row["command"]: row for row in rows}
+    return "; ".join(
+        f"{name}: **{named[name]['times_torch']['median']:.1f} ×** `import torch` ({named[name]['seconds']['median']:.1f} s)"
+        for name in ("server ready", "first token, warm server", "serve ready")
+    )
+
+
 HEADLINES: dict[str, Callable[[Rows], str]] = {
     "ablations": _ablations,
     "against": _against,
@@ -208,6 +216,7 @@ HEADLINES: dict[str, Callable[[Rows], str]] = {
     "scaling": _scaling,
     "serving": _serving,
     "soak": _soak,
+    "startup": _startup,
     "workspaces": _workspaces,
 }
 

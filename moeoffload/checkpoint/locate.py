@@ -49,7 +49,9 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
         if not is_gguf(folder):
             return folder.parent.resolve()
         return folder.absolute()  # links are not followed: in a hub cache they lead to files without a name
-    if isinstance(model, Path) or folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if folder.exists():
+        raise ModelError(f"{model}: a model is a folder, a .gguf or a .safetensors file")
+    if isinstance(model, Path) or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"{model}: no such folder")
     if not is_hub_id(model):
         raise ModelError(f"{model!r}: no such folder, and not a hub id")

@@ -86,7 +86,7 @@ class Display:
         limit = "all that --max-new-tokens allows" if n_tokens == most else "the context is full"
         why = {"LIMIT": f" ({limit})", "STOPPED": " (stopped)"}.get(answer.ending.name, "")
         parts = [
-            f"{n_tokens} tokens{why}",
+            f"{n_tokens} token{'s' * (n_tokens != 1)}{why}",
             f"{answer.tokens_per_s:.3g} tokens/s",
             f"first after {answer.first_token_s:.2f} s",
             named or "all experts on this host",
