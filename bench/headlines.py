@@ -187,10 +187,11 @@ def _concurrent_answers(rows: Rows) -> str:
 
 
 def _startup(rows: Rows) -> str:
-    named = {row["command"]: row for row in rows}
+    named = ("server ready", "first token, warm server", "serve ready")
     return "; ".join(
-        f"{name}: **{named[name]['times_torch']['median']:.1f} ×** `import torch` ({named[name]['seconds']['median']:.1f} s)"
-        for name in ("server ready", "first token, warm server", "serve ready")
+        f"{row['command']}: **{row['times_torch']['median']:.1f} ×** `import torch` ({row['seconds']['median']:.1f} s)"
+        for row in rows
+        if row["command"] in named
     )
 
 

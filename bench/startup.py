@@ -1,8 +1,8 @@
 """How long the commands take to start: ``python bench/startup.py --json FILE``.
 
-Each round starts all of them once, one after the other; a ratio is that to ``import torch`` in the same round, the best of
-which is also the limit of what needs torch (of the others: a bare Python). The first host asks a server that has just
-said that it is ready; the second finds the experts there. All run the demo model on the CPU, with a thread each.
+Each round starts all of them once, one after the other; a ratio is that to ``import torch`` in the same round. The best
+of these is also the limit of what needs torch (of the others: a bare Python). The first host asks a server that
+just said that it is ready; the second finds the experts there. All run the demo model on the CPU, with a thread each.
 """
 
 from __future__ import annotations
