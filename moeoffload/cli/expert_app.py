@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
-from moeoffload.cli.lean_imports import import_transformers, skip_triton_without_gpu
 from moeoffload.cli.options import version_option, with_settings
+from moeoffload.cli.triton_import import skip_triton_without_gpu
 from moeoffload.config import ExpertServerSettings
 from moeoffload.logs import log_to
 
@@ -64,7 +64,6 @@ def serve(
     try:
         print(f"moeoffload-expert ready on {server.address} ({server.device})", flush=True)
         with contextlib.suppress(MemoryError, OSError, ImportError):  # the first host is told
-            import_transformers()
             import_module("moeoffload.checkpoint")  # takes seconds, which no host need wait for
         if _wait(stopped, stdin) == signal.SIGTERM:
             log.info("draining: %d leases", server.drain())

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from moeoffload.cli.display import Display
-from moeoffload.cli.lean_imports import import_transformers, skip_triton_without_gpu
 from moeoffload.cli.signals import signals_unwind
+from moeoffload.cli.triton_import import skip_triton_without_gpu
 from moeoffload.config import HostSettings
 from moeoffload.logs import log_to
 
@@ -36,7 +36,6 @@ def open_with_progress(
     with ExitStack() as stack:
         with display.working("importing torch and transformers") as on_progress:
             skip_triton_without_gpu()
-            import_transformers()
             # They take seconds; --help, --version and setting errors need not wait for them.
             from moeoffload.host.session import open_model
 
