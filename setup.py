@@ -42,5 +42,5 @@ setup(
             extra_link_args=["-pthread"],
             optional=True,
         )
-    ]
+    ],
 )
