@@ -20,7 +20,7 @@ from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
 
 SLICE_S: Final = 2.5e-3
 """About what a slice of a projection takes: as long as a small request waits that comes at the wrong moment."""
-PIECE_ROUTES: Final = 32
+PIECE_ROUTES: Final = 64
 """An expert's routes are cut into slices by so many: each slice reads the weights again."""
 ROUTES_A_READ: Final = {True: 32, False: 6}
 """So many routes, with a matrix unit or without, are computed in about the time of reading their expert's weights."""
