@@ -85,9 +85,10 @@ class Display:
         n_tokens, most = answer.tokens.numel(), offloaded.settings.max_new_tokens
         limit = "all that --max-new-tokens allows" if n_tokens == most else "the context is full"
         why = {"LIMIT": f" ({limit})", "STOPPED": " (stopped)"}.get(answer.ending.name, "")
+        rate = [f"{answer.tokens_per_s:.3g} tokens/s"] if n_tokens > 1 else []  # the first one's time is the prompt's
         parts = [
             f"{n_tokens} token{'s' * (n_tokens != 1)}{why}",
-            f"{answer.tokens_per_s:.3g} tokens/s",
+            *rate,
             f"first after {answer.first_token_s:.2f} s",
             named or "all experts on this host",
         ]

@@ -124,7 +124,7 @@ def _add_health(app: FastAPI, engine: ServingEngine, guard: Guard) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     async def tell(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
-            return of_exception(error).response()
+            return of_exception(error).response(of_messages=request.url.path == "/v1/messages")
         message, code = str(error.detail), None
         if error.status_code in (404, 405):
             message, code = f"Unknown request URL: {request.method} {one_line(request.url.path, 200)}.", "unknown_url"

@@ -42,9 +42,9 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The response that carries it."""
-        return JSONResponse(self.body(), self.status, self.headers)
+    def response(self, *, of_messages: bool = False) -> JSONResponse:
+        """The response that carries it; that of Anthropic's messages says that it is an error, too."""
+        return JSONResponse({"type": "error"} | self.body() if of_messages else self.body(), self.status, self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -140,6 +140,7 @@ def test_what_they_cannot_do_is_refused_by_name(server: Running, path: str, chan
     )
     reply = server.ask("POST", f"/v1/{path}", {"model": "demo"} | base | change)
     assert (reply.status, reply.error["param"]) == (400, param), reply.text
+    assert json.loads(reply.text).get("type") == ("error" if path == "messages" else None)
 
 
 def test_forced_calls_and_schemas_in_the_real_process(serve_process: Server) -> None:
