@@ -11,13 +11,6 @@ typedef struct {
     int64_t group;  // weights that share a scale
 } Rows;
 
-// One tile and its rows. `at` moves over the tile.
-typedef struct {
-    uint8_t *rows, *at;
-    int64_t row_bytes;
-    int is_back;
-} Move;
-
 static uint32_t spread(uint32_t nibbles) {
     nibbles = (nibbles | nibbles << 8) & 0x00FF00FF;
     return (nibbles | nibbles << 4) & 0x0F0F0F0F;
@@ -52,43 +45,56 @@ static uint32_t fold_pairs(uint32_t word) {
 }
 static uint32_t flip_signs(uint32_t word) { return word ^ 0x80808080; }
 
-// `size` bytes at `place` of each row.
-static void move_bytes(Move *m, int64_t place, int64_t size) {
-    for (int r = 0; r < TILE; r++, m->at += size) {
-        uint8_t *row = m->rows + r * m->row_bytes + place;
-        memcpy(m->is_back ? row : m->at, m->is_back ? m->at : row, size);
-    }
+#define INLINE static inline __attribute__((always_inline))
+
+// `size` bytes at `place` of each row, to the tile or back; returns what follows them in the tile.
+INLINE uint8_t *move_bytes(const int is_back, const Rows *of, uint8_t *rows, int64_t place, int64_t size, uint8_t *at) {
+    const int64_t row_bytes = of->row_bytes;
+    rows += place;
+    for (int r = 0; r < TILE; r++, rows += row_bytes, at += size)
+        memcpy(is_back ? rows : at, is_back ? at : rows, size);
+    return at;
 }
 
-// A word at `place` of each row, changed.
-static inline __attribute__((always_inline)) void move_words(Move *m, int64_t place, uint32_t there(uint32_t),
-                                                             uint32_t back(uint32_t)) {
-    for (int r = 0; r < TILE; r++, m->at += 4) {
-        uint8_t *row = m->rows + r * m->row_bytes + place;
-        uint32_t word;
-        memcpy(&word, m->is_back ? m->at : row, 4);
-        word = m->is_back ? back(word) : there(word);
-        memcpy(m->is_back ? row : m->at, &word, 4);
-    }
-}
-
-static void move_tile(const Rows *of, Move *m) {
-    for (int64_t k = 0; k < of->n_in; k += BLOCK) {
-        if (k % 256 == 0 && of->factors >= 0) move_bytes(m, of->factors + k / 256 * 2, 2);
-        if (k % 256 == 0 && of->min_factors >= 0) move_bytes(m, of->min_factors + k / 256 * 2, 2);
-        for (int64_t group = k; group < k + BLOCK; group += of->group < BLOCK ? of->group : BLOCK) {
-            if (group % of->group) continue;
-            move_bytes(m, of->scales + group / of->group * of->scale_bytes, of->scale_bytes);
-            if (of->offsets >= 0) move_bytes(m, of->offsets + group / of->group, 1);
+// `n_words` words at `place` of each row, likewise, changed; all first words, then all second ones.
+INLINE uint8_t *move_words(const int is_back, const Rows *of, uint8_t *rows, int64_t place, const int n_words, uint8_t *at,
+                           uint32_t there(uint32_t), uint32_t back(uint32_t)) {
+    const int64_t row_bytes = of->row_bytes;
+    uint32_t words[TILE][BLOCK / 4], tile[BLOCK / 4][TILE];
+    rows += place;
+    if (is_back) {
+        memcpy(tile, at, 4 * TILE * n_words);
+        for (int r = 0; r < TILE; r++) {
+            for (int i = 0; i < n_words; i++) words[r][i] = back(tile[i][r]);
+            memcpy(rows + r * row_bytes, words[r], 4 * n_words);
         }
-        if (of->high_bits == 1) move_words(m, of->high + k / 8, fold_bits, unfold_bits);
-        if (of->high_bits == 2)
-            for (int half = 0; half < 2; half++) move_words(m, of->high + k / 4 + 4 * half, fold_pairs, fold_pairs);
-        if (of->code_bits == 8)
-            for (int i = 0; i < BLOCK; i += 4) move_words(m, k + i, flip_signs, flip_signs);
-        else
-            for (int i = 0; i < BLOCK / 2; i += 4) move_words(m, k / 2 + i, fold_nibbles, unfold_nibbles);
+    } else {
+        for (int r = 0; r < TILE; r++) memcpy(words[r], rows + r * row_bytes, 4 * n_words);
+        for (int i = 0; i < n_words; i++)
+            for (int r = 0; r < TILE; r++) tile[i][r] = there(words[r][i]);
+        memcpy(at, tile, 4 * TILE * n_words);
     }
+    return at + 4 * TILE * n_words;
+}
+
+// Returns the end of what is used of the tile.
+INLINE uint8_t *move_tile(const int is_back, const Rows *of, uint8_t *rows, uint8_t *at) {
+    const int64_t step = of->group < BLOCK ? of->group : BLOCK;
+    for (int64_t k = 0; k < of->n_in; k += BLOCK) {
+        if (k % 256 == 0 && of->factors >= 0) at = move_bytes(is_back, of, rows, of->factors + k / 256 * 2, 2, at);
+        if (k % 256 == 0 && of->min_factors >= 0) at = move_bytes(is_back, of, rows, of->min_factors + k / 256 * 2, 2, at);
+        for (int64_t start = k; start < k + BLOCK; start += step) {
+            const int64_t group = start / of->group;
+            if (start % of->group) continue;
+            at = move_bytes(is_back, of, rows, of->scales + group * of->scale_bytes, of->scale_bytes, at);
+            if (of->offsets >= 0) at = move_bytes(is_back, of, rows, of->offsets + group, 1, at);
+        }
+        if (of->high_bits == 1) at = move_words(is_back, of, rows, of->high + k / 8, 1, at, fold_bits, unfold_bits);
+        if (of->high_bits == 2) at = move_words(is_back, of, rows, of->high + k / 4, 2, at, fold_pairs, fold_pairs);
+        at = of->code_bits == 8 ? move_words(is_back, of, rows, k, 8, at, flip_signs, flip_signs)
+                                : move_words(is_back, of, rows, k / 2, 4, at, fold_nibbles, unfold_nibbles);
+    }
+    return at;
 }
 
 // Rows at `rows` become tiles there. Returns whether there was memory for it.
@@ -98,9 +104,8 @@ int moe_make_tiles(const Rows *of, uint8_t *rows, int64_t n_tiles) {
     if (!copy) return 0;
     for (int64_t i = 0; i < n_tiles; i++, rows += bytes) {
         memcpy(copy, rows, bytes);
-        Move move = {copy, rows, of->row_bytes, 0};
-        move_tile(of, &move);
-        memset(move.at, 0, rows + bytes - move.at);
+        uint8_t *end = move_tile(0, of, copy, rows);
+        memset(end, 0, rows + bytes - end);
     }
     free(copy);
     return 1;
@@ -110,8 +115,5 @@ int moe_make_tiles(const Rows *of, uint8_t *rows, int64_t n_tiles) {
 void moe_read_tiles(const Rows *of, uint8_t *tiles, uint8_t *rows, int64_t n_tiles) {
     const int64_t bytes = TILE * of->row_bytes;
     memset(rows, 0, n_tiles * bytes);
-    for (int64_t i = 0; i < n_tiles; i++, tiles += bytes, rows += bytes) {
-        Move move = {rows, tiles, of->row_bytes, 1};
-        move_tile(of, &move);
-    }
+    for (int64_t i = 0; i < n_tiles; i++, tiles += bytes, rows += bytes) move_tile(1, of, rows, tiles);
 }

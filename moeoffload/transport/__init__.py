@@ -36,7 +36,9 @@ def open_channel(
 ) -> HostChannel:
     """Opens the host's end of what a server offered; a channel that is returned is known to work.
 
-    All but the offer is for `open_stream`.
+    ``host`` is the name or address under which this machine reaches the server, ``keys`` are the CURVE keys of this
+    attach, ``encrypted`` refuses a channel without encryption: they are for the stream alone. It takes ``timeout_s``
+    at most.
     Raises DeadlineError: the server did not answer within ``timeout_s``; ServerError: the offer cannot be opened:
     unknown transport, or shared memory that is not on this host.
     """

@@ -73,16 +73,12 @@ static bool uses_matrix_unit(const Layer *layer) {
 // Bytes between operands of a projection, and how they are made.
 static int64_t stride_of(const Layer *l, bool is_up) {
     const int64_t inner = is_up ? l->hidden : l->inter;
-    if (integers_of(l, is_up)) return integer_operand_bytes(inner);
-    return operand_bytes(kernels_for(l->dtype, l->features), inner, uses_matrix_unit(l));
+    return operand_bytes(kernels_for(l->dtype, l->features), integers_of(l, is_up), inner, uses_matrix_unit(l));
 }
 static void prepare(const Layer *l, bool is_up, const void *row, void *operand) {
+    const Kernels *kernels = kernels_for(l->dtype, l->features);
     const int64_t inner = is_up ? l->hidden : l->inter;
-    const Integers *integers = integers_of(l, is_up);
-    if (integers)
-        integers->prepare(row, l->dtype, operand, inner);
-    else
-        prepare_operand(kernels_for(l->dtype, l->features), row, operand, inner, uses_matrix_unit(l));
+    prepare_operand(kernels, integers_of(l, is_up), l->dtype, row, operand, inner, uses_matrix_unit(l));
 }
 
 // What a workspace has to know of a layer: whether it uses the matrix unit, and what a thread needs to unpack weights.

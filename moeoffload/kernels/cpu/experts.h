@@ -111,16 +111,3 @@ static inline int64_t packed_step(const Product *p) { return ceil_div(SPAN * p->
 static inline const char *row_of_parts(const Matrix *parts, int64_t expert, int64_t row) {
     return row < parts->n_out ? packed_row(parts, expert, row) : packed_row(parts + 1, expert, row - parts->n_out);
 }
-
-// Bytes of an operand of n elements; one of the matrix unit is a row as it is.
-static inline int64_t operand_bytes(const Kernels *kernels, int64_t n, bool by_matrix_unit) {
-    if (by_matrix_unit) return n * kernels->item_bytes;
-    return padded(n, kernels->block) * kernels->operand_bytes;
-}
-
-static inline void prepare_operand(const Kernels *kernels, const void *row, void *operand, int64_t n, bool by_matrix_unit) {
-    if (by_matrix_unit)
-        memcpy(operand, row, n * kernels->item_bytes);
-    else
-        kernels->prepare(row, operand, n);
-}

@@ -78,7 +78,7 @@ INLINE const uint8_t *read_group(const Matrix *m, const uint8_t *at, int part, G
 
 // The products of one part of a tile and n_x operands.
 INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const uint8_t *at, int part, const Block *const *x,
-                          const char *ahead, vec *out) {
+                          vec *out) {
     // Sums are scaled for each 16 weights where groups may be so small.
     const int per_sum = kind == WEIGHTS_INT6 ? 16 : INTEGERS, n_sums = INTEGERS / per_sum;
     const int64_t high_bytes = kind == WEIGHTS_UINT5 ? 4 * TILE : kind == WEIGHTS_INT6 ? 8 * TILE : 0;
@@ -90,7 +90,7 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
     vec acc[MOST_X];
 #pragma GCC unroll 8
     for (int i = 0; i < n_x; i++) acc[i] = (vec){0};
-    const uint8_t *scales = at;
+    const uint8_t *scales = at, *ahead = at + AHEAD_BYTES;
     for (int64_t block = 0, left = 0; block < n_blocks; block++) {
         if (m->scales == SCALES_SUPER && block % 8 == 0) {
             g.factor = f16_at(at + part * LANES * 2), at += 2 * TILE;
@@ -105,7 +105,7 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
         codes += part * LANES * 4;
         at += high_bytes + n_code_bytes;
         if (part == 0) {
-            for (; ahead < (const char *)at + AHEAD_BYTES; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+            for (; ahead < at + AHEAD_BYTES; ahead += 64) __builtin_prefetch(ahead, 0, 2);
         }
 #pragma GCC unroll 2
         for (int n = 0; n < n_sums; n++) {
@@ -154,9 +154,9 @@ INLINE void finish_part(const Product *p, int64_t row, int64_t position, vec tot
 
 #define WITH_X(kind, n)                                                             \
     static TARGET __attribute__((noinline)) void INTEGER_SET(multiply_##kind##_##n)(        \
-        const Matrix *m, const uint8_t *tile, const Block *const *x, const char *ahead, vec *out) { \
+        const Matrix *m, const uint8_t *tile, const Block *const *x, vec *out) { \
         for (int part = 0; part < PARTS; part++)                                    \
-            multiply_tile(WEIGHTS_##kind, n, m, tile, part, x, ahead, out + part * MOST_X); \
+            multiply_tile(WEIGHTS_##kind, n, m, tile, part, x, out + part * MOST_X); \
     }
 #define WITH_KIND(kind) EACH_X(WITH_X, kind)
 WITH_KIND(INT8)
@@ -167,7 +167,7 @@ WITH_KIND(INT6)
 #undef WITH_X
 #undef WITH_KIND
 
-typedef void MultiplyTile(const Matrix *m, const uint8_t *tile, const Block *const *x, const char *ahead, vec *out);
+typedef void MultiplyTile(const Matrix *m, const uint8_t *tile, const Block *const *x, vec *out);
 
 // Those for 1, 2, 4 and 8 operands.
 #define OF_KIND(kind) {EACH_X(NAME_OF, kind)}
@@ -192,9 +192,8 @@ static TARGET void INTEGER_SET(project_integers)(const Product *p) {
             for (int64_t row = start; row < end; row += TILE) {
                 const Matrix *m = p->parts + (row >= p->parts->n_out);
                 const uint8_t *tile = (const uint8_t *)row_of_parts(p->parts, p->expert, row);
-                const char *ahead = (const char *)tile + AHEAD_BYTES;
                 vec out[PARTS * MOST_X];
-                INTEGER_SET(multiply)[m->kind - 1][size](m, tile, x, ahead, out);
+                INTEGER_SET(multiply)[m->kind - 1][size](m, tile, x, out);
                 for (int i = 0; i < n_x; i++)
                     for (int part = 0; part < PARTS; part++)
                         finish_part(p, row + part * LANES, first + i, out[part * MOST_X + i]);

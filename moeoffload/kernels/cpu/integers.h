@@ -22,9 +22,6 @@ typedef struct {
     int32_t sums[INTEGERS / 16];      // of each 16 integers
 } Block;
 
-// Bytes of an operand of n elements.
-static inline int64_t integer_operand_bytes(int64_t n) { return n / INTEGERS * (int64_t)sizeof(Block); }
-
 struct Integers {
     // Elements of a type of common.h as blocks.
     void (*prepare)(const void *row, int64_t type, void *operand, int64_t n);
@@ -42,4 +39,21 @@ static inline const Integers *integers_for(const Matrix *parts, int64_t features
     if (parts && parts->kind) return (features & dot) == dot ? &integers_vnni : &integers_avx2;
 #endif
     return NULL;
+}
+
+// Bytes of an operand of n elements: of integers, unless there are none (NULL); one of the matrix unit is a row as it is.
+static inline int64_t operand_bytes(const Kernels *kernels, const Integers *integers, int64_t n, bool by_matrix_unit) {
+    if (integers) return n / INTEGERS * (int64_t)sizeof(Block);
+    if (by_matrix_unit) return n * kernels->item_bytes;
+    return padded(n, kernels->block) * kernels->operand_bytes;
+}
+
+static inline void prepare_operand(const Kernels *kernels, const Integers *integers, int64_t dtype, const void *row,
+                                   void *operand, int64_t n, bool by_matrix_unit) {
+    if (integers)
+        integers->prepare(row, dtype, operand, n);
+    else if (by_matrix_unit)
+        memcpy(operand, row, n * kernels->item_bytes);
+    else
+        kernels->prepare(row, operand, n);
 }

@@ -18,7 +18,8 @@ typedef struct {
 
 // Of an operand of n elements, whatever unit computes.
 int64_t moe_operand_bytes(int64_t dtype, int64_t features, int64_t n) {
-    return at_least(operand_bytes(kernels_for(dtype, features), n, false), integer_operand_bytes(n));
+    return at_least(padded(n, kernels_for(dtype, features)->block) * kernels_for(dtype, features)->operand_bytes,
+                    n / INTEGERS * (int64_t)sizeof(Block));
 }
 
 // What a thread needs to unpack rows of n weights.
@@ -31,8 +32,8 @@ static bool uses_matrix_unit(const LinearCall *c) {
 }
 
 static int64_t stride_of(const LinearCall *c) {
-    if (integers_for(c->parts, c->features)) return integer_operand_bytes(c->n_in);
-    return operand_bytes(kernels_for(c->dtype, c->features), c->n_in, uses_matrix_unit(c));
+    const Integers *integers = integers_for(c->parts, c->features);
+    return operand_bytes(kernels_for(c->dtype, c->features), integers, c->n_in, uses_matrix_unit(c));
 }
 
 static void run(void *argument) {
@@ -82,10 +83,7 @@ void moe_linear(LinearCall *c) {
     } else {
         for (int64_t row = 0; row < c->n_rows; row++) {
             const char *values = c->rows + row * c->n_in * kernels->item_bytes;
-            if (integers)
-                integers->prepare(values, c->dtype, c->operands + row * stride, c->n_in);
-            else
-                kernels->prepare(values, c->operands + row * stride, c->n_in);
+            prepare_operand(kernels, integers, c->dtype, values, c->operands + row * stride, c->n_in, false);
         }
     }
     c->claimed = c->n_started = 0;
