@@ -21,7 +21,6 @@ FIRST_S: Final = 10.0
 """Seconds within which a call says what it wants."""
 MOST_TOKENS: Final = 3
 """Tokens that one call may show: its user's, and what servers of that user have left in two folders."""
-_REFLECTION: Final = "/grpc.reflection."
 _OPEN_SERVICE: Final = f"/{health.SERVICE_NAME}/"
 """Says no more than whether the server serves, for monitoring."""
 
@@ -51,8 +50,6 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[misc, type-arg]
         objection = self._objection(handler_call_details) if not method.startswith(_OPEN_SERVICE) else None
         if objection is not None:
             return self._refusing(objection)
-        if method.startswith(_REFLECTION):
-            return handler  # gRPC's own
         return _guarded(handler, method.rpartition("/")[2], self._first_s)
 
     def _objection(self, details: grpc.HandlerCallDetails) -> str | None:

@@ -14,6 +14,8 @@ PROTOCOL_VERSION: Final = 2
 MAX_MESSAGE_BYTES: Final = 4 << 20
 MAX_CONNECTIONS: Final = 128
 """More are closed at once: at most 32 hosts are attached, with one each, and the rest is for health checks."""
+MAX_STREAMS: Final = 64
+"""Calls that one connection may have at a time."""
 
 # A dead peer is noticed within ping interval + timeout, also while the connection is idle.
 KEEPALIVE_S: Final = 5
@@ -42,7 +44,7 @@ SERVER_OPTIONS: Final = [
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
-    ("grpc.max_concurrent_streams", 64),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
 ]
 
 

@@ -34,10 +34,8 @@ class ControlServer:
     """Listens and serves from `start` to `stop`. ``port`` is the real one, also when 0 was asked for."""
 
     def __init__(self, gate: Gate, servicer: ExpertServicer) -> None:
-        # They write a traceback for every text in the head of a call that is not UTF-8, and for bytes that are no
-        # message of reflection, and go on.
-        for name in ("grpc._cython.cygrpc", "grpc._common"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        # It writes a traceback for every text in the head of a call that is not UTF-8, and goes on.
+        logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         self.port = 0
         self._user_token: UserToken | None = None
         self._calls = CallThreads()

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
-from moeoffload.control.protocol import PROTOCOL_VERSION, dtype_label
+from moeoffload.control.protocol import MAX_STREAMS, PROTOCOL_VERSION, dtype_label
 from moeoffload.control.server import SERVICE_NAME
 from moeoffload.control.status import RETRY_AFTER
 from moeoffload.control.v1 import expert_service_pb2 as pb
@@ -159,6 +159,23 @@ def test_reflection_lists_the_services(server: RunningServer) -> None:
         (reply,) = stub.ServerReflectionInfo(requests, timeout=STEP_TIMEOUT_S, metadata=shown)
     names = {service.name for service in reply.list_services_response.service}
     assert {SERVICE_NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
+
+
+def test_calls_that_are_no_message_keep_no_stream(server: RunningServer) -> None:
+    """Of each method more of them than a connection has streams, then a good one over the same connection."""
+    service = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
+    reflect, describe = f"/{service}/ServerReflectionInfo", f"/{SERVICE_NAME}/Describe"
+    shown = HostCredentials().metadata(server.address)
+    with grpc.insecure_channel(server.address) as channel:
+        for method in (reflect, describe):
+            call = channel.stream_stream(method, None, None)
+            for _ in range(MAX_STREAMS + 8):
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(call(iter([b"\xff\xff"]), timeout=STEP_TIMEOUT_S, metadata=shown))
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        assert list(stub.ServerReflectionInfo(iter([request]), timeout=STEP_TIMEOUT_S, metadata=shown))
 
 
 def test_describe_and_stats_follow_a_host_from_load_to_leave(
