@@ -35,6 +35,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from moeoffload import OffloadedModel, open_model
 from moeoffload.config import ServeSettings
 from moeoffload.host.generate import PreparedPrompt, generate
+from moeoffload.host.guess_length import GuessLength
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import Progress, SamplingOptions
 
@@ -221,6 +222,7 @@ class Bench:
         for _ in range(self.repeats):
             for guesses, times in results.items():
                 self.offloaded.settings = self.offloaded.settings.model_copy(update={"prompt_lookup": guesses})
+                self.offloaded.guess_length = GuessLength(guesses, adaptive=False)
                 self.offloaded.recorder.reset()
                 started = perf_counter()
                 tokens[guesses] = generate(self.offloaded, prepared, io.StringIO()).tokens.tolist()

@@ -61,6 +61,7 @@ BAD = {
     "shared_bytes": ["-1", "1T", "1025G", "64KB", "1.5G", "5iB"],
     "work_dir": [__file__, __file__ + "/below", "a" * 300],
     "device": ["tpu", "cuda:", "cuda:-1", "cuda:01", "gpu"],
+    "draft": ["owns", __file__],
     "dense": [__file__, "no/such/folder"],
     "seed": ["x", "9223372036854775808"],
     "report": [".", "no/such/folder/report.json"],

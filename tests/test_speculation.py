@@ -12,6 +12,7 @@ from conftest import DEMO
 
 from moeoffload import open_model
 from moeoffload.host.generate import generate, prepare_prompt
+from moeoffload.host.guess_length import GuessLength
 from moeoffload.host.session import OffloadedModel
 
 PROMPTS = ["sort abcabca =", "count z zazbzcz =", "add 111 111 =", "reverse abababa ="]
@@ -35,13 +36,20 @@ def test_guesses_change_no_text_and_save_calls(three_servers: list[str], how: st
     n_tokens, n_servers = 60, 2
     # One open model for both: where experts are placed changes the order of sums.
     with open_model(
-        DEMO, experts=three_servers[:n_servers], device="cpu", max_new_tokens=n_tokens, draft_model=DEMO, mode="batched"
+        DEMO,
+        experts=three_servers[:n_servers],
+        device="cpu",
+        max_new_tokens=n_tokens,
+        draft=DEMO,
+        adapt_guesses=False,
+        mode="batched",
     ) as offloaded:
         offloaded.model.generation_config.eos_token_id = None  # so that there is much to guess
         draft, offloaded.draft = offloaded.draft, None
         plain, before = answers(offloaded)
         if how == "prompt lookup":
             offloaded.settings = offloaded.settings.model_copy(update={"prompt_lookup": 8})
+            offloaded.guess_length = GuessLength(8, adaptive=False)
         else:
             offloaded.draft = draft
         texts, report = answers(offloaded)
@@ -62,6 +70,6 @@ def test_guesses_change_no_text_and_save_calls(three_servers: list[str], how: st
 
 def test_a_draft_model_that_does_not_fit_is_refused(commands: Commands, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    refused = commands.run("moeoffload", "run", str(DEMO), "--prompt", "x", "--draft-model", str(tmp_path / "empty"))
+    refused = commands.run("moeoffload", "run", str(DEMO), "--prompt", "x", "--draft", str(tmp_path / "empty"))
     assert refused.code == 3
-    assert "--draft-model" in refused.err.splitlines()[-1]
+    assert "--draft" in refused.err.splitlines()[-1]

@@ -16,6 +16,7 @@ from torch import nn
 
 from moeoffload.checkpoint.convert import Plans, Recipe, Shapes, plan_rows
 from moeoffload.checkpoint.digest import digest_checkpoint
+from moeoffload.checkpoint.draft_head import draft_head_of
 from moeoffload.checkpoint.gguf import open_gguf
 from moeoffload.checkpoint.gguf_file import is_gguf
 from moeoffload.checkpoint.layout import (
@@ -69,8 +70,10 @@ class Checkpoint:
         stamp: of the files with weights when it was opened: changes when one of them does, see `stamp_of`.
     """
 
-    def __init__(self, source: Source, dtype: torch.dtype, quantised: str | None = None):
-        model = build_meta_model(source.config, dtype)
+    def __init__(
+        self, source: Source, dtype: torch.dtype, quantised: str | None = None, model: nn.Module | None = None
+    ):
+        model = build_meta_model(source.config, dtype) if model is None else model
         experts = find_experts(model)
         self.path = source.path
         self.folder = source.folder
@@ -161,6 +164,12 @@ class Checkpoint:
     def dense_tensors(self) -> Mapping[str, Readable]:
         """Everything but the routed experts by stored name, to be read one by one; packed weights are unpacked then."""
         return self._dense(self.dtype)
+
+    def draft_head(self) -> Checkpoint:
+        """The checkpoint's own multi-token-prediction layer, as a checkpoint of one layer.
+        Raises ModelError: it has none, or none that can be used."""
+        head, source = draft_head_of(self._source, self.dtype)
+        return Checkpoint(source, self.dtype, self.expert_format, head)
 
     def build_experts(self, layer: int, experts: Sequence[int], device: torch.device) -> nn.Module:
         """The model's own experts module of MoE layer ``layer`` with only ``experts``, in this order.

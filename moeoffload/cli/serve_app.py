@@ -12,7 +12,6 @@ from moeoffload.cli.display import Display
 from moeoffload.cli.opening import log_of_host, open_with_progress, write_report
 from moeoffload.cli.options import ModelName, Revision, with_settings
 from moeoffload.config import ServeSettings
-from moeoffload.errors import SettingError
 
 EXIT_GAVE_UP = 1  # some requests did not finish before the stop
 
@@ -37,11 +36,6 @@ def serve(
     from moeoffload.serve.access import bind_socket, check_access
 
     check_access(settings)
-    if settings.draft_model is not None:
-        raise SettingError(
-            f"--draft-model: {settings.draft_model} is of use to `moeoffload run` only; serve guesses "
-            "by --prompt-lookup"
-        )
     with (
         contextlib.closing(bind_socket(settings)) as listener,
         open_with_progress(model, settings, revision, display) as offloaded,

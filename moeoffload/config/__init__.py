@@ -6,9 +6,10 @@ from moeoffload.config.host import DenseFormat, DtypeChoice, ExpertFormat, HostS
 from moeoffload.config.serve import ServeSettings
 from moeoffload.config.server import ExpertServerSettings, KeepWarm, Kernel
 from moeoffload.config.shared import LogLevel, TransportChoice
-from moeoffload.config.values import Address, bracketed, is_loopback
+from moeoffload.config.values import OWN_HEAD, Address, bracketed, is_loopback
 
 __all__ = [
+    "OWN_HEAD",
     "Address",
     "DenseFormat",
     "DtypeChoice",

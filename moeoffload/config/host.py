@@ -109,13 +109,14 @@ class _Generation(CommonSettings):
     prompt_lookup: values.GuessesOrNone = _generation(
         0, "Tokens guessed from what the text has repeated, and verified in one pass.", means="no guesses"
     )
-    draft_model: values.FolderToRead = _generation(
+    draft: values.Draft = _generation(
         None,
-        "A small model of the same vocabulary that guesses tokens; they are verified in one pass.",
-        allowed="the folder of a transformers checkpoint",
+        "What guesses tokens, which are verified in one pass: the checkpoint's own multi-token-prediction layer, whose "
+        "experts the host keeps, or a small model of the same vocabulary.",
         means="no guesses",
     )
-    draft_tokens: values.Guesses = _generation(4, "Tokens that the draft model guesses each time.")
+    draft_tokens: values.Guesses = _generation(4, "The most tokens that --draft guesses each time.")
+    adapt_guesses: bool = _generation(True, "Guess fewer tokens, or none, while that is measured to be faster.")
 
 
 class HostSettings(_Recovery, _Generation):

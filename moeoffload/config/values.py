@@ -19,6 +19,9 @@ _SIZE_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]*))?")
 _MOST_BYTES = 1 << 40
 
+OWN_HEAD = Path("own")
+"""As what guesses tokens: the checkpoint's own multi-token-prediction layer."""
+
 
 class Address(str):
     """A checked ``host:port``; the text is in one spelling, so equal addresses are equal texts. IPv6 has brackets."""
@@ -171,6 +174,11 @@ def _folder_to_read(path: Path) -> None:
         raise ValueError(f"{path} is no folder")
 
 
+def _draft(path: Path) -> None:
+    if path != OWN_HEAD:
+        _folder_to_read(path)
+
+
 def _folder_to_fill(path: Path) -> None:
     """Check a folder that exists and takes files, or that can be made; it is not made here."""
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -220,6 +228,7 @@ Folders = Annotated[
     Words("a folder that exists, or several with commas between", "FOLDER,..."),
 ]
 FolderToRead = Annotated[Path | None, _path(_folder_to_read), Words("a folder that exists", "FOLDER")]
+Draft = Annotated[Path | None, _path(_draft), Words(f"{OWN_HEAD}, or a folder that exists", f"{OWN_HEAD}|FOLDER")]
 FolderToFill = Annotated[Path | None, _path(_folder_to_fill), Words(_TO_FILL, "FOLDER")]
 FileToRead = Annotated[Path | None, _path(_file_to_read), Words("a file that can be read", "FILE")]
 SecretFile = Annotated[Path | None, _path(_secret_file), Words(_SECRET, "FILE")]

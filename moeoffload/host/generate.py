@@ -17,10 +17,11 @@ from torch import nn
 from transformers import DynamicCache, StoppingCriteria, TextStreamer
 
 from moeoffload.errors import PromptError
+from moeoffload.host.drafters import new_drafter
 from moeoffload.host.kv_cache import generation_cache
 from moeoffload.host.model import eos_tokens
 from moeoffload.host.session import OffloadedModel
-from moeoffload.host.speculative import generate_speculatively, speculative_options
+from moeoffload.host.speculative import VerifiedGeneration
 from moeoffload.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -196,15 +197,17 @@ def generate(
     streamer = _Streamer(tokenizer, stream)
     n_prompt = prompt.inputs["input_ids"].shape[1]
     n_new = n_prompt - (cache.get_seq_length() if cache is not None else 0)
-    speculative = speculative_options(offloaded)
+    drafter = new_drafter(settings, offloaded.draft)
     started = perf_counter()
     with _watched(offloaded, n_new, watch) as streamer.on_first:
-        if not speculative:
+        if drafter is None:
             tokens = offloaded.model.generate(**prompt.inputs, **options, streamer=streamer)
         else:
-            with offloaded.recorder.speculating(n_new) as got:
-                streamer.on_tokens = got
-                tokens = generate_speculatively(offloaded.model, prompt.inputs, options, speculative, streamer)
+            with offloaded.recorder.speculating(n_new) as streamer.on_tokens:
+                verified = VerifiedGeneration(drafter, offloaded.guess_length, streamer)
+                tokens = offloaded.model.generate(
+                    **prompt.inputs, **options, streamer=streamer, custom_generate=verified
+                )
     completion: torch.Tensor = tokens[0, n_prompt:]
     if int(completion[-1]) in eos_tokens(offloaded.model):
         ending = Ending.COMPLETE

@@ -61,7 +61,7 @@ def load_dense_model(checkpoint: Checkpoint, device: torch.device, tensors: Mapp
     cannot run before `bind_experts`.
     Raises ModelError: dense tensors are missing or damaged, or transformers cannot load the model.
     """
-    with BUILDING, _without_expert_parameters(checkpoint.experts_classes), _quiet_transformers():
+    with BUILDING, without_expert_parameters(checkpoint.experts_classes), quiet_transformers():
         try:
             model, info = checkpoint.model_class.from_pretrained(  # type: ignore[attr-defined]
                 None,
@@ -147,10 +147,10 @@ def load_draft_model(folder: Path, model: Any) -> Any:
             folder, dtype=model.dtype, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # as in `load_dense_model`
-        raise ModelError(f"--draft-model: {folder}: transformers cannot load it: {_one_line(error)}") from error
+        raise ModelError(f"--draft: {folder}: transformers cannot load it: {_one_line(error)}") from error
     mine, other = (each.config.get_text_config().vocab_size for each in (model, draft))
     if mine != other:
-        raise ModelError(f"--draft-model: {folder} has a vocabulary of {other} tokens, the model one of {mine}")
+        raise ModelError(f"--draft: {folder} has a vocabulary of {other} tokens, the model one of {mine}")
     return draft.to(model.device).eval()
 
 
@@ -168,7 +168,7 @@ def _one_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _without_expert_parameters(classes: Sequence[type[nn.Module]]) -> Iterator[None]:
+def without_expert_parameters(classes: Sequence[type[nn.Module]]) -> Iterator[None]:
     """While open, new modules of ``classes`` lose their parameters as soon as they are built.
 
     transformers then finds no place for expert tensors and never reads them from the files.
@@ -196,7 +196,7 @@ def _without_expert_parameters(classes: Sequence[type[nn.Module]]) -> Iterator[N
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Expert tensors are reported as unexpected, rightly so but at length; missing ones are checked by the caller."""
     verbosity = transformers_logging.get_verbosity()
     progress = transformers_logging.is_progress_bar_enabled()

@@ -15,11 +15,14 @@ from rich.console import Group, RenderableType
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.locate import WEIGHTS_SUFFIX, locate
-from moeoffload.config import DtypeChoice, ExpertFormat, HostSettings, PayloadChoice
+from moeoffload.config import OWN_HEAD, DtypeChoice, ExpertFormat, HostSettings, PayloadChoice
 from moeoffload.devices import resolve_device
 from moeoffload.host.dispatcher import Dispatcher
+from moeoffload.host.draft_head import load_draft_head
+from moeoffload.host.drafters import most_guesses
 from moeoffload.host.fleet import Fleet, OnProgress
 from moeoffload.host.granularity import Granularity, chunk_rows
+from moeoffload.host.guess_length import GuessLength
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.model import bind_experts, load_draft_model, load_tokenizer
@@ -32,6 +35,7 @@ from moeoffload.host.second_opinion import Verification
 from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import event_figures
 from moeoffload.host.spawn import ServerSpec
+from moeoffload.host.speculative import check_can_verify
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.payload import PayloadDtype, Payloads
 from moeoffload.placement import GIB, choose_local
@@ -76,7 +80,7 @@ class OffloadedModel:
 
     Attributes:
         model: an ordinary transformers model; ``reference`` is its folder, hub id or file as it was given.
-        draft: the model that guesses tokens, or None.
+        draft: the model, or the model's own draft head, that guesses tokens, or None; ``guess_length`` how many.
         shards: the parts of the experts that servers compute, in order of placement.
     """
 
@@ -103,6 +107,7 @@ class OffloadedModel:
         out = PayloadDtype.from_label(settings.dtype.value, self.checkpoint.dtype)
         back = settings.dtype_back
         self._payloads = Payloads(out, out if back is PayloadChoice.AUTO else PayloadDtype[back.name])
+        head = self._open_draft_head()
         with contextlib.ExitStack() as stack:
             stats = settings.routing_stats
             usage = read_routing_stats(stats, self.checkpoint) if stats else None
@@ -122,8 +127,8 @@ class OffloadedModel:
             self.model, self._dense_format = load_with_packed_linears(
                 self.checkpoint, self._device, settings.dense_format
             )
-            folder = settings.draft_model
-            self.draft = load_draft_model(folder, self.model) if folder is not None else None
+            self.draft = self._load_draft(head)
+            self.guess_length = GuessLength(most_guesses(settings), adaptive=settings.adapt_guesses)
             self._local = LocalExperts(self.checkpoint, local, self._device) if local.n_experts else None
             logger.info("waiting until the servers have loaded")
             self.shards = fleet.shards()
@@ -132,6 +137,19 @@ class OffloadedModel:
             # A caller that holds only the model can go on to use it; servers end with the last of both, and at exit.
             self._keeper = self.model.moeoffload_keeper = _Keeper()
             weakref.finalize(self._keeper, fleet.close)
+
+    def _open_draft_head(self) -> Checkpoint | None:
+        """The checkpoint's own draft head, if it is asked for; refuses what cannot be before a server is asked."""
+        draft = self.settings.draft
+        if draft is not None or self.settings.prompt_lookup:
+            check_can_verify(self.checkpoint.config)
+        return self.checkpoint.draft_head() if draft == OWN_HEAD else None
+
+    def _load_draft(self, head: Checkpoint | None) -> Any:
+        if head is not None:
+            return load_draft_head(head, self.model, fast_dense=self.settings.fast_dense)
+        folder = self.settings.draft
+        return load_draft_model(folder, self.model) if folder is not None else None
 
     @functools.cached_property
     def tokenizer(self) -> Any:

@@ -1,82 +1,104 @@
-"""Speculative decoding by transformers' assisted generation: a pass verifies several guessed tokens at a time."""
+"""Speculative decoding: a pass verifies several guessed tokens at a time, and the text is what it would be without."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from time import perf_counter
 from typing import Any
 
 import torch
 
-from moeoffload.host.model import eos_tokens
-from moeoffload.host.session import OffloadedModel
+from moeoffload.errors import ModelError
+from moeoffload.host.drafters import Drafter, hidden_states_of
+from moeoffload.host.guess_length import GuessLength
+from moeoffload.host.kv_cache import growing_cache
 
 
-def speculative_options(offloaded: OffloadedModel) -> dict[str, Any]:
-    """Keywords for ``model.generate`` by which tokens are guessed ahead, as the settings say; none for no guesses."""
-    settings = offloaded.settings
-    if offloaded.draft is not None:
-        # transformers looks for the count of guesses with the model that guesses.
-        guesses = offloaded.draft.generation_config
-        guesses.num_assistant_tokens = settings.draft_tokens
-        guesses.num_assistant_tokens_schedule = "constant"
-        guesses.assistant_confidence_threshold = 0
-        return {"assistant_model": offloaded.draft}
-    return {"prompt_lookup_num_tokens": settings.prompt_lookup} if settings.prompt_lookup else {}
+def check_can_verify(config: Any) -> None:
+    """Raises ModelError: what a model of ``config`` keeps of a wrong guess cannot be taken back."""
+    if not growing_cache(config.get_text_config(decoder=True)).is_croppable:
+        raise ModelError(
+            f"tokens cannot be guessed for {config.model_type}: its linear attention keeps a state, from which wrong "
+            "guesses cannot be taken back; leave out --draft and --prompt-lookup"
+        )
 
 
-def generate_speculatively(
-    model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any], speculative: dict[str, Any], streamer: Any
-) -> torch.Tensor:
-    """``model.generate`` with guesses from the second token on: (1, n) int64 with the prompt.
+class VerifiedGeneration:
+    """What ``model.generate`` takes as ``custom_generate``: guesses from the second token on, verified in each pass.
 
-    transformers would verify the first guesses together with the prompt. Kernels go by the number of rows, so that the
-    prompt's own rows could be rounded in another way than without guesses.
+    The prompt has a pass of its own: kernels go by the number of rows, so that with guesses behind them its rows could
+    be rounded in another way. Sampling draws one random number for each token, as without guesses.
     """
-    n_left = options["max_new_tokens"] - 1
-    first: torch.Tensor = model.generate(**inputs, **options | {"max_new_tokens": 1})
-    streamer.put(inputs["input_ids"])
-    streamer.put(first[0, -1:])
-    if not n_left or int(first[0, -1]) in eos_tokens(model):
-        streamer.end()
-        return first
-    streamer.next_tokens_are_prompt = True  # what comes first now is known already
-    with _goes_on(model):
-        tokens: torch.Tensor = model.generate(
-            input_ids=first,
-            attention_mask=torch.ones_like(first),
-            **options | {"max_new_tokens": n_left},
-            **speculative,
-            streamer=streamer,
-        )
-    return tokens
 
+    def __init__(self, drafter: Drafter, lengths: GuessLength, streamer: Any) -> None:
+        self._drafter = drafter
+        self._lengths = lengths
+        self._streamer = streamer
 
-@contextlib.contextmanager
-def _goes_on(model: Any) -> Iterator[None]:
-    """While open, assisted generation begins behind what the cache holds; by itself it computes everything again."""
-    original = model.prepare_inputs_for_generation
-
-    def prepare(
+    def __call__(
+        self,
+        model: Any,
         input_ids: torch.Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: Any = None,
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        if is_first_iteration and past_key_values is not None:
-            next_sequence_length = input_ids.shape[1] - past_key_values.get_seq_length()
-        inputs: dict[str, Any] = original(
-            input_ids,
-            next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-        return inputs
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        """Returns (1, n) int64, the prompt and the answer."""
+        cache = model_kwargs["past_key_values"]
+        with contextlib.ExitStack() as stack:
+            hidden = stack.enter_context(hidden_states_of(model)) if self._drafter.wants_hidden else []
+            guesses: list[int] = []
+            n_passes, is_over = 0, False
+            while not is_over:
+                started = perf_counter()
+                if n_passes:
+                    guesses = self._guess(input_ids, generation_config.max_length - input_ids.shape[1] - 1)
+                logits = _forward(model, torch.cat([input_ids, input_ids.new_tensor([guesses])], dim=1), cache, guesses)
+                for first, rows in sorted(hidden, key=lambda each: each[0]):  # chunks of a prompt run side by side
+                    self._drafter.take(first, rows)
+                hidden.clear()
+                n_new = 0
+                for row, guess in enumerate([*guesses, -1]):
+                    token = _choose(logits_processor(input_ids, logits[:, row].float()), generation_config.do_sample)
+                    input_ids = torch.cat([input_ids, token[None]], dim=1)
+                    self._streamer.put(token.cpu())
+                    n_new += 1
+                    is_over = bool(stopping_criteria(input_ids, None).all())
+                    if is_over or int(token) != guess:
+                        break
+                if n_passes:
+                    cache.crop(n_new - 1 - len(guesses))
+                else:
+                    cache.activate_past_recording()  # not before: a long prompt would be kept whole by sliding layers
+                if n_passes > 1:  # before the first guesses a drafter reads the prompt
+                    self._lengths.count(n_new, perf_counter() - started)
+                n_passes += 1
+        self._streamer.end()
+        return input_ids
 
-    model.prepare_inputs_for_generation = prepare
-    try:
-        yield
-    finally:
-        del model.prepare_inputs_for_generation
+    def _guess(self, tokens: torch.Tensor, room: int) -> list[int]:
+        most = min(self._lengths.choose(), room)
+        return self._drafter.guess(tokens[0].tolist(), most) if most > 0 else []
+
+
+def _forward(model: Any, tokens: torch.Tensor, cache: Any, guesses: list[int]) -> torch.Tensor:
+    """Logits (1, 1 + guesses, vocabulary) of the last tokens, after a pass over those that the cache does not have."""
+    past, length = cache.get_seq_length(), tokens.shape[1]
+    n_rows = 1 + len(guesses)
+    keep = {"logits_to_keep": n_rows} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    logits: torch.Tensor = model(
+        input_ids=tokens[:, past:],
+        attention_mask=torch.ones_like(tokens),
+        position_ids=torch.arange(past, length, device=tokens.device)[None],
+        past_key_values=cache,
+        use_cache=True,
+        **keep,
+    ).logits
+    return logits[:, -n_rows:]
+
+
+def _choose(scores: torch.Tensor, is_sampled: bool) -> torch.Tensor:
+    """The next token (1,) int64, as transformers chooses it from processed scores (1, vocabulary)."""
+    return torch.multinomial(scores.softmax(dim=-1), num_samples=1)[0] if is_sampled else scores.argmax(dim=-1)

@@ -10,18 +10,15 @@ import torch
 from moeoffload.config import ServeSettings
 from moeoffload.host.recorder import DECODE, PREFILL
 from moeoffload.host.session import OffloadedModel
-from moeoffload.kernels.attention import FEW_QUERIES
 from moeoffload.placement import GIB
 from moeoffload.serve.block_manager import BlockManager
 from moeoffload.serve.model_runner import ModelRunner
 from moeoffload.serve.request import TokenChoice
 from moeoffload.serve.scheduler import Scheduler
 from moeoffload.serve.sequence import Share
-from moeoffload.serve.speculative import IDLE_REQUESTS, PromptLookup, accept
+from moeoffload.serve.speculative import Guesser, accept
 
 PAGE_TOKENS: Final = 16  # a beginning is used again in pages of so many tokens
-_MOST_GUESSES: Final = FEW_QUERIES // IDLE_REQUESTS - 1
-"""So many that a step of guesses is computed like one token: kernels for few rows do not round by their number."""
 
 
 class BatchRunner:
@@ -35,17 +32,11 @@ class BatchRunner:
         self.blocks = BlockManager(self.runner.n_pages, PAGE_TOKENS, reuse=settings.prefix_reuse)
         step_rows = max(settings.prefill_chunk, settings.max_running)
         self.scheduler = Scheduler(self.blocks, step_rows, settings.max_running)
-        n_guesses = offloaded.settings.prompt_lookup
-        self._lookup = PromptLookup(n_guesses) if n_guesses else None
+        self._guesser = Guesser(offloaded)
 
     def schedule(self) -> list[Share]:
         """Chooses what the next step computes; nothing if no sequence is there."""
-        running = self.scheduler.running
-        if self._lookup is not None and len(running) + len(self.scheduler.waiting) <= IDLE_REQUESTS:
-            for sequence in running:
-                if sequence.sampler.is_plain and sequence.n_answer:
-                    most = min(_MOST_GUESSES, sequence.max_tokens - sequence.n_answer - 1)
-                    sequence.guesses = self._lookup.guess(sequence.tokens, most)
+        self._guesser.guess(self.scheduler.running, len(self.scheduler.waiting))
         return self.scheduler.schedule()
 
     def compute(self, shares: list[Share]) -> tuple[list[list[TokenChoice]], float]:
@@ -54,10 +45,14 @@ class BatchRunner:
         started = perf_counter()
         decoding = all(len(share.tokens) == 1 + share.n_guesses for share in shares)
         self._recorder.own.next_phase = DECODE if decoding else PREFILL
-        choices = _choose(shares, self.runner.forward(shares))
+        with self._guesser.watching(shares):
+            logits = self.runner.forward(shares)
+        choices = _choose(shares, logits)
         for share, each in zip(shares, choices, strict=True):
             self.scheduler.commit(share, [choice.token for choice in each])
-        return choices, perf_counter() - started
+        took_s = perf_counter() - started
+        self._guesser.count(shares, sum(map(len, choices)), took_s)
+        return choices, took_s
 
 
 def _choose(shares: list[Share], logits: torch.Tensor) -> list[list[TokenChoice]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moeoffload.host.drafters import Drafter
 from moeoffload.serve.sampling import Sampler
 
 
@@ -21,6 +22,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)  # the block table: page i holds the tokens from i * page_tokens on
     keys: list[bytes] = field(default_factory=list)
     """What names the beginning up to the end of each full page; see `BlockManager.page_key`."""
+    drafter: Drafter | None = None
     guesses: list[int] = field(default_factory=list)  # tokens that may follow, for the next step to verify
 
     @property

@@ -1,34 +1,81 @@
-"""Speculative decoding by prompt lookup: tokens guessed from what a text has repeated, verified in the same step."""
+"""Speculative decoding of a few requests at a time: how many tokens are guessed, and which guesses were right."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from time import perf_counter
 from typing import Final
 
-import torch
-from transformers.generation import PromptLookupCandidateGenerator
+from moeoffload.host.drafters import Drafter, hidden_states_of, most_guesses, new_drafter
+from moeoffload.host.guess_length import GuessLength
+from moeoffload.host.session import OffloadedModel
+from moeoffload.kernels.attention import FEW_QUERIES
+from moeoffload.serve.sequence import Sequence as TokenSequence
+from moeoffload.serve.sequence import Share
 
 IDLE_REQUESTS: Final = 2
 """With more requests than these each step reads most of the experts anyway, and wrong guesses cost their time."""
+_MOST_GUESSES: Final = FEW_QUERIES // IDLE_REQUESTS - 1
+"""So many that a step of guesses is computed like one token: kernels for few rows do not round by their number."""
 
 
-class PromptLookup:
-    """Guesses the next tokens of one greedy request at a time."""
+class Guesser:
+    """Lets greedy sequences guess ahead while there are few, as far as that is measured to pay. For one thread."""
 
-    def __init__(self, n_guesses: int) -> None:
-        self._n_guesses = n_guesses
-        self._generator = PromptLookupCandidateGenerator(
-            num_output_tokens=max(1, n_guesses), max_matching_ngram_size=2, max_length=1 << 30
-        )
+    def __init__(self, offloaded: OffloadedModel) -> None:
+        self._offloaded = offloaded
+        most, adaptive = min(_MOST_GUESSES, most_guesses(offloaded.settings)), offloaded.settings.adapt_guesses
+        self._is_on = most > 0
+        self._lengths = {n: GuessLength(most, adaptive=adaptive) for n in range(1, IDLE_REQUESTS + 1)}
+        self._chosen: GuessLength | None = None  # of the step that is next
+        self._guess_s = 0.0
 
-    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Up to ``most`` tokens that may follow ``tokens``; none if they do not say."""
-        if min(self._n_guesses, most) < 1:
-            return []
-        known = torch.tensor([tokens])
-        candidates, _ = self._generator.get_candidates(known)
-        guesses: list[int] = candidates[0, known.shape[1] :].tolist()
-        return guesses[:most]
+    def guess(self, running: Sequence[TokenSequence], n_waiting: int) -> None:
+        """Fills in ``guesses`` of the sequences that run, ahead of a step."""
+        self._chosen = None
+        if not self._is_on or len(running) + n_waiting > IDLE_REQUESTS:
+            return
+        started = perf_counter()
+        decoding = [each for each in running if each.n_answer and each.n_left == 1]
+        if any(each.drafter is not None for each in decoding):
+            self._chosen = self._lengths[len(decoding)]
+            number = self._chosen.choose()
+            for sequence in decoding:
+                most = min(number, sequence.max_tokens - sequence.n_answer - 1)
+                if sequence.drafter is not None and most > 0:
+                    sequence.guesses = sequence.drafter.guess(sequence.tokens, most)
+        self._guess_s = perf_counter() - started
+
+    @contextlib.contextmanager
+    def watching(self, shares: Sequence[Share]) -> Iterator[None]:
+        """While the step of ``shares`` is computed."""
+        if not self._is_on or len(shares) > IDLE_REQUESTS:
+            yield
+            return
+        drafters = [self._drafter_of(share) for share in shares]
+        if not any(drafter is not None and drafter.wants_hidden for drafter in drafters):
+            yield
+            return
+        with hidden_states_of(self._offloaded.model) as got:
+            yield
+        ((_, hidden),) = got
+        rows = hidden.split([len(share.tokens) for share in shares])
+        for share, drafter, own in zip(shares, drafters, rows, strict=True):
+            if drafter is not None:
+                drafter.take(share.past, own)
+
+    def count(self, shares: Sequence[Share], n_tokens: int, seconds: float) -> None:
+        """Takes note of a step: the tokens that it made certain, and its time."""
+        # Before the first guesses of a sequence its drafter reads the prompt.
+        if self._chosen is not None and all(share.sequence.n_answer > n_tokens for share in shares):
+            self._chosen.count(n_tokens, self._guess_s + seconds)
+
+    def _drafter_of(self, share: Share) -> Drafter | None:
+        sequence = share.sequence
+        if sequence.drafter is None and sequence.sampler.is_plain:
+            sequence.drafter = new_drafter(self._offloaded.settings, self._offloaded.draft)
+        return sequence.drafter
 
 
 def accept(verified: Sequence[int], guesses: Sequence[int]) -> list[int]:

@@ -187,7 +187,7 @@ def test_guesses_change_nothing_but_the_number_of_steps(three_servers: list[str]
         with ServingEngine(opened, limits()) as engine:
             plain = [whole(engine, prompt, 100) for prompt in repetitive]
             steps = engine.stats.steps.steps
-        opened.settings = opened.settings.model_copy(update={"prompt_lookup": 7})
+        opened.settings = opened.settings.model_copy(update={"prompt_lookup": 7, "adapt_guesses": False})
         with ServingEngine(opened, limits()) as engine:
             guessed = [whole(engine, prompt, 100) for prompt in repetitive]
             stats = engine.stats

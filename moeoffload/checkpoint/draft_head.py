@@ -1,0 +1,75 @@
+"""A checkpoint's own multi-token-prediction layer: it predicts the token after the next one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers.modeling_layers import MtpModel
+
+from moeoffload.checkpoint.convert import make_recipes
+from moeoffload.checkpoint.layout import BUILDING, build_meta_model
+from moeoffload.checkpoint.model_config import first_line, quantisation
+from moeoffload.checkpoint.source import Sorted, Source, as_dense
+from moeoffload.checkpoint.weights import StoredWeight, WeightIndex
+from moeoffload.errors import ModelError
+
+_LAYER: Final = 0
+"""Of several layers the first drafts; those behind it are trained to go on from it."""
+
+
+def draft_head_of(source: Source, dtype: torch.dtype) -> tuple[nn.Module, Source]:
+    """The draft head of a model on the meta device, and the part of ``source`` that holds its weights.
+
+    Raises ModelError: the checkpoint has none; the message names the tensors that were looked for.
+    """
+    if source.folder is None or source.folder != source.path:
+        raise ModelError(f"--draft own: {source.path} is a GGUF file; such a layer is read from other checkpoints only")
+    main: Any = build_meta_model(source.config, dtype)
+    n_layers = main.config.get_text_config().num_hidden_layers
+    weights = WeightIndex(_weights_of_head(WeightIndex.of(source.index, quantisation(source.folder)), n_layers))
+    if not any(weights):
+        raise ModelError(
+            f"--draft own: {source.path} has no multi-token-prediction layer: "
+            f"neither model.layers.{n_layers}.* nor mtp.*"
+        )
+    with torch.device("meta"):
+        head = build_head(main, dtype)
+    mapping = head.get_weight_conversions(main)
+
+    def sort(model: nn.Module, experts: dict[str, nn.Module]) -> Sorted:
+        recipes, dense = make_recipes(model, experts, weights, mapping)
+        return recipes, as_dense(dense)
+
+    return head, replace(source, sort=sort)
+
+
+def build_head(main: Any, dtype: torch.dtype) -> Any:
+    """transformers' `MtpModel` of one layer for ``main``, whose embedding and head it shares; weights are undefined.
+    Raises ModelError: transformers cannot build one for this family."""
+    config = main.config.get_text_config()
+    # Some families' configs do not say what the layer is; it has the kind of the last one then.
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, name, None)
+        if kinds is not None and getattr(config, f"mtp_{name}", None) is None:
+            setattr(config, f"mtp_{name}", [kinds[-1]])
+    if not getattr(config, "num_mtp_layers", None):
+        config.num_mtp_layers = 1
+    with BUILDING:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return MtpModel(main, _LAYER + 1)
+        except Exception as error:  # as in `build_meta_model`
+            raise ModelError(f"--draft own: transformers cannot build the layer: {first_line(error)}") from error
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _weights_of_head(weights: WeightIndex, n_layers: int) -> Iterator[StoredWeight]:
+    own = re.compile(rf"(^|\.)(mtp\.|layers\.{n_layers}\.)")
+    return (weight for weight in weights if own.search(weight.name))

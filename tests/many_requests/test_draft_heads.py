@@ -1,0 +1,125 @@
+"""Draft heads: the checkpoint's own layer guesses, one pass verifies, and the tokens are those without guesses."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_lines import Commands
+from conftest import DEMO
+from synthetic.writer import write_tiny
+from train_head import own_words, train
+
+from moeoffload import open_model
+from moeoffload.errors import ModelError
+from moeoffload.host.generate import PreparedPrompt, generate
+from moeoffload.host.guess_length import GuessLength
+from moeoffload.host.session import OffloadedModel
+from moeoffload.serve.engine import ServingEngine
+
+from .client import limits, whole
+
+N_PROMPT, LENGTH = 12, 48
+
+
+@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
+def drafting(
+    request: pytest.FixtureRequest, three_servers: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[OffloadedModel, torch.Tensor]]:
+    """A model with a trained head, and texts (n, LENGTH) of its own: what it says to their first N_PROMPT tokens."""
+    folder = write_tiny(request.param, tmp_path_factory.mktemp(request.param))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    texts = own_words(folder, 32, LENGTH)
+    assert train(folder, texts, 80) > 0.5
+    with open_model(
+        folder, experts=three_servers[:2], device="cpu", mode="batched", draft="own", adapt_guesses=False
+    ) as offloaded:
+        offloaded.model.generation_config.eos_token_id = None
+        yield offloaded, texts[:4]
+    torch.set_num_threads(threads)
+
+
+def answers(offloaded: OffloadedModel, texts: torch.Tensor, **settings: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    before = offloaded.settings
+    offloaded.settings = before.model_copy(update=settings)
+    offloaded.recorder.reset()
+    said = []
+    for ids in texts[:, None, :N_PROMPT]:
+        prompt = PreparedPrompt({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, LENGTH - N_PROMPT)
+        said.append(generate(offloaded, prompt, io.StringIO()).tokens.tolist())
+    offloaded.settings = before
+    return said, offloaded.report().to_json()
+
+
+def test_an_own_head_changes_no_token_and_saves_calls(drafting: tuple[OffloadedModel, torch.Tensor]) -> None:
+    offloaded, texts = drafting
+    sampled = {"temperature": 0.7, "seed": 5}
+    head, offloaded.draft = offloaded.draft, None
+    plain, before = answers(offloaded, texts)
+    drawn, _ = answers(offloaded, texts, **sampled)
+    offloaded.draft = head
+    guessed, report = answers(offloaded, texts)
+    assert guessed == plain
+    assert answers(offloaded, texts, **sampled)[0] == drawn != plain
+    guesses = report["guesses"]
+    assert guesses["acceptance"] > 0.15
+    assert guesses["passes"] < 0.75 * guesses["tokens"]
+    calls, calls_before = (sum(phase["calls"] for phase in each["phases"].values()) for each in (report, before))
+    # Every pass is one dispatch for each layer and server; the head itself asks no server.
+    assert calls <= guesses["passes"] * report["model"]["moe_layers"] * 2
+    assert calls < calls_before
+
+
+def test_requests_with_an_own_head_get_the_same_tokens_in_fewer_steps(
+    drafting: tuple[OffloadedModel, torch.Tensor],
+) -> None:
+    offloaded, texts = drafting
+    prompts = [text[:N_PROMPT].tolist() for text in texts]
+    head, offloaded.draft = offloaded.draft, None
+    without = offloaded.settings.model_copy(update={"draft": None})
+    offloaded.settings, before = without, offloaded.settings
+    with ServingEngine(offloaded, limits()) as engine:
+        plain = [whole(engine, prompt, LENGTH - N_PROMPT).tokens for prompt in prompts]
+        steps = engine.stats.steps.steps
+    offloaded.settings, offloaded.draft = before, head
+    with ServingEngine(offloaded, limits()) as engine:
+        guessed = [whole(engine, prompt, LENGTH - N_PROMPT).tokens for prompt in prompts]
+        stats = engine.stats
+    assert guessed == plain
+    assert 0 < stats.tokens.guessed_right < stats.tokens.guessed
+    assert stats.steps.steps < 0.8 * steps
+
+
+def test_a_checkpoint_without_a_head_is_refused_by_what_it_has_not(commands: Commands) -> None:
+    refused = commands.run("moeoffload", "run", str(DEMO), "--prompt", "x", "--draft", "own")
+    assert refused.code == 3
+    assert "neither model.layers.4.* nor mtp.*" in refused.err.splitlines()[-1]
+
+
+def test_models_that_cannot_take_a_guess_back_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="linear attention"):
+        open_model(write_tiny("qwen3_5_moe", tmp_path), device="cpu", draft="own")
+
+
+@pytest.mark.parametrize(("wrong_s", "best"), [(0.1, 4), (9.0, 0)])
+def test_guessing_goes_on_only_where_it_pays(wrong_s: float, best: int) -> None:
+    """A pass takes a second, and a guess so much more; of four guesses half are right."""
+    lengths = GuessLength(4, adaptive=True)
+
+    def run(n_passes: int, guess_s: float) -> list[int]:
+        chosen = []
+        for _ in range(n_passes):
+            chosen.append(lengths.choose())
+            lengths.count(1 + chosen[-1] // 2, 1 + guess_s * chosen[-1])
+        return chosen
+
+    chosen = run(300, wrong_s)
+    assert chosen.count(best) > 0.85 * len(chosen)
+    # What it costs changes; it is noticed by trying again now and then.
+    other = 4 - best
+    assert run(1500, 9.1 - wrong_s)[-100:].count(other) > 80
