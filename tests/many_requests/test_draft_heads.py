@@ -37,7 +37,7 @@ def drafting(
     texts = own_words(folder, 32, LENGTH)
     assert train(folder, texts, 80) > 0.5
     with open_model(
-        folder, experts=three_servers[:2], device="cpu", mode="batched", draft="own", adapt_guesses=False
+        folder, experts=three_servers[:1], device="cpu", mode="batched", draft="own", adapt_guesses=False
     ) as offloaded:
         offloaded.model.generation_config.eos_token_id = None
         yield offloaded, texts[:4]
@@ -70,9 +70,8 @@ def test_an_own_head_changes_no_token_and_saves_calls(drafting: tuple[OffloadedM
     assert guesses["acceptance"] > 0.15
     assert guesses["passes"] < 0.75 * guesses["tokens"]
     calls, calls_before = (sum(phase["calls"] for phase in each["phases"].values()) for each in (report, before))
-    # Every pass is one dispatch for each layer and server; the head itself asks no server.
-    assert calls <= guesses["passes"] * report["model"]["moe_layers"] * 2
-    assert calls < calls_before
+    # Every pass is one dispatch for each layer; the head itself asks no server.
+    assert calls == guesses["passes"] * report["model"]["moe_layers"] < calls_before
 
 
 def test_requests_with_an_own_head_get_the_same_tokens_in_fewer_steps(

@@ -181,13 +181,18 @@ def until(last: int, tokens: list[int]) -> list[int]:
     return tokens[: tokens.index(last)]
 
 
-def test_guesses_change_nothing_but_the_number_of_steps(three_servers: list[str]) -> None:
+@pytest.mark.parametrize("how", [{"prompt_lookup": 7}, {"draft": DEMO, "draft_tokens": 7}], ids=str)
+def test_guesses_change_nothing_but_the_number_of_steps(three_servers: list[str], how: dict[str, Any]) -> None:
     repetitive = [[7, 8, 9, 10] * 6, [20, 21, 22] * 5]
-    with open_model(DEMO, experts=three_servers[:1], device="cpu", threads=1) as opened:
+    with open_model(DEMO, experts=three_servers[:1], device="cpu", threads=1, adapt_guesses=False, **how) as opened:
+        guessing, opened.settings = (
+            opened.settings,
+            opened.settings.model_copy(update={"prompt_lookup": 0, "draft": None}),
+        )
         with ServingEngine(opened, limits()) as engine:
             plain = [whole(engine, prompt, 100) for prompt in repetitive]
             steps = engine.stats.steps.steps
-        opened.settings = opened.settings.model_copy(update={"prompt_lookup": 7, "adapt_guesses": False})
+        opened.settings = guessing
         with ServingEngine(opened, limits()) as engine:
             guessed = [whole(engine, prompt, 100) for prompt in repetitive]
             stats = engine.stats
