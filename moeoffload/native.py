@@ -20,6 +20,8 @@ class Features(enum.IntFlag):
     """Multiplies four bytes each into 32 bits (AVX512-VNNI)."""
     MATRIX_UNIT = 16
     """Multiplies tiles of bfloat16 (AMX)."""
+    BYTE_LOOKUP = 32
+    """Looks 64 bytes up in a table of 128 (AVX512-VBMI)."""
 
 
 @functools.cache

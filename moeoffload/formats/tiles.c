@@ -9,6 +9,7 @@ enum { TILE = 16, BLOCK = 32 };  // rows of a tile, weights of a block
 typedef struct {
     int64_t n_in, row_bytes, code_bits, high_bits, high, scales, scale_bytes, offsets, factors, min_factors;
     int64_t group;  // weights that share a scale
+    int64_t is_fp8;
 } Rows;
 
 static uint32_t spread(uint32_t nibbles) {
@@ -43,6 +44,7 @@ static uint32_t fold_pairs(uint32_t word) {
     moved = (word >> 12 ^ word) & 0x0000F0F0;
     return word ^ moved ^ moved << 12;
 }
+static uint32_t same(uint32_t word) { return word; }
 static uint32_t flip_signs(uint32_t word) { return word ^ 0x80808080; }
 
 #define INLINE static inline __attribute__((always_inline))
@@ -91,8 +93,9 @@ INLINE uint8_t *move_tile(const int is_back, const Rows *of, uint8_t *rows, uint
         }
         if (of->high_bits == 1) at = move_words(is_back, of, rows, of->high + k / 8, 1, at, fold_bits, unfold_bits);
         if (of->high_bits == 2) at = move_words(is_back, of, rows, of->high + k / 4, 2, at, fold_pairs, fold_pairs);
-        at = of->code_bits == 8 ? move_words(is_back, of, rows, k, 8, at, flip_signs, flip_signs)
-                                : move_words(is_back, of, rows, k / 2, 4, at, fold_nibbles, unfold_nibbles);
+        at = of->is_fp8           ? move_words(is_back, of, rows, k, 8, at, same, same)
+             : of->code_bits == 8 ? move_words(is_back, of, rows, k, 8, at, flip_signs, flip_signs)
+                                  : move_words(is_back, of, rows, k / 2, 4, at, fold_nibbles, unfold_nibbles);
     }
     return at;
 }

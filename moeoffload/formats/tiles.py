@@ -1,8 +1,9 @@
-"""Packed rows as tiles of 16 rows, in which a CPU multiplies integers (``kernels/cpu/integers.h``), and back.
+"""Packed rows as tiles of 16 rows, as a CPU multiplies them without unpacking (``kernels/cpu/tiles.h``), and back.
 
 A tile has the bytes of its rows in the order of reading. For each block of 32 weights: the scales of groups that begin
 there, of all rows (before them, each 256 weights, their factors; behind each, offsets), high bits, codes. Codes are in
-vectors of 64 bytes, four of each row: signed bytes plus 128; or 4 bits, the next four weights' in the upper halves.
+vectors of 64 bytes, four of each row: FP8; or signed bytes plus 128; or 4 bits, the next four weights' in the upper
+halves.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ class _Rows(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in (
             *("n_in", "row_bytes", "code_bits", "high_bits", "high", "scales", "scale_bytes", "offsets", "factors"),
-            *("min_factors", "group"),
+            *("min_factors", "group", "is_fp8"),
         )
     )
 
 
 def can_tile(form: PackedFormat, n_out: int, n_in: int) -> bool:
-    """Whether rows of the format become tiles of integers."""
+    """Whether rows of the format become tiles."""
     least = 16 if form.codes is Codes.INT6 else _BLOCK
     return (
-        form.codes in (Codes.INT8, Codes.LEVELS4, Codes.UINT5, Codes.INT6)
+        form.codes in (Codes.INT8, Codes.LEVELS4, Codes.UINT5, Codes.INT6, Codes.FP8)
         and (integer_levels(form.levels) is not None or form.codes is not Codes.LEVELS4)
-        and form.shared_rows == 1
+        and (form.shared_rows == 1 or (form.codes is Codes.FP8 and form.shared_rows % TILE_ROWS == 0))
         and n_out % TILE_ROWS == 0
         and n_in % (_SUPER_BLOCK if form.scales is Scales.SUPER else _BLOCK) == 0
         and (form.group == 0 or (form.group >= least and form.group & (form.group - 1) == 0))
@@ -87,13 +88,15 @@ def read_tiles(form: PackedFormat, n_in: int, tiles: torch.Tensor) -> torch.Tens
 def _rows(form: PackedFormat, n_in: int) -> _Rows:
     places = {name: place.start for name, place in form.sections(n_in).items()}
     n_groups = form.n_groups(n_in)
-    scales = form.sections(n_in)["scales"]
+    scales = form.sections(n_in).get("scales", slice(0, 0))
+    code_bits = 8 if form.codes in (Codes.INT8, Codes.FP8) else 4
     return _Rows(
-        *(n_in, form.row_bytes(n_in), 8 if form.codes is Codes.INT8 else 4, _HIGH_BITS.get(form.codes, 0)),
+        *(n_in, form.row_bytes(n_in), code_bits, _HIGH_BITS.get(form.codes, 0)),
         *(places.get("high", -1), scales.start, (scales.stop - scales.start) // n_groups),
         places["offsets"] if form.offsets is not Offsets.NONE else -1,
         *(places.get(name, -1) for name in ("factors", "min_factors")),
         form.group or _WHOLE_ROW,
+        form.codes is Codes.FP8,
     )
 
 

@@ -37,7 +37,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) of a compute dtype -> (..., out) of it."""
-        if self.falls_back or x.shape[-1] != self.in_features or why_not_dtype(x.dtype) or not x.is_cpu:
+        no_kernel = why_not_dtype(x.dtype) or (self.weight.in_tiles and x.dtype is torch.float32)
+        if self.falls_back or x.shape[-1] != self.in_features or no_kernel or not x.is_cpu:
             return nn.functional.linear(x, self.weight.unpack(x.dtype)[0], self.bias)
         matrix = self._matrices.get(x.dtype)
         if matrix is None:

@@ -19,8 +19,8 @@ Weights = torch.Tensor | tuple[PackedWeights, ...]
 
 _PLAIN: Final = {torch.bfloat16: Codes.BFLOAT16, torch.float16: Codes.FLOAT16, torch.float32: Codes.FLOAT32}
 _LEAST_GROUP: Final = 16
-# What integer_body.h calls tiles of such codes, and the code of the value 0.
-_KINDS: Final = {Codes.INT8: 1, Codes.LEVELS4: 3, Codes.UINT5: 4, Codes.INT6: 5}
+# What tiles.h calls tiles of such codes, and the code of the value 0.
+_KINDS: Final = {Codes.INT8: 1, Codes.LEVELS4: 3, Codes.UINT5: 4, Codes.INT6: 5, Codes.FP8: 6}
 _UINT4: Final = 2
 _ZEROS: Final = {Codes.INT8: 128, Codes.UINT5: 0, Codes.INT6: 32}
 _MOST_PARTS: Final = 2
@@ -88,11 +88,11 @@ class KernelMatrix:
         if len(weights) == 1 and first.format.codes is _PLAIN[dtype] and not first.data.data_ptr() % dtype.itemsize:
             self._addresses = first.data.data_ptr(), 0
             return
-        if all(part.in_tiles for part in weights) or _multiplies_integers(weights, dtype):
+        if _multiplies_tiles(weights, dtype):
             for part in weights:
                 part.lay_tiles()
         elif any(part.in_tiles for part in weights):
-            raise ValueError("only a part of the packed weights is in tiles")
+            raise ValueError(f"packed weights are in tiles, which are not multiplied in {dtype}")
         self._parts = (Matrix * len(weights))(*map(_describe, weights))
         self._addresses = 0, ctypes.addressof(self._parts)
 
@@ -101,15 +101,12 @@ class KernelMatrix:
         return self._addresses
 
 
-def _multiplies_integers(parts: tuple[PackedWeights, ...], dtype: torch.dtype) -> bool:
-    """Whether products are those of integers: without a matrix unit they are faster than those of bfloat16."""
-    features = native.cpu_features()
-    return (
-        dtype is not torch.float32
-        and Features.AVX2 in features
-        and Features.MATRIX_UNIT not in features
-        and all(can_tile(part.format, *part.shape[1:]) for part in parts)
-    )
+def _multiplies_tiles(parts: tuple[PackedWeights, ...], dtype: torch.dtype) -> bool:
+    """Whether products are those of tiles: without a matrix unit they are faster than those of unpacked weights."""
+    features, are_fp8 = native.cpu_features(), [part.format.codes is Codes.FP8 for part in parts]
+    if Features.MATRIX_UNIT in features or dtype is torch.float32 or any(are_fp8) != all(are_fp8):
+        return False
+    return Features.AVX2 in features and all(can_tile(part.format, *part.shape[1:]) for part in parts)
 
 
 def _is_whole(part: PackedWeights) -> bool:

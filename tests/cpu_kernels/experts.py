@@ -37,9 +37,8 @@ def few_row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 def instruction_sets() -> list[Features]:
     """What CPUs from the plainest to this one can do."""
-    steps = (Features.AVX2, Features.AVX512, Features.BF16_DOT, Features.INTEGER_DOT, Features.MATRIX_UNIT)
     sets, found = [Features(0)], Features(0)
-    for step in steps:
+    for step in (*(step for step in Features if step is not Features.MATRIX_UNIT), Features.MATRIX_UNIT):
         if step in cpu_features():
             found |= step
             sets.append(found)

@@ -7,7 +7,7 @@
 #include <string.h>
 
 // What a CPU can do, as moe_cpu_features returns it.
-enum { HAS_AVX2 = 1, HAS_AVX512 = 2, HAS_BF16_DOT = 4, HAS_INTEGER_DOT = 8, HAS_MATRIX_UNIT = 16 };
+enum { HAS_AVX2 = 1, HAS_AVX512 = 2, HAS_BF16_DOT = 4, HAS_INTEGER_DOT = 8, HAS_MATRIX_UNIT = 16, HAS_BYTE_LOOKUP = 32 };
 
 enum { BF16, F16, F32, N_TYPES };        // types of elements
 enum { BOOLEAN_MASK = 3, NO_MASK = 4 };  // kinds of mask; one of a type above is added to the scaled products

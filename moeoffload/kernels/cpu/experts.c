@@ -4,7 +4,7 @@
 // claim one after the other, and a step begins when all items of the one before are finished: a thread that gets no core
 // holds the others up for one item at most. Results do not depend on which thread computed what.
 
-#include "integers.h"
+#include "tiles.h"
 
 #include <sched.h>
 
@@ -60,12 +60,12 @@ typedef struct {
 
 enum { SUM_COLUMNS = 512, SPINS = 200 };
 
-static const Integers *integers_of(const Layer *l, bool is_up) {
-    return integers_for(is_up ? l->up_parts : l->down_parts, l->features);
+static const TileKernels *tiles_of(const Layer *l, bool is_up) {
+    return tiles_for(is_up ? l->up_parts : l->down_parts, l->dtype, l->features);
 }
 
 static bool uses_matrix_unit(const Layer *layer) {
-    return !integers_of(layer, true) && !integers_of(layer, false) &&
+    return !tiles_of(layer, true) && !tiles_of(layer, false) &&
            matrix_unit_fits(layer->dtype, layer->features, layer->hidden, layer->up_columns) &&
            matrix_unit_fits(layer->dtype, layer->features, layer->inter, layer->hidden);
 }
@@ -73,12 +73,12 @@ static bool uses_matrix_unit(const Layer *layer) {
 // Bytes between operands of a projection, and how they are made.
 static int64_t stride_of(const Layer *l, bool is_up) {
     const int64_t inner = is_up ? l->hidden : l->inter;
-    return operand_bytes(kernels_for(l->dtype, l->features), integers_of(l, is_up), inner, uses_matrix_unit(l));
+    return operand_bytes(kernels_for(l->dtype, l->features), tiles_of(l, is_up), inner, uses_matrix_unit(l));
 }
 static void prepare(const Layer *l, bool is_up, const void *row, void *operand) {
     const Kernels *kernels = kernels_for(l->dtype, l->features);
     const int64_t inner = is_up ? l->hidden : l->inter;
-    prepare_operand(kernels, integers_of(l, is_up), l->dtype, row, operand, inner, uses_matrix_unit(l));
+    prepare_operand(kernels, tiles_of(l, is_up), l->dtype, row, operand, inner, uses_matrix_unit(l));
 }
 
 // What a workspace has to know of a layer: whether it uses the matrix unit, and what a thread needs to unpack weights.
@@ -157,7 +157,7 @@ static Product product_of(const Call *c, int64_t group, bool is_up, int64_t thre
     }
     return (Product){
         .kernels = kernels,
-        .integers = integers_of(l, is_up),
+        .tiles = tiles_of(l, is_up),
         .weights = parts ? NULL : weights + expert * matrix_bytes,
         .parts = parts,
         .expert = expert,
@@ -203,8 +203,8 @@ static int64_t project(Call *c, bool is_up, int64_t thread) {
         product.from = item % per_group * item_rows;
         product.to = at_most(product.from + item_rows, n_out);
         if (c->n_threads > 1) product.following = NULL;
-        if (product.integers)
-            product.integers->project(&product);
+        if (product.tiles)
+            product.tiles->project(&product);
         else if (by_matrix_unit)
             project_by_matrix_unit(&product);
         else

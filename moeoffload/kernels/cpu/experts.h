@@ -10,7 +10,7 @@
 enum { NO_BIAS, EXACT_BIAS, ROUNDED_BIAS };
 
 typedef struct Kernels Kernels;
-typedef struct Integers Integers;  // see integers.h
+typedef struct TileKernels TileKernels;  // see tiles.h
 
 // What to prefetch into the second-level cache meanwhile: `step` bytes for each row of a span. One read at a time: a burst
 // of them would wait for the memory.
@@ -22,7 +22,7 @@ typedef struct {
 // Rows of operands times rows of one matrix of weights. A result is `out[position, weight row]`.
 typedef struct {
     const Kernels *kernels;
-    const Integers *integers;  // that multiply tiles, or NULL
+    const TileKernels *tiles;  // that multiply tiles, or NULL
     const void *weights;       // (n_out, inner); NULL: packed
     const Matrix *parts;     // packed weights: rows of the first matrix, then those of the second, if there is one
     int64_t expert;          // whose rows of the parts

@@ -20,6 +20,7 @@ int32_t moe_cpu_features(void) {
         __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
         const int has_tiles = (edx >> 24 & 1) && (edx >> 22 & 1);  // AMX-TILE, AMX-BF16
         if (ecx >> 11 & 1) found |= HAS_INTEGER_DOT;               // AVX512-VNNI
+        if (ecx >> 1 & 1) found |= HAS_BYTE_LOOKUP;                // AVX512-VBMI
         eax = 7, ecx = 1;
         __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
         if (eax >> 5 & 1) found |= HAS_BF16_DOT;

@@ -81,28 +81,12 @@ static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row
     return p->scratch;
 }
 
-// Computes the products of one operand and rows of FP8, which are unpacked in registers, or returns false. Other codes are
-// integers where it counts.
-static TARGET __attribute__((noinline)) bool NAME(multiplied)(const Product *p, int64_t weight_row, int64_t n_rows,
-                                                              const OPERAND *operand, SUMS *sums) {
-    const Matrix *m = p->parts + (weight_row >= p->parts->n_out);
-    const int64_t own = m == p->parts ? weight_row : weight_row - p->parts->n_out;
-    if (m->codes != CODES_FP8 || own + n_rows > m->n_out) return false;
-    NAME(multiply_packed)(m, p->expert, own, n_rows, operand, sums);
-    return true;
-}
-
 // One weight row after the other out of the memory: a single stream of reads.
 #define STREAMED(n)                                                                                                  \
     case n:                                                                                                          \
         for (int w = 0; w < n_w; w++) {                                                                              \
             if (!weights && w % UNPACKED_ROWS == 0) {                                                                \
-                const int64_t n_rows = at_most(UNPACKED_ROWS, n_w - w);                                              \
-                if (n == 1 && NAME(multiplied)(p, weight_row + w, n_rows, x[0], sums + w)) {                         \
-                    w += UNPACKED_ROWS - 1;                                                                          \
-                    continue;                                                                                        \
-                }                                                                                                    \
-                NAME(unpacked)(p, weight_row + w, n_rows);                                                           \
+                NAME(unpacked)(p, weight_row + w, at_most(UNPACKED_ROWS, n_w - w));                                  \
             }                                                                                                        \
             const ELEMENT *row =                                                                                     \
                 weights ? weights + w * inner : (const ELEMENT *)p->scratch + w % UNPACKED_ROWS * inner;             \

@@ -1,12 +1,12 @@
-// The functions of Integers for one instruction set; included after vectors.h. The includer defines
+// The functions of TileKernels for one instruction set; included after vectors.h. The includer defines
 //   STEP      the products of 4 weights of each row and of activations, added to sums
 //   MOST_X    operands whose sums stay in registers
+//   MORE_KINDS  functions for FP8, see fp8_body.h
 //   SET       the name of a function for this instruction set
 // A tile has LANES rows for each of PARTS vectors.
 
 enum { PARTS = TILE / LANES };
 enum { MOST_INTEGER = 32639 };  // its upper byte and a signed lower one
-enum { WEIGHTS_INT8, WEIGHTS_UINT4, WEIGHTS_LEVELS4, WEIGHTS_UINT5, WEIGHTS_INT6 };
 
 typedef uint8_t code_bytes __attribute__((vector_size(4 * LANES)));
 typedef uint16_t shifted __attribute__((vector_size(4 * LANES)));
@@ -77,8 +77,9 @@ INLINE const uint8_t *read_group(const Matrix *m, const uint8_t *at, int part, G
 }
 
 // The products of one part of a tile and n_x operands.
-INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const uint8_t *at, int part, const Block *const *x,
+INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const uint8_t *at, int part, const void *const *operands,
                           vec *out) {
+    const Block *const *x = (const Block *const *)operands;
     // Sums are scaled for each 16 weights where groups may be so small.
     const int per_sum = kind == WEIGHTS_INT6 ? 16 : INTEGERS, n_sums = INTEGERS / per_sum;
     const int64_t high_bytes = kind == WEIGHTS_UINT5 ? 4 * TILE : kind == WEIGHTS_INT6 ? 8 * TILE : 0;
@@ -90,7 +91,7 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
     vec acc[MOST_X];
 #pragma GCC unroll 8
     for (int i = 0; i < n_x; i++) acc[i] = (vec){0};
-    const uint8_t *scales = at, *ahead = at + AHEAD_BYTES;
+    const uint8_t *scales = at, *ahead = at + 2 * AHEAD_BYTES;
     for (int64_t block = 0, left = 0; block < n_blocks; block++) {
         if (m->scales == SCALES_SUPER && block % 8 == 0) {
             g.factor = f16_at(at + part * LANES * 2), at += 2 * TILE;
@@ -104,9 +105,6 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
         const uint8_t *codes = at + high_bytes, *high = at + part * LANES * 4;
         codes += part * LANES * 4;
         at += high_bytes + n_code_bytes;
-        if (part == 0) {
-            for (; ahead < at + AHEAD_BYTES; ahead += 64) __builtin_prefetch(ahead, 0, 2);
-        }
 #pragma GCC unroll 2
         for (int n = 0; n < n_sums; n++) {
             if (n && is_fine) read_group(m, scales, part, &g);
@@ -119,6 +117,7 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
             }
 #pragma GCC unroll 8
             for (int step = n * per_sum / 4; step < (n + 1) * per_sum / 4; step++) {
+                if (part == 0 && ahead < at + 2 * AHEAD_BYTES) __builtin_prefetch(ahead, 0, 2), ahead += 64;
                 const code_bytes some = unpack_step(kind, step, codes, high, table);
 #pragma GCC unroll 8
                 for (int i = 0; i < n_x; i++) sums[i] = STEP(sums[i], some, x[i] + block, step);
@@ -154,9 +153,9 @@ INLINE void finish_part(const Product *p, int64_t row, int64_t position, vec tot
 
 #define WITH_X(kind, n)                                                             \
     static TARGET __attribute__((noinline)) void INTEGER_SET(multiply_##kind##_##n)(        \
-        const Matrix *m, const uint8_t *tile, const Block *const *x, vec *out) { \
+        const Matrix *m, const uint8_t *tile, const void *const *x, void *out) { \
         for (int part = 0; part < PARTS; part++)                                    \
-            multiply_tile(WEIGHTS_##kind, n, m, tile, part, x, out + part * MOST_X); \
+            multiply_tile(WEIGHTS_##kind, n, m, tile, part, x, (vec *)out + part * MOST_X); \
     }
 #define WITH_KIND(kind) EACH_X(WITH_X, kind)
 WITH_KIND(INT8)
@@ -167,27 +166,26 @@ WITH_KIND(INT6)
 #undef WITH_X
 #undef WITH_KIND
 
-typedef void MultiplyTile(const Matrix *m, const uint8_t *tile, const Block *const *x, vec *out);
 
 // Those for 1, 2, 4 and 8 operands.
 #define OF_KIND(kind) {EACH_X(NAME_OF, kind)}
 #define NAME_OF(kind, n) INTEGER_SET(multiply_##kind##_##n),
-static MultiplyTile *const INTEGER_SET(multiply)[][N_SIZES] = {OF_KIND(INT8), OF_KIND(UINT4), OF_KIND(LEVELS4), OF_KIND(UINT5), OF_KIND(INT6)};
+static MultiplyTile *const INTEGER_SET(multiply)[][N_SIZES] = {OF_KIND(INT8), OF_KIND(UINT4), OF_KIND(LEVELS4), OF_KIND(UINT5), OF_KIND(INT6), MORE_KINDS};
 #undef OF_KIND
 #undef NAME_OF
 
 // A block of weight rows meets all operands while it is near; then the next one.
-static TARGET void INTEGER_SET(project_integers)(const Product *p) {
+static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
     for (int64_t start = p->from; start < p->to; start += ITEM_ROWS) {
         const int64_t end = at_most(start + ITEM_ROWS, p->to);
         for (int64_t first = p->first; first < p->last;) {
             int size = N_SIZES - 1;
             while (1 << size > p->last - first) size--;
             const int n_x = 1 << size;
-            const Block *x[MOST_X];
+            const void *x[MOST_X];
             for (int i = 0; i < n_x; i++) {
                 const int64_t number = p->index ? p->index[first + i] : first + i;
-                x[i] = (const Block *)((const char *)p->operands + number * p->stride);
+                x[i] = (const char *)p->operands + number * p->stride;
             }
             for (int64_t row = start; row < end; row += TILE) {
                 const Matrix *m = p->parts + (row >= p->parts->n_out);
@@ -243,4 +241,4 @@ static TARGET void INTEGER_SET(prepare_integers)(const void *row, int64_t type, 
     }
 }
 
-const Integers INTEGER_SET(integers) = {INTEGER_SET(prepare_integers), INTEGER_SET(project_integers)};
+const TileKernels INTEGER_SET(integers) = {sizeof(Block), INTEGER_SET(prepare_integers), INTEGER_SET(project_tiles)};

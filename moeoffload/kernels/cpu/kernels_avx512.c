@@ -58,7 +58,7 @@ const Kernels *const bf16_dot_kernels = &kernels_bf16_dot;
 #undef TARGET
 #define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")))
 
-#include "integers.h"
+#include "tiles.h"
 
 typedef struct {
     ints high, low;
@@ -91,5 +91,76 @@ INLINE void store_integers(Block *block, const int32_t *integers) {
 #define N_SIZES 4
 #define EACH_X(each, kind) each(kind, 1) each(kind, 2) each(kind, 4) each(kind, 8)
 #define INTEGER_SET(name) name##_vnni
+static MultiplyTile fp8_dot_1, fp8_dot_2, fp8_dot_4, fp8_dot_8;
+#define MORE_KINDS {fp8_dot_1, fp8_dot_2, fp8_dot_4, fp8_dot_8}
 #include "integer_body.h"
+
+#undef TARGET
+#define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx512vbmi")))
+
+// The upper and the lower bytes of bfloat16 of codes without their sign.
+static const uint8_t fp8_upper[128] = {
+    [1 ... 3] = 0x3B,   [4 ... 15] = 0x3C,  [16 ... 31] = 0x3D,  [32 ... 47] = 0x3E,   [48 ... 63] = 0x3F,
+    [64 ... 79] = 0x40, [80 ... 95] = 0x41, [96 ... 111] = 0x42, [112 ... 126] = 0x43, [127] = 0x7F,
+};
+#define ONE_TO_SEVEN 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70
+#define EIGHT_TO_E 0x80, 0x90, 0xA0, 0xB0, 0xC0, 0xD0, 0xE0
+#define ALL_LOWER 0x00, ONE_TO_SEVEN, EIGHT_TO_E, 0xF0
+static const uint8_t fp8_lower[128] = {
+    0x00, 0x00, 0x80, 0xC0, 0x00, 0x20, 0x40, 0x60, EIGHT_TO_E, 0xF0, ALL_LOWER, ALL_LOWER, ALL_LOWER,
+    ALL_LOWER, ALL_LOWER, ALL_LOWER, 0x00, ONE_TO_SEVEN, EIGHT_TO_E, 0xC0,
+};
+
+// Weights 0 and 2, and 1 and 3.
+typedef struct {
+    __m512bh even, odd;
+} Fp8Pairs;
+typedef struct {
+    vec parts[4];
+} Fp8Sums;
+
+INLINE Fp8Pairs unpack_fp8(__m512i raw) {
+    const __m512i lower = _mm512_permutex2var_epi8(_mm512_loadu_si512(fp8_lower), raw, _mm512_loadu_si512(fp8_lower + 64));
+    const __m512i plain = _mm512_permutex2var_epi8(_mm512_loadu_si512(fp8_upper), raw, _mm512_loadu_si512(fp8_upper + 64));
+    // a | (b & c), and (b & c) | (a & ~c).
+    const __m512i upper = _mm512_ternarylogic_epi32(plain, raw, _mm512_set1_epi8((char)0x80), 0xF8);
+    const __m512i low_bytes = _mm512_set1_epi16(0xFF);
+    const __m512i even = _mm512_ternarylogic_epi32(_mm512_slli_epi16(upper, 8), lower, low_bytes, 0xF8);
+    const __m512i odd = _mm512_ternarylogic_epi32(upper, _mm512_srli_epi16(lower, 8), low_bytes, 0xD8);
+    return (Fp8Pairs){(__m512bh)even, (__m512bh)odd};
+}
+
+INLINE __m512bh pair_at(const uint16_t *operand) {
+    int32_t both;
+    memcpy(&both, operand, sizeof both);
+    return (__m512bh)_mm512_set1_epi32(both);
+}
+INLINE void add_fp8(Fp8Sums *sums, const int step, Fp8Pairs weights, const uint16_t *x) {
+    vec *two = sums->parts + step % 2 * 2;
+    two[0] = (vec)_mm512_dpbf16_ps((__m512)two[0], weights.even, pair_at(x));
+    two[1] = (vec)_mm512_dpbf16_ps((__m512)two[1], weights.odd, pair_at(x + 2));
+}
+
+static void prepare_fp8_dot(const void *row, int64_t type, void *operand, int64_t n) {
+    const uint16_t *from = row;
+    uint16_t *to = operand;
+    for (int64_t i = 0; i < n; i++) to[i / 4 * 4 + i % 2 * 2 + i % 4 / 2] = from[i];
+}
+
+#define FP8_OPERAND uint16_t
+#define FP8_WEIGHTS Fp8Pairs
+#define FP8_UNPACK(codes) unpack_fp8((__m512i)(codes))
+#define FP8_SUMS Fp8Sums
+#define FP8_ADD(sums, step, weights, x) add_fp8(&(sums), step, weights, x)
+#define FP8_TOTAL(sums) (((sums).parts[0] + (sums).parts[1]) + ((sums).parts[2] + (sums).parts[3]))
+#define FP8_SET(n) fp8_dot_##n
+#include "fp8_body.h"
+
+// The sums of so many do not fit the registers.
+static TARGET void fp8_dot_8(const Matrix *m, const uint8_t *tile, const void *const *x, void *out) {
+    fp8_dot_4(m, tile, x, out);
+    fp8_dot_4(m, tile, x + 4, (vec *)out + 4);
+}
+
+const TileKernels fp8_bf16_dot = {INTEGERS * sizeof(uint16_t), prepare_fp8_dot, project_tiles_vnni};
 #endif

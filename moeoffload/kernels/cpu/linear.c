@@ -1,6 +1,6 @@
 // A linear layer at few rows: the experts' products with one matrix. The bias is added in float32.
 
-#include "integers.h"
+#include "tiles.h"
 
 typedef struct {
     int64_t dtype, features;
@@ -18,8 +18,7 @@ typedef struct {
 
 // Of an operand of n elements, whatever unit computes.
 int64_t moe_operand_bytes(int64_t dtype, int64_t features, int64_t n) {
-    return at_least(padded(n, kernels_for(dtype, features)->block) * kernels_for(dtype, features)->operand_bytes,
-                    n / INTEGERS * (int64_t)sizeof(Block));
+    return at_least(operand_bytes(kernels_for(dtype, features), NULL, n, false), n * (int64_t)sizeof(float));
 }
 
 // What a thread needs to unpack rows of n weights.
@@ -28,23 +27,23 @@ int64_t moe_linear_scratch_bytes(int64_t dtype, int64_t features, int64_t n) {
 }
 
 static bool uses_matrix_unit(const LinearCall *c) {
-    return !integers_for(c->parts, c->features) && matrix_unit_fits(c->dtype, c->features, c->n_in, c->n_out);
+    return !tiles_for(c->parts, c->dtype, c->features) && matrix_unit_fits(c->dtype, c->features, c->n_in, c->n_out);
 }
 
 static int64_t stride_of(const LinearCall *c) {
-    const Integers *integers = integers_for(c->parts, c->features);
-    return operand_bytes(kernels_for(c->dtype, c->features), integers, c->n_in, uses_matrix_unit(c));
+    const TileKernels *tiles = tiles_for(c->parts, c->dtype, c->features);
+    return operand_bytes(kernels_for(c->dtype, c->features), tiles, c->n_in, uses_matrix_unit(c));
 }
 
 static void run(void *argument) {
     LinearCall *c = argument;
     const Kernels *kernels = kernels_for(c->dtype, c->features);
-    const Integers *integers = integers_for(c->parts, c->features);
+    const TileKernels *tiles = tiles_for(c->parts, c->dtype, c->features);
     const bool by_matrix_unit = uses_matrix_unit(c);
     const int64_t thread = atomic_fetch_add_explicit(&c->n_started, 1, memory_order_relaxed);
     Product product = {
         .kernels = kernels,
-        .integers = integers,
+        .tiles = tiles,
         .weights = c->weight,
         .parts = c->parts,
         .scratch = c->parts ? c->scratch + thread * scratch_bytes(kernels, c->n_in) : NULL,
@@ -64,8 +63,8 @@ static void run(void *argument) {
         product.from = atomic_fetch_add_explicit(&c->claimed, item_rows, memory_order_relaxed);
         if (product.from >= c->n_out) return;
         product.to = at_most(product.from + item_rows, c->n_out);
-        if (integers)
-            integers->project(&product);
+        if (tiles)
+            tiles->project(&product);
         else if (by_matrix_unit)
             project_by_matrix_unit(&product);
         else
@@ -75,7 +74,7 @@ static void run(void *argument) {
 
 void moe_linear(LinearCall *c) {
     const Kernels *kernels = kernels_for(c->dtype, c->features);
-    const Integers *integers = integers_for(c->parts, c->features);
+    const TileKernels *tiles = tiles_for(c->parts, c->dtype, c->features);
     const int64_t stride = stride_of(c);
     if (uses_matrix_unit(c)) {
         const Product rows = {.operands = c->rows, .inner = c->n_in, .stride = c->n_in * kernels->item_bytes, .last = c->n_rows};
@@ -83,7 +82,7 @@ void moe_linear(LinearCall *c) {
     } else {
         for (int64_t row = 0; row < c->n_rows; row++) {
             const char *values = c->rows + row * c->n_in * kernels->item_bytes;
-            prepare_operand(kernels, integers, c->dtype, values, c->operands + row * stride, c->n_in, false);
+            prepare_operand(kernels, tiles, c->dtype, values, c->operands + row * stride, c->n_in, false);
         }
     }
     c->claimed = c->n_started = 0;

@@ -21,7 +21,7 @@ typedef struct {
     int64_t n_groups, shared_rows;
     int64_t high, factors, min_factors, scales_at, offsets_at;  // places
     float levels[16];
-    // Of rows that lie in tiles, see formats/tiles.py: `kind` is one more than that of integer_body.h, 0: they do not.
+    // Of rows that lie in tiles, see formats/tiles.py: `kind` is one more than that of tiles.h, 0: they do not.
     int64_t kind, zero;  // the code of the value 0
     float unit;          // the value of one step of the codes, without the scale
     uint8_t table[16];

@@ -200,10 +200,9 @@ static TARGET __attribute__((noinline)) void NAME(unpack_some)(const Matrix *m, 
     memset(out + count, 0, (SPAN - count) * sizeof(ELEMENT));
 }
 
-// Columns from..to of a row, within a segment; `from` is a multiple of SPAN. They are written to `out`, or, if that is
-// NULL, multiplied by an operand and added to its sums in the order of `products`. Whatever the weights are:
+// Columns from..to of a row, within a segment; `from` is a multiple of SPAN. Whatever the weights are:
 static TARGET __attribute__((noinline)) void NAME(any_spans)(const Matrix *m, const uint8_t *row, int64_t from, int64_t to,
-                                                             const Scales *s, const OPERAND *operand, vec *sums, ELEMENT *out) {
+                                                             const Scales *s, ELEMENT *out) {
     const int codes = (int)m->codes;
     const int64_t first = from / SEGMENT * SEGMENT;
     for (int64_t at = from; at < to; at += SPAN) {
@@ -213,46 +212,32 @@ static TARGET __attribute__((noinline)) void NAME(any_spans)(const Matrix *m, co
         const uint8_t *code = row + at * code_bits(codes) / 8, *high = row + m->high + at * high_bits(codes) / 8;
         const int64_t count = at_most(to - at, SPAN);
         NAME(unpack_some)(m, code, high, count, &span, s, some);
-        if (out) {
-            memcpy(out + at - from, some, count * sizeof(ELEMENT));
-        } else {
-            for (int64_t i = 0; i < count; i += BLOCK) MULTIPLY(sums, LOAD(some + i), GET(operand + at + i));
-        }
+        memcpy(out + at - from, some, count * sizeof(ELEMENT));
     }
 }
 
 // As any_spans, in registers, as long as that can be.
 INLINE void NAME(spans)(const int codes, const int offsets, const bool is_power, const Matrix *m, const uint8_t *row,
-                        int64_t from, int64_t to, const Scales *s, const OPERAND *operand, vec *sums, ELEMENT *out,
-                        Ahead *ahead) {
+                        int64_t from, int64_t to, const Scales *s, ELEMENT *out, Ahead *ahead) {
     const int64_t shift = m->shift, second = shift < 5, third = shift < 5 ? 2 : shift < 6, first = from / SEGMENT * SEGMENT;
     NAME(Span) span;
     NAME(set_tables)(codes, m, &span);
-    vec acc[2];
-    if (!out) acc[0] = sums[0], acc[1] = sums[1];
     int64_t at = from;
     if (!s->is_wild && !NAME(is_too_fine)(codes, shift)) {
         const uint8_t *code = row + at * code_bits(codes) / 8, *high = row + m->high + at * high_bits(codes) / 8;
         for (; at + SPAN <= to; at += SPAN) {
-            ELEMENT some[SPAN];
             span.group[0] = (at - first) >> shift;
             span.group[1] = span.group[0] + second, span.group[2] = span.group[0] + third;
             span.group[3] = span.group[2] + second;
             __builtin_prefetch(ahead->at, 0, 2);
             // From there into the first-level cache.
-            __builtin_prefetch(out ? (const char *)code + 64 : ahead->at - 2 * AHEAD_BYTES - AHEAD_BYTES / 2, 0, 3);
+            __builtin_prefetch((const char *)code + 64, 0, 3);
             ahead->at += ahead->step;
-            ELEMENT *to_here = out ? out + at - from : some;
-            if (!NAME(unpack_fast)(codes, offsets, is_power, code, high, &span, s, to_here)) break;
-            if (!out) {
-#pragma GCC unroll 4
-                for (int i = 0; i < SPAN; i += BLOCK) MULTIPLY(acc, LOAD(some + i), GET(operand + at + i));
-            }
+            if (!NAME(unpack_fast)(codes, offsets, is_power, code, high, &span, s, out + at - from)) break;
             code += SPAN * code_bits(codes) / 8, high += SPAN * high_bits(codes) / 8;
         }
     }
-    if (!out) sums[0] = acc[0], sums[1] = acc[1];
-    if (__builtin_expect(at < to, false)) NAME(any_spans)(m, row, at, to, s, operand, sums, out ? out + at - from : NULL);
+    if (__builtin_expect(at < to, false)) NAME(any_spans)(m, row, at, to, s, out + at - from);
 }
 
 #define EACH_CODES                                \
@@ -269,7 +254,7 @@ INLINE void NAME(spans)(const int codes, const int offsets, const bool is_power,
         EACH_OFFSETS(CODES_INT6)
 #define SPANS(codes, offsets, is_power) \
     for (int64_t r = 0; r < n_rows; r++) \
-        NAME(spans)(codes, offsets, is_power, m, data + r * m->row_bytes, from, end, scales + r, NULL, NULL, \
+        NAME(spans)(codes, offsets, is_power, m, data + r * m->row_bytes, from, end, scales + r, \
                     elements + r * stride, &ahead);
 #define EACH_OFFSETS(codes)                                                                                       \
     case codes:                                                                                                   \
@@ -296,7 +281,7 @@ static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, in
             EACH_CODES
             default:
                 for (int64_t r = 0; r < n_rows; r++)
-                    NAME(any_spans)(m, data + r * m->row_bytes, from, end, scales + r, NULL, NULL, elements + r * stride);
+                    NAME(any_spans)(m, data + r * m->row_bytes, from, end, scales + r, elements + r * stride);
         }
         elements += end - from;
         from = end;
@@ -305,27 +290,3 @@ static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, in
 #undef SPANS
 #undef EACH_CODES
 #undef EACH_OFFSETS
-
-// The products of an operand and rows of FP8, one after the other: a single stream of reads.
-static TARGET void NAME(multiply_packed)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, const OPERAND *operand,
-                                         SUMS *sums) {
-    const uint8_t *data = (const uint8_t *)packed_row(m, expert, row);
-    const bool is_power = TYPE == BF16 && m->scales == SCALES_E8M0;
-    const int64_t step = ceil_div(SPAN * m->row_bytes, m->n_in);
-    for (const int64_t last = row + n_rows; row < last; row++, data += m->row_bytes, sums++) {
-        sums[0][0][0] = sums[0][0][1] = (vec){0};
-        for (int64_t from = 0, end; from < m->n_in; from = end) {
-            Scales scales;
-            Ahead ahead = {(const char *)data + from / SPAN * step + 3 * AHEAD_BYTES, step};
-            end = at_most(from + SEGMENT, m->n_in);
-            read_scales(m, expert, row, 1, from, &scales);
-#define MULTIPLY_SPANS(is_power) \
-    NAME(spans)(CODES_FP8, OFFSETS_NONE, is_power, m, data, from, end, &scales, operand, sums[0][0], NULL, &ahead)
-            if (is_power)
-                MULTIPLY_SPANS(true);
-            else
-                MULTIPLY_SPANS(false);
-#undef MULTIPLY_SPANS
-        }
-    }
-}
