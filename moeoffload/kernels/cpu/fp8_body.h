@@ -3,12 +3,27 @@
 //   FP8_WEIGHTS    four weights of each row in registers
 //   FP8_UNPACK     FP8_WEIGHTS of codes
 //   FP8_SUMS       sums of an operand
-//   FP8_ADD        adds the products of FP8_WEIGHTS and four elements at an address to FP8_SUMS in a numbered step
+//   FP8_ADD        adds the products of FP8_WEIGHTS and four elements at an address to FP8_SUMS
 //   FP8_TOTAL      one sum for each row
+//   EACH_FP8_X     calls a macro with each number of operands
 //   FP8_SET        the name of a function for this instruction set
 
-// The products of one part of a tile and n_x operands.
+enum { UNPACKED = 128 };  // weights of each row that are unpacked together
+
+// Adds the products of 4 * n_steps weights of each row, at `at` or unpacked at `ready`, and n_x operands.
+INLINE void add_steps(const int n_x, const FP8_WEIGHTS *ready, const uint8_t *at, int n_steps, const FP8_OPERAND *const *x,
+                      int64_t k, FP8_SUMS *sums) {
+#pragma GCC unroll 8
+    for (int step = 0; step < n_steps; step++) {
+        const FP8_WEIGHTS some = ready ? ready[step] : FP8_UNPACK(codes_at(at + 4 * TILE * step));
+#pragma GCC unroll 8
+        for (int i = 0; i < n_x; i++) FP8_ADD(sums[i], some, x[i] + k + 4 * step);
+    }
+}
+
+// The products of one part of a tile and n_x operands; for more than at_once weights are unpacked to the first cache.
 INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int part, const void *const *operands, vec *out) {
+    const int at_once = n_x < MOST_X ? n_x : MOST_X, chunk = n_x > MOST_X ? UNPACKED : INTEGERS;
     const int64_t group = m->shift < 62 ? (int64_t)1 << m->shift : m->n_in;
     const float *shared = NULL;
     if (m->shared) {
@@ -17,7 +32,8 @@ INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int 
     }
     const FP8_OPERAND *const *x = (const FP8_OPERAND *const *)operands;
     Group g = {0};
-    vec total[MOST_X];
+    FP8_WEIGHTS ready[UNPACKED / 4];
+    vec total[MANY_X];
 #pragma GCC unroll 8
     for (int i = 0; i < n_x; i++) total[i] = (vec){0};
     for (int64_t k = 0; k < m->n_in;) {
@@ -25,16 +41,19 @@ INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int 
             g.scale = all(*shared++);
         else
             at = read_group(m, at, part, &g);
-        FP8_SUMS sums[MOST_X];
+        FP8_SUMS sums[MANY_X];
 #pragma GCC unroll 8
         for (int i = 0; i < n_x; i++) sums[i] = (FP8_SUMS){0};
-        for (const int64_t end = at_most(k + group, m->n_in); k < end; k += INTEGERS, at += INTEGERS * TILE) {
-#pragma GCC unroll 8
-            for (int step = 0; step < INTEGERS / 4; step++) {
-                if (part == 0) __builtin_prefetch(at + 4 * TILE * step + 2 * AHEAD_BYTES, 0, 2);
-                const FP8_WEIGHTS some = FP8_UNPACK(codes_at(at + 4 * TILE * step + 4 * LANES * part));
-#pragma GCC unroll 8
-                for (int i = 0; i < n_x; i++) FP8_ADD(sums[i], step, some, x[i] + k + 4 * step);
+        const int64_t end = at_most(k + group, m->n_in);
+        for (int64_t n; k < end; k += n, at += n * TILE) {
+            n = n_x > MOST_X ? at_most(chunk, end - k) : INTEGERS;
+            const uint8_t *codes = at + 4 * LANES * part;
+            for (int64_t line = 0; part == 0 && line < n * TILE; line += 64) __builtin_prefetch(at + line + 2 * AHEAD_BYTES, 0, 2);
+            if (n_x > MOST_X) {
+                for (int step = 0; step < n / 4; step++) ready[step] = FP8_UNPACK(codes_at(codes + 4 * TILE * step));
+                for (int i = 0; i < n_x; i += at_once) add_steps(at_once, ready, codes, (int)n / 4, x + i, k, sums + i);
+            } else {
+                add_steps(n_x, NULL, codes, INTEGERS / 4, x, k, sums);
             }
         }
 #pragma GCC unroll 8
@@ -46,9 +65,7 @@ INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int 
 
 #define WITH_X(n)                                                                                                   \
     static TARGET void FP8_SET(n)(const Matrix *m, const uint8_t *tile, const void *const *x, void *out) {          \
-        for (int part = 0; part < PARTS; part++) multiply_fp8(n, m, tile, part, x, (vec *)out + part * MOST_X);     \
+        for (int part = 0; part < PARTS; part++) multiply_fp8(n, m, tile, part, x, (vec *)out + part * MANY_X);     \
     }
-WITH_X(1)
-WITH_X(2)
-WITH_X(4)
+EACH_FP8_X(WITH_X)
 #undef WITH_X

@@ -5,7 +5,7 @@
 //   SET       the name of a function for this instruction set
 // A tile has LANES rows for each of PARTS vectors.
 
-enum { PARTS = TILE / LANES };
+enum { PARTS = TILE / LANES, MANY_X = 1 << (N_SIZES - 1) };
 enum { MOST_INTEGER = 32639 };  // its upper byte and a signed lower one
 
 typedef uint8_t code_bytes __attribute__((vector_size(4 * LANES)));
@@ -155,7 +155,7 @@ INLINE void finish_part(const Product *p, int64_t row, int64_t position, vec tot
     static TARGET __attribute__((noinline)) void INTEGER_SET(multiply_##kind##_##n)(        \
         const Matrix *m, const uint8_t *tile, const void *const *x, void *out) { \
         for (int part = 0; part < PARTS; part++)                                    \
-            multiply_tile(WEIGHTS_##kind, n, m, tile, part, x, (vec *)out + part * MOST_X); \
+            multiply_tile(WEIGHTS_##kind, n, m, tile, part, x, (vec *)out + part * MANY_X); \
     }
 #define WITH_KIND(kind) EACH_X(WITH_X, kind)
 WITH_KIND(INT8)
@@ -167,7 +167,7 @@ WITH_KIND(INT6)
 #undef WITH_KIND
 
 
-// Those for 1, 2, 4 and 8 operands.
+// Those for 1, 2, 4 ... MANY_X operands, where there are some.
 #define OF_KIND(kind) {EACH_X(NAME_OF, kind)}
 #define NAME_OF(kind, n) INTEGER_SET(multiply_##kind##_##n),
 static MultiplyTile *const INTEGER_SET(multiply)[][N_SIZES] = {OF_KIND(INT8), OF_KIND(UINT4), OF_KIND(LEVELS4), OF_KIND(UINT5), OF_KIND(INT6), MORE_KINDS};
@@ -179,10 +179,11 @@ static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
     for (int64_t start = p->from; start < p->to; start += ITEM_ROWS) {
         const int64_t end = at_most(start + ITEM_ROWS, p->to);
         for (int64_t first = p->first; first < p->last;) {
+            MultiplyTile *const *sizes = INTEGER_SET(multiply)[p->parts->kind - 1];
             int size = N_SIZES - 1;
-            while (1 << size > p->last - first) size--;
+            while (!sizes[size] || 1 << size > p->last - first) size--;
             const int n_x = 1 << size;
-            const void *x[MOST_X];
+            const void *x[MANY_X];
             for (int i = 0; i < n_x; i++) {
                 const int64_t number = p->index ? p->index[first + i] : first + i;
                 x[i] = (const char *)p->operands + number * p->stride;
@@ -190,11 +191,11 @@ static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
             for (int64_t row = start; row < end; row += TILE) {
                 const Matrix *m = p->parts + (row >= p->parts->n_out);
                 const uint8_t *tile = (const uint8_t *)row_of_parts(p->parts, p->expert, row);
-                vec out[PARTS * MOST_X];
+                vec out[PARTS * MANY_X];
                 INTEGER_SET(multiply)[m->kind - 1][size](m, tile, x, out);
                 for (int i = 0; i < n_x; i++)
                     for (int part = 0; part < PARTS; part++)
-                        finish_part(p, row + part * LANES, first + i, out[part * MOST_X + i]);
+                        finish_part(p, row + part * LANES, first + i, out[part * MANY_X + i]);
             }
             first += n_x;
         }

@@ -41,10 +41,10 @@ INLINE void store_integers(Block *block, const int32_t *integers) {
 #define LOOK_UP(table, numbers) ((code_bytes)_mm256_shuffle_epi8((__m256i)(table), (__m256i)(numbers)))
 #define NEAREST(values) ((ints)_mm256_cvtps_epi32((__m256)(values)))
 #define MOST_X 4
-#define N_SIZES 3
+#define N_SIZES 6
 #define EACH_X(each, kind) each(kind, 1) each(kind, 2) each(kind, 4)
-static MultiplyTile fp8_1, fp8_2, fp8_4;
-#define MORE_KINDS {fp8_1, fp8_2, fp8_4}
+static MultiplyTile fp8_1, fp8_2, fp8_4, fp8_32;
+#define MORE_KINDS {fp8_1, fp8_2, fp8_4, NULL, NULL, fp8_32}
 #define INTEGER_SET(name) name##_avx2
 #include "integer_body.h"
 
@@ -95,8 +95,9 @@ static TARGET void prepare_fp8(const void *row, int64_t type, void *operand, int
 #define FP8_WEIGHTS Fp8Floats
 #define FP8_UNPACK(codes) unpack_fp8((__m256i)(codes))
 #define FP8_SUMS Fp8Sums
-#define FP8_ADD(sums, step, weights, x) add_fp8(&(sums), weights, x)
+#define FP8_ADD(sums, weights, x) add_fp8(&(sums), weights, x)
 #define FP8_TOTAL(sums) total_of(sums)
+#define EACH_FP8_X(each) each(1) each(2) each(4) each(32)
 #define FP8_SET(n) fp8_##n
 #include "fp8_body.h"
 

@@ -88,11 +88,11 @@ INLINE void store_integers(Block *block, const int32_t *integers) {
 #define LOOK_UP(table, numbers) ((code_bytes)_mm512_shuffle_epi8((__m512i)(table), (__m512i)(numbers)))
 #define NEAREST(values) ((ints)_mm512_cvtps_epi32((__m512)(values)))
 #define MOST_X 8
-#define N_SIZES 4
+#define N_SIZES 6
 #define EACH_X(each, kind) each(kind, 1) each(kind, 2) each(kind, 4) each(kind, 8)
 #define INTEGER_SET(name) name##_vnni
-static MultiplyTile fp8_dot_1, fp8_dot_2, fp8_dot_4, fp8_dot_8;
-#define MORE_KINDS {fp8_dot_1, fp8_dot_2, fp8_dot_4, fp8_dot_8}
+static MultiplyTile fp8_dot_1, fp8_dot_2, fp8_dot_4, fp8_dot_8, fp8_dot_32;
+#define MORE_KINDS {fp8_dot_1, fp8_dot_2, fp8_dot_4, fp8_dot_8, NULL, fp8_dot_32}
 #include "integer_body.h"
 
 #undef TARGET
@@ -116,7 +116,7 @@ typedef struct {
     __m512bh even, odd;
 } Fp8Pairs;
 typedef struct {
-    vec parts[4];
+    vec even, odd;
 } Fp8Sums;
 
 INLINE Fp8Pairs unpack_fp8(__m512i raw) {
@@ -135,10 +135,9 @@ INLINE __m512bh pair_at(const uint16_t *operand) {
     memcpy(&both, operand, sizeof both);
     return (__m512bh)_mm512_set1_epi32(both);
 }
-INLINE void add_fp8(Fp8Sums *sums, const int step, Fp8Pairs weights, const uint16_t *x) {
-    vec *two = sums->parts + step % 2 * 2;
-    two[0] = (vec)_mm512_dpbf16_ps((__m512)two[0], weights.even, pair_at(x));
-    two[1] = (vec)_mm512_dpbf16_ps((__m512)two[1], weights.odd, pair_at(x + 2));
+INLINE void add_fp8(Fp8Sums *sums, Fp8Pairs weights, const uint16_t *x) {
+    sums->even = (vec)_mm512_dpbf16_ps((__m512)sums->even, weights.even, pair_at(x));
+    sums->odd = (vec)_mm512_dpbf16_ps((__m512)sums->odd, weights.odd, pair_at(x + 2));
 }
 
 static void prepare_fp8_dot(const void *row, int64_t type, void *operand, int64_t n) {
@@ -151,16 +150,11 @@ static void prepare_fp8_dot(const void *row, int64_t type, void *operand, int64_
 #define FP8_WEIGHTS Fp8Pairs
 #define FP8_UNPACK(codes) unpack_fp8((__m512i)(codes))
 #define FP8_SUMS Fp8Sums
-#define FP8_ADD(sums, step, weights, x) add_fp8(&(sums), step, weights, x)
-#define FP8_TOTAL(sums) (((sums).parts[0] + (sums).parts[1]) + ((sums).parts[2] + (sums).parts[3]))
+#define FP8_ADD(sums, weights, x) add_fp8(&(sums), weights, x)
+#define FP8_TOTAL(sums) ((sums).even + (sums).odd)
+#define EACH_FP8_X(each) each(1) each(2) each(4) each(8) each(32)
 #define FP8_SET(n) fp8_dot_##n
 #include "fp8_body.h"
-
-// The sums of so many do not fit the registers.
-static TARGET void fp8_dot_8(const Matrix *m, const uint8_t *tile, const void *const *x, void *out) {
-    fp8_dot_4(m, tile, x, out);
-    fp8_dot_4(m, tile, x + 4, (vec *)out + 4);
-}
 
 const TileKernels fp8_bf16_dot = {INTEGERS * sizeof(uint16_t), prepare_fp8_dot, project_tiles_vnni};
 #endif
