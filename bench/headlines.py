@@ -195,6 +195,15 @@ def _startup(rows: Rows) -> str:
     )
 
 
+def _draft(rows: Rows) -> str:
+    return "; ".join(
+        f"{row['transport']}, {row['head']} head: **{row['ratio']['median']:.2f} ×** "
+        f"(limit {row['limit']:.2f}, {100 * row['acceptance']:.0f} % of guesses right)"
+        for row in rows
+        if not row["guesses"].isdecimal()
+    )
+
+
 HEADLINES: dict[str, Callable[[Rows], str]] = {
     "ablations": _ablations,
     "against": _against,
@@ -202,6 +211,7 @@ HEADLINES: dict[str, Callable[[Rows], str]] = {
     "chunks": _chunks,
     "coalescing": _coalescing,
     "concurrent_answers": _concurrent_answers,
+    "draft": _draft,
     "fairness": _fairness,
     "faults": _faults,
     "fuzz": _fuzz,

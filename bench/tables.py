@@ -128,6 +128,18 @@ COLUMNS: dict[str, list[dict[str, Cell]]] = {
             "also": lambda row: ", ".join(f"{name} {value:.3g}" for name, value in row["details"].items()) or "–",
         }
     ],
+    "draft": [
+        {
+            "transport": lambda row: row["transport"],
+            "head": lambda row: row["head"],
+            "guesses": lambda row: row["guesses"],
+            "tok/s": lambda row: spread(row["tokens_per_s"], 0),
+            "ratio": lambda row: spread(row["ratio"]),
+            "limit": _number("limit", 2),
+            "acceptance": lambda row: f"{100 * row['acceptance']:.0f} %",
+            "tokens per pass": _number("tokens_per_pass", 2),
+        }
+    ],
     "coalescing": [
         {
             "clients": lambda row: f"{row['clients']}",

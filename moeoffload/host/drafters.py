@@ -59,17 +59,16 @@ class DraftModel(Drafter):
         self._cache = growing_cache(model.config.get_text_config(decoder=True))
         self._cache.activate_past_recording()
         self._cached: list[int] = []
+        self._n_sure = 0  # of these, tokens that were no guesses
 
     @torch.inference_mode()
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
         """See `Drafter`."""
-        cached, n_same = self._cached, 0
-        for ours, theirs in zip(cached, tokens[:-1], strict=False):
-            if ours != theirs:
-                break
+        cached, n_same = self._cached, self._n_sure
+        while n_same < min(len(cached), len(tokens) - 1) and cached[n_same] == tokens[n_same]:
             n_same += 1
         self._cache.crop(n_same - len(cached))
-        new = list(tokens[n_same:])
+        self._n_sure, new = len(tokens), list(tokens[n_same:])
         guesses: list[int] = []
         self._cached = list(tokens[:n_same])
         while len(guesses) < most:
@@ -129,7 +128,7 @@ class DraftHead(Drafter):
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
         """See `Drafter`."""
         self._cut(len(tokens) - 1)
-        if not self._rows or self._end != len(tokens) - 1:
+        if self._first == self._end or self._end != len(tokens) - 1:
             return []
         rows, new, at = torch.cat(self._rows)[None], list(tokens[self._first + 1 :]), self._first + 1
         self._rows, self._first = [], self._end

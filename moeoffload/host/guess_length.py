@@ -7,7 +7,8 @@ from typing import Final
 _MEMORY: Final = 0.95  # what a pass still counts one pass later
 _TRY: Final = 6  # passes of a try
 _OLD: Final = 0.2  # what all before a try still counts in it
-_AGAIN: Final = 100  # passes between two tries
+_AGAIN: Final = 100  # passes between two tries; twice as many after each that has changed nothing
+_MOST: Final = 1600
 
 
 class GuessLength:
@@ -24,6 +25,8 @@ class GuessLength:
         self._to_try = list(self._numbers)
         self._trying: int | None = None
         self._n_left = 0  # passes until something else is tried
+        self._pause = _AGAIN
+        self._settled = -1  # the best number before the tries
         self._n_tries = 0
         self._number = -1
         self._is_new = False
@@ -54,8 +57,10 @@ class GuessLength:
             self._to_try.append(others[self._n_tries % len(others)])
             self._n_tries += 1
         self._trying = self._to_try.pop() if self._to_try else None
-        self._n_left = _AGAIN
-        if self._trying is not None:
+        if self._trying is None:
+            self._pause = min(_MOST, 2 * self._pause) if self._best == self._settled else _AGAIN
+            self._n_left, self._settled = self._pause, self._best
+        else:
             self._n_left = _TRY
             self._tokens[self._trying] *= _OLD
             self._seconds[self._trying] *= _OLD

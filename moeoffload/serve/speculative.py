@@ -9,6 +9,7 @@ from typing import Final
 
 from moeoffload.host.drafters import Drafter, hidden_states_of, most_guesses, new_drafter
 from moeoffload.host.guess_length import GuessLength
+from moeoffload.host.recorder import GuessCounts
 from moeoffload.host.session import OffloadedModel
 from moeoffload.kernels.attention import FEW_QUERIES
 from moeoffload.serve.sequence import Sequence as TokenSequence
@@ -67,8 +68,16 @@ class Guesser:
 
     def count(self, shares: Sequence[Share], n_tokens: int, seconds: float) -> None:
         """Takes note of a step: the tokens that it made certain, and its time."""
+        if self._chosen is None or any(len(share.tokens) != 1 + share.n_guesses for share in shares):
+            return
+        recorder = self._offloaded.recorder
+        counts = recorder.guesses = recorder.guesses or GuessCounts()
+        counts.guessed += sum(share.n_guesses for share in shares)
+        counts.right += n_tokens - len(shares)
+        counts.passes += 1
+        counts.tokens += n_tokens
         # Before the first guesses of a sequence its drafter reads the prompt.
-        if self._chosen is not None and all(share.sequence.n_answer > n_tokens for share in shares):
+        if all(share.sequence.n_answer > n_tokens + 1 for share in shares):
             self._chosen.count(n_tokens, self._guess_s + seconds)
 
     def _drafter_of(self, share: Share) -> Drafter | None:
