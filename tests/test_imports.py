@@ -71,7 +71,7 @@ def test_a_server_that_starts_imports_neither_transformers_nor_compilers() -> No
 
 def test_a_host_that_starts_imports_nothing_of_others() -> None:
     code = (
-        "import sys; from moeoffload.cli import host_app, triton_import; triton_import.skip_triton_without_gpu(); "
+        "import sys; from moeoffload.cli import host_app, imports; imports.skip_triton_without_gpu(); "
         "from moeoffload.host import conversation, session; "
         "print(*sorted({name.split('.')[0] for name, module in sys.modules.items() if module is not None}))"
     )
@@ -82,3 +82,14 @@ def test_a_host_that_starts_imports_nothing_of_others() -> None:
     assert "torch" in found
     assert "triton" not in found or has_gpu
     assert not {"fastapi", "uvicorn", "gguf", "llguidance", "cryptography", "prometheus_client", "pandas"} & found
+
+
+def test_a_name_that_is_no_model_is_refused_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from moeoffload.cli import entry\ntry: entry.moeoffload()\nfinally: print('torch' in sys.modules)"
+    )
+    for name, reason in (("/nowhere", "no such folder"), ("nowhere.gguf", "no such file"), ("a b", "not a hub id")):
+        command = [sys.executable, "-c", code, "run", name, "--prompt", "hi"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (3, "False\n"), done.stderr
+        assert reason in done.stderr

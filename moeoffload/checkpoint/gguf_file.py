@@ -19,9 +19,9 @@ from typing import IO, Any, Final
 from moeoffload.checkpoint.regular import open_regular
 from moeoffload.checkpoint.tensors import StoredTensor
 from moeoffload.errors import ModelError
+from moeoffload.model_name import GGUF_SUFFIX
 from moeoffload.text import one_line
 
-SUFFIX: Final = ".gguf"
 _PART_NAME: Final = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
@@ -62,7 +62,7 @@ class GgufFile:
             if (metadata.get("split.no", 0), count) != (number, len(files)):
                 raise ModelError(
                     f"{file}: says that it is part {_shown(metadata.get('split.no', 0))} (from 0) of {_shown(count)}, "
-                    f"its name says part {number} of {len(files)}; parts are named ...-00001-of-00003{SUFFIX}"
+                    f"its name says part {number} of {len(files)}; parts are named ...-00001-of-00003{GGUF_SUFFIX}"
                 )
         tensors = tuple(tensor for _, found in read for tensor in found)
         metadata = read[0][0]
@@ -82,7 +82,7 @@ class GgufFile:
 
 def is_gguf(path: Path) -> bool:
     """Whether ``path`` names a GGUF file (it need not exist)."""
-    return path.suffix == SUFFIX
+    return path.suffix == GGUF_SUFFIX
 
 
 def _parts(path: Path) -> tuple[Path, ...]:
@@ -93,7 +93,7 @@ def _parts(path: Path) -> tuple[Path, ...]:
     count = int(name["count"])
     if not 1 <= count <= _MAX_PARTS:
         raise ModelError(f"{path}: is one of {count} parts, supported are 1 to {_MAX_PARTS}")
-    files = [path.with_name(f"{name['stem']}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)]
+    files = [path.with_name(f"{name['stem']}-{number:05}-of-{count:05}{GGUF_SUFFIX}") for number in range(1, count + 1)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ModelError(f"{path}: {len(missing)} of its {count} parts are missing: {missing[0]}")

@@ -1,13 +1,8 @@
-"""Finds the folder of a model that is named by a path or by a hub id.
-
-Hub ids and revisions may come from a host on the network: they are names, checked before the file system is touched.
-"""
+"""Finds the folder of a model that is named by a path or by a hub id."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Final
 
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
@@ -15,12 +10,7 @@ from moeoffload.checkpoint.gguf_file import is_gguf
 from moeoffload.checkpoint.model_config import CONFIG_FILE, first_line
 from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, read_json
 from moeoffload.errors import ModelError
-from moeoffload.text import one_line
-
-_PART: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
-_HUB_ID: Final = re.compile(rf"({_PART}/)?{_PART}")
-_REVISION: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,199}")
-WEIGHTS_SUFFIX: Final = ".safetensors"
+from moeoffload.model_name import check_revision, is_hub_id, named_path
 
 # Everything a host or an expert server reads; pickled weights and code are left on the hub.
 _WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
@@ -37,24 +27,12 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
     model.
     """
     check_revision(revision)
-    try:
-        folder = Path(model).expanduser()
-    except RuntimeError:  # ~ of a user that does not exist
-        raise ModelError(f"{model}: no such folder") from None
-    if folder.is_dir():
-        return folder.resolve()
-    if is_gguf(folder) or folder.suffix == WEIGHTS_SUFFIX:
-        if not folder.is_file():
-            raise ModelError(f"{model}: no such file")
-        if not is_gguf(folder):
-            return folder.parent.resolve()
-        return folder.absolute()  # links are not followed: in a hub cache they lead to files without a name
-    if folder.exists():
-        raise ModelError(f"{model}: a model is a folder, a .gguf or a .safetensors file")
-    if isinstance(model, Path) or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelError(f"{model}: no such folder")
-    if not is_hub_id(model):
-        raise ModelError(f"{model!r}: no such folder, and not a hub id")
+    path = named_path(model)
+    if path is not None and path.is_dir():
+        return path.resolve()
+    if path is not None:  # links to a GGUF file are not followed: in a hub cache they lead to files without a name
+        return path.absolute() if is_gguf(path) else path.parent.resolve()
+    model = str(model)
     return _from_cache(model, revision) or _from_hub(model, revision)
 
 
@@ -70,19 +48,6 @@ def locate_cached(model: str, revision: str | None = None) -> Path | None:
         return folder if folder is not None and folder.resolve().is_relative_to(cache) else None
     except (OSError, ModelError):
         return None
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether ``name`` has the form ``name`` or ``org/name``."""
-    return _HUB_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
-
-
-def check_revision(revision: str | None) -> None:
-    """Raises ModelError unless ``revision`` is None, or has the form of a branch, tag or commit."""
-    if revision is None:
-        return
-    if not _REVISION.fullmatch(revision) or any(part in ("", ".", "..") for part in revision.split("/")):
-        raise ModelError(f"revision {one_line(revision, 60)!r} is no name of a branch, tag or commit")
 
 
 def _from_cache(model: str, revision: str | None) -> Path | None:

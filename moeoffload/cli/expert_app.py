@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
+from moeoffload.cli.imports import quick_imports
 from moeoffload.cli.options import version_option, with_settings
-from moeoffload.cli.triton_import import skip_triton_without_gpu
 from moeoffload.config import ExpertServerSettings
 from moeoffload.logs import log_to
 
@@ -47,9 +47,9 @@ def serve(
 
     log = logging.getLogger("moeoffload.expert_server")
     log.info("importing torch")
-    skip_triton_without_gpu()
-    # torch takes seconds to import; --help, --version and setting errors need not wait for it.
-    from moeoffload.expert_server.server import ExpertServer
+    with quick_imports():
+        # torch takes seconds to import; --help, --version and setting errors need not wait for it.
+        from moeoffload.expert_server.server import ExpertServer
 
     server = ExpertServer.start(settings, on_drained=lambda: os.write(stop, b"d"))
     if trace_memory:
@@ -63,7 +63,7 @@ def serve(
     stdin = sys.stdin.fileno() if exit_with_stdin else None
     try:
         print(f"moeoffload-expert ready on {server.address} ({server.device})", flush=True)
-        with contextlib.suppress(MemoryError, OSError, ImportError):  # the first host is told
+        with contextlib.suppress(MemoryError, OSError, ImportError), quick_imports():  # the first host is told
             import_module("moeoffload.checkpoint")  # takes seconds, which no host need wait for
         if _wait(stopped, stdin) == signal.SIGTERM:
             log.info("draining: %d leases", server.drain())

@@ -8,10 +8,11 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from moeoffload.cli.display import Display
+from moeoffload.cli.imports import quick_imports
 from moeoffload.cli.signals import signals_unwind
-from moeoffload.cli.triton_import import skip_triton_without_gpu
 from moeoffload.config import HostSettings
 from moeoffload.logs import log_to
+from moeoffload.model_name import check_revision, named_path
 
 if TYPE_CHECKING:
     from moeoffload.host.report import Report
@@ -33,9 +34,10 @@ def open_with_progress(
 
     From when there is something to close, Ctrl-C and SIGTERM unwind.
     """
+    check_revision(revision)
+    named_path(model)
     with ExitStack() as stack:
-        with display.working("importing torch and transformers") as on_progress:
-            skip_triton_without_gpu()
+        with display.working("importing torch and transformers") as on_progress, quick_imports():
             # They take seconds; --help, --version and setting errors need not wait for them.
             from moeoffload.host.session import open_model
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeoffload.errors import ModelError
+from moeoffload.model_name import check_revision
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class ModelRoots:
         model: a host learns nothing of other folders."""
         # Not a part of it alone: while another thread imports all of it, transformers gives one of them half a module.
         import moeoffload.checkpoint  # noqa: F401
-        from moeoffload.checkpoint.locate import check_revision, locate_cached
+        from moeoffload.checkpoint.locate import locate_cached
 
         try:
             check_revision(revision)

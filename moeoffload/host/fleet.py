@@ -81,7 +81,7 @@ class Fleet:
         missing = 0
         credentials = HostCredentials.of(settings)
         for address in settings.experts:
-            logger.info("reaching expert server %s", address)
+            logger.info("reaching expert server %s, for up to %g s", address, settings.connect_timeout_s)
             try:
                 found.append(connect(address, self._checkpoint, settings.connect_timeout_s, credentials))
             except ServerError as error:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Group, RenderableType
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.locate import WEIGHTS_SUFFIX, locate
+from moeoffload.checkpoint.locate import locate
 from moeoffload.config import OWN_HEAD, DtypeChoice, ExpertFormat, HostSettings, PayloadChoice
 from moeoffload.devices import resolve_device
 from moeoffload.host.dispatcher import Dispatcher
@@ -37,6 +37,7 @@ from moeoffload.host.shard import event_figures
 from moeoffload.host.spawn import ServerSpec
 from moeoffload.host.speculative import check_can_verify
 from moeoffload.kernels.fast_dense import accelerate_dense
+from moeoffload.model_name import WEIGHTS_SUFFIX
 from moeoffload.payload import PayloadDtype, Payloads
 from moeoffload.placement import GIB, choose_local
 

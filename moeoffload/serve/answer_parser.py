@@ -45,7 +45,7 @@ class AnswerParser:
 
 
 class ForcedCalls(AnswerParser):
-    """The array of calls that the grammar of forced tools makes; what `max_tokens` cuts off is no call."""
+    """The array of calls that the grammar of forced tools makes; a call that `max_tokens` cuts off is content."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -63,6 +63,11 @@ class ForcedCalls(AnswerParser):
             self._text = self._text[end:]
             parts += _calls(call)
         return parts
+
+    def finish(self) -> list[Part]:
+        """See `AnswerParser`."""
+        start = self._text.find("{")
+        return [Part(content=self._text[start:])] if start >= 0 else []
 
 
 class TemplateParser(AnswerParser):

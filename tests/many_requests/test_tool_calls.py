@@ -20,7 +20,6 @@ TOOLS: list[Any] = [
         ("add", {"a": {"type": "integer"}, "b": {"type": "integer"}}),
     )
 ]
-NO_BLANKS = {str(ord(letter)): -30 for letter in " \n\t"}
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 PARIS, SUM = {"city": "Paris <3", "days": 2}, {"a": 1, "b": 2}
 SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -221,7 +220,7 @@ def test_an_agent_with_three_tools_over_ten_turns(serve_process: Server) -> None
         for turn in range(10):
             named = {"type": "function", "function": {"name": list(functions)[turn // 2 % 3]}}
             choice: Any = "required" if turn % 2 else named
-            options: dict[str, Any] = {"tools": tools, "tool_choice": choice, "seed": turn, "logit_bias": NO_BLANKS}
+            options: dict[str, Any] = {"tools": tools, "tool_choice": choice, "seed": turn}
             with client.chat.completions.stream(
                 model="demo", messages=messages, temperature=1, parallel_tool_calls=False, **options
             ) as stream:
@@ -243,8 +242,17 @@ def test_an_agent_with_three_tools_over_ten_turns(serve_process: Server) -> None
 def test_several_calls_at_once_if_they_may_be(serve_process: Server) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
     body = {"model": "demo", "messages": HI, "tools": tools, "tool_choice": "required", "seed": 1}
-    reply = serve_process.ask("POST", "/v1/chat/completions", body | {"logit_bias": NO_BLANKS | {str(ord("]")): -100}})
+    reply = serve_process.ask("POST", "/v1/chat/completions", body | {"logit_bias": {str(ord("]")): -100}})
     choice = json.loads(reply.text)["choices"][0]
     calls = choice["message"]["tool_calls"]
     assert [each["function"]["arguments"] for each in calls] == ["{}"] * 16
     assert {each["function"]["name"] for each in calls} <= {"a", "b"}
+
+
+def test_a_forced_call_that_is_cut_is_told_as_far_as_it_was_written(serve_process: Server) -> None:
+    body = {"model": "demo", "messages": HI, "tools": TOOLS, "tool_choice": "required", "max_tokens": 20}
+    reply = serve_process.ask("POST", "/v1/chat/completions", body)
+    choice = json.loads(reply.text)["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"].startswith('{"name": "')
+    assert not choice["message"].get("tool_calls")
