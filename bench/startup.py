@@ -112,7 +112,7 @@ def main(
     one_round()  # files come into the page cache, byte code is written
     times = [one_round() for _ in range(rounds)]
     least = {name: min(each[name] for each in times) for name in ("python", TORCH, MODEL)}
-    needs = {name: "python" for name in ("python", TORCH, "moeoffload --help")} | {"server ready": TORCH}
+    needs = dict.fromkeys(("python", TORCH, "moeoffload --help"), "python") | {"server ready": TORCH}
     rows = [
         Row(
             name,
