@@ -195,6 +195,15 @@ def _startup(rows: Rows) -> str:
     )
 
 
+def _formats_parity(rows: Rows) -> str:
+    formats, transports = ({row[key] for row in rows} for key in ("format", "transport"))
+    equal, all_of = (sum(row[key] for row in rows) for key in ("equal", "prompts"))
+    return (
+        f"{len(formats)} formats over {len(transports)} transports: **{equal:,} of {all_of:,}** answers with the same "
+        f"tokens; tasks solved: **{min(row['right_percent'] for row in rows):.0f} %**"
+    )
+
+
 def _draft(rows: Rows) -> str:
     return "; ".join(
         f"{row['transport']}, {row['head']} head: **{row['ratio']['median']:.2f} ×** "
@@ -214,6 +223,7 @@ HEADLINES: dict[str, Callable[[Rows], str]] = {
     "draft": _draft,
     "fairness": _fairness,
     "faults": _faults,
+    "formats_parity": _formats_parity,
     "fuzz": _fuzz,
     "hot_experts": _hot_experts,
     "kernels": _kernels,

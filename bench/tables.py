@@ -140,6 +140,16 @@ COLUMNS: dict[str, list[dict[str, Cell]]] = {
             "tokens per pass": _number("tokens_per_pass", 2),
         }
     ],
+    "formats_parity": [
+        {
+            "format": lambda row: row["format"],
+            "transport": lambda row: row["transport"],
+            "equal answers": lambda row: f"{row['equal']} of {row['prompts']}",
+            "tasks solved": lambda row: f"{row['right_percent']:.1f} %",
+            "by the reference": lambda row: f"{row['reference_percent']:.1f} %",
+            "answers that differ": lambda row: "; ".join(row["differing"]) or "–",
+        }
+    ],
     "coalescing": [
         {
             "clients": lambda row: f"{row['clients']}",

@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 from synthetic import tiny_config, write_checkpoint
 from synthetic.gguf_quants import to_blocks
 from synthetic.gguf_writer import write_gguf
-from transformers import AutoModelForCausalLM, GgufConfig, MiniMaxM2Config
+from transformers import AutoModelForCausalLM, MiniMaxM2Config
 
 from moeoffload.checkpoint.layout import build_meta_model
 
@@ -107,26 +107,6 @@ def reference_model(folder: Path, path: Path, dtype: torch.dtype) -> Any:
                 turned = experts.is_transposed and values.ndim == 3
                 getattr(experts, name).copy_(values.transpose(1, 2) if turned else values)
     return model
-
-
-def loaded_by_transformers(path: Path, dtype: torch.dtype) -> Any:
-    """The model in a GGUF file as transformers loads it, unpacked; only of families that it converts itself."""
-    from transformers import modeling_utils
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    # It asks for accelerate, of which it uses nothing here.
-    asked, modeling_utils.is_accelerate_available = modeling_utils.is_accelerate_available, lambda: True
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            path.parent,
-            gguf_file=path.name,
-            dtype=dtype,
-            quantization_config=GgufConfig(dequantize=True),
-            experts_implementation="grouped_mm",
-        ).eval()
-    finally:
-        modeling_utils.is_accelerate_available = asked
 
 
 _QWEN35 = {

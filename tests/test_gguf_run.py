@@ -13,6 +13,7 @@ import torch
 from command_lines import STEP_TIMEOUT_S, Commands, one_line_error
 from conftest import DEMO, StartServer
 from synthetic.gguf_writer import write_gguf
+from synthetic.unpacked import unpacked_gguf_model
 from transformers import AutoModelForCausalLM
 
 from moeoffload import open_model
@@ -71,7 +72,7 @@ def test_tokens_are_those_of_a_local_run_on_the_unpacked_weights(
 def test_tokens_of_a_family_that_transformers_converts(three_servers: list[str], tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     models.write_qwen35(path)
-    check(path, models.loaded_by_transformers(path, torch.float32), three_servers[0], "shared")
+    check(path, unpacked_gguf_model(path, torch.float32), three_servers[0], "shared")
 
 
 def test_a_family_with_dense_layers_from_its_vendors_folder(start_server: StartServer, tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.quantised import CASES, Case, reference, save_plain, write
+from checkpoint.quantised import CASES, Case, write
 from synthetic import Quantised
+from synthetic.unpacked import save_plain, unpacked_model
 
 from moeoffload import open_model
 from moeoffload.checkpoint import Checkpoint
@@ -37,7 +38,7 @@ def outputs(folder: Path, prompt: torch.Tensor = PROMPT, **options: Any) -> tupl
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_are_those_of_the_unpacked_weights(case: Case, three_servers: list[str], tmp_path: Path) -> None:
     folder = write(case, tmp_path / "packed")
-    plain = save_plain(reference(folder, case), tmp_path / "plain")
+    plain = save_plain(unpacked_model(folder, case.form), tmp_path / "plain")
     # One server: two might get other parts of the experts on a busy machine, and sums another order.
     places: list[dict[str, Any]] = [{"experts": three_servers[:1]}, {"local_experts_gib": 1}]
     for where in places:
@@ -56,7 +57,7 @@ def test_bits_are_those_of_the_unpacked_weights(case: Case, three_servers: list[
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.form in EXACT], ids=str)
 def test_tokens_are_those_of_transformers(case: Case, three_servers: list[str], tmp_path: Path) -> None:
-    model = reference(write(case, tmp_path), case).float()
+    model = unpacked_model(write(case, tmp_path), case.form).float()
     logits, tokens, _ = outputs(tmp_path, experts=three_servers[:2], model_dtype="f32")
     assert torch.equal(tokens, model.generate(PROMPT, max_new_tokens=8, do_sample=False))
     with torch.inference_mode():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,13 @@ def write_checkpoint(
     layout: Layout | str = Layout.PER_EXPERT,
     shard_bytes: int | None = None,
     form: Quantised | str | None = None,
+    values: Callable[[str], torch.Tensor] | None = None,
 ) -> Path:
-    """Write config, tokenizer and random weights of ``config`` to ``folder`` (made when missing), and return it.
+    """Write config, tokenizer and weights of ``config`` to ``folder`` (made when missing), and return it.
 
-    Matrices have standard deviation 1/sqrt(columns), norms are ones. Equal arguments give equal bytes; how the files
-    are cut does not change a tensor. Holds no more than one tensor in memory. With ``form`` the weights are stored
+    ``values`` gives a tensor by the name that it is stored under. Without it weights are random: matrices have standard
+    deviation 1/sqrt(columns), norms are ones; equal arguments give equal bytes, and how the files are cut does not
+    change a tensor. Holds no more than one tensor in memory. With ``form`` the weights are stored
     quantised, under the names of the hub's originals.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,6 +80,11 @@ def write_checkpoint(
 
     def stored(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return encode(quantised, config.model_type, name, tensor) if quantised else {name: tensor}
+
+    def value_of(name: str) -> torch.Tensor:
+        if values is not None:
+            return values(name)
+        return random_values(name, tuple(plain[name].shape), plain[name].dtype, seed)
 
     tensors = {name: stored(name, tensor) for name, tensor in plain.items()}
     config.architectures = [type(model).__name__]
@@ -95,11 +102,7 @@ def write_checkpoint(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
     for name, shard in zip(names, shards, strict=True):
-        values = (
-            (tensor, stored(tensor, random_values(tensor, tuple(plain[tensor].shape), plain[tensor].dtype, seed)))
-            for tensor in shard
-        )
-        _write_file(folder / name, shard, values)
+        _write_file(folder / name, shard, ((tensor, stored(tensor, value_of(tensor))) for tensor in shard))
     return folder
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from synthetic import Quantised
+from synthetic.unpacked import unpacked_model
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import ModelError
@@ -19,7 +20,7 @@ from moeoffload.formats import PackedWeights
 from moeoffload.host.model import load_dense_model
 
 from .conftest import CPU, rewrite
-from .quantised import CASES, CUT, WIDE, Case, reference, write
+from .quantised import CASES, CUT, WIDE, Case, write
 
 EXPERTS = (3, 1, 7)
 
@@ -42,7 +43,7 @@ def matrices(checkpoint: Checkpoint, model: Any) -> Iterator[tuple[torch.Tensor,
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_experts_and_dense_tensors_are_those_that_the_formats_library_unpacks(case: Case, tmp_path: Path) -> None:
     folder = write(case, tmp_path)
-    model = reference(folder, case)
+    model = unpacked_model(folder, case.form)
     checkpoint = Checkpoint.open(folder)
     for ours, theirs in matrices(checkpoint, model):
         assert ours.dtype is theirs.dtype is torch.bfloat16
@@ -186,7 +187,7 @@ def test_gate_and_up_in_different_formats_are_two_pieces(tmp_path: Path) -> None
     rewrite(folder, lambda tensors: written.update(plain_up(tensors, range(8))))
     checkpoint = Checkpoint.open(folder)
     assert [layer.format for layer in checkpoint.layers] == ["fp8", "bf16+fp8"]
-    model = reference(folder, CASES[1])
+    model = unpacked_model(folder, CASES[1].form)
     for ours, theirs in matrices(checkpoint, model):
         assert torch.equal(ours, theirs)
     module: Any = checkpoint.build_experts(1, EXPERTS, CPU)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from synthetic import write_tiny
 from synthetic.gguf_file import write_gguf as write_for_llama_cpp
+from synthetic.unpacked import unpacked_gguf_model
 from transformers import AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -132,7 +133,7 @@ def test_a_file_made_for_llama_cpp_is_read(tmp_path: Path) -> None:
 def test_a_family_whose_dense_tensors_transformers_converts(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     models.write_qwen35(path)
-    whole = models.loaded_by_transformers(path, torch.float32)
+    whole = unpacked_gguf_model(path, torch.float32)
     checkpoint = Checkpoint.open(path, dtype=torch.float32)
     dense = load_dense_model(checkpoint, CPU).state_dict()
     for name, values in whole.state_dict().items():
