@@ -1,5 +1,6 @@
 # make run   set everything up, start two expert servers, answer a few prompts with the demo model
 # make test  set everything up, check style and types, run all tests
+# make gpu   on a machine with a GPU: the tests of what runs there
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ STAMP := $(VENV)/.installed
 TEST_WORKERS ?= 3
 NATIVE_SOURCES := $(shell find moeoffload -name "*.[ch]")
 
-.PHONY: run test lint types tests browser proto docs clean
+.PHONY: run test gpu lint types tests browser proto docs clean
 
 run: $(STAMP)
 	$(BIN)/python examples/run_demo.py
@@ -24,6 +25,9 @@ types: $(STAMP)
 
 tests: $(STAMP) browser
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
+
+gpu: $(STAMP)
+	TESTS_ON_GPU=1 $(BIN)/python -m pytest tests/gpu_kernels tests/test_staging.py
 
 # The dashboard is tested in a real browser; where none can be installed, its tests are skipped and say so.
 browser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ import psutil
 import torch
 
 from moeoffload.errors import SettingError
+from moeoffload.gpu_driver import has_gpu_driver
+from moeoffload.text import one_line
+
+logger = logging.getLogger(__name__)
 
 GIB: Final = 1 << 30
 # What is free now is not all ours: kernels need workspace on a GPU, everything else needs memory on a CPU.
@@ -27,15 +32,30 @@ def resolve_device(setting: str, *, last: bool) -> torch.device:
     """
     n_gpus = torch.cuda.device_count()
     if setting == "auto":
+        if not n_gpus and has_gpu_driver():
+            logger.warning("the CPU computes: this machine has %s", _no_gpu())
         return torch.device("cuda", n_gpus - 1 if last else 0) if n_gpus else torch.device("cpu")
     device = torch.device(setting)
     if device.type == "cuda":
         index = device.index or 0
         if index >= n_gpus:
             have = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(n_gpus))
-            raise SettingError(f"device {setting}: this machine has no such GPU; it has {have or 'no CUDA device'}")
+            raise SettingError(f"device {setting}: this machine has no such GPU; it has {have or _no_gpu()}")
         return torch.device("cuda", index)
     return device
+
+
+def _no_gpu() -> str:
+    """What torch has found in place of a GPU."""
+    if not has_gpu_driver():
+        return "no CUDA device"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "a GPU, and a build of torch that uses none; install the one for GPUs (README)"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # a driver that is too old for torch's CUDA says so here
+        return f"a GPU that torch cannot use: {one_line(str(error), 200)}"
+    return "a GPU driver, and no GPU that this process may use"
 
 
 def device_name(device: torch.device) -> str:

@@ -53,6 +53,26 @@ def test_when_the_compute_thread_fails_all_that_waits_and_all_that_comes_is_told
     assert [host.code_of(number) for number in range(3)] == [ErrorCode.INTERNAL] * 3
 
 
+def test_when_the_gpu_has_failed_nothing_more_is_computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU raises once, as after an access outside of its memory, it raises for ever."""
+    told: list[str] = []
+    engine.on_failure = told.append
+    host = logging_host(engine, "a", [])
+
+    def broken(*_: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine._answers, "_compute", broken)
+    for number in range(2):
+        host.submit(LARGE)
+        if not number:
+            engine.start()
+        host.wait(1)
+        eventually(lambda: len(told) == 1)
+    assert [host.code_of(number) for number in range(2)] == [ErrorCode.INTERNAL] * 2
+    assert "illegal memory access" in told[0]
+
+
 def test_when_the_reader_of_a_shared_channel_fails_its_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     server = SharedServerEnd(SIZES, echo, on_failure=told.append)

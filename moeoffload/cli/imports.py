@@ -7,7 +7,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+
+from moeoffload.gpu_driver import has_gpu_driver
 
 
 def skip_triton_without_gpu() -> None:
@@ -15,8 +16,7 @@ def skip_triton_without_gpu() -> None:
 
     torch and transformers import it where they find it; without a GPU that is 130 MiB and a moment for nothing.
     """
-    has_gpu = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg"))  # the second in WSL2
-    if not has_gpu and "TRITON_INTERPRET" not in os.environ:
+    if not has_gpu_driver() and "TRITON_INTERPRET" not in os.environ:
         sys.modules["triton"] = None  # type: ignore[assignment]
 
 

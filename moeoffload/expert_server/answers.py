@@ -176,8 +176,10 @@ class Answers:
             n_bytes = write_error_frame(context.header, slot.reply, context.header.request_id, code, text, row)
         except Exception as reason:  # a host can spoil the memory it shares; other hosts are served on
             logger.warning("epoch %d: reply not sent: %s", context.host.epoch, reason)
-            return
-        self._send(request, n_bytes)
+        else:
+            self._send(request, n_bytes)
+        if isinstance(error, torch.AcceleratorError):
+            raise error  # a GPU that has failed computes nothing more in this process: it takes no further requests
 
     def _send(self, request: Request, n_bytes: int) -> None:
         channel, slot = request

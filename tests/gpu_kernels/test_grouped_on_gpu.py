@@ -49,7 +49,7 @@ def test_nothing_but_a_gpu_gets_the_triton_kernel() -> None:
     assert why_not_triton(make_experts("silu", 6, 64, 32, torch.bfloat16)) == "device cpu"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: `make gpu` runs this on a machine that has one")
 def test_a_gpu_layer_takes_the_triton_kernel_for_few_rows() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     experts = make_experts("silu", n_experts=6, hidden=64, inter=32, dtype=torch.bfloat16, device="cuda")
