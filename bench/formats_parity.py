@@ -124,8 +124,9 @@ def measure(name: str, texts: Sequence[str], servers: Sequence[str], folder: Pat
             for text, one, other in zip(texts, expected, got, strict=True)
             if one != other
         ]
-        shares = [accuracy(tokenizer, list(texts), tokens) for tokens in (got, expected)]
-        rows.append(Row(name, transport, len(texts), len(texts) - len(differing), *shares, differing))
+        right, right_there = (accuracy(tokenizer, list(texts), tokens) for tokens in (got, expected))
+        equal = len(texts) - len(differing)
+        rows.append(Row(name, transport, len(texts), equal, right, right_there, differing))
     return rows
 
 
