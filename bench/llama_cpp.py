@@ -51,6 +51,7 @@ OPTIONS: Final = (
 )
 CACHE: Final = Path.home() / ".cache/moeoffload-bench"
 EXPERTS: Final = "ffn_.*_exps"
+LOOPBACK: Final = "127.0.0.1"
 DECODED: Final = 32
 TURNS: Final = 5
 CALL_S: Final = 900.0
@@ -118,13 +119,15 @@ def read_bytes(file: Path) -> float:
 class LlamaCpp:
     """llama.cpp with one thread, its experts here or on its RPC server."""
 
-    def __init__(self, tools: Path, file: Path, rpc_port: int | None, prompts: Sequence[int]) -> None:
+    def __init__(
+        self, tools: Path, file: Path, rpc_port: int | None, prompts: Sequence[int], address: str = LOOPBACK
+    ) -> None:
         host_core, _ = cores()
         self._command = ["taskset", "-c", str(host_core), str(tools / "llama-bench"), "-m", str(file)]
         self._command += ["-t", "1", "-ngl", "0", "-r", "1", "-o", "json", "-n", str(DECODED)]
         self._command += ["-p", ",".join(map(str, prompts))]
         if rpc_port is not None:
-            device = f"127.0.0.1:{rpc_port}"
+            device = f"{address}:{rpc_port}"
             self._command += ["-rpc", device, "-ot", f"{EXPERTS}=RPC0[{device}]"]
 
     def measure(self) -> dict[str, float]:
@@ -139,28 +142,18 @@ class LlamaCpp:
 
 
 @contextlib.contextmanager
-def rpc_server(tools: Path) -> Iterator[int]:
-    """llama.cpp's RPC server on the server's core; yields its port."""
+def rpc_server(tools: Path, address: str = LOOPBACK, before: Sequence[str] = ()) -> Iterator[int]:
+    """llama.cpp's RPC server on the server's core, behind the command ``before``; yields its port."""
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind((LOOPBACK, 0))
         port: int = free.getsockname()[1]
-    words = [
-        "taskset",
-        "-c",
-        str(cores()[1]),
-        str(tools / "ggml-rpc-server"),
-        "-H",
-        "127.0.0.1",
-        "-p",
-        str(port),
-        "-t",
-        "1",
-    ]
+    words = [*before, "taskset", "-c", str(cores()[1]), str(tools / "ggml-rpc-server")]
+    words += ["-H", address, "-p", str(port), "-t", "1"]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            with contextlib.suppress(OSError), socket.create_connection((address, port), 1):
                 break
             time.sleep(0.1)
         yield port

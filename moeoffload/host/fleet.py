@@ -150,6 +150,10 @@ class Fleet:
             for table, servers in zip(tables, holders, strict=True)
             if table.n_experts
         ]
+        for (
+            candidate
+        ) in self._candidates:  # they have said what they offer; whoever attaches has a connection of its own
+            candidate.client.close()
 
     def shards(self) -> list[Shard]:
         """Waits until all servers hold what `attach` gave them. Raises ServerError: one of them failed."""

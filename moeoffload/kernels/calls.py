@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from moeoffload.native import native_library
+from moeoffload.native import cpu_features, native_library
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +138,7 @@ class NormCall(ctypes.Structure):
 
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     # name: (result, *arguments)
+    "moe_choose_ahead": (_Word, _Word),
     "moe_uses_matrix_unit": (_Word, _Pointer),
     "moe_scratch_bytes": (_Word, _Pointer),
     "moe_operand_bytes": (_Word, _Word, _Word, _Word),
@@ -167,4 +168,5 @@ def library() -> Any:
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
+    logger.debug("streams of weights are prefetched %d bytes ahead", found.moe_choose_ahead(int(cpu_features())))
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from packed_weights import FORMATS, pack_experts, random_packed, unpacked
@@ -9,7 +11,7 @@ from packed_weights import FORMATS, pack_experts, random_packed, unpacked
 from moeoffload import native
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights
 from moeoffload.formats.tiles import can_tile
-from moeoffload.kernels import LayerKernels
+from moeoffload.kernels import LayerKernels, calls
 from moeoffload.kernels.packed_linear import PackedLinear
 from moeoffload.native import Features
 
@@ -183,3 +185,15 @@ def test_float32_rows_stay_rows() -> None:
     exact = x.double() @ packed.unpack(torch.float64)[0].T
     assert (PackedLinear(packed)(x) - exact).abs().max() <= 1e-5 * exact.abs().max()
     assert not packed.in_tiles
+
+
+def test_how_far_ahead_weights_are_prefetched_changes_no_bit() -> None:
+    library = calls.library()
+    assert library.moe_choose_ahead(int(native.cpu_features())) in (64, 2048)
+    distance = ctypes.c_int64.in_dll(library, "ahead_bytes")
+    layer, x = PackedLinear(random_packed(TILED[0], 1, 112, 768), None), random_rows(3, 768, torch.bfloat16)
+    results = []
+    for distance.value in (64, 2048):
+        results.append(layer(x).clone())
+    library.moe_choose_ahead(int(native.cpu_features()))
+    assert torch.equal(*results)

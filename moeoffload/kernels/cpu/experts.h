@@ -81,7 +81,8 @@ void project_by_matrix_unit(const Product *product);
 
 enum { ITEM_ROWS = 64 };     // weight rows that a thread claims at a time
 enum { BLOCK_ROWS = 32 };    // weight rows that meet all operands of an expert while they are near
-enum { AHEAD_BYTES = 2048 };
+enum { NEAR_BYTES = 64, FAR_BYTES = 2048 };
+extern int64_t ahead_bytes;  // one of them, see ahead.c
 enum { UNPACKED_ROWS = 4 };  // packed rows that are unpacked together into whole rows: more would not fit the first cache
 
 // Bytes of a thread's memory to unpack a block of rows into. For the matrix unit rows are a line of the cache further

@@ -74,7 +74,7 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int n_ahead, cons
 static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row, int64_t n_rows) {
     Scales scales[UNPACKED_ROWS];
     for (int64_t row = 0; row < n_rows; row += UNPACKED_ROWS) {
-        const Ahead ahead = {row_of_parts(p->parts, p->expert, weight_row + row) + 3 * AHEAD_BYTES, packed_step(p)};
+        const Ahead ahead = {row_of_parts(p->parts, p->expert, weight_row + row) + 3 * FAR_BYTES, packed_step(p)};
         char *out = (char *)p->scratch + row * p->inner * sizeof(ELEMENT);
         unpack_rows(p, weight_row + row, at_most(UNPACKED_ROWS, n_rows - row), 0, p->inner, scales, out, p->inner, ahead);
     }
@@ -90,7 +90,7 @@ static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row
             }                                                                                                        \
             const ELEMENT *row =                                                                                     \
                 weights ? weights + w * inner : (const ELEMENT *)p->scratch + w % UNPACKED_ROWS * inner;             \
-            NAME(products)(1, n, 1, row, inner, x, 0, inner, (const char *)row + AHEAD_BYTES, sums + w);          \
+            NAME(products)(1, n, 1, row, inner, x, 0, inner, (const char *)row + ahead_bytes, sums + w);          \
         }                                                                                                            \
         break;
 // Two weight rows at a time out of the caches, in parts for which the operands stay in the first one.

@@ -91,7 +91,8 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
     vec acc[MOST_X];
 #pragma GCC unroll 8
     for (int i = 0; i < n_x; i++) acc[i] = (vec){0};
-    const uint8_t *scales = at, *ahead = at + 2 * AHEAD_BYTES;
+    const uint8_t *scales = at, *ahead = at + 2 * ahead_bytes;
+    const int64_t far = 2 * ahead_bytes;
     for (int64_t block = 0, left = 0; block < n_blocks; block++) {
         if (m->scales == SCALES_SUPER && block % 8 == 0) {
             g.factor = f16_at(at + part * LANES * 2), at += 2 * TILE;
@@ -117,7 +118,7 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
             }
 #pragma GCC unroll 8
             for (int step = n * per_sum / 4; step < (n + 1) * per_sum / 4; step++) {
-                if (part == 0 && ahead < at + 2 * AHEAD_BYTES) __builtin_prefetch(ahead, 0, 2), ahead += 64;
+                if (part == 0 && ahead < at + far) __builtin_prefetch(ahead, 0, 2), ahead += 64;
                 const code_bytes some = unpack_step(kind, step, codes, high, table);
 #pragma GCC unroll 8
                 for (int i = 0; i < n_x; i++) sums[i] = STEP(sums[i], some, x[i] + block, step);

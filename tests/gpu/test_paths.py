@@ -1,0 +1,154 @@
+"""The whole path with a GPU on one side or on both: answers, bits, memory, faults. ``make gpu`` runs this.
+
+``TESTS_ON_GPU=rehearsal`` has the CPU stand in for the GPU, so that the tests themselves can be tried anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tasks
+import torch
+from command_lines import Commands
+from conftest import DEMO, StartServer, connected, local_model
+from fault_kit.clock import LayerClock
+from many_requests import serve_process
+from synthetic import write_tiny
+
+from moeoffload import OffloadedModel, open_model
+
+GPU = {"1": "cuda", "rehearsal": "cpu"}.get(os.environ.get("TESTS_ON_GPU", ""), "")
+IS_REAL = GPU == "cuda"
+pytestmark = pytest.mark.skipif(
+    not GPU or (IS_REAL and not torch.cuda.is_available()), reason="no GPU: `make gpu` runs this on a machine with one"
+)
+PLACES = [("cpu", GPU), (GPU, "cpu"), (GPU, GPU)]
+FILLED = 0.8
+"""Of the free memory, taken by others."""
+
+
+def answers(offloaded: OffloadedModel, prompts: list[str], device: str) -> list[list[int]]:
+    tokenizer = offloaded.tokenizer
+    found = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
+        tokens = offloaded.model.generate(ids, max_new_tokens=12, do_sample=False)
+        found.append(tokens[0, ids.shape[1] :].tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[str], list[list[int]]]:
+    """Prompts, and the tokens of a local run in float32 on the CPU."""
+    from transformers import AutoTokenizer
+
+    prompts = tasks.prompts(8, seed=21)
+    model, tokenizer = local_model(DEMO, dtype=torch.float32), AutoTokenizer.from_pretrained(DEMO)
+    found = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        found.append(model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist())
+    return prompts, found
+
+
+@pytest.mark.parametrize("transport", ["shared", "stream"])
+@pytest.mark.parametrize(("host", "server"), PLACES, ids=["cpu-gpu", "gpu-cpu", "gpu-gpu"])
+def test_answers_are_those_of_a_local_run(
+    host: str, server: str, transport: str, expected: Any, start_server: StartServer
+) -> None:
+    prompts, tokens = expected
+    running = start_server("--device", server, warm=False)
+    where: dict[str, Any] = {"experts": [running.address], "device": host, "transport": transport}
+    with open_model(DEMO, model_dtype="f32", dtype="f32", **where) as offloaded:
+        (link,) = offloaded.links
+        assert link.info.transport == transport
+        assert answers(offloaded, prompts, host) == tokens
+        if IS_REAL and server == GPU:
+            assert "triton" in link.info.kernel
+    assert "page-locked" not in running.log_text
+
+
+def test_grouped_products_give_the_bits_of_a_local_run(start_server: StartServer) -> None:
+    server = start_server("--device", GPU, "--kernel", "grouped", warm=False)
+    prompt = torch.randint(5, 250, (1, 40), generator=torch.manual_seed(3)).to(GPU)
+    local = local_model(DEMO).to(GPU)
+    with (
+        open_model(DEMO, experts=[server.address], device=GPU, dtype="f32", fast_dense=False) as offloaded,
+        torch.inference_mode(),
+    ):
+        assert torch.equal(offloaded.model(prompt).logits, local(prompt).logits)
+
+
+def test_a_second_host_finds_the_memory_that_the_first_gave_back(start_server: StartServer, tmp_path: Path) -> None:
+    model = write_tiny("qwen3_moe", tmp_path / "m", experts=64, moe_intermediate_size=512, hidden_size=256)
+    server = start_server("--device", GPU, "--keep-warm", "off", warm=False)
+    offered = []
+    with filled() if IS_REAL else contextlib.nullcontext(), connected(server.address) as client:
+        for _ in range(3):
+            offered.append(client.describe(10).offered_bytes)
+            with open_model(model, experts=[server.address], device=GPU) as offloaded, torch.inference_mode():
+                offloaded.model(torch.ones(1, 32, dtype=torch.long, device=GPU))
+            gc.collect()
+    assert min(offered) >= 0.95 * max(offered)
+
+
+@contextlib.contextmanager
+def filled() -> Iterator[None]:
+    """Takes most of the GPU's free memory."""
+    ballast = torch.empty(int(FILLED * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device="cuda")
+    yield
+    del ballast
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("transport", ["shared", "stream"])
+def test_a_server_killed_in_mid_decode_changes_no_token(
+    transport: str, expected: Any, start_server: StartServer
+) -> None:
+    prompts, tokens = expected
+    server = start_server("--device", GPU, warm=False)
+    where: dict[str, Any] = {"experts": [server.address], "device": GPU, "transport": transport}
+    with open_model(DEMO, model_dtype="f32", dtype="f32", **where) as offloaded:
+        LayerClock(offloaded.dispatcher).start(6, server.kill)
+        assert answers(offloaded, prompts, GPU) == tokens
+        assert offloaded.report().to_json()["recovery"]["lost"] == 1
+
+
+def test_every_part_is_verified_by_another_device(expected: Any, start_server: StartServer) -> None:
+    prompts, tokens = expected
+    servers = [start_server("--device", GPU, warm=False).address for _ in range(2)]
+    where: dict[str, Any] = {"experts": servers, "device": GPU, "replicas": 1}
+    with open_model(DEMO, model_dtype="f32", dtype="f32", verify_percent=100, **where) as offloaded:
+        assert answers(offloaded, prompts, GPU) == tokens
+        assert offloaded.report().to_json()["recovery"]["verified"] > 0
+
+
+def test_sixteen_clients_are_served(commands: Commands, tmp_path: Path) -> None:
+    server = serve_process.start(commands, tmp_path, "--device", GPU)
+    prompts = tasks.prompts(16, seed=5)
+
+    def ask(prompt: str) -> str:
+        with server.client() as client:
+            return client.completions.create(model="demo", prompt=prompt, max_tokens=12, temperature=0).choices[0].text
+
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(ask, prompts))
+    right = sum(tasks.check(prompt, text) for prompt, text in zip(prompts, texts, strict=True))
+    assert right >= 15
+
+
+def test_both_modes_of_autograd_follow_each_other(start_server: StartServer) -> None:
+    server = start_server("--device", GPU, warm=False)
+    prompt = torch.randint(5, 250, (1, 40), generator=torch.manual_seed(3)).to(GPU)
+    with open_model(DEMO, experts=[server.address], device=GPU) as offloaded:
+        with torch.inference_mode():
+            first = offloaded.model(prompt).logits.clone()
+        with torch.no_grad():
+            assert torch.equal(offloaded.model(prompt).logits, first)
