@@ -150,9 +150,8 @@ class Fleet:
             for table, servers in zip(tables, holders, strict=True)
             if table.n_experts
         ]
-        for (
-            candidate
-        ) in self._candidates:  # they have said what they offer; whoever attaches has a connection of its own
+        # What they offer is known; whoever attaches has a connection of its own.
+        for candidate in self._candidates:
             candidate.client.close()
 
     def shards(self) -> list[Shard]:
