@@ -27,7 +27,7 @@ tests: $(STAMP) browser
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 gpu: $(STAMP)
-	TESTS_ON_GPU=1 $(BIN)/python -m pytest tests/gpu tests/gpu_kernels tests/test_staging.py
+	TESTS_ON_GPU=1 $(BIN)/python -m pytest tests/on_gpu tests/gpu_kernels tests/test_staging.py
 
 # The dashboard is tested in a real browser; where none can be installed, its tests are skipped and say so.
 browser:

@@ -89,7 +89,7 @@ def tests(device: torch.device, folder: Path) -> Iterator[Row]:
     report = folder / "junit.xml"
     environment = os.environ | {"TESTS_ON_GPU": "1" if device.type == "cuda" else "rehearsal"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    command += ["tests/gpu", "tests/gpu_kernels", "tests/test_staging.py"]
+    command += ["tests/on_gpu", "tests/gpu_kernels", "tests/test_staging.py"]
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(command, check=False, cwd=ROOT, env=environment, timeout=PART_S)
     counts: dict[str, list[int]] = {}
@@ -187,7 +187,7 @@ def model(device: torch.device, folder: Path) -> Iterator[Row]:
 
 def faults(device: torch.device, folder: Path) -> Iterator[Row]:
     """Twenty servers killed in mid-decode: the tokens, and the longest answer beside an undisturbed one."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "killed", "tests/gpu"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "killed", "tests/on_gpu"]
     environment = os.environ | {"TESTS_ON_GPU": "1" if device.type == "cuda" else "rehearsal"}
     passed = 0
     begun = perf_counter()

@@ -195,6 +195,16 @@ def _startup(rows: Rows) -> str:
     )
 
 
+def _cable(rows: Rows) -> str:
+    return "; ".join(
+        f"{row['gbit']:g} Gbit/s: prompt in f8 **{row['of_bf16']['median']:.2f} ×** bf16 "
+        f"({row['prefill']['median']:.0f} tok/s, {row['megabytes']:.0f} MB; the cable needs {row['limit_s']:.2f} of "
+        f"{row['prefill_s']:.1f} s)"
+        for row in rows
+        if row["system"] == "f8"
+    )
+
+
 def _formats_parity(rows: Rows) -> str:
     formats, transports = ({row[key] for row in rows} for key in ("format", "transport"))
     equal, all_of = (sum(row[key] for row in rows) for key in ("equal", "prompts"))
@@ -220,6 +230,7 @@ HEADLINES: dict[str, Callable[[Rows], str]] = {
     "chunks": _chunks,
     "coalescing": _coalescing,
     "concurrent_answers": _concurrent_answers,
+    "cable": _cable,
     "draft": _draft,
     "fairness": _fairness,
     "faults": _faults,

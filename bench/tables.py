@@ -140,6 +140,18 @@ COLUMNS: dict[str, list[dict[str, Cell]]] = {
             "tokens per pass": _number("tokens_per_pass", 2),
         }
     ],
+    "cable": [
+        {
+            "Gbit/s": lambda row: f"{row['gbit']:g}",
+            "rows as": lambda row: row["system"],
+            "prefill tok/s": lambda row: spread(row["prefill"], 0),
+            "of bf16": lambda row: spread(row["of_bf16"]),
+            "decode tok/s": lambda row: spread(row["decode"], 1),
+            "MB": lambda row: "–" if row["megabytes"] is None else f"{row['megabytes']:.1f}",
+            "limit s": lambda row: "–" if row["limit_s"] is None else f"{row['limit_s']:.2f}",
+            "prefill s": _number("prefill_s", 2),
+        }
+    ],
     "formats_parity": [
         {
             "format": lambda row: row["format"],
