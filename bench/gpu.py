@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from json import loads
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, Final
@@ -37,6 +38,7 @@ ROOT: Final = Path(__file__).parents[1]
 PART_S: Final = 520.0
 """A part ends before the ten minutes that a lent machine gives to a command."""
 GEOMETRIES: Final = ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "olmoe-1b-7b")
+FEW_ROWS: Final = (1, 8, 16)
 PROMPT, DECODED, TURNS = 512, 64, 5
 
 
@@ -105,15 +107,26 @@ def tests(device: torch.device, folder: Path) -> Iterator[Row]:
 
 
 def kernels(device: torch.device, folder: Path) -> Iterator[Row]:
-    """`kernels_cuda.py` for each geometry, and for one in float16; its tables go to stdout."""
+    """`kernels_cuda.py` for each geometry, and for one in float16: the programs at few rows beside their limit."""
     runs = [(name, "bf16") for name in GEOMETRIES] + [(GEOMETRIES[0], "f16")]
     for name, dtype in runs:
+        result = folder / f"{name}-{dtype}.json"
         command = [sys.executable, str(ROOT / "bench" / "kernels_cuda.py"), "--geometry", name, "--dtype", dtype]
+        command += ["--json", str(result)]
         if device.type != "cuda":
             command += ["--device", "cpu", "--smoke"]
         environment = os.environ | ({} if device.type == "cuda" else {"TRITON_INTERPRET": "1"})
-        done = subprocess.run(command, check=False, env=environment, timeout=PART_S / len(runs))
-        yield Row(f"{name} {dtype}", "done" if not done.returncode else f"exit code {done.returncode}")
+        done = subprocess.run(
+            command, check=False, env=environment, timeout=PART_S / len(runs), stdout=subprocess.DEVNULL
+        )
+        if done.returncode:
+            yield Row(f"{name} {dtype}", f"exit code {done.returncode}")
+            continue
+        for row in loads(result.read_text())["rows"]:
+            if row["contender"] == "triton" and row["n_rows"] in FEW_ROWS:
+                share = row["limit_us"] / row["queued_us"]
+                limit = f"{row['limit_us']:.1f} µs, {row['limit']}"
+                yield Row(f"{name} {dtype}, {row['n_rows']} rows", f"{row['queued_us']:.1f} µs", limit, share)
 
 
 def step(model: Any, prompt: torch.Tensor, n_tokens: int) -> tuple[float, float]:
