@@ -125,10 +125,12 @@ class ControlClient:
             return begin(self._stub, metadata)
 
     def close(self) -> None:
-        """Closes the connection and with it every lease. Idempotent."""
+        """Closes the connection and with it every lease. Idempotent, also if a signal's handler has raised in it: a
+        second close of gRPC's channel would wait for the first one for ever."""
         with self._closing:
-            self._closed = True
-            self._channel.close()
+            if not self._closed:
+                self._closed = True
+                self._channel.close()
 
 
 class Lease:

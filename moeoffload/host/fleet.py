@@ -144,15 +144,15 @@ class Fleet:
             tables = place_experts(experts, sizes, own, self._speeds(plan), usage)
         holders = place_replicas(tables, sizes, offers, copies)
         cache = self._cache()
+        # What they offer is known; whoever attaches has a connection of its own. In a thread that no signal interrupts.
+        for candidate in self._candidates:
+            self._pool.submit(candidate.client.close)
         # Servers that placement gave nothing are left alone.
         self._attaching = [
             self._pool.submit(self._open_shard, table, [self._candidates[i] for i in servers], plan, cache)
             for table, servers in zip(tables, holders, strict=True)
             if table.n_experts
         ]
-        # What they offer is known; whoever attaches has a connection of its own.
-        for candidate in self._candidates:
-            candidate.client.close()
 
     def shards(self) -> list[Shard]:
         """Waits until all servers hold what `attach` gave them. Raises ServerError: one of them failed."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import runpy
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -364,3 +366,27 @@ def test_after_all_of_this_the_server_still_serves(server: RunningServer) -> Non
     with open_model(DEMO, experts=[server.address], threads=1) as model:
         assert torch.isfinite(logits_of(model)).all()
     assert "Traceback" not in server.log_text
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from moeoffload.control.client import ControlClient
+client = ControlClient(sys.argv[1])
+client.connect(60)
+client.describe(60)
+threading.Thread(target=lambda: (time.sleep(0.0103), os.kill(os.getpid(), signal.SIGINT))).start()
+try:
+    time.sleep(0.01)
+    client.close()
+    time.sleep(60)
+except KeyboardInterrupt:
+    client.close()
+    print("ended")
+"""
+
+
+def test_a_close_that_ctrl_c_has_interrupted_is_not_waited_for(server: RunningServer) -> None:
+    for _ in range(3):
+        command = [sys.executable, "-c", INTERRUPTED, server.address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=STEP_TIMEOUT_S)
+        assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
