@@ -195,6 +195,10 @@ def _startup(rows: Rows) -> str:
     )
 
 
+def _loading(rows: Rows) -> str:
+    return "; ".join(f"{row['format']}: **{row['load']:.1f} GB/s** ({100 * row['load_of_read']:.0f} %)" for row in rows)
+
+
 def _cable(rows: Rows) -> str:
     return "; ".join(
         f"{row['gbit']:g} Gbit/s: prompt in f8 **{row['of_bf16']['median']:.2f} ×** bf16 "
@@ -239,6 +243,7 @@ HEADLINES: dict[str, Callable[[Rows], str]] = {
     "hot_experts": _hot_experts,
     "kernels": _kernels,
     "llama_cpp": _llama_cpp,
+    "loading": _loading,
     "memory": _memory,
     "overhead": _overhead,
     "parity": _parity,

@@ -140,6 +140,18 @@ COLUMNS: dict[str, list[dict[str, Cell]]] = {
             "tokens per pass": _number("tokens_per_pass", 2),
         }
     ],
+    "loading": [
+        {
+            "format": lambda row: row["format"],
+            "experts GB": _number("experts_gb", 2),
+            "dense GB": _number("dense_gb", 2),
+            "read again GB/s": _number("read_again", 2),
+            "read (limit)": _number("read", 2),
+            "server loads": _number("load", 2),
+            "of limit": _number("load_of_read", 2),
+            "host loads": _number("host", 2),
+        }
+    ],
     "cable": [
         {
             "Gbit/s": lambda row: f"{row['gbit']:g}",
