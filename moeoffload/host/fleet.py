@@ -144,7 +144,7 @@ class Fleet:
             tables = place_experts(experts, sizes, own, self._speeds(plan), usage)
         holders = place_replicas(tables, sizes, offers, copies)
         cache = self._cache()
-        # What they offer is known; whoever attaches has a connection of its own. In a thread that no signal interrupts.
+        # What they offer is known, and each attach opens a connection of its own. No signal interrupts this thread.
         for candidate in self._candidates:
             self._pool.submit(candidate.client.close)
         # Servers that placement gave nothing are left alone.
