@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -26,15 +26,16 @@ from local_model import benchmark_checkpoint
 from rich.console import Console
 from rich.table import Table
 from servers import Spread, cores, write_json
+from virtual_cable import FAR_CARD, STEP_S, virtual_cable
 
 from moeoffload import OffloadedModel, open_model
 
 NAME, CARD = f"cable-{os.getpid()}", f"cab{os.getpid() % 1_000_000}"
 NEAR, FAR = "10.87.0.1", "10.87.0.2"
+INSIDE: Final = ["ip", "netns", "exec", NAME]
 BURST_BYTES: Final = 256 << 10
 DECODED: Final = 32
 WAYS: Final[dict[str, dict[str, Any]]] = {"bf16": {"dtype": "bf16"}, "f8": {"dtype": "f8"}}
-STEP_S: Final = 60.0
 PEER_GBIT: Final = 1.0
 
 
@@ -53,38 +54,19 @@ class Row:
     prefill_s: float
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, timeout=STEP_S)
-
-
-@contextlib.contextmanager
-def cable() -> Iterator[Callable[[float], None]]:
-    """Makes the namespace and the cards; yields what sets their speed in Gbit/s."""
-    inside = ["ip", "netns", "exec", NAME]
-    with contextlib.ExitStack() as stack:
-        ip("netns", "add", NAME)
-        stack.callback(ip, "netns", "del", NAME)
-        ip("link", "add", CARD, "type", "veth", "peer", "name", "eth0", "netns", NAME)
-        ip("address", "add", f"{NEAR}/30", "dev", CARD)
-        ip("-n", NAME, "address", "add", f"{FAR}/30", "dev", "eth0")
-        ip("link", "set", CARD, "up")
-        ip("-n", NAME, "link", "set", "eth0", "up")
-        ip("-n", NAME, "link", "set", "lo", "up")
-
-        def set_speed(gbit: float) -> None:
-            for prefix, card in ([], CARD), (inside, "eth0"):
-                words = ["tc", "qdisc", "replace", "dev", card, "root", "tbf", "rate", f"{gbit * 1000:g}mbit"]
-                words += ["burst", str(max(BURST_BYTES, int(gbit * 1e9 / 8 / 1000))), "latency", "50ms"]
-                subprocess.run([*prefix, *words], check=True, timeout=STEP_S)
-
-        yield set_speed
+def set_speed(gbit: float) -> None:
+    """Lets so many Gbit/s through the cable, each way."""
+    for prefix, card in ([], CARD), (INSIDE, FAR_CARD):
+        words = ["tc", "qdisc", "replace", "dev", card, "root", "tbf", "rate", f"{gbit * 1000:g}mbit"]
+        words += ["burst", str(max(BURST_BYTES, int(gbit * 1e9 / 8 / 1000))), "latency", "50ms"]
+        subprocess.run([*prefix, *words], check=True, timeout=STEP_S)
 
 
 @contextlib.contextmanager
 def far_server(checkpoint: Path) -> Iterator[str]:
     """An expert server at the other end; yields its address."""
     words = ["--listen", f"{FAR}:0", "--insecure", "--model", str(checkpoint), "--device", "cpu", "--threads", "1"]
-    command = ["ip", "netns", "exec", NAME, "taskset", "-c", str(cores()[1]), sys.executable]
+    command = [*INSIDE, "taskset", "-c", str(cores()[1]), sys.executable]
     command += ["-m", "moeoffload.cli.expert_app", "--exit-with-stdin", "--log-level", "error", *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -95,6 +77,9 @@ def far_server(checkpoint: Path) -> Iterator[str]:
             yield ready[1]
         finally:
             process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=STEP_S)
+            process.kill()
 
 
 class Ours:
@@ -157,7 +142,7 @@ def main(
     torch.set_num_threads(1)
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
-        set_speed = stack.enter_context(cable())
+        stack.enter_context(virtual_cable(NAME, CARD, NEAR, FAR))
         address = stack.enter_context(far_server(model))
         common: dict[str, Any] = {"experts": [address], "device": "cpu", "insecure": True, "transport": "stream"}
         contenders: dict[str, Ours | Theirs] = {
@@ -166,7 +151,7 @@ def main(
         tools = cache / "llama.cpp" / "bin"
         if all((tools / tool).exists() for tool in TOOLS):
             file = gguf_files(model, cache, tools, ["BF16"])["BF16"]
-            port = stack.enter_context(rpc_server(tools, FAR, ["ip", "netns", "exec", NAME]))
+            port = stack.enter_context(rpc_server(tools, FAR, INSIDE))
             contenders["llama.cpp"] = Theirs(LlamaCpp(tools, file, port, [prompt], FAR), prompt)
         for gbit in map(float, speeds.split(",")):
             set_speed(gbit)

@@ -102,7 +102,7 @@ class SystemLimitError(MoeOffloadError):
             return cls.of(error)
         if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
             return cls("no further thread can be started; raise 'ulimit -u', or the address space with 'ulimit -v'")
-        if isinstance(error, RuntimeError) and "CUDA out of memory" in str(error):
+        if isinstance(error, RuntimeError) and re.search("(CUDA|HIP) out of memory", str(error)):
             return cls("out of memory on the GPU; lower --memory-gib or --batch-capacity, or stop what else uses it")
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
             return cls("out of memory; allow this process more ('ulimit -v', the control group), or give it less to do")

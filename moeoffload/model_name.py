@@ -1,7 +1,7 @@
 """How models are named: by the path of a folder or file, or by a hub id, at a revision.
 
-Names may come from a host on the network: their form is checked before the file system is touched. Without torch, so
-that a command refuses a wrong name at once.
+Without torch, so that a command refuses a wrong name at once. Hub ids and revisions may come from a host on the
+network: `is_hub_id` and `check_revision` look at their form, at no file.
 """
 
 from __future__ import annotations

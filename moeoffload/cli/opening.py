@@ -37,9 +37,10 @@ def open_with_progress(
     check_revision(revision)
     named_path(model)
     with ExitStack() as stack:
-        with display.working("importing torch and transformers") as on_progress, quick_imports():
-            # They take seconds; --help, --version and setting errors need not wait for them.
-            from moeoffload.host.session import open_model
+        with display.working("importing torch and transformers") as on_progress:
+            with quick_imports():
+                # They take seconds; --help, --version and setting errors need not wait for them.
+                from moeoffload.host.session import open_model
 
             stack.enter_context(signals_unwind())
             offloaded = open_model(model, settings=settings, revision=revision, on_progress=on_progress)

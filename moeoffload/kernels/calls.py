@@ -168,5 +168,6 @@ def library() -> Any:
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
-    logger.debug("streams of weights are prefetched %d bytes ahead", found.moe_choose_ahead(int(cpu_features())))
+    ahead = found.moe_choose_ahead(int(cpu_features()))
+    logger.debug("streams of weights are prefetched %d bytes ahead", ahead)
     return found

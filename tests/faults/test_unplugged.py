@@ -12,6 +12,7 @@ import pytest
 from command_lines import wait_until
 from conftest import DEMO, RunningServer, StartServer
 from fault_kit.second_host import SecondHost
+from virtual_cable import ip, virtual_cable
 
 from moeoffload.control.client import ControlClient
 
@@ -20,10 +21,6 @@ LEASE_S = 30.0
 """A dead connection is given up after the keepalive's 10 s; a busy machine may take longer."""
 
 Cut = Callable[[str], None]
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=STEP_S)
 
 
 @contextlib.contextmanager
@@ -39,16 +36,9 @@ def host_at_a_cable(
     near, far = (f"10.{100 + pid % 100}.{pid // 100 % 250}.{4 * number + last}" for last in (1, 2))
     with contextlib.ExitStack() as stack:
         try:
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-            ip("link", "add", card, "type", "veth", "peer", "name", "eth0", "netns", name)
+            stack.enter_context(virtual_cable(name, card, near, far))
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"no network namespaces here: {error}")
-        stack.callback(ip, "link", "del", card)
-        ip("address", "add", f"{near}/30", "dev", card)
-        ip("-n", name, "address", "add", f"{far}/30", "dev", "eth0")
-        ip("link", "set", card, "up")
-        ip("-n", name, "link", "set", "eth0", "up")
         address = f"{near}:{server.address.rpartition(':')[2]}"
         host = SecondHost(
             folder, [address], namespace=name, transport="stream", dispatch_floor_s=floor_s, insecure=True

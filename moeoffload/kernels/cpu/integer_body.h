@@ -91,8 +91,8 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
     vec acc[MOST_X];
 #pragma GCC unroll 8
     for (int i = 0; i < n_x; i++) acc[i] = (vec){0};
-    const uint8_t *scales = at, *ahead = at + 2 * ahead_bytes;
     const int64_t far = 2 * ahead_bytes;
+    const uint8_t *scales = at, *ahead = at + far;
     for (int64_t block = 0, left = 0; block < n_blocks; block++) {
         if (m->scales == SCALES_SUPER && block % 8 == 0) {
             g.factor = f16_at(at + part * LANES * 2), at += 2 * TILE;
