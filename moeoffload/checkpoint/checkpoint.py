@@ -40,6 +40,7 @@ from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, INDEX_FILE, TensorRead
 from moeoffload.errors import ModelError
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.quantise import FORMATS
+from moeoffload.formats.tiles import multiplies_tiles
 from moeoffload.huge_pages import empty_weights
 
 # Experts are converted in groups, so that beside the finished experts only a few times this many bytes are held.
@@ -171,14 +172,17 @@ class Checkpoint:
         head, source = draft_head_of(self._source, self.dtype)
         return Checkpoint(source, self.dtype, self.expert_format, head)
 
-    def build_experts(self, layer: int, experts: Sequence[int], device: torch.device) -> nn.Module:
+    def build_experts(
+        self, layer: int, experts: Sequence[int], device: torch.device, *, in_tiles: bool = False
+    ) -> nn.Module:
         """The model's own experts module of MoE layer ``layer`` with only ``experts``, in this order.
 
         Parameters have the first dimension ``len(experts)``, the compute dtype and no gradient; ``num_experts`` is
         ``len(experts)``; the module is in eval mode with a config of its own whose experts implementation is ``eager``,
         and has the compute dtype as ``compute_dtype``. Matrices that the checkpoint holds packed are tuples of
-        `PackedWeights`, (n_experts, out, in), instead of parameters: one, or two whose rows follow each other. Beside
-        the result about 150 MiB are held at most (more when a single expert is larger).
+        `PackedWeights`, (n_experts, out, in), instead of parameters: one, or two whose rows follow each other; with
+        ``in_tiles`` they are in tiles at once, where the CPU multiplies these. Beside the result about 150 MiB are held
+        at most (more when a single expert is larger).
         Raises ModelError: no such layer or expert, or bytes of the checkpoint that cannot be read.
         """
         if not 0 <= layer < len(self.layers):
@@ -191,25 +195,27 @@ class Checkpoint:
         if self.expert_format is not None:
             pieces = self._pieces(about.module_name)
             return quantised_experts(
-                self._cast(about, len(experts), device, pieces),
+                self._cast(about, len(experts), device, pieces, in_tiles),
                 lambda some: self._read(about, some, _CPU),
                 [experts[group] for group in _groups(len(experts), about.n_weights * self.dtype.itemsize)],
             )
-        return self._read(about, experts, device)
+        return self._read(about, experts, device, in_tiles)
 
-    def _read(self, about: ExpertLayer, experts: Sequence[int], device: torch.device) -> nn.Module:
+    def _read(
+        self, about: ExpertLayer, experts: Sequence[int], device: torch.device, in_tiles: bool = False
+    ) -> nn.Module:
         """The experts as they are stored."""
         # Tensors of inference mode could be filled by no other thread.
         with TensorReader() as reader, torch.inference_mode(False), torch.no_grad():
-            module = self._cast(about, len(experts), device, self._stored_pieces(about.module_name))
+            module = self._cast(about, len(experts), device, self._stored_pieces(about.module_name), in_tiles)
             for recipe in self._recipes[about.module_name]:
                 self._fill(module, about, recipe, experts, reader)
         return module
 
-    def empty_experts(self, layer: int, n_experts: int, device: torch.device) -> nn.Module:
+    def empty_experts(self, layer: int, n_experts: int, device: torch.device, *, in_tiles: bool = False) -> nn.Module:
         """As `build_experts`, with room for any ``n_experts`` experts; the values of its parameters are undefined."""
         about = self.layers[layer]
-        return self._cast(about, n_experts, device, self._pieces(about.module_name))
+        return self._cast(about, n_experts, device, self._pieces(about.module_name), in_tiles)
 
     def _describe(self, number: int, name: str) -> ExpertLayer:
         mould = self._moulds[name]
@@ -236,7 +242,12 @@ class Checkpoint:
         }
 
     def _cast(
-        self, layer: ExpertLayer, n_experts: int, device: torch.device, packed: dict[str, tuple[Piece, ...]]
+        self,
+        layer: ExpertLayer,
+        n_experts: int,
+        device: torch.device,
+        packed: dict[str, tuple[Piece, ...]],
+        in_tiles: bool,
     ) -> nn.Module:
         mould = self._moulds[layer.module_name]
         module: Any = copy.deepcopy(mould)
@@ -248,7 +259,10 @@ class Checkpoint:
         for name, _ in mould.named_parameters():
             if name in packed:
                 delattr(module, name)
-                setattr(module, name, tuple(piece.empty(n_experts, device) for piece in packed[name]))
+                pieces = packed[name]
+                tiled = in_tiles and device.type == "cpu"
+                tiled = tiled and multiplies_tiles(((each.form, each.n_out, each.n_in) for each in pieces), self.dtype)
+                setattr(module, name, tuple(each.empty(n_experts, device, in_tiles=tiled) for each in pieces))
                 continue
             owner, _, leaf = name.rpartition(".")
             empty = empty_weights(shapes.get_parameter(f".{name}").shape, self.dtype, device)

@@ -17,6 +17,7 @@ from moeoffload.checkpoint.weights import StoredWeight
 from moeoffload.errors import ModelError
 from moeoffload.formats import Codes, PackedFormat, PackedWeights, Scales
 from moeoffload.formats.file_format import SHARED, Packing, Parts, as_bytes
+from moeoffload.formats.tiles import TILE_ROWS
 
 PLAIN: Final = {
     torch.bfloat16: PackedFormat("bf16", Codes.BFLOAT16),
@@ -54,9 +55,9 @@ class Piece:
         """Bytes of one expert."""
         return self.form.n_bytes(self.n_out, self.n_in)
 
-    def empty(self, n_experts: int, device: torch.device) -> PackedWeights:
+    def empty(self, n_experts: int, device: torch.device, *, in_tiles: bool = False) -> PackedWeights:
         """Room for experts."""
-        return PackedWeights.empty(self.form, n_experts, self.n_out, self.n_in, device)
+        return PackedWeights.empty(self.form, n_experts, self.n_out, self.n_in, device, in_tiles=in_tiles)
 
     def fill(
         self,
@@ -70,8 +71,8 @@ class Piece:
 
         Raises ModelError when bytes are missing or values do not fit.
         """
-        room = out if out.device == _CPU else self.empty(1, _CPU)
-        at = slot if room is out else 0
+        is_direct = out.device == _CPU and (not out.in_tiles or all(_whole_tiles(each.rows) for each in self.sources))
+        room, at = (out, slot) if is_direct else (self.empty(1, _CPU), 0)
         for source in self.sources:
             weight, packing = as_packed(weights[source.number], source.is_transposed)
             into = self._place(room, at, source, packing) if packing.is_verbatim else None
@@ -86,16 +87,15 @@ class Piece:
                 parts["scales"] = as_bytes(of_rows)[:n_out]
             if into is not None:
                 del parts["codes"]
-            for name, values in parts.items():
-                room.section(name)[at, source.rows] = values[source.taken]
+            if source.taken != slice(0, packing.rows_first[0], 1):
+                parts = {name: values[source.taken] for name, values in parts.items()}
+            room.write_rows(at, source.rows, parts)
         if room is not out:
-            out.data[slot].copy_(room.data[0])
-            if out.scales is not None and room.scales is not None:
-                out.scales[slot].copy_(room.scales[0])
+            out.put(slot, room)
 
     def _place(self, room: PackedWeights, slot: int, source: Source, packing: Packing) -> torch.Tensor | None:
         """Where the codes of a whole weight lie one after the other; None if they do not."""
-        if not isinstance(source.rows, slice) or source.taken != slice(0, packing.rows_first[0], 1):
+        if room.in_tiles or not isinstance(source.rows, slice) or source.taken != slice(0, packing.rows_first[0], 1):
             return None
         place = room.section("codes")[slot, source.rows]
         return place if place.is_contiguous() else None
@@ -201,6 +201,11 @@ def _as_slice(rows: Rows) -> Rows:
     if step > 0 and torch.equal(numbers, torch.arange(first, first + step * len(numbers), step)):
         return slice(first, first + step * (len(numbers) - 1) + 1, step)
     return numbers.long()
+
+
+def _whole_tiles(rows: Rows) -> bool:
+    """Whether neighbouring rows are whole tiles."""
+    return isinstance(rows, slice) and rows.step == 1 and not rows.start % TILE_ROWS and not rows.stop % TILE_ROWS
 
 
 def _blocks(rows: Rows, n: int) -> slice:

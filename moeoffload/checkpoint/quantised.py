@@ -59,8 +59,10 @@ def quantised_experts(
                 continue
             rows = values.transpose(1, 2) if about.is_transposed else values
             packed = quantise(rows, room[0].format)
-            _copy(packed, room[0], places)
             of_group = squared_errors(rows, packed)
+            if room[0].in_tiles:
+                packed.lay_tiles()
+            _copy(packed, room[0], places)
             wrong, total = wrong + of_group[0], total + of_group[1]
     about.weight_error = (wrong / total) ** 0.5 if total else 0.0
     return module

@@ -139,7 +139,7 @@ class TensorReader:
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """The whole tensor in its stored dtype, on the CPU. Raises ModelError when bytes are missing."""
         result = empty_weights(tensor.shape, tensor.torch_dtype)
-        self._read_into(tensor, 0, result)
+        self._read_into(tensor, 0, _bytes_of(result))
         return result
 
     def read_part(
@@ -152,14 +152,33 @@ class TensorReader:
         """
         shape = tensor.shape if row is None else tensor.shape[1:]
         n_bytes = tensor.nbytes if row is None else tensor.nbytes // tensor.shape[0]
-        if into is None:
-            into = getattr(self._scratch, role, None)
-            if into is None or into.nbytes < n_bytes:
-                into = torch.empty(n_bytes, dtype=torch.uint8)
-                setattr(self._scratch, role, into)
-        result = into.view(-1)[:n_bytes].view(tensor.torch_dtype).view(shape)
-        self._read_into(tensor, (row or 0) * n_bytes, result)
+        if into is not None:
+            result = into.view(-1).view(tensor.torch_dtype).view(shape)
+            buffer = _bytes_of(result)
+        else:
+            result, buffer = self._room(role, tensor.torch_dtype, shape, n_bytes)
+        self._read_into(tensor, (row or 0) * n_bytes, buffer)
         return result
+
+    def _room(
+        self, role: str, dtype: torch.dtype, shape: tuple[int, ...], n_bytes: int
+    ) -> tuple[torch.Tensor, memoryview]:
+        """This thread's memory for ``role`` as such a tensor. Kept: each of torch's views lets another thread take the
+        interpreter's lock, and getting it back takes longer than reading a small tensor."""
+        rooms: dict[str, torch.Tensor] = self._scratch.__dict__.setdefault("rooms", {})
+        views: dict[tuple[object, ...], tuple[torch.Tensor, memoryview]] = self._scratch.__dict__.setdefault(
+            "views", {}
+        )
+        room = rooms.get(role)
+        if room is None or room.nbytes < n_bytes:
+            room = rooms[role] = torch.empty(n_bytes, dtype=torch.uint8)
+            for key in [key for key in views if key[0] == role]:
+                del views[key]
+        key = role, dtype, shape
+        if key not in views:
+            tensor = room[:n_bytes].view(dtype).view(shape)
+            views[key] = tensor, _bytes_of(tensor)
+        return views[key]
 
     def read_rows(self, tensor: StoredTensor, rows: Sequence[int]) -> torch.Tensor:
         """``tensor[rows]`` in its stored dtype, shape ``(len(rows), *tensor.shape[1:])``, on the CPU.
@@ -169,7 +188,7 @@ class TensorReader:
         result = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.torch_dtype)
         row_bytes = tensor.nbytes // tensor.shape[0]
         for row, destination in zip(rows, result, strict=True):
-            self._read_into(tensor, row * row_bytes, destination)
+            self._read_into(tensor, row * row_bytes, _bytes_of(destination))
         return result
 
     def read_bytes(self, tensor: StoredTensor, start: int, size: int) -> bytes:
@@ -179,10 +198,7 @@ class TensorReader:
             raise _cut_short(tensor)
         return data
 
-    def _read_into(self, tensor: StoredTensor, start: int, destination: torch.Tensor) -> None:
-        if destination.numel() == 0:
-            return
-        buffer = memoryview(cast(Any, destination.flatten().view(torch.uint8).numpy()))
+    def _read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
         descriptor = self._descriptor(tensor.file)
         done = 0
         while done < len(buffer):
@@ -279,6 +295,11 @@ def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
         raise ValueError(value)
     return value
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return memoryview(cast(Any, tensor.flatten().view(torch.uint8).numpy()))
 
 
 def _cut_short(tensor: StoredTensor) -> ModelError:

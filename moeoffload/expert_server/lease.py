@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from moeoffload.config import ExpertServerSettings
+from moeoffload.config import ExpertServerSettings, Kernel
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
@@ -169,7 +169,8 @@ class HostLease:
     def _acquire(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> tuple[LayerKey, LayerKernels]:
         def build() -> LayerKernels:
             with lean_heap():
-                module = checkpoint.build_experts(layer, experts, self._device)
+                in_tiles = self._settings.kernel is not Kernel.GROUPED
+                module = checkpoint.build_experts(layer, experts, self._device, in_tiles=in_tiles)
                 return LayerKernels(module, self._engine.kernel_workspace, self._settings.kernel.value)
 
         key = _key(checkpoint, layer, experts)

@@ -67,6 +67,8 @@ class FileFormat:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """(rows, n) of any dtype -> (rows, bytes) uint8 in its own memory if the rows are contiguous."""
+    if tensor.dtype.itemsize == 1 or (tensor.is_contiguous() and tensor.stride(-1) == 1):
+        return tensor.view(torch.uint8)
     # Flat first: a transposed tensor of one column counts as contiguous, and cannot be viewed as bytes.
     return tensor.flatten().view(torch.uint8).view(*tensor.shape[:-1], -1)
 

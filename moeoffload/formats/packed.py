@@ -6,6 +6,7 @@ the format's reference unpacks to. Kernels (``kernels/cpu/unpack.h``) and `Packe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +21,7 @@ from moeoffload.formats.packed_format import (
     PackedFormat,
     Scales,
 )
-from moeoffload.formats.tiles import TILE_ROWS, make_tiles, read_tiles
+from moeoffload.formats.tiles import TILE_ROWS, make_tiles, read_tiles, write_tiles
 from moeoffload.huge_pages import empty_weights
 
 __all__ = ["SUPER_GROUP", "Codes", "Offsets", "PackedFormat", "PackedWeights", "Scales"]
@@ -37,7 +38,7 @@ class PackedWeights:
         n_in: weights of a row.
         data: (n_experts, n_out, row_bytes) uint8, contiguous.
         scales: (n_experts, ceil(n_out / shared_rows), n_groups) float32, if rows share them.
-        in_tiles: ``data`` is in tiles of 16 rows, see `moeoffload.formats.tiles`; nothing is written there any more.
+        in_tiles: ``data`` is in tiles of 16 rows, see `moeoffload.formats.tiles`.
     """
 
     format: PackedFormat
@@ -47,14 +48,24 @@ class PackedWeights:
     in_tiles: bool = False
 
     @classmethod
-    def empty(cls, form: PackedFormat, n_experts: int, n_out: int, n_in: int, device: torch.device) -> PackedWeights:
-        """Room for weights; `section` says where to write them."""
+    def empty(
+        cls,
+        form: PackedFormat,
+        n_experts: int,
+        n_out: int,
+        n_in: int,
+        device: torch.device,
+        *,
+        in_tiles: bool = False,
+    ) -> PackedWeights:
+        """Room for weights; `section` says where to write them, or `write_rows` does."""
         data = empty_weights((n_experts, n_out, form.row_bytes(n_in)), torch.uint8, device)
-        data[..., form.used_bytes(n_in) :] = 0
+        if not in_tiles:
+            data[..., form.used_bytes(n_in) :] = 0
         if form.shared_rows == 1:
-            return cls(form, n_in, data)
+            return cls(form, n_in, data, in_tiles=in_tiles)
         shape = n_experts, -(-n_out // form.shared_rows), form.n_groups(n_in)
-        return cls(form, n_in, data, torch.empty(shape, dtype=torch.float32, device=device))
+        return cls(form, n_in, data, torch.empty(shape, dtype=torch.float32, device=device), in_tiles)
 
     @property
     def shape(self) -> torch.Size:
@@ -75,6 +86,24 @@ class PackedWeights:
         """A part of all rows, (n_experts, n_out, bytes) uint8, to read or to write; see `PackedFormat.sections`."""
         assert not self.in_tiles, "rows in tiles have no sections"
         return self.data[..., self.format.sections(self.n_in)[name]]
+
+    def write_rows(self, expert: int, rows: slice | torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
+        """Writes ``rows`` of an expert, of each of their sections (n, bytes) uint8; in tiles whole tiles of rows."""
+        if self.in_tiles:
+            write_tiles(self.format, self.n_in, parts, self.data[expert, rows])
+            return
+        for name, values in parts.items():
+            self.section(name)[expert, rows] = values
+
+    def put(self, expert: int, rows: PackedWeights) -> None:
+        """Writes one expert, ``rows`` of the same format, which are not in tiles, from any device."""
+        places = self.format.sections(self.n_in)
+        if self.in_tiles:
+            self.write_rows(expert, slice(None), {name: rows.data[0, :, place] for name, place in places.items()})
+        else:
+            self.data[expert].copy_(rows.data[0])
+        if self.scales is not None and rows.scales is not None:
+            self.scales[expert].copy_(rows.scales[0])
 
     def unpack(self, dtype: torch.dtype, experts: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         """Weights of ``experts`` as (n, n_out, n_in) of ``dtype``: what kernels compute with.
@@ -100,7 +129,7 @@ class PackedWeights:
     @property
     def _together(self) -> int:
         """Neighbouring rows that are read together."""
-        return TILE_ROWS if self.in_tiles else self.format.shared_rows
+        return TILE_ROWS if self.in_tiles else 1
 
     def lay_tiles(self) -> None:
         """Turns the rows, as `tiles.can_tile` allows, into tiles in their own memory, once."""

@@ -1,122 +1,147 @@
 // Packed rows become tiles of 16 rows, and back: see formats/tiles.py.
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum { TILE = 16, BLOCK = 32 };  // rows of a tile, weights of a block
 
-// The structure is that of formats/tiles.py. Places are in bytes from the beginning of a row, -1: there are none.
+// Structures are those of formats/tiles.py. A part of the first row, and the bytes from a row to the next; NULL: none.
 typedef struct {
-    int64_t n_in, row_bytes, code_bits, high_bits, high, scales, scale_bytes, offsets, factors, min_factors;
-    int64_t group;  // weights that share a scale
-    int64_t is_fp8;
+    uint8_t *at;
+    int64_t stride;
+} Part;
+
+typedef struct {
+    Part codes, high, scales, offsets, factors, min_factors;
+    int64_t n_in, code_bits, high_bits, scale_bytes, is_fp8;
+    int64_t group_bits;  // 1 << group_bits weights share a scale
 } Rows;
 
-static uint32_t spread(uint32_t nibbles) {
-    nibbles = (nibbles | nibbles << 8) & 0x00FF00FF;
-    return (nibbles | nibbles << 4) & 0x0F0F0F0F;
-}
-static uint32_t gather(uint32_t bytes) {
-    bytes = (bytes | bytes >> 4) & 0x00FF00FF;
-    return (bytes | bytes >> 8) & 0xFFFF;
-}
-
-// Eight codes of 4 bits in order, and as the bytes of the first four with the next four in their upper halves.
-static uint32_t fold_nibbles(uint32_t word) { return spread(word & 0xFFFF) | spread(word >> 16) << 4; }
-static uint32_t unfold_nibbles(uint32_t word) { return gather(word & 0x0F0F0F0F) | gather(word >> 4 & 0x0F0F0F0F) << 16; }
-
-// 32 bits in order, and as four bytes: bit s of byte j is that of weight 4 * s + j.
-static uint32_t fold_bits(uint32_t word) {
-    uint32_t out = 0;
-    for (int s = 0; s < 8; s++) out |= ((word >> 4 * s & 15) * 0x00204081 & 0x01010101) << s;
-    return out;
-}
-static uint32_t unfold_bits(uint32_t word) {
-    uint32_t out = 0;
-    for (int s = 0; s < 8; s++) out |= ((word >> s & 0x01010101) * 0x01020408 >> 24 & 15) << 4 * s;
-    return out;
-}
-
-// 16 pairs of bits likewise: its own inverse, a matrix of pairs transposed.
-static uint32_t fold_pairs(uint32_t word) {
-    uint32_t moved = (word >> 6 ^ word) & 0x00CC00CC;
-    word ^= moved ^ moved << 6;
-    moved = (word >> 12 ^ word) & 0x0000F0F0;
-    return word ^ moved ^ moved << 12;
-}
-static uint32_t same(uint32_t word) { return word; }
-static uint32_t flip_signs(uint32_t word) { return word ^ 0x80808080; }
+// A word of four rows, or four words of one.
+typedef uint32_t Four __attribute__((vector_size(16)));
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (Four){__VA_ARGS__})
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 
-// `size` bytes at `place` of each row, to the tile or back; returns what follows them in the tile.
-INLINE uint8_t *move_bytes(const int is_back, const Rows *of, uint8_t *rows, int64_t place, int64_t size, uint8_t *at) {
-    const int64_t row_bytes = of->row_bytes;
-    rows += place;
-    for (int r = 0; r < TILE; r++, rows += row_bytes, at += size)
-        memcpy(is_back ? rows : at, is_back ? at : rows, size);
+// Bits of `mask` change places with those that are `distance` above them.
+INLINE Four exchange(Four word, int distance, uint32_t mask) {
+    const Four moved = (word >> distance ^ word) & mask;
+    return word ^ moved ^ moved << distance;
+}
+
+// Eight codes of 4 bits in order, and as the bytes of the first four with the next four in their upper halves.
+INLINE Four fold_nibbles(Four word) { return exchange(exchange(word, 8, 0x0000FF00), 4, 0x00F000F0); }
+INLINE Four unfold_nibbles(Four word) { return exchange(exchange(word, 4, 0x00F000F0), 8, 0x0000FF00); }
+
+// 16 pairs of bits in order, and as four bytes: pair s of byte j is that of weight 4 * s + j; its own inverse.
+INLINE Four fold_pairs(Four word) { return exchange(exchange(word, 6, 0x00CC00CC), 12, 0x0000F0F0); }
+
+// 32 bits likewise.
+INLINE Four fold_bits(Four word) { return exchange(fold_pairs(exchange(word, 3, 0x0A0A0A0A)), 8, 0x0000FF00); }
+INLINE Four unfold_bits(Four word) { return exchange(fold_pairs(exchange(word, 8, 0x0000FF00)), 3, 0x0A0A0A0A); }
+
+INLINE Four same(Four word) { return word; }
+INLINE Four flip_signs(Four word) { return word ^ 0x80808080; }
+
+// A matrix of four by four words, transposed.
+INLINE void transpose(Four w[4]) {
+    const Four a = PICK(w[0], w[1], 0, 4, 1, 5), b = PICK(w[0], w[1], 2, 6, 3, 7);
+    const Four c = PICK(w[2], w[3], 0, 4, 1, 5), d = PICK(w[2], w[3], 2, 6, 3, 7);
+    w[0] = PICK(a, c, 0, 1, 4, 5), w[1] = PICK(a, c, 2, 3, 6, 7);
+    w[2] = PICK(b, d, 0, 1, 4, 5), w[3] = PICK(b, d, 2, 3, 6, 7);
+}
+
+// `size` bytes at `place` of each row's part, to the tile or back; returns what follows them in the tile.
+INLINE uint8_t *move_bytes(const int is_back, const Part *part, int64_t place, const int64_t size, uint8_t *at) {
+    uint8_t *row = part->at + place;
+    for (int r = 0; r < TILE; r++, row += part->stride, at += size) memcpy(is_back ? row : at, is_back ? at : row, size);
     return at;
 }
 
-// `n_words` words at `place` of each row, likewise, changed; all first words, then all second ones.
-INLINE uint8_t *move_words(const int is_back, const Rows *of, uint8_t *rows, int64_t place, const int n_words, uint8_t *at,
-                           uint32_t there(uint32_t), uint32_t back(uint32_t)) {
-    const int64_t row_bytes = of->row_bytes;
-    uint32_t words[TILE][BLOCK / 4], tile[BLOCK / 4][TILE];
-    rows += place;
-    if (is_back) {
-        memcpy(tile, at, 4 * TILE * n_words);
-        for (int r = 0; r < TILE; r++) {
-            for (int i = 0; i < n_words; i++) words[r][i] = back(tile[i][r]);
-            memcpy(rows + r * row_bytes, words[r], 4 * n_words);
+// A word at `place` of each row's part, likewise, changed.
+INLINE uint8_t *move_word(const int is_back, const Part *part, int64_t place, uint8_t *at, Four there(Four),
+                          Four back(Four)) {
+    uint8_t *row = part->at + place;
+    for (int r = 0; r < TILE; r += 4, row += 4 * part->stride, at += 16) {
+        uint32_t w[4];
+        Four words;
+        if (is_back) {
+            memcpy(&words, at, 16), words = back(words);
+            for (int i = 0; i < 4; i++) w[i] = words[i], memcpy(row + i * part->stride, &w[i], 4);
+        } else {
+            for (int i = 0; i < 4; i++) memcpy(&w[i], row + i * part->stride, 4);
+            words = there((Four){w[0], w[1], w[2], w[3]}), memcpy(at, &words, 16);
         }
-    } else {
-        for (int r = 0; r < TILE; r++) memcpy(words[r], rows + r * row_bytes, 4 * n_words);
-        for (int i = 0; i < n_words; i++)
-            for (int r = 0; r < TILE; r++) tile[i][r] = there(words[r][i]);
-        memcpy(at, tile, 4 * TILE * n_words);
     }
-    return at + 4 * TILE * n_words;
+    return at;
+}
+
+// Four words, likewise: all first words, then all second ones.
+INLINE uint8_t *move_words(const int is_back, const Part *part, int64_t place, uint8_t *at, Four there(Four),
+                           Four back(Four)) {
+    uint8_t *row = part->at + place;
+    for (int r = 0; r < TILE; r += 4, row += 4 * part->stride, at += 16) {
+        Four words[4];
+        for (int i = 0; i < 4; i++) memcpy(&words[i], is_back ? at + 4 * TILE * i : row + i * part->stride, 16);
+        for (int i = 0; i < 4; i++) words[i] = is_back ? back(words[i]) : there(words[i]);
+        transpose(words);
+        for (int i = 0; i < 4; i++) memcpy(is_back ? row + i * part->stride : at + 4 * TILE * i, &words[i], 16);
+    }
+    return at + 3 * 4 * TILE;
+}
+
+INLINE uint8_t *move_scales(const int is_back, const Rows *of, int64_t group, uint8_t *at) {
+    switch (of->scale_bytes) {
+    case 1: return move_bytes(is_back, &of->scales, group, 1, at);
+    case 2: return move_bytes(is_back, &of->scales, group * 2, 2, at);
+    case 4: return move_bytes(is_back, &of->scales, group * 4, 4, at);
+    default: return at;
+    }
 }
 
 // Returns the end of what is used of the tile.
-INLINE uint8_t *move_tile(const int is_back, const Rows *of, uint8_t *rows, uint8_t *at) {
-    const int64_t step = of->group < BLOCK ? of->group : BLOCK;
+INLINE uint8_t *move_tile(const int is_back, const Rows *of, uint8_t *at) {
+    const int64_t group = (int64_t)1 << of->group_bits, step = group < BLOCK ? group : BLOCK;
     for (int64_t k = 0; k < of->n_in; k += BLOCK) {
-        if (k % 256 == 0 && of->factors >= 0) at = move_bytes(is_back, of, rows, of->factors + k / 256 * 2, 2, at);
-        if (k % 256 == 0 && of->min_factors >= 0) at = move_bytes(is_back, of, rows, of->min_factors + k / 256 * 2, 2, at);
+        if (k % 256 == 0 && of->factors.at) at = move_bytes(is_back, &of->factors, k / 256 * 2, 2, at);
+        if (k % 256 == 0 && of->min_factors.at) at = move_bytes(is_back, &of->min_factors, k / 256 * 2, 2, at);
         for (int64_t start = k; start < k + BLOCK; start += step) {
-            const int64_t group = start / of->group;
-            if (start % of->group) continue;
-            at = move_bytes(is_back, of, rows, of->scales + group * of->scale_bytes, of->scale_bytes, at);
-            if (of->offsets >= 0) at = move_bytes(is_back, of, rows, of->offsets + group, 1, at);
+            if (start & (group - 1)) continue;
+            at = move_scales(is_back, of, start >> of->group_bits, at);
+            if (of->offsets.at) at = move_bytes(is_back, &of->offsets, start >> of->group_bits, 1, at);
         }
-        if (of->high_bits == 1) at = move_words(is_back, of, rows, of->high + k / 8, 1, at, fold_bits, unfold_bits);
-        if (of->high_bits == 2) at = move_words(is_back, of, rows, of->high + k / 4, 2, at, fold_pairs, fold_pairs);
-        at = of->is_fp8           ? move_words(is_back, of, rows, k, 8, at, same, same)
-             : of->code_bits == 8 ? move_words(is_back, of, rows, k, 8, at, flip_signs, flip_signs)
-                                  : move_words(is_back, of, rows, k / 2, 4, at, fold_nibbles, unfold_nibbles);
+        if (of->high_bits == 1) at = move_word(is_back, &of->high, k / 8, at, fold_bits, unfold_bits);
+        for (int i = 0; of->high_bits == 2 && i < 2; i++)
+            at = move_word(is_back, &of->high, k / 4 + 4 * i, at, fold_pairs, fold_pairs);
+        if (of->code_bits == 4) at = move_words(is_back, &of->codes, k / 2, at, fold_nibbles, unfold_nibbles);
+        for (int i = 0; of->code_bits == 8 && i < 2; i++)
+            at = of->is_fp8 ? move_words(is_back, &of->codes, k + 16 * i, at, same, same)
+                            : move_words(is_back, &of->codes, k + 16 * i, at, flip_signs, flip_signs);
     }
     return at;
 }
 
-// Rows at `rows` become tiles there. Returns whether there was memory for it.
-int moe_make_tiles(const Rows *of, uint8_t *rows, int64_t n_tiles) {
-    const int64_t bytes = TILE * of->row_bytes;
-    uint8_t *copy = malloc(bytes);
-    if (!copy) return 0;
-    for (int64_t i = 0; i < n_tiles; i++, rows += bytes) {
-        memcpy(copy, rows, bytes);
-        uint8_t *end = move_tile(0, of, copy, rows);
-        memset(end, 0, rows + bytes - end);
-    }
-    free(copy);
-    return 1;
+// The parts of the next rows.
+static void advance(Rows *of) {
+    Part *parts[] = {&of->codes, &of->high, &of->scales, &of->offsets, &of->factors, &of->min_factors};
+    for (int i = 0; i < 6; i++)
+        if (parts[i]->at) parts[i]->at += TILE * parts[i]->stride;
 }
 
-// Rows of tiles at `tiles`, written to `rows`.
-void moe_read_tiles(const Rows *of, uint8_t *tiles, uint8_t *rows, int64_t n_tiles) {
-    const int64_t bytes = TILE * of->row_bytes;
-    memset(rows, 0, n_tiles * bytes);
-    for (int64_t i = 0; i < n_tiles; i++, tiles += bytes, rows += bytes) move_tile(1, of, rows, tiles);
+// Rows become tiles at `tiles`, `tile_bytes` each.
+void moe_make_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_t n_tiles) {
+    Rows of = *rows;
+    for (int64_t i = 0; i < n_tiles; i++, tiles += tile_bytes, advance(&of)) {
+        uint8_t *end = move_tile(0, &of, tiles);
+        memset(end, 0, tiles + tile_bytes - end);
+    }
+}
+
+// Tiles become rows, whose parts are written.
+void moe_read_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_t n_tiles) {
+    Rows of = *rows;
+    for (int64_t i = 0; i < n_tiles; i++, tiles += tile_bytes, advance(&of)) move_tile(1, &of, tiles);
 }

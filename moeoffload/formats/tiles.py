@@ -10,28 +10,35 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
 
-from moeoffload.formats.packed_format import Codes, Offsets, PackedFormat, Scales
-from moeoffload.native import native_library
+from moeoffload import native
+from moeoffload.formats.packed_format import Codes, PackedFormat, Scales
+from moeoffload.native import Features, native_library
 
 TILE_ROWS: Final = 16
 _BLOCK: Final = 32
 _SUPER_BLOCK: Final = 256
-_WHOLE_ROW: Final = 1 << 40
+_WHOLE_ROW_BITS: Final = 40
+_COPIED_BYTES: Final = 1 << 18
 _HIGH_BITS: Final = {Codes.UINT5: 1, Codes.INT6: 2}
 
 
+class _Part(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_void_p), ("stride", ctypes.c_int64))
+
+
+_PARTS: Final = ("codes", "high", "scales", "offsets", "factors", "min_factors")
+
+
 class _Rows(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in (
-            *("n_in", "row_bytes", "code_bits", "high_bits", "high", "scales", "scale_bytes", "offsets", "factors"),
-            *("min_factors", "group", "is_fp8"),
-        )
+    _fields_ = (
+        *((name, _Part) for name in _PARTS),
+        *((name, ctypes.c_int64) for name in ("n_in", "code_bits", "high_bits", "scale_bytes", "is_fp8", "group_bits")),
     )
 
 
@@ -62,41 +69,60 @@ def integer_levels(levels: tuple[float, ...] | None) -> tuple[tuple[int, ...], i
     return None
 
 
+def multiplies_tiles(parts: Iterable[tuple[PackedFormat, int, int]], dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies a matrix of ``parts``, (format, n_out, n_in), in tiles and in ``dtype``: without a
+    matrix unit that is faster than unpacking."""
+    parts, features = tuple(parts), native.cpu_features()
+    are_fp8 = [form.codes is Codes.FP8 for form, _, _ in parts]
+    if Features.MATRIX_UNIT in features or dtype is torch.float32 or any(are_fp8) != all(are_fp8):
+        return False
+    return Features.AVX2 in features and all(can_tile(*part) for part in parts)
+
+
+def write_tiles(form: PackedFormat, n_in: int, parts: Mapping[str, torch.Tensor], tiles: torch.Tensor) -> None:
+    """Writes rows as tiles, as `can_tile` allows.
+
+    Args:
+        parts: (n, bytes) uint8 for each of `PackedFormat.sections`; n is a multiple of TILE_ROWS.
+        tiles: (n, row_bytes) contiguous, in other memory.
+    """
+    kept = {name: part if part.stride(1) == 1 else part.contiguous() for name, part in parts.items()}
+    rows = _rows(form, n_in, kept, len(tiles))
+    _library().moe_make_tiles(ctypes.byref(rows), tiles.data_ptr(), TILE_ROWS * tiles.shape[1], len(tiles) // TILE_ROWS)
+
+
 def make_tiles(form: PackedFormat, n_in: int, data: torch.Tensor) -> None:
     """Turns packed rows (n_experts, n_out, row_bytes), as `can_tile` allows, into tiles in their own memory."""
-    n_tiles, n_threads = data.shape[0] * data.shape[1] // TILE_ROWS, torch.get_num_threads()
-    rows, tile_bytes = _rows(form, n_in), TILE_ROWS * form.row_bytes(n_in)
+    places = form.sections(n_in)
+    step = max(1, _COPIED_BYTES // (TILE_ROWS * data.shape[2])) * TILE_ROWS
 
-    def run(part: int) -> int:
-        first, last = (n_tiles * each // n_threads for each in (part, part + 1))
-        made: int = _library().moe_make_tiles(ctypes.byref(rows), data.data_ptr() + first * tile_bytes, last - first)
-        return made
+    def run(rows: torch.Tensor) -> None:
+        copy = rows.clone()
+        write_tiles(form, n_in, {name: copy[:, place] for name, place in places.items()}, rows)
 
-    with ThreadPoolExecutor(n_threads) as pool:
-        if not all(pool.map(run, range(n_threads))):
-            raise MemoryError("no memory to lay out packed weights")
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(run, data.flatten(0, 1).split(step)):
+            pass
 
 
 def read_tiles(form: PackedFormat, n_in: int, tiles: torch.Tensor) -> torch.Tensor:
     """The packed rows of tiles, (n, row_bytes) contiguous -> (n, row_bytes); n is a multiple of TILE_ROWS."""
-    rows = torch.empty_like(tiles)
-    of = _rows(form, n_in)
-    _library().moe_read_tiles(ctypes.byref(of), tiles.data_ptr(), rows.data_ptr(), tiles.shape[0] // TILE_ROWS)
-    return rows
+    out = torch.zeros_like(tiles)
+    rows = _rows(form, n_in, {name: out[:, place] for name, place in form.sections(n_in).items()}, len(out))
+    _library().moe_read_tiles(ctypes.byref(rows), tiles.data_ptr(), TILE_ROWS * tiles.shape[1], len(out) // TILE_ROWS)
+    return out
 
 
-def _rows(form: PackedFormat, n_in: int) -> _Rows:
-    places = {name: place.start for name, place in form.sections(n_in).items()}
-    n_groups = form.n_groups(n_in)
-    scales = form.sections(n_in).get("scales", slice(0, 0))
-    code_bits = 8 if form.codes in (Codes.INT8, Codes.FP8) else 4
+def _rows(form: PackedFormat, n_in: int, parts: Mapping[str, torch.Tensor], n_rows: int) -> _Rows:
+    sizes = {name: place.stop - place.start for name, place in form.sections(n_in).items()}
+    if {name: tuple(part.shape) for name, part in parts.items()} != {name: (n_rows, sizes[name]) for name in sizes}:
+        raise ValueError(f"{form.name}: parts {[tuple(each.shape) for each in parts.values()]} for rows of {sizes}")
+    places = {name: _Part(part.data_ptr(), part.stride(0)) for name, part in parts.items()}
     return _Rows(
-        *(n_in, form.row_bytes(n_in), code_bits, _HIGH_BITS.get(form.codes, 0)),
-        *(places.get("high", -1), scales.start, (scales.stop - scales.start) // n_groups),
-        places["offsets"] if form.offsets is not Offsets.NONE else -1,
-        *(places.get(name, -1) for name in ("factors", "min_factors")),
-        form.group or _WHOLE_ROW,
-        form.codes is Codes.FP8,
+        *(places.get(name, _Part()) for name in _PARTS),
+        *(n_in, 8 if form.codes in (Codes.INT8, Codes.FP8) else 4, _HIGH_BITS.get(form.codes, 0)),
+        *(sizes.get("scales", 0) // form.n_groups(n_in), form.codes is Codes.FP8),
+        form.group.bit_length() - 1 if form.group else _WHOLE_ROW_BITS,
     )
 
 
@@ -106,6 +132,6 @@ def _library() -> Any:
     if library is None:
         return None
     pointer, word = ctypes.c_void_p, ctypes.c_int64
-    library.moe_make_tiles.argtypes, library.moe_make_tiles.restype = [pointer, pointer, word], ctypes.c_int
-    library.moe_read_tiles.argtypes, library.moe_read_tiles.restype = [pointer, pointer, pointer, word], None
+    for function in (library.moe_make_tiles, library.moe_read_tiles):
+        function.argtypes, function.restype = [pointer, pointer, word, word], None
     return library

@@ -71,7 +71,7 @@ class _Pool:
         self._slots: OrderedDict[tuple[int, int], int] = OrderedDict()
         # Made and filled outside of inference mode: a tensor of that mode could not be changed outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            self._module = checkpoint.empty_experts(layer, n_slots, device)
+            self._module = checkpoint.empty_experts(layer, n_slots, device, in_tiles=True)
             self.kernels: LayerKernels = LayerKernels(self._module, KernelWorkspace())
 
     def slots_of(self, layer: int, needed: Sequence[int]) -> torch.Tensor:
@@ -96,10 +96,7 @@ class _Pool:
 
     def _read(self, layer: int, experts: Sequence[int], kept: set[int]) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            read = self._checkpoint.build_experts(layer, experts, self._device)
-            for cached, fresh in zip(_packed(self._module), _packed(read), strict=True):
-                if cached.in_tiles:
-                    fresh.lay_tiles()
+            read = self._checkpoint.build_experts(layer, experts, self._device, in_tiles=True)
             for i, expert in enumerate(experts):
                 slot = self._free_slot(layer, kept)
                 for room, values in zip(_tensors(self._module), _tensors(read), strict=True):

@@ -19,7 +19,7 @@ class LocalExperts:
         self.table = table
         self._threads = _Workspaces()
         self._layers: list[LayerKernels | None] = [
-            LayerKernels(checkpoint.build_experts(layer.index, held, device)) if held else None
+            LayerKernels(checkpoint.build_experts(layer.index, held, device, in_tiles=True)) if held else None
             for layer, held in zip(checkpoint.layers, table.layers, strict=True)
         ]
         self._slot_of = [

@@ -8,11 +8,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from moeoffload import native
 from moeoffload.formats.packed import SUPER_GROUP, Codes, Offsets, PackedFormat, PackedWeights, Scales
-from moeoffload.formats.tiles import can_tile, integer_levels
+from moeoffload.formats.tiles import integer_levels, multiplies_tiles
 from moeoffload.kernels.calls import COMPUTE_DTYPES, Matrix
-from moeoffload.native import Features
 
 Weights = torch.Tensor | tuple[PackedWeights, ...]
 """Of all experts: a parameter, or packed: rows of the first part, then those of the second, if there is one."""
@@ -88,7 +86,7 @@ class KernelMatrix:
         if len(weights) == 1 and first.format.codes is _PLAIN[dtype] and not first.data.data_ptr() % dtype.itemsize:
             self._addresses = first.data.data_ptr(), 0
             return
-        if _multiplies_tiles(weights, dtype):
+        if multiplies_tiles(((part.format, *part.shape[1:]) for part in weights), dtype):
             for part in weights:
                 part.lay_tiles()
         elif any(part.in_tiles for part in weights):
@@ -99,14 +97,6 @@ class KernelMatrix:
     def addresses(self) -> tuple[int, int]:
         """Of plain weights, and of the description of packed ones; one of the two is 0."""
         return self._addresses
-
-
-def _multiplies_tiles(parts: tuple[PackedWeights, ...], dtype: torch.dtype) -> bool:
-    """Whether products are those of tiles: without a matrix unit they are faster than those of unpacked weights."""
-    features, are_fp8 = native.cpu_features(), [part.format.codes is Codes.FP8 for part in parts]
-    if Features.MATRIX_UNIT in features or dtype is torch.float32 or any(are_fp8) != all(are_fp8):
-        return False
-    return Features.AVX2 in features and all(can_tile(part.format, *part.shape[1:]) for part in parts)
 
 
 def _is_whole(part: PackedWeights) -> bool:

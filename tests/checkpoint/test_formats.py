@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -31,11 +32,11 @@ def unpacked(pieces: tuple[PackedWeights, ...], dtype: torch.dtype, *, transpose
 
 
 def matrices(checkpoint: Checkpoint, model: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Ours and theirs of all matrices of some experts, in our order."""
+    """Ours, as rows and as tiles where this CPU multiplies these, and theirs of all matrices of some experts."""
     for layer in checkpoint.layers:
         theirs = model.get_submodule(layer.module_name)
-        ours: Any = checkpoint.build_experts(layer.index, EXPERTS, CPU)
-        for name in ("gate_up_proj", "down_proj"):
+        for name, in_tiles in itertools.product(("gate_up_proj", "down_proj"), (False, True)):
+            ours: Any = checkpoint.build_experts(layer.index, EXPERTS, CPU, in_tiles=in_tiles)
             packed = unpacked(getattr(ours, name), checkpoint.dtype, transposed=ours.is_transposed)
             yield packed, theirs.get_parameter(name)[list(EXPERTS)]
 

@@ -57,6 +57,14 @@ def test_experts_stay_packed_and_hold_the_numbers_of_the_file(tmp_path: Path, fa
             assert torch.equal(values, expected[name][chosen]), name
 
 
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_moe", "Q4_K"), ("gpt_oss", "MXFP4"), ("gpt_oss", "Q6_K")])
+def test_rows_that_are_read_as_tiles_are_the_same(tmp_path: Path, family: str, kind: str) -> None:
+    checkpoint = Checkpoint.open(models.write_model(family, tmp_path, kind), dtype=torch.bfloat16)
+    rows, tiles = (checkpoint.build_experts(0, [6, 1], CPU, in_tiles=in_tiles) for in_tiles in (False, True))
+    for name, values in matrices(rows).items():
+        assert torch.equal(matrices(tiles)[name], values), name
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 def test_plain_experts_are_parameters(tmp_path: Path, family: str, kind: str) -> None:

@@ -48,7 +48,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def rows_stay_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moeoffload.kernels.packing.can_tile", lambda *_: False)
+    monkeypatch.setattr("moeoffload.kernels.packing.multiplies_tiles", lambda *_: False)
 
 
 def two_modules(
