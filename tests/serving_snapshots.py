@@ -100,7 +100,7 @@ def _server(address: str) -> dict[str, Any]:
         "state": "up", "computed_by": "", "n_experts": 1536, "resident_bytes": 14_495_514_624, "calls": 0, "rows": 0,
         "bytes_out": 0, "bytes_back": 0, "queue_s": 0.0, "compute_s": 0.0, "wait_s": 0.0,
         "batches": {"members": {"bounds": [1, 2, 3, 4, 8], "counts": [0] * 6, "total": 0, "n": 0}, "wait_s": 0.0,
-                    "warm_bytes": 3 << 30},
+                    "warm_bytes": 3 << 30, "fast_bytes": 0, "fast_routes": 0, "slow_routes": 0, "moves": 0},
     }  # fmt: skip
 
 

@@ -63,6 +63,12 @@ class ExpertServerSettings(CommonSettings):
     memory_gib: values.GibOrAll = _compute(
         None, "The most memory that experts and buffers take.", means="what is free", common=True
     )
+    ram_gib: values.GibOrAll = _compute(
+        None,
+        "RAM for experts beyond memory-gib, computed by the CPU; those used most move to the device.",
+        means="all experts are on the device",
+        common=True,
+    )
     keep_warm: KeepWarm = _compute(
         KeepWarm.ON, "Experts of a host that has left stay in memory for the next one, until others need the memory."
     )

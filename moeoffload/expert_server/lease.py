@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from moeoffload.config import ExpertServerSettings, Kernel
+from moeoffload.config import ExpertServerSettings
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
@@ -24,6 +24,7 @@ from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.open_models import OpenModels
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.store import ExpertStore, LayerKey
+from moeoffload.expert_server.two_tiers import Tiers, build_layer
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import PayloadDtype
@@ -59,6 +60,8 @@ class ServerParts:
     engine: Engine
     factories: dict[str, ChannelFactory]
     models: OpenModels = field(default_factory=OpenModels, kw_only=True)
+    tiers: Tiers | None = field(default=None, kw_only=True)
+    """If experts may lie in RAM, too."""
 
 
 class HostLease:
@@ -94,6 +97,8 @@ class HostLease:
         self._loads = False
         self._checkpoint: Checkpoint | None = None
         self._table: ExpertTable | None = None
+        self._fast_part = 1.0
+        """Of each layer's experts, those that lie on the device."""
         self._keys: list[LayerKey] = []
         self._modules: dict[int, LayerKernels] = {}
         self._reserved = 0
@@ -115,6 +120,9 @@ class HostLease:
         checkpoint = self._open_checkpoint(request.model)
         layer = checkpoint.layers[0]
         room = min(CALIBRATION_BYTES, self._store.free_bytes) // layer.expert_bytes
+        if self._server.tiers is not None:
+            experts_bytes = sum(each.n_experts * each.expert_bytes for each in checkpoint.layers)
+            self._fast_part = self._server.tiers.share(min(experts_bytes, self._store.free_bytes))
         n_experts = max(1, min(layer.n_experts, checkpoint.top_k, room))
         key, kernels = self._acquire(checkpoint, layer.index, tuple(range(n_experts)))
         try:
@@ -157,6 +165,8 @@ class HostLease:
         parts = [(i, experts) for i, experts in enumerate(table.layers) if experts]
         # Warm ones first: room for the others is not made by letting go of them.
         parts.sort(key=lambda part: _key(checkpoint, *part) not in self._store)
+        if self._server.tiers is not None:
+            self._fast_part = self._fast_part_of(checkpoint, parts, self._server.tiers)
         for layer, experts in parts:
             weight_error = self._load_layer(checkpoint, layer, experts)
             loaded += len(experts) * checkpoint.layers[layer].expert_bytes
@@ -166,12 +176,22 @@ class HostLease:
         self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
+    def _fast_part_of(self, checkpoint: Checkpoint, parts: list[tuple[int, tuple[int, ...]]], tiers: Tiers) -> float:
+        """Which part of the experts to load the device takes. Warm ones of others make room there first."""
+        missing = [part for part in parts if _key(checkpoint, *part) not in self._store]
+        if not missing:
+            return 1.0
+        self._store.forget_warm({_key(checkpoint, *part) for part in parts})
+        part = tiers.share(sum(len(experts) * checkpoint.layers[layer].expert_bytes for layer, experts in missing))
+        logger.info("%s: %.0f %% of the experts to load begin on the device", self.host, 100 * part)
+        return part
+
     def _acquire(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> tuple[LayerKey, LayerKernels]:
         def build() -> LayerKernels:
             with lean_heap():
-                in_tiles = self._settings.kernel is not Kernel.GROUPED
-                module = checkpoint.build_experts(layer, experts, self._device, in_tiles=in_tiles)
-                return LayerKernels(module, self._engine.kernel_workspace, self._settings.kernel.value)
+                tiers, workspace = self._server.tiers, self._engine.kernel_workspace
+                how = self._device, tiers, self._fast_part, workspace
+                return build_layer(checkpoint, layer, experts, *how, self._settings.kernel.value)
 
         key = _key(checkpoint, layer, experts)
         try:
@@ -229,6 +249,8 @@ class HostLease:
             checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, n_slots
         )
         room = max(0, self._store.free_bytes)
+        if self._server.tiers is not None:
+            room = min(room, max(0, self._server.tiers.free))
         rows = room // row_bytes
         rows = max(rows - ROWS_FOR_OTHERS, min(rows, LEAST_ROWS))
         capacity = min(request.batch_capacity, self._settings.batch_capacity, rows)
@@ -350,6 +372,9 @@ class HostLease:
         self._store.reserve(-self._reserved)
         for key in keys:
             self._store.release(key)
+        if (tiers := self._server.tiers) is not None:
+            hits = tiers.fast_routes, tiers.fast_routes + tiers.slow_routes
+            logger.info("on the device so far: %d of %d routes, after %d moves", *hits, tiers.moves)
         logger.info("%s: lease ended (%s)", self.host, reason)
         self._on_close(self)
 

@@ -23,11 +23,12 @@ from moeoffload.control.server import ControlServer
 from moeoffload.control.user_token import numeric_loopback
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import device_name, free_now, memory_budget, resolve_device
-from moeoffload.errors import BusyError, ServerError
+from moeoffload.errors import BusyError, ServerError, SettingError
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.lease import RETRY_AFTER_S, ChannelFactory, HostLease, ServerParts
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.store import ExpertStore
+from moeoffload.expert_server.two_tiers import Tiers
 from moeoffload.refusals import Refusals
 from moeoffload.transport import SharedServerEnd, StreamListener, sweep_stale_segments
 
@@ -37,6 +38,7 @@ MAX_LEASES: Final = 32
 MAX_LEASES_OF_ONE: Final = 16
 """Of one host, or one machine on the network: it cannot take all of them. One host may need several: one per shard."""
 STOP_GRACE_S: Final = 2.0
+_CPU: Final = torch.device("cpu")
 
 
 @dataclass
@@ -66,7 +68,14 @@ class ExpertServer(ServerParts):
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         budget, keeps = memory_budget(device, settings.memory_gib), settings.keep_warm is KeepWarm.ON
-        store = ExpertStore(budget, lambda: free_now(device), keep_warm=keeps)
+        tiers = None
+        if settings.ram_gib is not None:
+            if device == _CPU and settings.memory_gib is None:
+                raise SettingError("ram-gib: on a CPU it needs memory-gib, which then stands for a device's memory")
+            tiers = Tiers(budget)
+            budget += memory_budget(_CPU, settings.ram_gib)
+        in_use = {device, _CPU} if tiers is not None else {device}
+        store = ExpertStore(budget, lambda: sum(map(free_now, in_use)), keep_warm=keeps)
         engine = Engine(coalesce=settings.coalesce)
         factories: dict[str, ChannelFactory] = {}
         listener = None
@@ -87,7 +96,11 @@ class ExpertServer(ServerParts):
                 on_failure=failed,
             )
             factories["stream"] = listener.open_channel
-        server = cls(settings, device, store, engine, factories, credentials, refusals, listener, on_drained=on_drained)
+        server = cls(
+            *(settings, device, store, engine, factories, credentials, refusals, listener),
+            tiers=tiers,
+            on_drained=on_drained,
+        )
         engine.start()
         try:
             server._control = ControlServer.start(
@@ -196,6 +209,7 @@ class ExpertServer(ServerParts):
             resident_bytes=self.store.resident_bytes,
             warm_bytes=self.store.warm_bytes,
             read_bytes=self.store.read_bytes,
+            tiers=self.tiers.stats() if self.tiers is not None else None,
             leases=len(leases),
             pool_creations=created,
             python_traced_bytes=_traced_bytes(),

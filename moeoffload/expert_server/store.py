@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -139,6 +139,12 @@ class ExpertStore:
                     if held + self._reserved_bytes <= self.budget_bytes and self._free_now() >= n_bytes:
                         break
                     del self._residents[key]
+
+    def forget_warm(self, kept: Collection[LayerKey]) -> None:
+        """Lets go of what is warm, but for ``kept``."""
+        with self._lock:
+            for key in [key for key, resident in self._residents.items() if resident.n_users == 0 and key not in kept]:
+                del self._residents[key]
 
     def close(self) -> None:
         """Lets go of what is warm, and keeps nothing warm from now on."""

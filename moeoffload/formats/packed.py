@@ -95,15 +95,23 @@ class PackedWeights:
         for name, values in parts.items():
             self.section(name)[expert, rows] = values
 
-    def put(self, expert: int, rows: PackedWeights) -> None:
-        """Writes one expert, ``rows`` of the same format, which are not in tiles, from any device."""
-        places = self.format.sections(self.n_in)
-        if self.in_tiles:
-            self.write_rows(expert, slice(None), {name: rows.data[0, :, place] for name, place in places.items()})
+    def take(self, expert: int) -> PackedWeights:
+        """A copy of one expert, (1, n_out, n_in), on the CPU."""
+        data = self.data[expert : expert + 1].to("cpu", copy=True)
+        scales = None if self.scales is None else self.scales[expert : expert + 1].to("cpu", copy=True)
+        return PackedWeights(self.format, self.n_in, data, scales, self.in_tiles)
+
+    def put(self, expert: int, one: PackedWeights) -> None:
+        """Writes one expert, ``one`` of the same shape and format, on the CPU; in tiles or not."""
+        if one.in_tiles == self.in_tiles:
+            self.data[expert].copy_(one.data[0])
+        elif self.in_tiles:
+            places = self.format.sections(self.n_in)
+            self.write_rows(expert, slice(None), {name: one.data[0, :, place] for name, place in places.items()})
         else:
-            self.data[expert].copy_(rows.data[0])
-        if self.scales is not None and rows.scales is not None:
-            self.scales[expert].copy_(rows.scales[0])
+            self.data[expert].copy_(read_tiles(self.format, self.n_in, one.data[0]))
+        if self.scales is not None and one.scales is not None:
+            self.scales[expert].copy_(one.scales[0])
 
     def unpack(self, dtype: torch.dtype, experts: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         """Weights of ``experts`` as (n, n_out, n_in) of ``dtype``: what kernels compute with.

@@ -48,5 +48,8 @@ class BatchWatcher:
             if len(counts) == len(MEMBER_BOUNDS) + 1:  # not from a server that counts otherwise
                 members = {"bounds": list(MEMBER_BOUNDS), "counts": counts, "total": reply.requests, "n": sum(counts)}
                 batches = {"members": members, "wait_s": reply.batches.wait_seconds, "warm_bytes": reply.warm_bytes}
+                tiers = reply.tiers
+                batches |= {"fast_bytes": tiers.fast_bytes, "moves": tiers.moves}
+                batches |= {"fast_routes": tiers.fast_routes, "slow_routes": tiers.slow_routes}
                 known[link.info.address] = batches
         self._known = known

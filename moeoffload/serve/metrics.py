@@ -52,6 +52,10 @@ _OF_SERVERS: Final = (
 _TOLD_BY_SERVERS: Final = (
     (CounterMetricFamily, "batch_wait_seconds", "wait_s", "What the oldest request of each kernel call waited"),
     (GaugeMetricFamily, "warm_bytes", "warm_bytes", "Bytes of experts whose hosts have left, kept for the next one"),
+    (GaugeMetricFamily, "fast_bytes", "fast_bytes", "With --ram-gib: bytes of experts on the device"),
+    (CounterMetricFamily, "fast_routes", "fast_routes", "With --ram-gib: rows times experts computed on the device"),
+    (CounterMetricFamily, "slow_routes", "slow_routes", "With --ram-gib: rows times experts computed in RAM"),
+    (CounterMetricFamily, "moves", "moves", "With --ram-gib: experts that came to the device for others"),
 )
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]

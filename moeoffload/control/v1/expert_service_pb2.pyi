@@ -252,7 +252,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("requests", "rows", "errors", "queue_seconds", "compute_seconds", "resident_bytes", "leases", "pool_creations", "python_traced_bytes", "dropped", "batches", "warm_bytes", "read_bytes", "refused")
+    __slots__ = ("requests", "rows", "errors", "queue_seconds", "compute_seconds", "resident_bytes", "leases", "pool_creations", "python_traced_bytes", "dropped", "batches", "warm_bytes", "read_bytes", "tiers", "refused")
     class PoolCreationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +273,7 @@ class StatsReply(_message.Message):
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     WARM_BYTES_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     requests: int
     rows: int
@@ -287,8 +288,21 @@ class StatsReply(_message.Message):
     batches: BatchStats
     warm_bytes: int
     read_bytes: int
+    tiers: TierStats
     refused: int
-    def __init__(self, requests: _Optional[int] = ..., rows: _Optional[int] = ..., errors: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., pool_creations: _Optional[_Mapping[str, int]] = ..., python_traced_bytes: _Optional[int] = ..., dropped: _Optional[int] = ..., batches: _Optional[_Union[BatchStats, _Mapping]] = ..., warm_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
+    def __init__(self, requests: _Optional[int] = ..., rows: _Optional[int] = ..., errors: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., pool_creations: _Optional[_Mapping[str, int]] = ..., python_traced_bytes: _Optional[int] = ..., dropped: _Optional[int] = ..., batches: _Optional[_Union[BatchStats, _Mapping]] = ..., warm_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., refused: _Optional[int] = ...) -> None: ...
+
+class TierStats(_message.Message):
+    __slots__ = ("fast_bytes", "fast_routes", "slow_routes", "moves")
+    FAST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAST_ROUTES_FIELD_NUMBER: _ClassVar[int]
+    SLOW_ROUTES_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    fast_bytes: int
+    fast_routes: int
+    slow_routes: int
+    moves: int
+    def __init__(self, fast_bytes: _Optional[int] = ..., fast_routes: _Optional[int] = ..., slow_routes: _Optional[int] = ..., moves: _Optional[int] = ...) -> None: ...
 
 class BatchStats(_message.Message):
     __slots__ = ("batches", "by_members", "wait_seconds")

@@ -1,0 +1,248 @@
+"""Experts of one layer in two memories: hot ones on the server's device, the others in RAM, computed by the CPU.
+
+Each expert lies in one of the two, so both memories are used in full. After a small call (a decode step) experts change
+places, as `HotExperts` decides, for at most a part of the time that calls take. The sums of both parts are added in
+float32: the last bits of a row depend on where its experts lie.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.errors import CapacityError
+from moeoffload.expert_server.fair_share import SMALL_ROWS
+from moeoffload.expert_server.hot_experts import HotExperts
+from moeoffload.formats import PackedWeights
+from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
+
+if TYPE_CHECKING:
+    from moeoffload.checkpoint import Checkpoint
+
+MOVING_PART: Final = 0.1
+"""Of the time of calls, at most for moves."""
+FOR_BATCHES: Final = 0.1
+"""Of the fast memory that is left, kept for batches when experts are loaded."""
+_CPU: Final = torch.device("cpu")
+
+
+@dataclass
+class Tiers:
+    """The fast memory that experts of all hosts share, and what was done with it. Thread-safe."""
+
+    fast_budget: int
+    used: int = 0
+    fast_routes: int = 0
+    slow_routes: int = 0
+    moves: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def free(self) -> int:
+        """Bytes of the fast memory that experts have not taken."""
+        return self.fast_budget - self.used
+
+    def share(self, n_bytes: int) -> float:
+        """Which part of ``n_bytes`` of experts goes to the fast memory, as much as it has left."""
+        return max(0.0, min(1.0, self.free * (1 - FOR_BATCHES) / max(1, n_bytes)))
+
+    def count(self, kernels: LayerKernels, n_bytes: int) -> None:
+        """Counts fast memory as used for as long as ``kernels`` live."""
+        self._add(n_bytes)
+        weakref.finalize(kernels, self._add, -n_bytes)
+
+    def stats(self) -> pb.TierStats:
+        """What a host is told."""
+        counts = {"fast_routes": self.fast_routes, "slow_routes": self.slow_routes, "moves": self.moves}
+        return pb.TierStats(fast_bytes=self.used, **counts)
+
+    def _add(self, n_bytes: int) -> None:
+        with self._lock:
+            self.used += n_bytes
+
+
+class TwoTierLayer(LayerKernels):
+    """As `LayerKernels`, of experts in two memories; slots are places in ``experts``, wherever these lie."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layer: int,
+        experts: Sequence[int],
+        n_fast: int,
+        device: torch.device,
+        tiers: Tiers,
+        workspace: KernelWorkspace,
+        kernel: KernelChoice,
+    ) -> None:
+        """Reads the first ``n_fast`` experts, at least one and not all, to ``device``, the others to RAM.
+        Raises ModelError: see `Checkpoint.build_experts`."""
+        in_tiles = kernel != "grouped"
+        self._modules = (
+            checkpoint.build_experts(layer, experts[:n_fast], device, in_tiles=in_tiles),
+            checkpoint.build_experts(layer, experts[n_fast:], _CPU, in_tiles=in_tiles),
+        )
+        self._fast, self._slow = (LayerKernels(module, workspace, kernel) for module in self._modules)
+        self._device = device
+        self._tiers = tiers
+        self.n_experts = len(experts)
+        self.dtype, self.hidden = self._fast.dtype, self._fast.hidden
+        self.falls_back = self._fast.falls_back or self._slow.falls_back
+        self.weight_error = _joined_error(self._fast, self._slow)
+        self.is_batch_invariant = self._fast.is_batch_invariant and self._slow.is_batch_invariant
+        self._hot = HotExperts(len(experts), n_fast, checkpoint.top_k)
+        # Of each expert its slot in either part, -1: not there. Slot -1, no expert, finds the last entry.
+        self._places = torch.full((2, len(experts) + 1), -1, dtype=torch.int64)
+        self._places[0, :n_fast] = torch.arange(n_fast)
+        self._places[1, n_fast:-1] = torch.arange(len(experts) - n_fast)
+        self._open_calls = 0
+        self._called_s = self._moved_s = 0.0
+
+    def kernel_for(self, n_rows: int) -> str:
+        """Names of the kernels that serve a call of ``n_rows`` rows."""
+        names = dict.fromkeys(part.kernel_for(n_rows) for part in (self._fast, self._slow))
+        return f"two tiers of {' and '.join(names)}"
+
+    def reserve(self, max_rows: int, top_k: int) -> None:
+        """See `LayerKernels.reserve`."""
+        self._fast.reserve(max_rows, top_k)
+        self._slow.reserve(max_rows, top_k)
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        workspace: KernelWorkspace | None = None,
+    ) -> None:
+        """See `LayerKernels.__call__`."""
+        started = perf_counter()
+        experts = self._experts_of(slots)
+        places = self._places[:, experts]
+        self._fast(rows, places[0].to(self._device), weights, out, workspace)
+        if (places[1] >= 0).any():
+            sums = torch.empty(out.shape, dtype=out.dtype)
+            self._slow(rows.to(_CPU), places[1], weights.to(_CPU), sums, workspace)
+            out += sums.to(self._device)
+        ended = perf_counter()
+        self._called_s += ended - started
+        self._count(places)
+        # Not while a long call of this layer waits between two slices: it knows where its experts were.
+        if len(rows) <= SMALL_ROWS and not self._open_calls:
+            self._follow(experts, ended)
+
+    def in_slices(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        workspace: KernelWorkspace | None = None,
+    ) -> Iterator[None]:
+        """See `LayerKernels.in_slices`."""
+        places = self._places[:, self._experts_of(slots)]
+        sums = torch.empty(out.shape, dtype=out.dtype)
+        self._open_calls += 1
+        try:
+            yield from self._fast.in_slices(rows, places[0].to(self._device), weights, out, workspace)
+            yield from self._slow.in_slices(rows.to(_CPU), places[1], weights.to(_CPU), sums, workspace)
+        finally:
+            self._open_calls -= 1
+        out += sums.to(self._device)
+        self._count(places)
+
+    def _experts_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """The slots, on the CPU. Raises IndexError: one that is below -1 or above the last expert."""
+        experts = slots.to(_CPU)
+        lowest, highest = torch.aminmax(experts) if experts.numel() else (-1, -1)
+        if int(lowest) < -1 or int(highest) >= self.n_experts:
+            raise IndexError(f"slots from {int(lowest)} to {int(highest)}, allowed are -1 to {self.n_experts - 1}")
+        return experts
+
+    def _count(self, places: torch.Tensor) -> None:
+        fast, slow = (places >= 0).sum(dim=(1, 2)).tolist()
+        self._tiers.fast_routes += fast
+        self._tiers.slow_routes += slow
+
+    def _follow(self, experts: torch.Tensor, now: float) -> None:
+        """Moves experts, as far as there is time for it."""
+        used = experts.unique().numpy()
+        for come, go in self._hot.step(used[used >= 0]):
+            if self._moved_s > MOVING_PART * self._called_s:
+                return
+            fast, slow = int(self._places[0, go]), int(self._places[1, come])
+            for one, other in zip(_contents(self._modules[0]), _contents(self._modules[1]), strict=True):
+                _exchange(one, fast, other, slow)
+            self._places[:, come] = torch.tensor([fast, -1])
+            self._places[:, go] = torch.tensor([-1, slow])
+            self._hot.move(come, go)
+            self._tiers.moves += 1
+            self._moved_s += perf_counter() - now
+            now = perf_counter()
+
+
+def build_layer(
+    checkpoint: Checkpoint,
+    layer: int,
+    experts: Sequence[int],
+    device: torch.device,
+    tiers: Tiers | None,
+    fast_part: float,
+    workspace: KernelWorkspace,
+    kernel: KernelChoice,
+) -> LayerKernels:
+    """Reads experts of a layer to ``device``, or with ``tiers`` only the ``fast_part`` of them, the others to RAM.
+    Raises ModelError: they cannot be read; CapacityError: the device has no room for one."""
+    n_fast = len(experts)
+    expert_bytes = checkpoint.layers[layer].expert_bytes
+    if tiers is not None:
+        n_fast = max(1, int(n_fast * fast_part))
+        if n_fast * expert_bytes > tiers.free:
+            raise CapacityError(
+                f"layer {layer}: experts need {n_fast * expert_bytes} bytes of {device}, {max(0, tiers.free)} are left"
+            )
+    if tiers is not None and n_fast < len(experts):
+        kernels: LayerKernels = TwoTierLayer(checkpoint, layer, experts, n_fast, device, tiers, workspace, kernel)
+    else:
+        module = checkpoint.build_experts(layer, experts, device, in_tiles=kernel != "grouped")
+        kernels = LayerKernels(module, workspace, kernel)
+    if tiers is not None:
+        tiers.count(kernels, n_fast * expert_bytes)
+    return kernels
+
+
+def _contents(module: nn.Module) -> list[torch.Tensor | PackedWeights]:
+    """What belongs to single experts: parameters and packed matrices, by name."""
+    parts = [each for _, value in sorted(vars(module).items()) if isinstance(value, tuple) for each in value]
+    packed = [each for each in parts if isinstance(each, PackedWeights)]
+    about: Any = module
+    return [*(each.data for each in module.parameters() if each.shape[:1] == (about.num_experts,)), *packed]
+
+
+def _exchange(one: torch.Tensor | PackedWeights, at: int, other: torch.Tensor | PackedWeights, there: int) -> None:
+    """Two experts change places between two memories."""
+    if isinstance(one, PackedWeights) and isinstance(other, PackedWeights):
+        here, that = one.take(at), other.take(there)
+        one.put(at, that)
+        other.put(there, here)
+    elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        kept = one[at].to(_CPU, copy=True)
+        one[at].copy_(other[there])
+        other[there].copy_(kept)
+
+
+def _joined_error(fast: LayerKernels, slow: LayerKernels) -> float | None:
+    """Of both parts together, as `LayerKernels.weight_error`; their weights are taken for equally large."""
+    if fast.weight_error is None or slow.weight_error is None:
+        return None
+    total = fast.n_experts * fast.weight_error**2 + slow.n_experts * slow.weight_error**2
+    return float((total / (fast.n_experts + slow.n_experts)) ** 0.5)
