@@ -227,6 +227,14 @@ def _draft(rows: Rows) -> str:
     )
 
 
+def _two_tiers(rows: Rows) -> str:
+    return "; ".join(
+        f"{row['trace']}: **{row['ours']:.0%}** at {row['ours_moves']:.2f} moves (static {row['static']:.0%}, "
+        f"LRU {row['lru']:.0%} at {row['lru_moves']:.1f}, best static {row['best_static']:.0%})"
+        for row in rows
+    )
+
+
 HEADLINES: dict[str, Callable[[Rows], str]] = {
     "ablations": _ablations,
     "against": _against,
@@ -254,6 +262,7 @@ HEADLINES: dict[str, Callable[[Rows], str]] = {
     "serving": _serving,
     "soak": _soak,
     "startup": _startup,
+    "two_tiers": _two_tiers,
     "workspaces": _workspaces,
 }
 

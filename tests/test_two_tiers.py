@@ -118,6 +118,7 @@ def test_sums_are_the_same_while_experts_move(checkpoint: Checkpoint, monkeypatc
 
     last = range(n_experts - n_experts // 4, n_experts)
     for n_rows in (1, 1, 3, 40) * 15:
+        tiered._slow_s = float("inf") if n_rows == 40 and tiers.moves % 2 else 0.0  # computed on the device, or in RAM
         check(n_rows, last)
     assert tiers.moves > 0
     assert tiers.fast_routes + tiers.slow_routes > 0

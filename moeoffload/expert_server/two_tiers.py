@@ -1,7 +1,8 @@
 """Experts of one layer in two memories: hot ones on the server's device, the others in RAM, computed by the CPU.
 
 Each expert lies in one of the two, so both memories are used in full. After a small call (a decode step) experts change
-places, as `HotExperts` decides, for at most a part of the time that calls take. The sums of both parts are added in
+places, as `HotExperts` decides, for at most a part of the time that calls take. For a long call those in RAM are copied
+to the device, some at a time, where that takes less time than computing them. The sums of all parts are added in
 float32: the last bits of a row depend on where its experts lie.
 """
 
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
 
 MOVING_PART: Final = 0.1
 """Of the time of calls, at most for moves."""
+STAGE_BYTES: Final = 256 << 20
 FOR_BATCHES: Final = 0.1
 """Of the fast memory that is left, kept for batches when experts are loaded."""
 _CPU: Final = torch.device("cpu")
+Weights = torch.Tensor | PackedWeights
+"""Of several experts, or of one."""
 
 
 @dataclass
@@ -43,7 +47,9 @@ class Tiers:
     fast_routes: int = 0
     slow_routes: int = 0
     moves: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    """Taken again by what is let go of while it is held."""
+    _stages: weakref.WeakValueDictionary[object, Stage] = field(default_factory=weakref.WeakValueDictionary)
 
     @property
     def free(self) -> int:
@@ -54,19 +60,62 @@ class Tiers:
         """Which part of ``n_bytes`` of experts goes to the fast memory, as much as it has left."""
         return max(0.0, min(1.0, self.free * (1 - FOR_BATCHES) / max(1, n_bytes)))
 
-    def count(self, kernels: LayerKernels, n_bytes: int) -> None:
-        """Counts fast memory as used for as long as ``kernels`` live."""
+    def count(self, owner: LayerKernels | Stage, n_bytes: int) -> None:
+        """Counts fast memory as used for as long as ``owner`` lives."""
         self._add(n_bytes)
-        weakref.finalize(kernels, self._add, -n_bytes)
+        weakref.finalize(owner, self._add, -n_bytes)
 
     def stats(self) -> pb.TierStats:
         """What a host is told."""
         counts = {"fast_routes": self.fast_routes, "slow_routes": self.slow_routes, "moves": self.moves}
         return pb.TierStats(fast_bytes=self.used, **counts)
 
+    def stage(self, checkpoint: Checkpoint, layer: int, device: torch.device, kernel: KernelChoice) -> Stage:
+        """Room on the device for some experts of layers like this one."""
+        about = checkpoint.layers[layer]
+        key = checkpoint.digest, about.n_weights, about.expert_bytes, about.intermediate, about.format
+        with self._lock:
+            stage = self._stages.get(key)
+            if stage is None:
+                room = min(STAGE_BYTES, int(self.fast_budget * FOR_BATCHES / 2)) // about.expert_bytes
+                n_experts = max(1, min(about.n_experts, room))
+                stage = self._stages[key] = Stage(checkpoint, layer, n_experts, device, kernel)
+                self.count(stage, n_experts * about.expert_bytes)
+        return stage
+
     def _add(self, n_bytes: int) -> None:
         with self._lock:
             self.used += n_bytes
+
+
+class Stage:
+    """Experts on the device for one call: copied from RAM, computed, overwritten by the next ones."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, layer: int, n_experts: int, device: torch.device, kernel: KernelChoice
+    ) -> None:
+        self.n_experts = n_experts
+        with torch.inference_mode(False), torch.no_grad():
+            self._module = checkpoint.empty_experts(layer, self.n_experts, device, in_tiles=kernel != "grouped")
+            self.kernels = LayerKernels(self._module, KernelWorkspace(), kernel)
+        self._device = device
+        self._copy_s = 0.0
+
+    def copy_s(self, module: nn.Module) -> float:
+        """How long the copy of an expert takes, measured once, with one of ``module``."""
+        for _ in range(0 if self._copy_s else 2):  # the first one warms up
+            started = perf_counter()
+            self.fill(module, [0])
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            self._copy_s = perf_counter() - started
+        return self._copy_s
+
+    def fill(self, module: nn.Module, slots: Sequence[int]) -> None:
+        """Copies experts of ``module``."""
+        for room, values in zip(_contents(self._module), _contents(module), strict=True):
+            for at, slot in enumerate(slots):
+                _put(room, at, _take(values, slot))
 
 
 class TwoTierLayer(LayerKernels):
@@ -103,6 +152,9 @@ class TwoTierLayer(LayerKernels):
         self._places = torch.full((2, len(experts) + 1), -1, dtype=torch.int64)
         self._places[0, :n_fast] = torch.arange(n_fast)
         self._places[1, n_fast:-1] = torch.arange(len(experts) - n_fast)
+        self._stage = tiers.stage(checkpoint, layer, device, kernel)
+        self._slow_s = 0.0
+        """What a route of a long call takes in RAM."""
         self._open_calls = 0
         self._called_s = self._moved_s = 0.0
 
@@ -125,6 +177,10 @@ class TwoTierLayer(LayerKernels):
         workspace: KernelWorkspace | None = None,
     ) -> None:
         """See `LayerKernels.__call__`."""
+        if len(rows) > SMALL_ROWS:
+            for _ in self.in_slices(rows, slots, weights, out, workspace):
+                pass
+            return
         started = perf_counter()
         experts = self._experts_of(slots)
         places = self._places[:, experts]
@@ -137,7 +193,7 @@ class TwoTierLayer(LayerKernels):
         self._called_s += ended - started
         self._count(places)
         # Not while a long call of this layer waits between two slices: it knows where its experts were.
-        if len(rows) <= SMALL_ROWS and not self._open_calls:
+        if not self._open_calls:
             self._follow(experts, ended)
 
     def in_slices(
@@ -150,15 +206,44 @@ class TwoTierLayer(LayerKernels):
     ) -> Iterator[None]:
         """See `LayerKernels.in_slices`."""
         places = self._places[:, self._experts_of(slots)]
-        sums = torch.empty(out.shape, dtype=out.dtype)
+        in_ram = places[1]
+        needed = in_ram[in_ram >= 0].unique().tolist()
+        n_routes = int((in_ram >= 0).sum())
+        self._count(places)
         self._open_calls += 1
         try:
             yield from self._fast.in_slices(rows, places[0].to(self._device), weights, out, workspace)
-            yield from self._slow.in_slices(rows.to(_CPU), places[1], weights.to(_CPU), sums, workspace)
+            if not needed:
+                return
+            if self._stage.copy_s(self._modules[1]) * len(needed) < self._slow_s * n_routes:
+                yield from self._staged(needed, (rows, in_ram, weights, out))
+                return
+            sums = torch.empty(out.shape, dtype=out.dtype)
+            slices = self._slow.in_slices(rows.to(_CPU), in_ram, weights.to(_CPU), sums, workspace)
+            spent, started = 0.0, perf_counter()
+            for _ in slices:
+                spent += perf_counter() - started
+                yield
+                started = perf_counter()
+            out += sums.to(self._device)
+            if len(rows) > SMALL_ROWS:
+                self._slow_s = (spent + perf_counter() - started) / n_routes
         finally:
             self._open_calls -= 1
-        out += sums.to(self._device)
-        self._count(places)
+
+    def _staged(self, needed: list[int], call: tuple[torch.Tensor, ...]) -> Iterator[None]:
+        """Adds the part of experts in RAM, computed on the device."""
+        rows, in_ram, weights, out = call
+        part = torch.empty_like(out)
+        for first in range(0, len(needed), self._stage.n_experts):
+            some = needed[first : first + self._stage.n_experts]
+            self._stage.fill(self._modules[1], some)
+            places = torch.full((self._slow.n_experts + 1,), -1, dtype=torch.int64)
+            places[some] = torch.arange(len(some))
+            self._stage.kernels(rows, places[in_ram].to(self._device), weights, part)
+            out += part
+            if first + len(some) < len(needed):
+                yield
 
     def _experts_of(self, slots: torch.Tensor) -> torch.Tensor:
         """The slots, on the CPU. Raises IndexError: one that is below -1 or above the last expert."""
@@ -220,7 +305,7 @@ def build_layer(
     return kernels
 
 
-def _contents(module: nn.Module) -> list[torch.Tensor | PackedWeights]:
+def _contents(module: nn.Module) -> list[Weights]:
     """What belongs to single experts: parameters and packed matrices, by name."""
     parts = [each for _, value in sorted(vars(module).items()) if isinstance(value, tuple) for each in value]
     packed = [each for each in parts if isinstance(each, PackedWeights)]
@@ -228,16 +313,26 @@ def _contents(module: nn.Module) -> list[torch.Tensor | PackedWeights]:
     return [*(each.data for each in module.parameters() if each.shape[:1] == (about.num_experts,)), *packed]
 
 
-def _exchange(one: torch.Tensor | PackedWeights, at: int, other: torch.Tensor | PackedWeights, there: int) -> None:
-    """Two experts change places between two memories."""
-    if isinstance(one, PackedWeights) and isinstance(other, PackedWeights):
-        here, that = one.take(at), other.take(there)
-        one.put(at, that)
-        other.put(there, here)
-    elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        kept = one[at].to(_CPU, copy=True)
-        one[at].copy_(other[there])
-        other[there].copy_(kept)
+def _take(values: Weights, slot: int, *, copy: bool = False) -> Weights:
+    """One expert; with ``copy`` in fresh memory of the CPU."""
+    if isinstance(values, PackedWeights):
+        return values.take(slot) if copy else values.one(slot)
+    return values[slot].to(_CPU, copy=True) if copy else values[slot]
+
+
+def _put(room: Weights, slot: int, one: Weights) -> None:
+    """Writes one expert."""
+    if isinstance(room, PackedWeights) and isinstance(one, PackedWeights):
+        room.put(slot, one)
+    elif isinstance(room, torch.Tensor) and isinstance(one, torch.Tensor):
+        room[slot].copy_(one)
+
+
+def _exchange(fast: Weights, at: int, slow: Weights, there: int) -> None:
+    """Two experts change places between the device and RAM."""
+    kept = _take(fast, at, copy=True)
+    _put(fast, at, _take(slow, there))
+    _put(slow, there, kept)
 
 
 def _joined_error(fast: LayerKernels, slow: LayerKernels) -> float | None:

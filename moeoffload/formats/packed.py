@@ -95,11 +95,17 @@ class PackedWeights:
         for name, values in parts.items():
             self.section(name)[expert, rows] = values
 
+    def one(self, expert: int) -> PackedWeights:
+        """One expert, (1, n_out, n_in), in the same memory."""
+        place = slice(expert, expert + 1)
+        scales = None if self.scales is None else self.scales[place]
+        return PackedWeights(self.format, self.n_in, self.data[place], scales, self.in_tiles)
+
     def take(self, expert: int) -> PackedWeights:
         """A copy of one expert, (1, n_out, n_in), on the CPU."""
-        data = self.data[expert : expert + 1].to("cpu", copy=True)
-        scales = None if self.scales is None else self.scales[expert : expert + 1].to("cpu", copy=True)
-        return PackedWeights(self.format, self.n_in, data, scales, self.in_tiles)
+        one = self.one(expert)
+        scales = None if one.scales is None else one.scales.to("cpu", copy=True)
+        return PackedWeights(self.format, self.n_in, one.data.to("cpu", copy=True), scales, self.in_tiles)
 
     def put(self, expert: int, one: PackedWeights) -> None:
         """Writes one expert, ``one`` of the same shape and format, on the CPU; in tiles or not."""
