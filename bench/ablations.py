@@ -48,10 +48,10 @@ class FastPath:
     """Options of both contenders."""
 
     def options(self, *, without: bool) -> dict[str, Any]:
-        options: dict[str, Any] = {"settings": {"transport": "shared"}} | self.always
+        options: dict[str, Any] = {"settings": {"transport": "shared"}, "host_patch": ""} | self.always
         if without:
             options["settings"] = options["settings"] | self.settings
-            options["host_patch"] = options.get("host_patch", "") + self.host_patch
+            options["host_patch"] = options["host_patch"] + self.host_patch
             options["server_patch"] = options.get("server_patch", "") + self.server_patch
             options["server_options"] = [*options.get("server_options", []), *self.server_options]
         return options
@@ -88,6 +88,24 @@ import moeoffload.native as n
 _features = n.cpu_features()
 n.cpu_features = lambda: _features & ~n.Features.MATRIX_UNIT
 """
+GROWTH: Final = """
+import transformers
+from moeoffload.host.kv_cache import growing_cache
+transformers.DynamicCache = growing_cache
+"""
+NO_GROWTH: Final = """
+import transformers
+from transformers.cache_utils import DynamicCache
+transformers.DynamicCache = DynamicCache
+"""
+NO_SHORTCUT: Final = """
+import moeoffload.expert_server.engine as e
+e.Engine._takes_turns = lambda self, lease, now: True
+"""
+NO_TILES: Final = """
+import moeoffload.formats.tiles as t
+t.multiplies_tiles = lambda parts, dtype: False
+"""
 PATHS: Final = (
     FastPath("spinning", ("transport/spin.py", "transport/spin.c"), (DECODE,), NO_SPIN, NO_SPIN),
     FastPath("huge pages", ("huge_pages.py",), (DECODE, PREFILL), NO_HUGE_PAGES, NO_HUGE_PAGES),
@@ -109,6 +127,16 @@ PATHS: Final = (
         "own attention, many queries", ("kernels/cpu/attention_many.c",), (PREFILL, PREFILL_LONG), NO_MANY_QUERIES
     ),
     FastPath("matrix unit", ("kernels/cpu/matrix_unit.c",), (PREFILL_LONG,), NO_MATRIX_UNIT, NO_MATRIX_UNIT),
+    FastPath("cache that grows ahead", ("host/kv_cache.py",), (DECODE_LONG,), NO_GROWTH, always={"host_patch": GROWTH}),
+    FastPath("computing in the thread that receives", (), (DECODE,), server_patch=NO_SHORTCUT),
+    FastPath(
+        "tiles of packed weights",
+        ("formats/tiles.*", "kernels/cpu/tiles.h", "kernels/cpu/integer_body.h", "kernels/cpu/fp8_body.h"),
+        (DECODE, PREFILL),
+        NO_TILES,
+        NO_TILES,
+        always={"settings": {"transport": "shared", "expert_format": "int8"}},
+    ),
     FastPath("prefill pipeline", ("host/pipeline.py",), (PREFILL, PREFILL_LONG), settings={"pipeline": "off"}),
     FastPath(
         "coalescing",

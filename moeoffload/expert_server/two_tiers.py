@@ -184,10 +184,12 @@ class TwoTierLayer(LayerKernels):
         started = perf_counter()
         experts = self._experts_of(slots)
         places = self._places[:, experts]
+        # Copied before the device computes: after it, the copies would wait for that, and the CPU with them.
+        in_ram = (rows.to(_CPU), weights.to(_CPU)) if (places[1] >= 0).any() else None
         self._fast(rows, places[0].to(self._device), weights, out, workspace)
-        if (places[1] >= 0).any():
+        if in_ram is not None:
             sums = torch.empty(out.shape, dtype=out.dtype)
-            self._slow(rows.to(_CPU), places[1], weights.to(_CPU), sums, workspace)
+            self._slow(in_ram[0], places[1], in_ram[1], sums, workspace)
             out += sums.to(self._device)
         ended = perf_counter()
         self._called_s += ended - started
@@ -212,14 +214,16 @@ class TwoTierLayer(LayerKernels):
         self._count(places)
         self._open_calls += 1
         try:
+            is_staged = self._stage.copy_s(self._modules[1]) * len(needed) < self._slow_s * n_routes
+            copies = (rows, weights) if is_staged else (rows.to(_CPU), weights.to(_CPU))
             yield from self._fast.in_slices(rows, places[0].to(self._device), weights, out, workspace)
             if not needed:
                 return
-            if self._stage.copy_s(self._modules[1]) * len(needed) < self._slow_s * n_routes:
+            if is_staged:
                 yield from self._staged(needed, (rows, in_ram, weights, out))
                 return
             sums = torch.empty(out.shape, dtype=out.dtype)
-            slices = self._slow.in_slices(rows.to(_CPU), in_ram, weights.to(_CPU), sums, workspace)
+            slices = self._slow.in_slices(copies[0], in_ram, copies[1], sums, workspace)
             spent, started = 0.0, perf_counter()
             for _ in slices:
                 spent += perf_counter() - started
