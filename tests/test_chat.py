@@ -61,6 +61,19 @@ def test_a_turn_computes_only_what_is_new_and_answers_as_a_local_model_with_all_
     assert demo.tokenizer.decode(alone, skip_special_tokens=True) == conversation.turns[-1]["content"] == ANSWERS[-1]
 
 
+def test_text_comes_with_each_token_and_not_with_each_word(demo: OffloadedModel) -> None:
+    class Pieces(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return super().write(text)
+
+    pieces: list[str] = []
+    answer = Conversation(demo).ask("reverse planet =", Pieces())
+    assert "".join(pieces) == answer.text + "\n"
+    assert answer.text.strip() == "tenalp"
+    assert len(pieces) > len("tenalp")
+
+
 def test_what_changes_the_beginning_is_computed_again_and_clear_forgets(demo: OffloadedModel) -> None:
     conversation = Conversation(demo)
     ask(conversation, demo, TASKS[0])

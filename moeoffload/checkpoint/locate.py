@@ -69,7 +69,7 @@ def _from_hub(model: str, revision: str | None) -> Path:
         at = f" at revision {revision}" if revision else ""
         raise ModelError(
             f"{model}{at}: no such folder, not complete in the local hub cache, and not to be had from the hub: "
-            f"{type(error).__name__}: {first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     return Path(snapshot)
 

@@ -9,14 +9,16 @@ import select
 import signal
 import sys
 import tracemalloc
+from collections.abc import Iterator
 from importlib import import_module
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from moeoffload.cli.imports import quick_imports
 from moeoffload.cli.options import version_option, with_settings
+from moeoffload.cli.signals import leave_at_once_on_ctrl_c
 from moeoffload.config import ExpertServerSettings
 from moeoffload.logs import log_to
 
@@ -37,6 +39,12 @@ def serve(
     on first, for up to --drain-timeout-s; Ctrl-C, or a second SIGTERM, stops it at once.
     """
     log_to(logging.StreamHandler(), settings.log_level.value.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log = logging.getLogger("moeoffload.expert_server")
+    log.info("importing torch")
+    with quick_imports():  # there is nothing to clean up yet: a signal ends the process at once
+        # torch takes seconds to import; --help, --version and setting errors need not wait for it.
+        from moeoffload.expert_server.server import ExpertServer
+
     # The number of a signal goes into the pipe in whichever thread it arrives. A handler in Python runs in this thread
     # only, and not before it stops waiting: a signal that another thread takes would not wake it.
     stopped, stop = os.pipe()
@@ -44,12 +52,6 @@ def serve(
     signal.set_wakeup_fd(stop)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _in_the_pipe)
-
-    log = logging.getLogger("moeoffload.expert_server")
-    log.info("importing torch")
-    with quick_imports():
-        # torch takes seconds to import; --help, --version and setting errors need not wait for it.
-        from moeoffload.expert_server.server import ExpertServer
 
     server = ExpertServer.start(settings, on_drained=lambda: os.write(stop, b"d"))
     if trace_memory:
@@ -63,8 +65,9 @@ def serve(
     stdin = sys.stdin.fileno() if exit_with_stdin else None
     try:
         print(f"moeoffload-expert ready on {server.address} ({server.device})", flush=True)
-        with contextlib.suppress(MemoryError, OSError, ImportError), quick_imports():  # the first host is told
-            import_module("moeoffload.checkpoint")  # takes seconds, which no host need wait for
+        # It takes seconds, which no host need wait for; if it fails, the first host is told.
+        with contextlib.suppress(MemoryError, OSError, ImportError, _Signalled), _signals_raise(), quick_imports():
+            import_module("moeoffload.checkpoint")
         if _wait(stopped, stdin) == signal.SIGTERM:
             log.info("draining: %d leases", server.drain())
             # Another signal, the last host's leave, or the end of patience.
@@ -72,6 +75,26 @@ def serve(
     finally:
         server.stop()
     log.info("stopped")
+
+
+class _Signalled(BaseException):
+    """A signal came; its number is in the pipe, too."""
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Within, a signal does not wait for the end of what the main thread does."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise _Signalled
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, leave) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _in_the_pipe(number: int, frame: FrameType | None) -> None:
@@ -94,6 +117,7 @@ def _wait(stopped: int, stdin: int | None, timeout_s: float | None = None) -> in
 
 def main() -> None:
     """Entry point of ``moeoffload-expert``."""
+    leave_at_once_on_ctrl_c()
     app()
 
 

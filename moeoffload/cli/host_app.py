@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -79,7 +80,9 @@ def profile_routing(
     revision: Revision = None,
 ) -> None:
     """Count which routed experts prompts use; `--routing-stats` then keeps the most used ones on the host."""
-    lines = [line for line in _read_prompts([], prompts)[0].splitlines() if line.strip()]
+    lines = [line for line in _read_prompts([], prompts, "--prompts")[0].splitlines() if line.strip()]
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise SettingError(f"--output: {output} cannot be written")
     display = Display()
     log_of_host(settings, display, verbose=False)
     with open_with_progress(model, settings, revision, display) as offloaded:
@@ -103,8 +106,8 @@ app.command()(top)
 app.add_typer(keys_app, name="keys")
 
 
-def _read_prompts(prompts: list[str], prompt_file: str | None) -> list[str]:
-    """The prompts of a command line; ``-`` stands for stdin.
+def _read_prompts(prompts: list[str], prompt_file: str | None, option: str = "--prompt-file") -> list[str]:
+    """The prompts of a command line, of which ``option`` names the file; ``-`` stands for stdin.
     Raises SettingError: none was given, or the file or stdin cannot be read; PromptError: one is empty or not UTF-8."""
     texts = [_read_stdin() if text == "-" else text for text in prompts]
     if prompt_file == "-":
@@ -113,7 +116,8 @@ def _read_prompts(prompts: list[str], prompt_file: str | None) -> list[str]:
         try:
             texts.append(Path(prompt_file).read_text(encoding="utf-8").rstrip("\n"))
         except (OSError, ValueError) as error:
-            raise SettingError(f"--prompt-file: {prompt_file!r} cannot be read ({error})") from None
+            why = error.strerror if isinstance(error, OSError) else error
+            raise SettingError(f"{option}: {prompt_file!r} cannot be read ({why})") from None
     if not texts:
         raise SettingError("no prompt: give --prompt TEXT, --prompt-file FILE, or --prompt - to read stdin")
     for text in texts:

@@ -14,9 +14,11 @@ from typing import Any, TextIO
 import jinja2
 import torch
 from torch import nn
-from transformers import DynamicCache, StoppingCriteria, TextStreamer
+from transformers import DynamicCache, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from moeoffload.errors import PromptError
+from moeoffload.host.detokenizer import Detokenizer
 from moeoffload.host.drafters import new_drafter
 from moeoffload.host.kv_cache import generation_cache
 from moeoffload.host.model import eos_tokens
@@ -78,38 +80,43 @@ class Watch:
     should_stop: Callable[[], bool] = lambda: False
 
 
-class _Streamer(TextStreamer):
-    """Writes the text of the completion, nothing else, to ``stream``."""
+class _Streamer(BaseStreamer):
+    """Writes the text of the completion, nothing else, to ``stream``: of each token as soon as it is certain."""
 
     def __init__(self, tokenizer: Any, stream: TextIO) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._detokenizer = Detokenizer(tokenizer)
         self._stream = stream
+        self._is_prompt = True
         self.on_tokens: Callable[[int], None] | None = None  # told how many tokens have come, the prompt's aside
         self.on_first: Callable[[], None] | None = None
         self.text = ""
         self.first_at = self.last_at = 0.0
 
     def put(self, value: torch.Tensor) -> None:
-        """See `TextStreamer`, which takes one token at a time."""
-        if self.next_tokens_are_prompt:
-            super().put(value)
+        """See `BaseStreamer`: the prompt (1, n) first, then tokens of the answer (n,), on the CPU."""
+        if self._is_prompt:
+            self._is_prompt = False
             return
-        tokens = value.reshape(-1)
+        tokens = value.reshape(-1).tolist()
         self.last_at = perf_counter()
         if not self.first_at:
             self.first_at = self.last_at
             if self.on_first is not None:
                 self.on_first()
         if self.on_tokens is not None:
-            self.on_tokens(tokens.numel())
+            self.on_tokens(len(tokens))
         for token in tokens:
-            super().put(token.reshape(1))
+            self._write(self._detokenizer.push(token))
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """See `TextStreamer`: called with each piece of text as soon as it is certain."""
+    def end(self) -> None:
+        """See `BaseStreamer`: called when the answer is complete."""
+        self._write(self._detokenizer.finish(), "\n")
+
+    def _write(self, text: str, end: str = "") -> None:
         self.text += text
-        self._stream.write(text + ("\n" if stream_end else ""))
-        self._stream.flush()
+        if text or end:
+            self._stream.write(text + end)
+            self._stream.flush()
 
 
 class _Stop(StoppingCriteria):
@@ -151,7 +158,7 @@ def prepare_chat(offloaded: OffloadedModel, messages: Sequence[Message]) -> Prep
 
 
 def _prepared(offloaded: OffloadedModel, text: str, *, special: bool) -> PreparedPrompt:
-    encoded = offloaded.tokenizer(text, return_tensors="pt", add_special_tokens=special)
+    encoded = offloaded.tokenizer(text, return_tensors="pt", add_special_tokens=special, verbose=False)
     n_tokens = encoded["input_ids"].shape[1]
     if n_tokens == 0:
         raise PromptError("the prompt has no tokens")

@@ -68,6 +68,8 @@ def open_model(
     """
     if settings is not None and keywords:
         raise TypeError("give either settings or single settings as keywords, not both")
+    if not isinstance(model, str | Path):
+        raise TypeError(f"model: a folder, file or hub id is needed, not {type(model).__name__}")
     return OffloadedModel(str(model), settings or HostSettings(**keywords), revision, servers, on_progress)
 
 

@@ -154,6 +154,8 @@ class Shard:
         mender.start()
 
     def _nobody(self) -> str:
+        if self._stopping.is_set():
+            return "the model was closed"
         if self.fallback is None:
             return "no other server holds its experts, and the settings forbid that the host computes them"
         return "nobody else can compute its experts"

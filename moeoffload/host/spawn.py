@@ -17,7 +17,7 @@ from typing import IO, Final
 import torch
 
 from moeoffload.config import ExpertServerSettings, HostSettings, TransportChoice
-from moeoffload.errors import DeadlineError, ServerError
+from moeoffload.errors import DeadlineError, ServerError, SettingError
 
 _READY: Final = re.compile(r"ready on (\S+)")
 START_TIMEOUT_S: Final = 120.0
@@ -119,8 +119,8 @@ class SpawnedServers:
 
 def _ready_address(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
     """Reads the line that a server prints when it is ready.
-    Raises ServerError: the server ended instead; the message holds its last words; DeadlineError: it did not become
-    ready in time."""
+    Raises SettingError: it refused its settings, which are the host's; ServerError: it ended otherwise; the messages hold
+    its last words; DeadlineError: it did not become ready in time."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -131,5 +131,8 @@ def _ready_address(process: subprocess.Popen[bytes], log: Path, deadline: float)
     if match is None:
         process.wait(STOP_TIMEOUT_S)
         words = log.read_text(errors="replace").strip().splitlines()
-        raise ServerError(f"a spawned expert server did not start: {words[-1] if words else line.strip()}")
+        why = (words[-1] if words else line.strip()).removeprefix("error: ")
+        if process.returncode == SettingError.exit_code:
+            raise SettingError(f"the expert server that is started here: {why}")
+        raise ServerError(f"a spawned expert server did not start: {why}")
     return match.group(1)

@@ -9,12 +9,12 @@ from typing import Any, Final
 from starlette.responses import Response
 from starlette.types import Receive
 
+from moeoffload.host.detokenizer import Detokenizer, StopStrings, TokenTexts
 from moeoffload.serve.api_errors import ApiError, bad_request, unavailable
 from moeoffload.serve.block_forms import BlockForm, MessagesForm, ResponsesForm
 from moeoffload.serve.block_schemas import MessagesRequest, ResponsesRequest
 from moeoffload.serve.chat import Prompt, PromptReader
 from moeoffload.serve.choices import Choice, Choices, Piece
-from moeoffload.serve.detokenizer import Detokenizer, StopStrings, TokenTexts
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.forms import ChatForm, CompletionForm, usage_json
 from moeoffload.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest

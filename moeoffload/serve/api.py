@@ -8,7 +8,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 
 from moeoffload.config import ServeSettings, is_loopback
 from moeoffload.serve.access import read_api_key
@@ -101,6 +101,10 @@ def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
     @app.get("/stats", response_model=None)
     async def stats() -> Response:
         return JSONResponse(snapshot(True))
+
+    @app.get("/", response_model=None)
+    async def root() -> Response:
+        return RedirectResponse("/dashboard")
 
     @app.get("/dashboard", response_model=None)
     async def dashboard() -> Response:

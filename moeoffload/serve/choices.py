@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from moeoffload.errors import BusyError
+from moeoffload.host.detokenizer import Detokenizer, StopStrings
 from moeoffload.serve.answer_parser import AnswerParser, Part
 from moeoffload.serve.api_errors import ApiError, of_exception, unavailable
-from moeoffload.serve.detokenizer import Detokenizer, StopStrings
 from moeoffload.serve.engine import ServingEngine, Ticket
 from moeoffload.serve.request import FinishReason, Progress, SamplingOptions, TokenChoice
 
@@ -139,7 +139,7 @@ class Choices:
             if choice.ended:
                 n_running -= 1
                 if news.finish is None:
-                    self._tickets[index].cancel()
+                    self._tickets[index].complete()
             if piece is not None:
                 yield piece
 

@@ -44,11 +44,17 @@ class Ticket:
     last_token: float = 0.0
     n_tokens: int = 0
     is_over: bool = False
+    is_complete: bool = False  # all that its client wants was told
     is_scheduled: bool = False  # whether the batch has been told of it
     reused: int | None = None  # None until its first step
 
     def cancel(self) -> None:
         """Ends it; from any thread, at any time, more than once. Its room is free within one step."""
+        self.engine.cancel(self)
+
+    def complete(self) -> None:
+        """As `cancel`, of an answer that has all that its client wants of it: it counts as finished."""
+        self.is_complete = True
         self.engine.cancel(self)
 
 
@@ -289,7 +295,7 @@ class ServingEngine:
         if request.is_scheduled:
             self._batch.scheduler.remove(request.sequence)
         counts = self.stats.requests
-        if progress.finish is FinishReason.CANCELLED:
+        if progress.finish is FinishReason.CANCELLED and not request.is_complete:
             counts.cancelled += 1
         elif progress.finish is FinishReason.ERROR:
             counts.failed += 1

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from moeoffload import __version__
+from moeoffload.host.detokenizer import TokenTexts
 from moeoffload.serve.answer_parser import ToolCall
 from moeoffload.serve.choices import Piece
-from moeoffload.serve.detokenizer import TokenTexts
 from moeoffload.serve.request import TokenChoice
 
 _LEAST_LOGPROB: Final = -9999.0  # what stands for minus infinity, which JSON does not have

@@ -20,7 +20,7 @@ from moeoffload.serve.api_errors import ApiError, bad_request, busy, unavailable
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS: Final = frozenset(("/health", "/ready", "/dashboard"))
+OPEN_PATHS: Final = frozenset(("/", "/health", "/ready", "/dashboard"))
 """What needs no key: it tells nothing of requests. The page of the dashboard holds no figures, it asks for /stats."""
 _MOST_BODY_BYTES: Final = 8 << 20
 _BODY_TIMEOUT_S: Final = 60.0

@@ -174,7 +174,8 @@ class StreamListener:
         except zmq.ZMQError as error:
             self._shut_door()
             self._wire.close()
-            raise ServerError(f"cannot listen at {host}:{port}: {error}") from error
+            where = f"{host}, port {port}" if port else host
+            raise ServerError(f"the stream transport cannot listen at {where}: {error.strerror}") from error
         endpoint = self._wire.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rpartition(":")[2])
         self._on_failure = on_failure

@@ -58,6 +58,19 @@ def test_rows_come_back(form: PackedFormat) -> None:
     assert torch.equal(tiles.data, again)
 
 
+@pytest.mark.parametrize("form", TILED, ids=lambda form: form.name)
+def test_an_expert_goes_from_rows_to_tiles_and_back(form: PackedFormat) -> None:
+    rows, tiles = random_packed(form, 3, 48, 768), random_packed(form, 3, 48, 768, 1)
+    tiles.lay_tiles()
+    expected, others = rows.unpack(torch.float32), tiles.unpack(torch.float32)
+    kept = rows.take(0)
+    tiles.put(2, rows.one(0))
+    rows.put(0, tiles.take(1))
+    tiles.put(0, kept)
+    assert torch.equal(tiles.unpack(torch.float32), torch.stack([expected[0], others[1], expected[0]]))
+    assert torch.equal(rows.unpack(torch.float32), torch.stack([others[1], *expected[1:]]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", TILED, ids=lambda form: form.name)
 def test_linear_layers(form: PackedFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ class FakeTicket:
     def cancel(self) -> None:
         self.cancelled.set()
 
+    complete = cancel
+
     def tell(self, progress: Progress) -> None:
         self.ended = progress.finish is not None
         self.on_progress(progress)

@@ -51,6 +51,23 @@ def test_chats_and_completions_streamed_or_not_give_the_same_answer(client: open
     assert parts[-1].choices[0].finish_reason == "stop"
 
 
+def test_an_answer_that_ends_at_a_stop_string_is_finished_and_not_cancelled(
+    serve_process: Server, client: openai.OpenAI
+) -> None:
+    before = serve_process.counts()
+    chat = client.chat.completions.create(messages=chat_of("reverse hello ="), stop=["le"], **GREEDY)
+    assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == (" ol", "stop")
+    counted: list[str] = ["finished", "cancelled"]
+    wait_until(lambda: serve_process.counts()["running"] == 0, "the end of the request")
+    after = serve_process.counts()
+    assert [after[each] - before[each] for each in counted] == [1, 0]
+
+
+def test_the_address_alone_leads_to_the_dashboard(serve_process: Server) -> None:
+    reply = serve_process.ask("GET", "/")
+    assert (reply.status, reply.headers["location"]) == (307, "/dashboard")
+
+
 def test_more_than_it_takes_are_answered_or_told_to_come_again(serve_process: Server) -> None:
     server = serve_process
     process = psutil.Process(server.command.process.pid)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeoffload.serve.detokenizer import Detokenizer, StopStrings, TokenTexts
+from moeoffload.host.detokenizer import Detokenizer, StopStrings, TokenTexts
 
 TEXTS = st.text(st.sampled_from("ab é€😀\u0301\ufffd\n") | st.characters(codec="utf-8"), max_size=40)
 
