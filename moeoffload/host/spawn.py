@@ -119,8 +119,8 @@ class SpawnedServers:
 
 def _ready_address(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
     """Reads the line that a server prints when it is ready.
-    Raises SettingError: it refused its settings, which are the host's; ServerError: it ended otherwise; the messages hold
-    its last words; DeadlineError: it did not become ready in time."""
+    Raises SettingError: it refused its settings, which are the host's; ServerError: it ended otherwise; both hold its
+    last words; DeadlineError: it did not become ready in time."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
