@@ -42,7 +42,7 @@ def run_error(commands: Commands, code: int, model: str | Path, *options: str | 
         (["--prompt-file", "/no/such/prompt.txt"], SETTING, "/no/such/prompt.txt"),
         (["--prompt-file", str(DEMO / "model.safetensors")], SETTING, "model.safetensors"),
         (["--prompt", "caf\udce9"], PROMPT, "UTF-8"),
-        (["--prompt", "hi", "--gpu", "77"], SERVER, "cuda:77"),
+        (["--prompt", "hi", "--gpu", "77"], SETTING, "cuda:77"),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ again only when it has the whole reply.
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Final
 
@@ -175,7 +176,7 @@ class StreamListener:
             self._shut_door()
             self._wire.close()
             where = f"{host}, port {port}" if port else host
-            raise ServerError(f"the stream transport cannot listen at {where}: {error.strerror}") from error
+            raise ServerError(f"the stream transport cannot listen at {where}: {os.strerror(error.errno or 0)}") from error
         endpoint = self._wire.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rpartition(":")[2])
         self._on_failure = on_failure

@@ -270,7 +270,7 @@ def test_a_listener_that_restarts_knows_no_old_channels() -> None:
 
 
 def test_what_cannot_be_opened_is_named(listener: StreamListener) -> None:
-    with pytest.raises(ServerError, match=f"cannot listen at 127.0.0.1:{listener.port}"):
+    with pytest.raises(ServerError, match=f"cannot listen at 127.0.0.1, port {listener.port}: Address already in use$"):
         StreamListener(port=listener.port)
     offer = opened(listener).offer
     listener.close()
