@@ -175,8 +175,8 @@ class StreamListener:
         except zmq.ZMQError as error:
             self._shut_door()
             self._wire.close()
-            where = f"{host}, port {port}" if port else host
-            raise ServerError(f"the stream transport cannot listen at {where}: {os.strerror(error.errno or 0)}") from error
+            where, why = f"{host}, port {port}" if port else host, os.strerror(error.errno or 0)
+            raise ServerError(f"the stream transport cannot listen at {where}: {why}") from error
         endpoint = self._wire.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rpartition(":")[2])
         self._on_failure = on_failure
