@@ -12,7 +12,7 @@ from moeoffload.checkpoint.convert import Recipe
 from moeoffload.checkpoint.layout import per_expert_parameters
 from moeoffload.checkpoint.packed_rows import Piece
 from moeoffload.errors import ModelError
-from moeoffload.formats import PackedFormat, PackedWeights
+from moeoffload.formats import PackedFormat
 from moeoffload.formats.quantise import quantise, squared_errors
 
 
@@ -60,15 +60,8 @@ def quantised_experts(
             rows = values.transpose(1, 2) if about.is_transposed else values
             packed = quantise(rows, room[0].format)
             of_group = squared_errors(rows, packed)
-            if room[0].in_tiles:
-                packed.lay_tiles()
-            _copy(packed, room[0], places)
+            for number in range(len(group)):
+                room[0].put(places.start + number, packed.one(number))
             wrong, total = wrong + of_group[0], total + of_group[1]
     about.weight_error = (wrong / total) ** 0.5 if total else 0.0
     return module
-
-
-def _copy(packed: PackedWeights, room: PackedWeights, places: slice) -> None:
-    room.data[places].copy_(packed.data)
-    if room.scales is not None and packed.scales is not None:
-        room.scales[places].copy_(packed.scales)

@@ -117,6 +117,14 @@ class TensorIndex:
         return max(held, key=lambda dtype: held[dtype]) if held else None
 
 
+class _Scratch(threading.local):
+    """A thread's memory for parts that are read, by role, and its views by role, dtype and shape."""
+
+    def __init__(self) -> None:
+        self.rooms: dict[str, torch.Tensor] = {}
+        self.views: dict[tuple[str, torch.dtype, tuple[int, ...]], tuple[torch.Tensor, memoryview]] = {}
+
+
 class TensorReader:
     """Reads whole tensors or rows of them into fresh memory; keeps files open until the end of its ``with`` block.
 
@@ -126,7 +134,7 @@ class TensorReader:
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
         self._opening = threading.Lock()
-        self._scratch = threading.local()
+        self._scratch = _Scratch()
 
     def __enter__(self) -> Self:
         return self
@@ -165,10 +173,7 @@ class TensorReader:
     ) -> tuple[torch.Tensor, memoryview]:
         """This thread's memory for ``role`` as such a tensor. Kept: each of torch's views lets another thread take the
         interpreter's lock, and getting it back takes longer than reading a small tensor."""
-        rooms: dict[str, torch.Tensor] = self._scratch.__dict__.setdefault("rooms", {})
-        views: dict[tuple[object, ...], tuple[torch.Tensor, memoryview]] = self._scratch.__dict__.setdefault(
-            "views", {}
-        )
+        rooms, views = self._scratch.rooms, self._scratch.views
         room = rooms.get(role)
         if room is None or room.nbytes < n_bytes:
             room = rooms[role] = torch.empty(n_bytes, dtype=torch.uint8)

@@ -32,7 +32,8 @@ class HotExperts:
         self._moves = n_fast >= LEAST_SETS * top_k
 
     def step(self, used: Numbers) -> list[tuple[int, int]]:
-        """Counts a step that used some experts, each named once; returns who is to come and who goes for it."""
+        """Counts a step that used some experts, (n) int64, each named once; returns who is to come and who goes for it,
+        `MOST_MOVES` pairs at most."""
         scores = self._scores
         scores *= DECAY
         scores[used] += 1

@@ -24,6 +24,7 @@ from moeoffload.expert_server.fair_share import SMALL_ROWS
 from moeoffload.expert_server.hot_experts import HotExperts
 from moeoffload.formats import PackedWeights
 from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
+from moeoffload.kernels.packing import packed_parts
 
 if TYPE_CHECKING:
     from moeoffload.checkpoint import Checkpoint
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 MOVING_PART: Final = 0.1
 """Of the time of calls, at most for moves."""
 STAGE_BYTES: Final = 256 << 20
+"""At most, of a `Stage`."""
 FOR_BATCHES: Final = 0.1
 """Of the fast memory that is left, kept for batches when experts are loaded."""
 _CPU: Final = torch.device("cpu")
@@ -40,7 +42,13 @@ Weights = torch.Tensor | PackedWeights
 
 @dataclass
 class Tiers:
-    """The fast memory that experts of all hosts share, and what was done with it. Thread-safe."""
+    """The fast memory that experts of all hosts share, and what was done with it. Thread-safe.
+
+    Attributes:
+        fast_budget: bytes of the device that experts and batches may take; ``used``: those that experts have taken.
+        fast_routes: pairs of a row and an expert that were computed on the device; ``slow_routes``: in RAM.
+        moves: experts that came to the device, each in the place of another one.
+    """
 
     fast_budget: int
     used: int = 0
@@ -102,7 +110,7 @@ class Stage:
         self._copy_s = 0.0
 
     def copy_s(self, module: nn.Module) -> float:
-        """How long the copy of an expert takes, measured once, with one of ``module``."""
+        """Seconds that the copy of an expert takes, measured once, with one of ``module``."""
         for _ in range(0 if self._copy_s else 2):  # the first one warms up
             started = perf_counter()
             self.fill(module, [0])
@@ -112,7 +120,7 @@ class Stage:
         return self._copy_s
 
     def fill(self, module: nn.Module, slots: Sequence[int]) -> None:
-        """Copies experts of ``module``."""
+        """Copies the experts at ``slots`` of ``module``, `n_experts` at most, to slots 0, 1, ... here."""
         for room, values in zip(_contents(self._module), _contents(module), strict=True):
             for at, slot in enumerate(slots):
                 _put(room, at, _take(values, slot))
@@ -154,7 +162,7 @@ class TwoTierLayer(LayerKernels):
         self._places[1, n_fast:-1] = torch.arange(len(experts) - n_fast)
         self._stage = tiers.stage(checkpoint, layer, device, kernel)
         self._slow_s = 0.0
-        """What a route of a long call takes in RAM."""
+        """Seconds that a route of a long call takes in RAM."""
         self._open_calls = 0
         self._called_s = self._moved_s = 0.0
 
@@ -177,26 +185,8 @@ class TwoTierLayer(LayerKernels):
         workspace: KernelWorkspace | None = None,
     ) -> None:
         """See `LayerKernels.__call__`."""
-        if len(rows) > SMALL_ROWS:
-            for _ in self.in_slices(rows, slots, weights, out, workspace):
-                pass
-            return
-        started = perf_counter()
-        experts = self._experts_of(slots)
-        places = self._places[:, experts]
-        # Copied before the device computes: after it, the copies would wait for that, and the CPU with them.
-        in_ram = (rows.to(_CPU), weights.to(_CPU)) if (places[1] >= 0).any() else None
-        self._fast(rows, places[0].to(self._device), weights, out, workspace)
-        if in_ram is not None:
-            sums = torch.empty(out.shape, dtype=out.dtype)
-            self._slow(in_ram[0], places[1], in_ram[1], sums, workspace)
-            out += sums.to(self._device)
-        ended = perf_counter()
-        self._called_s += ended - started
-        self._count(places)
-        # Not while a long call of this layer waits between two slices: it knows where its experts were.
-        if not self._open_calls:
-            self._follow(experts, ended)
+        for _ in self.in_slices(rows, slots, weights, out, workspace):
+            pass
 
     def in_slices(
         self,
@@ -207,33 +197,46 @@ class TwoTierLayer(LayerKernels):
         workspace: KernelWorkspace | None = None,
     ) -> Iterator[None]:
         """See `LayerKernels.in_slices`."""
-        places = self._places[:, self._experts_of(slots)]
-        in_ram = places[1]
-        needed = in_ram[in_ram >= 0].unique().tolist()
-        n_routes = int((in_ram >= 0).sum())
-        self._count(places)
+        experts = self._experts_of(slots)
+        places, took = self._places[:, experts], [0.0]
         self._open_calls += 1
         try:
-            is_staged = self._stage.copy_s(self._modules[1]) * len(needed) < self._slow_s * n_routes
-            copies = (rows, weights) if is_staged else (rows.to(_CPU), weights.to(_CPU))
-            yield from self._fast.in_slices(rows, places[0].to(self._device), weights, out, workspace)
-            if not needed:
-                return
-            if is_staged:
-                yield from self._staged(needed, (rows, in_ram, weights, out))
-                return
-            sums = torch.empty(out.shape, dtype=out.dtype)
-            slices = self._slow.in_slices(copies[0], in_ram, copies[1], sums, workspace)
-            spent, started = 0.0, perf_counter()
-            for _ in slices:
-                spent += perf_counter() - started
-                yield
-                started = perf_counter()
-            out += sums.to(self._device)
-            if len(rows) > SMALL_ROWS:
-                self._slow_s = (spent + perf_counter() - started) / n_routes
+            yield from _timed(self._parts(rows, places, weights, out, workspace), took)
         finally:
             self._open_calls -= 1
+        self._called_s += took[0]
+        # Not while another call of this layer waits between two slices: it knows where its experts were.
+        if len(rows) <= SMALL_ROWS and not self._open_calls:
+            self._follow(experts)
+
+    def _parts(
+        self,
+        rows: torch.Tensor,
+        places: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        workspace: KernelWorkspace | None,
+    ) -> Iterator[None]:
+        """The slices of a call; ``places`` (2, n, top_k) int64 on the CPU: slots of either part, or -1."""
+        in_ram, took = places[1], [0.0]
+        needed = in_ram[in_ram >= 0].unique().tolist()
+        n_fast, n_slow = (places >= 0).sum(dim=(1, 2)).tolist()
+        self._tiers.fast_routes += n_fast
+        self._tiers.slow_routes += n_slow
+        is_staged = len(rows) > SMALL_ROWS and (
+            self._stage.copy_s(self._modules[1]) * len(needed) < self._slow_s * n_slow
+        )
+        # Copied before the device computes: after it, the copies would wait for that, and the CPU with them.
+        copies = (rows.to(_CPU), weights.to(_CPU)) if needed and not is_staged else (rows, weights)
+        yield from self._fast.in_slices(rows, places[0].to(self._device), weights, out, workspace)
+        if is_staged:
+            yield from self._staged(needed, (rows, in_ram, weights, out))
+        elif needed:
+            sums = torch.empty(out.shape, dtype=out.dtype)
+            yield from _timed(self._slow.in_slices(copies[0], in_ram, copies[1], sums, workspace), took)
+            out += sums.to(self._device)
+            if len(rows) > SMALL_ROWS:
+                self._slow_s = took[0] / n_slow
 
     def _staged(self, needed: list[int], call: tuple[torch.Tensor, ...]) -> Iterator[None]:
         """Adds the part of experts in RAM, computed on the device."""
@@ -257,17 +260,13 @@ class TwoTierLayer(LayerKernels):
             raise IndexError(f"slots from {int(lowest)} to {int(highest)}, allowed are -1 to {self.n_experts - 1}")
         return experts
 
-    def _count(self, places: torch.Tensor) -> None:
-        fast, slow = (places >= 0).sum(dim=(1, 2)).tolist()
-        self._tiers.fast_routes += fast
-        self._tiers.slow_routes += slow
-
-    def _follow(self, experts: torch.Tensor, now: float) -> None:
-        """Moves experts, as far as there is time for it."""
+    def _follow(self, experts: torch.Tensor) -> None:
+        """Moves experts, as far as there is time for it; ``experts`` (n, top_k) int64: those that a call has used."""
         used = experts.unique().numpy()
         for come, go in self._hot.step(used[used >= 0]):
             if self._moved_s > MOVING_PART * self._called_s:
                 return
+            started = perf_counter()
             fast, slow = int(self._places[0, go]), int(self._places[1, come])
             for one, other in zip(_contents(self._modules[0]), _contents(self._modules[1]), strict=True):
                 _exchange(one, fast, other, slow)
@@ -275,8 +274,17 @@ class TwoTierLayer(LayerKernels):
             self._places[:, go] = torch.tensor([-1, slow])
             self._hot.move(come, go)
             self._tiers.moves += 1
-            self._moved_s += perf_counter() - now
-            now = perf_counter()
+            self._moved_s += perf_counter() - started
+
+
+def _timed(slices: Iterator[None], took: list[float]) -> Iterator[None]:
+    """The same slices; adds to ``took[0]`` the seconds that they take, without what is done between them."""
+    started = perf_counter()
+    for _ in slices:
+        took[0] += perf_counter() - started
+        yield
+        started = perf_counter()
+    took[0] += perf_counter() - started
 
 
 def build_layer(
@@ -310,11 +318,10 @@ def build_layer(
 
 
 def _contents(module: nn.Module) -> list[Weights]:
-    """What belongs to single experts: parameters and packed matrices, by name."""
-    parts = [each for _, value in sorted(vars(module).items()) if isinstance(value, tuple) for each in value]
-    packed = [each for each in parts if isinstance(each, PackedWeights)]
+    """What belongs to single experts: parameters and packed matrices, always in the same order."""
     about: Any = module
-    return [*(each.data for each in module.parameters() if each.shape[:1] == (about.num_experts,)), *packed]
+    plain = (each.data for each in module.parameters() if each.shape[:1] == (about.num_experts,))
+    return [*plain, *packed_parts(module)]
 
 
 def _take(values: Weights, slot: int, *, copy: bool = False) -> Weights:

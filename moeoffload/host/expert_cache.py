@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.formats import PackedWeights
 from moeoffload.kernels import KernelWorkspace, LayerKernels
+from moeoffload.kernels.packing import packed_parts
 
 READ_BYTES: Final = 256 << 20  # experts are read in groups of at most so many bytes, beside the cache itself
 _META: Final = torch.device("meta")
@@ -118,19 +118,12 @@ def _shape_of(checkpoint: Checkpoint, layer: int) -> _Shape:
     one, two = (checkpoint.empty_experts(layer, n, _META) for n in (1, 2))
     shapes = [tuple(each.shape) for each in _tensors(one)]
     shared = any(shape == each.shape for shape, each in zip(shapes, _tensors(two), strict=True))
-    return layer if shared else None, *shapes, *(part.format for part in _packed(one))
-
-
-def _packed(module: nn.Module) -> list[PackedWeights]:
-    """The packed matrices of an experts module."""
-    return [
-        part for name in sorted(vars(module)) if isinstance(vars(module)[name], tuple) for part in vars(module)[name]
-    ]
+    return layer if shared else None, *shapes, *(part.format for part in packed_parts(one))
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
     """All tensors of an experts module: its parameters, and what its packed matrices consist of."""
-    packed = [each for part in _packed(module) for each in (part.data, part.scales) if each is not None]
+    packed = [each for part in packed_parts(module) for each in (part.data, part.scales) if each is not None]
     return [*module.parameters(), *packed]
 
 

@@ -29,6 +29,12 @@ def first_tensor(weights: Weights) -> torch.Tensor:
     return weights[0].data if isinstance(weights, tuple) else weights
 
 
+def packed_parts(experts: nn.Module) -> list[PackedWeights]:
+    """The packed matrices of an experts module, by name."""
+    values = (vars(experts)[name] for name in sorted(vars(experts)))
+    return [part for parts in values if isinstance(parts, tuple) for part in parts if isinstance(part, PackedWeights)]
+
+
 def dtype_of(experts: nn.Module) -> torch.dtype:
     """The compute dtype of an experts module."""
     module: Any = experts
