@@ -12,8 +12,8 @@ enum { NO_BIAS, EXACT_BIAS, ROUNDED_BIAS };
 typedef struct Kernels Kernels;
 typedef struct TileKernels TileKernels;  // see tiles.h
 
-// What to prefetch into the second-level cache meanwhile: `step` bytes for each row of a span. One read at a time: a burst
-// of them would wait for the memory.
+// What to prefetch into the second-level cache meanwhile: `step` bytes for each row of a span, or with each block. One read
+// at a time: a burst of them would wait for the memory.
 typedef struct {
     const char *at;
     int64_t step;

@@ -4,17 +4,17 @@
 //   TYPE        of a weight, of a row and of a result, and ELEMENT, its type in C
 //   OPERAND     the element of an operand
 //   BLOCK       elements of the inner dimension that are multiplied at a time
-//   WEIGHTS     a block of a weight row in registers
-//   LOAD        WEIGHTS of a block of elements at an address
-//   OPERANDS    a block of operands in registers
-//   GET         OPERANDS of those at an address
-//   MULTIPLY    adds the products of WEIGHTS and OPERANDS to two vectors of sums
+//   VALUES      half a block in a register
+//   LOAD        VALUES of the first or the second half of a block of elements at an address
+//   GET         VALUES of operands, likewise
+//   ADD_PRODUCT  a vector of sums with the products of VALUES of weights and of operands
 //   PREPARE     writes a block of elements as operands
 //   WORDS       maybe, see unpack_body.h
 // Another format of weights is another LOAD. FORMAT, TYPE, ELEMENT, LOAD and WORDS are undefined at the end.
 //
-// Every dot product is two vectors of sums that run over the inner dimension in order, added and folded in one fixed
-// tree. So a result's bits depend on its two operands only, not on what is computed beside it.
+// Every dot product is two vectors of sums, of the first and the second halves of blocks, that run over the inner dimension
+// in order, added and folded in one fixed tree. So a result's bits depend on its two operands only, not on what is
+// computed beside it.
 
 #define PASTE_(a, b) a##_##b
 #define PASTE(a, b) PASTE_(a, b)
@@ -22,53 +22,58 @@
 
 #include "unpack_body.h"
 
-// Adds the products of n_w weight rows, `inner` elements apart, and n_x operands over from..to to their sums.
-// As many rows at `ahead` are prefetched meanwhile, into the second-level cache: into the first one fewer reads can be
-// under way. Measured: 13 GB/s, not 5.
-INLINE void NAME(products)(const int n_w, const int n_x, const int n_ahead, const ELEMENT *weights, int64_t inner,
-                           const OPERAND *const *operands, int64_t from, int64_t to, const char *ahead, SUMS *sums) {
-    vec acc[2][TILE_ROWS][2];
+// Bytes of a block, and the lines of the cache that it touches.
+enum { NAME(BYTES) = BLOCK * sizeof(ELEMENT), NAME(LINES) = (NAME(BYTES) + 63) / 64 };
+
+// The products of n_w weight rows and n_x operands: both halves of their sums, added; or one half after the other, of which
+// the second one leaves a folded set in place of the sums of the first row. With each block n_lines are prefetched into
+// the second-level cache: into the first one fewer reads can be under way. Measured: 13 GB/s, not 5.
+INLINE void NAME(products)(const int n_w, const int n_x, const int half, const int n_halves, const int n_lines,
+                           const ELEMENT *const *weights, const OPERAND *const *operands, int64_t inner, Ahead ahead,
+                           SUMS *sums) {
+    vec acc[4][TILE_ROWS][2];
+#define EACH_SUM(w, x)                                    \
+    _Pragma("GCC unroll 4") for (int w = 0; w < n_w; w++) \
+    _Pragma("GCC unroll 8") for (int x = 0; x < n_x; x++)
+    EACH_SUM(w, x) acc[w][x][0] = acc[w][x][1] = (vec){0};
+    int64_t at = 0;
+    for (; at + BLOCK <= inner; at += BLOCK) {
 #pragma GCC unroll 2
-    for (int w = 0; w < n_w; w++)
+        for (int line = 0; line < n_lines; line++) __builtin_prefetch(ahead.at + 64 * line, 0, 2);
+        ahead.at += ahead.step;
+#pragma GCC unroll 2
+        for (int i = 0; i < n_halves; i++) {
+            VALUES some[4];
+#pragma GCC unroll 4
+            for (int w = 0; w < n_w; w++) some[w] = LOAD(weights[w] + at, half + i);
 #pragma GCC unroll 8
-        for (int x = 0; x < n_x; x++) {
-            acc[w][x][0] = from ? sums[w][x][0] : (vec){0};
-            acc[w][x][1] = from ? sums[w][x][1] : (vec){0};
-        }
-    int64_t at = from;
-    for (; at + BLOCK <= to; at += BLOCK) {
-        for (size_t line = 0; line < n_ahead * BLOCK * sizeof(ELEMENT); line += 64)
-            __builtin_prefetch(ahead + at * n_ahead * sizeof(ELEMENT) + line, 0, 2);
-        WEIGHTS some[2];
-#pragma GCC unroll 2
-        for (int w = 0; w < n_w; w++) some[w] = LOAD(weights + w * inner + at);
-#pragma GCC unroll 8
-        for (int x = 0; x < n_x; x++) {
-            OPERANDS both = GET(operands[x] + at);
-            if (n_w > 1) KEEP_IN_REGISTERS(both);
-#pragma GCC unroll 2
-            for (int w = 0; w < n_w; w++) MULTIPLY(acc[w][x], some[w], both);
-        }
-    }
-    if (at < to) {
-        ELEMENT rest[BLOCK];
-#pragma GCC unroll 2
-        for (int w = 0; w < n_w; w++) {
-            memset(rest, 0, sizeof rest);
-            memcpy(rest, weights + w * inner + at, (to - at) * sizeof(ELEMENT));
-            const WEIGHTS some = LOAD(rest);
-#pragma GCC unroll 8
-            for (int x = 0; x < n_x; x++) MULTIPLY(acc[w][x], some, GET(operands[x] + at));
+            for (int x = 0; x < n_x; x++) {
+                VALUES operand = GET(operands[x] + at, half + i);
+                if (n_w > 1) KEEP_IN_REGISTER(operand);
+#pragma GCC unroll 4
+                for (int w = 0; w < n_w; w++) acc[w][x][i] = ADD_PRODUCT(acc[w][x][i], some[w], operand);
+            }
         }
     }
+    if (at < inner) {
+        ELEMENT rest[4][BLOCK] = {0};
+        for (int w = 0; w < n_w; w++) memcpy(rest[w], weights[w] + at, (inner - at) * sizeof(ELEMENT));
 #pragma GCC unroll 2
-    for (int w = 0; w < n_w; w++)
+        for (int i = 0; i < n_halves; i++)
+            EACH_SUM(w, x) acc[w][x][i] = ADD_PRODUCT(acc[w][x][i], LOAD(rest[w], half + i), GET(operands[x] + at, half + i));
+    }
+    if (n_halves == 2) {
+        EACH_SUM(w, x) sums[w][x] = acc[w][x][0] + acc[w][x][1];
+    } else if (!half) {
+        EACH_SUM(w, x) sums[w][x] = acc[w][x][0];
+    } else {
+        EACH_SUM(w, x) acc[w][x][0] += sums[w][x];
 #pragma GCC unroll 8
-        for (int x = 0; x < n_x; x++) {
-            sums[w][x][0] = acc[w][x][0];
-            sums[w][x][1] = acc[w][x][1];
-        }
+        for (int x = 0; x < n_x; x++) sums[0][x] = fold_set(acc[0][x][0], acc[1][x][0], acc[2][x][0], acc[3][x][0]);
+    }
+#undef EACH_SUM
 }
+
 
 // Packed rows as elements, in the scratch memory; brings what comes next of them into the second-level cache.
 static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row, int64_t n_rows) {
@@ -81,43 +86,40 @@ static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row
     return p->scratch;
 }
 
-// One weight row after the other out of the memory: a single stream of reads.
+// One weight row after the other: a single stream of reads.
 #define STREAMED(n)                                                                                                  \
     case n:                                                                                                          \
         for (int w = 0; w < n_w; w++) {                                                                              \
-            if (!weights && w % UNPACKED_ROWS == 0) {                                                                \
+            if (!weights && w % UNPACKED_ROWS == 0)                                                                  \
                 NAME(unpacked)(p, weight_row + w, at_most(UNPACKED_ROWS, n_w - w));                                  \
-            }                                                                                                        \
             const ELEMENT *row =                                                                                     \
                 weights ? weights + w * inner : (const ELEMENT *)p->scratch + w % UNPACKED_ROWS * inner;             \
-            NAME(products)(1, n, 1, row, inner, x, 0, inner, (const char *)row + ahead_bytes, sums + w);          \
+            const Ahead far = {(const char *)row + ahead_bytes, NAME(BYTES)};                                        \
+            NAME(products)(1, n, 0, 2, NAME(LINES), &row, x, inner, far, sums + w);                                  \
         }                                                                                                            \
         break;
-// Two weight rows at a time out of the caches, in parts for which the operands stay in the first one.
+// Tiles out of the caches. Of one half of the sums at a time half an operand is read, which may fit the first cache.
 #define TILED(n)                                                                                                     \
     case n:                                                                                                          \
-        for (int64_t from = 0; from < inner; from += PART)                                                           \
-            for (int w = 0; w < n_w; w += 2) {                                                                       \
-                const int64_t to = at_most(from + PART, inner);                                                      \
-                const ELEMENT *row = weights + w * inner;                                                            \
-                const char *next = ahead + w / 2 * n_ahead * inner * sizeof(ELEMENT);                                \
-                if (w + 1 == n_w)                                                                                    \
-                    NAME(products)(1, n, 0, row, inner, x, from, to, NULL, sums + w);                                \
-                else if (n_ahead == 2)                                                                               \
-                    NAME(products)(2, n, 2, row, inner, x, from, to, next, sums + w);                                \
-                else if (n_ahead == 1)                                                                               \
-                    NAME(products)(2, n, 1, row, inner, x, from, to, next, sums + w);                                \
+        for (int half = 0; half < 2; half += HALVES)                                                                 \
+            for (int w = 0; w < LANES; w += TILE_WEIGHTS, ahead.at += inner / BLOCK * ahead.step) {                  \
+                const ELEMENT *rows[TILE_WEIGHTS];                                                                   \
+                for (int i = 0; i < TILE_WEIGHTS; i++) rows[i] = weights + at_most(w + i, n_w - 1) * inner;          \
+                if (half)                                                                                            \
+                    TILE_OF(n, 1);                                                                                   \
                 else                                                                                                 \
-                    NAME(products)(2, n, 0, row, inner, x, from, to, NULL, sums + w);                                \
+                    TILE_OF(n, 0);                                                                                   \
             }                                                                                                        \
         break;
+#define TILE_OF(n, half)                                                                                             \
+    ahead.step > 64 ? NAME(products)(TILE_WEIGHTS, n, half, HALVES, 2, rows, x, inner, ahead, sums + w)              \
+    : ahead.step    ? NAME(products)(TILE_WEIGHTS, n, half, HALVES, 1, rows, x, inner, ahead, sums + w)              \
+                    : NAME(products)(TILE_WEIGHTS, n, half, HALVES, 0, rows, x, inner, ahead, sums + w)
 
-// At most LANES weight rows times n_x operands: the results of positions first..first + n_x. Meanwhile as many rows at
-// `ahead` are prefetched: n_ahead for each two weight rows, or, if the weights are read ONCE, those that come next.
-// `weights` are those rows; NULL: packed, and read ONCE.
+// At most LANES weight rows times n_x operands: the results of positions first..first + n_x. The weights are read once
+// or for each of some tiles, with what lies ahead of them. NULL: packed, and read once.
 static TARGET void NAME(group)(const Product *p, const ELEMENT *weights, int64_t weight_row, int n_w, int64_t first, int n_x,
-                               int n_ahead, const char *ahead) {
-    enum { PART = 2048 / sizeof(OPERAND) };
+                               bool once, Ahead ahead) {
     SUMS sums[LANES];
     const OPERAND *x[TILE_ROWS];
     const int64_t inner = p->inner;
@@ -125,17 +127,25 @@ static TARGET void NAME(group)(const Product *p, const ELEMENT *weights, int64_t
         const int64_t number = p->index ? p->index[first + i] : first + i;
         x[i] = (const OPERAND *)((const char *)p->operands + number * p->stride);
     }
-    if (n_ahead == ONCE) {
-        switch (n_x) { EACH_TILE(STREAMED) }
+    if (once) {
+        memset(sums + n_w, 0, (LANES - n_w) * sizeof *sums);
+        switch (n_x) {
+            EACH_TILE(STREAMED)
+            default: __builtin_unreachable();
+        }
     } else {
-        switch (n_x) { EACH_TILE(TILED) }
+        switch (n_x) {
+            EACH_TILE(TILED)
+            default: __builtin_unreachable();
+        }
     }
+    if (once || HALVES == 2)
+        for (int w = 0; w < LANES; w += 4)
+            for (int i = 0; i < n_x; i++) sums[w][i] = fold_set(sums[w][i], sums[w + 1][i], sums[w + 2][i], sums[w + 3][i]);
     const bool has_bias = p->bias_mode != NO_BIAS;
     const vec bias = has_bias ? load_some((const ELEMENT *)p->bias + weight_row, n_w, TYPE) : all(0);
     for (int i = 0; i < n_x; i++) {
-        vec both[LANES];
-        for (int w = 0; w < LANES; w++) both[w] = w < n_w ? sums[w][i][0] + sums[w][i][1] : (vec){0};
-        vec total = fold_all(both);
+        vec total = join(sums, i);
         if (p->bias_mode == ROUNDED_BIAS) total = rounded(total, TYPE);
         if (has_bias) total += bias;
         store_some((ELEMENT *)p->out + (first + i) * p->n_out + weight_row, total, n_w, TYPE);
@@ -143,25 +153,29 @@ static TARGET void NAME(group)(const Product *p, const ELEMENT *weights, int64_t
 }
 #undef STREAMED
 #undef TILED
+#undef TILE_OF
 
 // With more operands than a tile has, a block of weight rows meets all of them while it lies in the second-level cache,
-// and the second or the next two tiles bring the next block there. Packed weights are unpacked to there.
+// and the first tiles bring the next block there, a share each. Packed weights are unpacked to there.
 static TARGET void NAME(project)(const Product *p) {
     const int64_t n_tiles = ceil_div(p->last - p->first, TILE_ROWS), row_bytes = p->inner * sizeof(ELEMENT);
-    const int64_t block_rows = n_tiles > 1 ? BLOCK_ROWS : p->to - p->from;
+    const int64_t block_rows = n_tiles > 1 ? BLOCK_ROWS : p->to - p->from, n_blocks = p->inner / BLOCK;
+    const int64_t n_shares = n_tiles >= 8 ? 8 : n_tiles >= 4 ? 4 : 2;
     for (int64_t start = p->from; start < p->to; start += block_rows) {
         const int64_t end = at_most(start + block_rows, p->to);
         int64_t first = p->first;
         const ELEMENT *weights = p->parts ? NULL : (const ELEMENT *)p->weights + start * p->inner;
+        const char *next = p->parts ? NULL : end < p->to ? (const char *)p->weights + end * row_bytes : p->following;
         if (p->parts && n_tiles > 1) weights = NAME(unpacked)(p, start, end - start);
         for (int64_t tile = 0; tile < n_tiles; tile++) {
             const int n_x = (int)((p->last - first + n_tiles - tile - 1) / (n_tiles - tile));
-            const bool brings = !p->parts && tile > 0 && tile <= 2 && end < p->to;
-            const int n_ahead = n_tiles == 1 ? ONCE : !brings ? 0 : n_tiles == 2 ? 2 : 1;
-            const char *next = (const char *)p->weights + (end + (tile == 2 ? block_rows / 2 : 0)) * row_bytes;
-            for (int64_t row = start; row < end; row += LANES)
+            // There is a pass over the operands for each two weight rows; with each block it brings so many bytes.
+            const int64_t step = next && tile < n_shares ? 2 * NAME(BYTES) / n_shares : 0;
+            for (int64_t row = start; row < end; row += LANES) {
+                const int64_t n_passes = (tile * BLOCK_ROWS + row - start) / 2;
                 NAME(group)(p, weights ? weights + (row - start) * p->inner : NULL, row, (int)at_most(LANES, end - row), first,
-                            n_x, n_ahead, brings ? next + (row - start) / 2 * n_ahead * row_bytes : NULL);
+                            n_x, n_tiles == 1, (Ahead){next + n_passes * n_blocks * step, step});
+            }
             first += n_x;
         }
     }

@@ -22,18 +22,11 @@ const Kernels *const avx512_kernels[N_TYPES] = {&kernels_bf16, &kernels_f16, &ke
 #undef TARGET
 #define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512bf16")))
 
-typedef struct {
-    __m512i a, b;
-} raw_pair;
-
-INLINE raw_pair load_raw(const uint16_t *at) {
-    return (raw_pair){_mm512_loadu_si512(at), _mm512_loadu_si512(at + 32)};
-}
+INLINE __m512i load_raw(const uint16_t *at, const int half) { return _mm512_loadu_si512(at + 32 * half); }
 
 // They take subnormal factors for zero.
-INLINE void multiply_raw(vec *sums, raw_pair weights, raw_pair operands) {
-    sums[0] = (vec)_mm512_dpbf16_ps((__m512)sums[0], (__m512bh)weights.a, (__m512bh)operands.a);
-    sums[1] = (vec)_mm512_dpbf16_ps((__m512)sums[1], (__m512bh)weights.b, (__m512bh)operands.b);
+INLINE vec add_raw(vec sum, __m512i weights, __m512i operands) {
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)operands);
 }
 
 // It takes subnormal numbers for zero, as the products do.
@@ -45,11 +38,10 @@ INLINE __m512i words_bf16_dot(vec a, vec b) { return (__m512i)_mm512_cvtne2ps_pb
 #define ELEMENT uint16_t
 #define OPERAND uint16_t
 #define BLOCK 64
-#define WEIGHTS raw_pair
+#define VALUES __m512i
 #define LOAD load_raw
-#define OPERANDS raw_pair
 #define GET load_raw
-#define MULTIPLY multiply_raw
+#define ADD_PRODUCT add_raw
 #define PREPARE(to, from) memcpy(to, from, BLOCK * sizeof(uint16_t))
 #include "format_body.h"
 

@@ -59,7 +59,7 @@ static inline const TileKernels *tiles_for(const Matrix *parts, int64_t dtype, i
 static inline int64_t operand_bytes(const Kernels *kernels, const TileKernels *tiles, int64_t n, bool by_matrix_unit) {
     if (tiles) return n / INTEGERS * tiles->block_bytes;
     if (by_matrix_unit) return n * kernels->item_bytes;
-    return padded(n, kernels->block) * kernels->operand_bytes;
+    return padded(n, kernels->block) * kernels->operand_bytes + 64;
 }
 
 static inline void prepare_operand(const Kernels *kernels, const TileKernels *tiles, int64_t dtype, const void *row,

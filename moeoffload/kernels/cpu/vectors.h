@@ -111,6 +111,18 @@ INLINE vec rounded(vec values, const int type) {
     return type == F32 ? values : type == F16 ? widen_f16(narrow_f16(values)) : (vec)(round_bf16(values) & 0xFFFF0000);
 }
 
+#if LANES == 16
+// The sums of each 128 bits of four vectors, side by side.
+INLINE vec fold_lanes(vec a, vec b, vec c, vec d) {
+    const __m512d ab = (__m512d)((vec)_mm512_unpacklo_ps(a, b) + (vec)_mm512_unpackhi_ps(a, b));
+    const __m512d cd = (__m512d)((vec)_mm512_unpacklo_ps(c, d) + (vec)_mm512_unpackhi_ps(c, d));
+    return (vec)_mm512_unpacklo_pd(ab, cd) + (vec)_mm512_unpackhi_pd(ab, cd);
+}
+// The sums of both 256 bits of two such, then of those of both 128 bits of two such: 16 sums in their order.
+INLINE vec fold_halves(vec a, vec b) { return (vec)_mm512_shuffle_f32x4(a, b, 0x44) + (vec)_mm512_shuffle_f32x4(a, b, 0xEE); }
+INLINE vec fold_quarters(vec a, vec b) { return (vec)_mm512_shuffle_f32x4(a, b, 0x88) + (vec)_mm512_shuffle_f32x4(a, b, 0xDD); }
+#endif
+
 // The sums of four vectors, each folded in the same tree.
 INLINE four fold(vec a, vec b, vec c, vec d) {
 #if LANES == 4
@@ -122,9 +134,7 @@ INLINE four fold(vec a, vec b, vec c, vec d) {
     const __m256 sums = (__m256)_mm256_unpacklo_pd(ab, cd) + (__m256)_mm256_unpackhi_pd(ab, cd);
     return (four)_mm256_castps256_ps128(sums) + (four)_mm256_extractf128_ps(sums, 1);
 #else
-    const __m512d ab = (__m512d)((vec)_mm512_unpacklo_ps(a, b) + (vec)_mm512_unpackhi_ps(a, b));
-    const __m512d cd = (__m512d)((vec)_mm512_unpacklo_ps(c, d) + (vec)_mm512_unpackhi_ps(c, d));
-    const __m512d sums = (__m512d)((vec)_mm512_unpacklo_pd(ab, cd) + (vec)_mm512_unpackhi_pd(ab, cd));
+    const __m512d sums = (__m512d)fold_lanes(a, b, c, d);
     const __m256 half = (__m256)_mm512_castpd512_pd256(sums) + (__m256)_mm512_extractf64x4_pd(sums, 1);
     return (four)_mm256_castps256_ps128(half) + (four)_mm256_extractf128_ps(half, 1);
 #endif
