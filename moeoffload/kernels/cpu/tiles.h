@@ -55,7 +55,8 @@ static inline const TileKernels *tiles_for(const Matrix *parts, int64_t dtype, i
     return NULL;
 }
 
-// Bytes of an operand of n elements, for `tiles` unless that is NULL; one of the matrix unit is a row as it is.
+// Bytes of an operand of n elements, for `tiles` unless that is NULL; one of the matrix unit is a row as it is. Others end in
+// a line of the cache that is not used: at multiples of 4 KiB operands would compete for the same places of the first one.
 static inline int64_t operand_bytes(const Kernels *kernels, const TileKernels *tiles, int64_t n, bool by_matrix_unit) {
     if (tiles) return n / INTEGERS * tiles->block_bytes;
     if (by_matrix_unit) return n * kernels->item_bytes;
