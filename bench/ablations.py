@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from servers import Spread, machine
 
+from moeoffload.native import Features, cpu_features
+
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = ROOT / "moeoffload"
 PAYS: Final = 1.03
@@ -100,7 +102,11 @@ transformers.DynamicCache = DynamicCache
 """
 NO_SHORTCUT: Final = """
 import moeoffload.expert_server.engine as e
-e.Engine._takes_turns = lambda self, lease, now: True
+_submit = e.Engine.submit
+def submit(self, channel, slot):
+    if _submit(self, channel, slot) is not None:
+        self._wake()
+e.Engine.submit = submit
 """
 NO_TILES: Final = """
 import moeoffload.formats.tiles as t
@@ -154,6 +160,7 @@ class Row:
 
     path: str
     task: str
+    cpu: str
     lines: int
     with_s: Spread
     without_s: Spread
@@ -188,6 +195,7 @@ def main(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
     rows: list[Row] = []
+    cpu = machine()["cpu"] + (" with a matrix unit" if cpu_features() & Features.MATRIX_UNIT else "")
     with tempfile.TemporaryDirectory() as folder:
         model = checkpoint or benchmark_checkpoint(Path(folder) / "model")
         for path in PATHS:
@@ -203,9 +211,9 @@ def main(
             for each in found:
                 verdict = "kept" if pays else "does not pay"
                 values = each.first_s, each.second_s, each.ratio, each.turns
-                rows.append(Row(path.name, each.task, lines_of(path.files), *values, verdict, commit))
+                rows.append(Row(path.name, each.task, cpu, lines_of(path.files), *values, verdict, commit))
                 console.print(f"  {path.name}, {each.task}: x {each.ratio:.3f} {verdict}", style="dim")
-    table = Table(title=f"{machine()['cpu']}; how many times as long it takes without (least-greatest)")
+    table = Table(title=f"{cpu}; how many times as long it takes without (least-greatest)")
     for column in ("path", "task", "lines", "with s", "without s", "gain", "verdict"):
         table.add_column(column)
     for row in rows:
@@ -213,15 +221,15 @@ def main(
         table.add_row(row.path, row.task, str(row.lines), *figures, row.verdict)
     console.print(table)
     if json is not None:
-        _merge(json, [asdict(row) for row in rows], turns)
+        _merge(json, [asdict(row) for row in rows], cpu, turns)
 
 
-def _merge(path: Path, rows: list[dict[str, Any]], turns: int) -> None:
-    """Writes ``rows`` in place of those of the same paths; the others stay."""
+def _merge(path: Path, rows: list[dict[str, Any]], cpu: str, turns: int) -> None:
+    """Writes ``rows`` in place of those of the same paths on the same kind of machine; the others stay."""
     old = json_module.loads(path.read_text())["rows"] if path.exists() else []
     measured = {row["path"] for row in rows}
     data = {"benchmark": "ablations", "machine": machine(), "settings": {"turns": turns}}
-    data["rows"] = rows + [row for row in old if row["path"] not in measured]
+    data["rows"] = rows + [row for row in old if row["cpu"] != cpu or row["path"] not in measured]
     path.write_text(json_module.dumps(data, indent=1) + "\n")
 
 

@@ -127,8 +127,9 @@ def _memory(rows: Rows) -> str:
 
 
 def _ablations(rows: Rows) -> str:
-    kept = [row for row in rows if row["verdict"] == "kept"]
-    return f"**{len(kept)}** of {len(rows)} paths kept; gains in the table"
+    kept = {row["path"] for row in rows if row["verdict"] == "kept"}
+    cpus = " and ".join(sorted({row["cpu"] for row in rows}))
+    return f"**{len(kept)}** of {len({row['path'] for row in rows})} paths kept, by {cpus}"
 
 
 def _serving(rows: Rows) -> str:

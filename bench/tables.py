@@ -209,7 +209,7 @@ COLUMNS: dict[str, list[dict[str, Cell]]] = {
 
 
 def markdown(result: Result) -> str:
-    """What it was measured on, and the tables; a benchmark that is not known here gets its plain fields."""
+    """What it was measured on, and the tables; a benchmark that is not known here gets its first row's plain fields."""
     machine, settings = result["machine"], result["settings"]
     where = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, Python {machine['python']}"
     how = ", ".join(
@@ -229,7 +229,7 @@ def _table(columns: dict[str, Cell], rows: list[dict[str, Any]]) -> str:
 
 
 def _plain_columns(row: dict[str, Any]) -> dict[str, Cell]:
-    return {key.replace("_", " "): lambda row, key=key: _value(row[key]) for key in row}  # type: ignore[misc]
+    return {key.replace("_", " "): lambda row, key=key: _value(row.get(key)) for key in row}  # type: ignore[misc]
 
 
 def _value(value: Any) -> str:

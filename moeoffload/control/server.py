@@ -23,7 +23,7 @@ from moeoffload.control.service import STEP_S, ExpertBackend, ExpertServicer
 from moeoffload.control.user_token import UserToken, numeric_loopback
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
-from moeoffload.errors import ServerError
+from moeoffload.errors import SettingError
 from moeoffload.refusals import Refusals
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
@@ -61,7 +61,7 @@ class ControlServer:
 
         Calls that ``credentials`` do not allow are refused and added to ``refusals``; health checks are open to all. A
         call has to say what it wants within ``first_s`` seconds, a host goes on attaching within ``step_s``.
-        Raises ServerError: the address cannot be bound; SystemLimitError: there is no place for the token of a server
+        Raises SettingError: the address cannot be bound; SystemLimitError: there is no place for the token of a server
         that is for its own user.
         """
         gate = Gate(credentials, refusals, first_s)
@@ -96,14 +96,14 @@ class ControlServer:
             logging.getLogger(__name__).warning("the control plane did not stop within %g s", grace_s + _STOP_S)
 
     def _bind(self, host: str, port: int, tls: grpc.ServerCredentials | None) -> int:
-        """The port that the server got. Raises ServerError: it is taken, or the address is not of this machine."""
+        """The port that the server got. Raises SettingError: it is taken, or the address is not of this machine."""
         address = f"{bracketed(numeric_loopback(host))}:{port}"
         try:
             if tls is not None:
                 return self._server.add_secure_port(address, tls)
             return self._server.add_insecure_port(address)
         except RuntimeError:
-            raise ServerError(f"cannot listen on {host}:{port}; is another server running there?") from None
+            raise SettingError(f"listen: cannot listen at {host}:{port}; is another server running there?") from None
 
 
 class _Health(health.HealthServicer):  # type: ignore[misc]

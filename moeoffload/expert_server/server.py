@@ -60,8 +60,8 @@ class ExpertServer(ServerParts):
     @classmethod
     def start(cls, settings: ExpertServerSettings, on_drained: Callable[[], object] = lambda: None) -> ExpertServer:
         """Opens everything and serves.
-        Raises SettingError: the device does not exist, or has less memory than asked for; or the server would be open
-        to others than its user says; ServerError: the address is taken."""
+        Raises SettingError: the device does not exist, or has less memory than asked for; the address is taken; or the
+        server would be open to others than its user says."""
         credentials = ServerCredentials.of(settings)
         refusals = Refusals()
         device = resolve_device(settings.device, last=True)
@@ -259,9 +259,9 @@ def _is_loopback(peer: str) -> bool:
 
 
 def _numeric(host: str) -> str:
-    """The address of a host name: ZeroMQ binds to addresses only. Raises ServerError: the name is not known."""
+    """The address of a host name: ZeroMQ binds to addresses only. Raises SettingError: the name is not known."""
     try:
         host = numeric_loopback(host)
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror as error:
-        raise ServerError(f"cannot listen on {host}: {error.strerror}") from None
+        raise SettingError(f"listen: cannot listen at {host}: {error.strerror}") from None

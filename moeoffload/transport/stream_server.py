@@ -16,7 +16,7 @@ from typing import Final
 import zmq
 
 from moeoffload.config import bracketed
-from moeoffload.errors import ServerError
+from moeoffload.errors import ServerError, SettingError
 from moeoffload.last_resort import start_thread
 from moeoffload.transport.base import (
     ChannelOffer,
@@ -150,7 +150,7 @@ class StreamListener:
 
         ``encrypted`` speaks CURVE only, with the keys of open channels only. ``on_refused`` hears which peers were
         refused, from any thread; ``on_failure`` that no host is served over this any more.
-        Raises ServerError: the address cannot be bound.
+        Raises SettingError: the address cannot be bound.
         """
         self.n_unknown = 0
         self._channels: dict[bytes, StreamServerEnd] = {}
@@ -176,7 +176,7 @@ class StreamListener:
             self._shut_door()
             self._wire.close()
             where, why = f"{host}, port {port}" if port else host, os.strerror(error.errno or 0)
-            raise ServerError(f"the stream transport cannot listen at {where}: {why}") from error
+            raise SettingError(f"stream-port: cannot listen at {where}: {why}") from error
         endpoint = self._wire.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rpartition(":")[2])
         self._on_failure = on_failure
