@@ -18,7 +18,7 @@ typedef struct {
 
 // Of an operand of n elements, whatever unit computes.
 int64_t moe_operand_bytes(int64_t dtype, int64_t features, int64_t n) {
-    return at_least(operand_bytes(kernels_for(dtype, features), NULL, n, false), n * (int64_t)sizeof(float));
+    return at_least(operand_bytes(kernels_for(dtype, features), NULL, n, false), n * (int64_t)sizeof(float) + OPERAND_GAP);
 }
 
 // What a thread needs to unpack rows of n weights.

@@ -55,12 +55,13 @@ static inline const TileKernels *tiles_for(const Matrix *parts, int64_t dtype, i
     return NULL;
 }
 
-// Bytes of an operand of n elements, for `tiles` unless that is NULL; one of the matrix unit is a row as it is. Others end in
-// a line of the cache that is not used: at multiples of 4 KiB operands would compete for the same places of the first one.
+enum { OPERAND_GAP = 64 };  // bytes between operands
+
+// Bytes of an operand of n elements, for `tiles` unless that is NULL; one of the matrix unit is a row as it is. Others have
+// a gap behind them: at multiples of 4 KiB operands would compete for the same places of the first cache.
 static inline int64_t operand_bytes(const Kernels *kernels, const TileKernels *tiles, int64_t n, bool by_matrix_unit) {
-    if (tiles) return n / INTEGERS * tiles->block_bytes;
     if (by_matrix_unit) return n * kernels->item_bytes;
-    return padded(n, kernels->block) * kernels->operand_bytes + 64;
+    return (tiles ? n / INTEGERS * tiles->block_bytes : padded(n, kernels->block) * kernels->operand_bytes) + OPERAND_GAP;
 }
 
 static inline void prepare_operand(const Kernels *kernels, const TileKernels *tiles, int64_t dtype, const void *row,
