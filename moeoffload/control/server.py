@@ -103,7 +103,7 @@ class ControlServer:
                 return self._server.add_secure_port(address, tls)
             return self._server.add_insecure_port(address)
         except RuntimeError:
-            raise SettingError(f"listen: cannot listen at {host}:{port}; is another server running there?") from None
+            raise SettingError(f"--listen: cannot listen at {host}:{port}; is another server running there?") from None
 
 
 class _Health(health.HealthServicer):  # type: ignore[misc]

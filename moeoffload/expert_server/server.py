@@ -264,4 +264,4 @@ def _numeric(host: str) -> str:
         host = numeric_loopback(host)
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror as error:
-        raise SettingError(f"listen: cannot listen at {host}: {error.strerror}") from None
+        raise SettingError(f"--listen: cannot listen at {host}: {error.strerror}") from None

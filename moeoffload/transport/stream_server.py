@@ -176,7 +176,7 @@ class StreamListener:
             self._shut_door()
             self._wire.close()
             where, why = f"{host}, port {port}" if port else host, os.strerror(error.errno or 0)
-            raise SettingError(f"stream-port: cannot listen at {where}: {why}") from error
+            raise SettingError(f"--stream-port: cannot listen at {where}: {why}") from error
         endpoint = self._wire.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rpartition(":")[2])
         self._on_failure = on_failure
