@@ -129,7 +129,7 @@ def _memory(rows: Rows) -> str:
 def _ablations(rows: Rows) -> str:
     kept = {row["path"] for row in rows if row["verdict"] == "kept"}
     cpus = " and ".join(sorted({row["cpu"] for row in rows}))
-    return f"**{len(kept)}** of {len({row['path'] for row in rows})} paths kept, by {cpus}"
+    return f"**{len(kept)}** of {len({row['path'] for row in rows})} paths kept; measured on {cpus}"
 
 
 def _serving(rows: Rows) -> str:

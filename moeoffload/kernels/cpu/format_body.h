@@ -74,7 +74,6 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int half, const i
 #undef EACH_SUM
 }
 
-
 // Packed rows as elements, in the scratch memory; brings what comes next of them into the second-level cache.
 static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row, int64_t n_rows) {
     Scales scales[UNPACKED_ROWS];
@@ -116,8 +115,8 @@ static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row
     : ahead.step    ? NAME(products)(TILE_WEIGHTS, n, half, HALVES, 1, rows, x, inner, ahead, sums + w)              \
                     : NAME(products)(TILE_WEIGHTS, n, half, HALVES, 0, rows, x, inner, ahead, sums + w)
 
-// At most LANES weight rows times n_x operands: the results of positions first..first + n_x. The weights are read once
-// or for each of some tiles, with what lies ahead of them. NULL: packed, and read once.
+// At most LANES weight rows times n_x operands: the results of positions first..first + n_x. Weights that are read `once`
+// come out of the memory, packed ones (NULL) too; others out of the caches, and what is `ahead` is brought there meanwhile.
 static TARGET void NAME(group)(const Product *p, const ELEMENT *weights, int64_t weight_row, int n_w, int64_t first, int n_x,
                                bool once, Ahead ahead) {
     SUMS sums[LANES];

@@ -12,7 +12,7 @@ typedef struct {
 #include "unpack.h"
 
 // A tile has so many weight rows, and so many halves of their sums at a time: with one, those of twice as many rows fit the
-// registers. Measured: AVX-512 is 8 to 16% faster with four rows, AVX2 half as fast.
+// registers. Measured: AVX-512 is 8 to 16% faster with four rows, AVX2 a third slower.
 #if LANES == 16
 enum { TILE_WEIGHTS = 4, HALVES = 1 };
 #else
