@@ -30,6 +30,7 @@ PAYS: Final = 1.03
 Task = dict[str, Any]
 DECODE: Final[Task] = {"task": "decode", "prompt": 64, "tokens": 16}
 DECODE_LONG: Final[Task] = {"task": "decode", "prompt": 2048, "tokens": 12}
+DECODE_LONGER: Final[Task] = {"task": "decode", "prompt": 8192, "tokens": 64}
 PREFILL: Final[Task] = {"task": "prefill", "prompt": 512}
 PREFILL_LONG: Final[Task] = {"task": "prefill", "prompt": 2048}
 HOSTS: Final[Task] = {"task": "hosts", "prompt": 64, "tokens": 8}
@@ -121,20 +122,39 @@ PATHS: Final = (
         (DECODE,),
         no_dense("accelerate_linears") + no_dense("accelerate_parameters"),
     ),
-    FastPath("few-row packing", ("kernels/pack.py", "kernels/cpu/pack.c"), (DECODE,), NO_PACKING, NO_PACKED_SUMS),
+    FastPath(
+        "few-row packing",
+        ("kernels/pack.py", "kernels/cpu/pack.c"),
+        (DECODE,),
+        NO_PACKING,
+        NO_PACKED_SUMS,
+        always={"settings": {"transport": "shared", "expert_format": "int4"}},
+    ),
     FastPath("own norms", ("kernels/norm.py", "kernels/cpu/norm*"), (DECODE, PREFILL), no_dense("accelerate_norms")),
     FastPath(
-        "own attention, few queries",
+        "own attention of few queries",
         ("kernels/attention.py", "kernels/sdpa.py", "kernels/cpu/attention*"),
         (DECODE_LONG,),
         no_dense("accelerate_attention"),
     ),
     FastPath(
-        "own attention, many queries", ("kernels/cpu/attention_many.c",), (PREFILL, PREFILL_LONG), NO_MANY_QUERIES
+        "own attention of many queries", ("kernels/cpu/attention_many.c",), (PREFILL, PREFILL_LONG), NO_MANY_QUERIES
     ),
     FastPath("matrix unit", ("kernels/cpu/matrix_unit.c",), (PREFILL_LONG,), NO_MATRIX_UNIT, NO_MATRIX_UNIT),
-    FastPath("cache that grows ahead", ("host/kv_cache.py",), (DECODE_LONG,), NO_GROWTH, always={"host_patch": GROWTH}),
-    FastPath("computing in the thread that receives", (), (DECODE,), server_patch=NO_SHORTCUT),
+    FastPath(
+        "cache that grows ahead",
+        ("host/kv_cache.py",),
+        (DECODE_LONGER,),
+        NO_GROWTH,
+        always={"host_patch": GROWTH},
+    ),
+    FastPath(
+        "computing in the thread that receives",
+        (),
+        (DECODE,),
+        server_patch=NO_SHORTCUT,
+        always={"settings": {"transport": "shared", "expert_format": "int4"}},
+    ),
     FastPath(
         "tiles of packed weights",
         ("formats/tiles.*", "kernels/cpu/tiles.h", "kernels/cpu/integer_body.h", "kernels/cpu/fp8_body.h"),

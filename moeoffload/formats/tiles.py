@@ -56,14 +56,19 @@ def can_tile(form: PackedFormat, n_out: int, n_in: int) -> bool:
     )
 
 
+def _power_up(number: int) -> int:
+    """The power of 2 that is not less, or 0; negative numbers stay."""
+    return 1 << (number - 1).bit_length() if number > 0 else number
+
+
 @functools.cache
 def integer_levels(levels: tuple[float, ...] | None) -> tuple[tuple[int, ...], int, float] | None:
-    """Levels as bytes from 0 upwards, the byte of the value 0, and the value of a step; None if there is none."""
+    """Levels as bytes from 0 upwards, the byte of the value 0 (0 or a power of 2), and the value of a step, or None."""
     if levels is None:
         return None
     for step in (1.0, 0.5):
         if all((level / step).is_integer() for level in levels):
-            zero = -int(min(levels) / step)
+            zero = _power_up(-int(min(levels) / step))
             numbers = tuple(int(level / step) + zero for level in levels)
             return (numbers, zero, step) if 0 <= zero <= 128 and max(numbers) < 256 else None
     return None

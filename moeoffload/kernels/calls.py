@@ -45,7 +45,7 @@ class Matrix(ctypes.Structure):
         *((name, _Word) for name in ("n_groups", "shared_rows")),
         *((name, _Word) for name in ("high", "factors", "min_factors", "scales_at", "offsets_at")),
         ("levels", ctypes.c_float * 16),
-        *((name, _Word) for name in ("kind", "zero")),
+        *((name, _Word) for name in ("kind", "zero_shift")),
         ("unit", ctypes.c_float),
         ("table", ctypes.c_uint8 * 16),
     )

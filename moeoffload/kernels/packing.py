@@ -21,6 +21,7 @@ _LEAST_GROUP: Final = 16
 _KINDS: Final = {Codes.INT8: 1, Codes.LEVELS4: 3, Codes.UINT5: 4, Codes.INT6: 5, Codes.FP8: 6}
 _UINT4: Final = 2
 _ZEROS: Final = {Codes.INT8: 128, Codes.UINT5: 0, Codes.INT6: 32}
+_NO_ZERO: Final = 32
 _MOST_PARTS: Final = 2
 
 
@@ -129,7 +130,7 @@ def _describe(part: PackedWeights) -> Matrix:
         *(form.n_groups(part.n_in), form.shared_rows),
         *(places.get(name, 0) for name in ("high", "factors", "min_factors", "scales", "offsets")),
         (ctypes.c_float * 16)(*(form.levels or ())),
-        *(kind, zero, unit),
+        *(kind, zero.bit_length() - 1 if zero else _NO_ZERO, unit),
         (ctypes.c_uint8 * 16)(*table),
     )
 

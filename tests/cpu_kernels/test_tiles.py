@@ -92,6 +92,19 @@ def test_linear_layers(form: PackedFormat, dtype: torch.dtype, monkeypatch: pyte
     assert is_fp8(form) or all(torch.equal(each, results[0]) for each in results), "bits depend on the instruction set"
 
 
+@pytest.mark.parametrize("features", SETS, ids=str)
+def test_rows_that_end_within_what_shares_a_scale(features: Features, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(features, monkeypatch)
+    forms = [form for form in TILED if can_tile(form, 16, 288)]
+    assert len(forms) > 5
+    for form in forms:
+        packed = random_packed(form, 1, 48, 288)
+        weight, x = packed.unpack(torch.float64)[0], random_rows(9, 288, torch.bfloat16)
+        x[:, :256] *= 2.0**-20
+        exact = x.double() @ weight.T
+        assert (PackedLinear(packed)(x) - exact).abs().max() <= EPSILON[x.dtype] * exact.abs().max(), form.name
+
+
 @pytest.mark.parametrize("form", TILED, ids=lambda form: form.name)
 def test_experts(form: PackedFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = torch.bfloat16

@@ -22,8 +22,8 @@ INLINE void add_steps(const int n_x, const FP8_WEIGHTS *ready, const uint8_t *at
 }
 
 // The products of one part of a tile and n_x operands; for more than at_once weights are unpacked to the first cache.
-INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int part, const void *const *operands, vec *out) {
-    const int64_t far = 2 * ahead_bytes;
+INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int part, Fetch fetch,
+                         const void *const *operands, vec *out) {
     const int at_once = n_x < MOST_X ? n_x : MOST_X, chunk = n_x > MOST_X ? UNPACKED : INTEGERS;
     const int64_t group = m->shift < 62 ? (int64_t)1 << m->shift : m->n_in;
     const float *shared = NULL;
@@ -37,7 +37,7 @@ INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int 
     vec total[MANY_X];
 #pragma GCC unroll 8
     for (int i = 0; i < n_x; i++) total[i] = (vec){0};
-    for (int64_t k = 0; k < m->n_in;) {
+    for (int64_t k = 0, n_chunks = 0; k < m->n_in;) {
         if (shared)
             g.scale = all(*shared++);
         else
@@ -49,7 +49,8 @@ INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int 
         for (int64_t n; k < end; k += n, at += n * TILE) {
             n = n_x > MOST_X ? at_most(chunk, end - k) : INTEGERS;
             const uint8_t *codes = at + 4 * LANES * part;
-            for (int64_t line = 0; part == 0 && line < n * TILE; line += 64) __builtin_prefetch(at + line + far, 0, 2);
+            if (part == 0 && (n_chunks++ & (fetch.every - 1)) == fetch.turn)
+                for (int64_t line = 0; line < n * TILE; line += 64) __builtin_prefetch(at + line + fetch.far, 0, 2);
             if (n_x > MOST_X) {
                 for (int step = 0; step < n / 4; step++) ready[step] = FP8_UNPACK(codes_at(codes + 4 * TILE * step));
                 for (int i = 0; i < n_x; i += at_once) add_steps(at_once, ready, codes, (int)n / 4, x + i, k, sums + i);
@@ -64,9 +65,9 @@ INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int 
     for (int i = 0; i < n_x; i++) out[i] = total[i];
 }
 
-#define WITH_X(n)                                                                                                   \
-    static TARGET void FP8_SET(n)(const Matrix *m, const uint8_t *tile, const void *const *x, void *out) {          \
-        for (int part = 0; part < PARTS; part++) multiply_fp8(n, m, tile, part, x, (vec *)out + part * MANY_X);     \
+#define WITH_X(n) \
+    static TARGET void FP8_SET(n)(const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x, void *out) { \
+        for (int part = 0; part < PARTS; part++) multiply_fp8(n, m, tile, part, fetch, x, (vec *)out + part * MANY_X);     \
     }
 EACH_FP8_X(WITH_X)
 #undef WITH_X

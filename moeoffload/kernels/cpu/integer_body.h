@@ -1,5 +1,7 @@
 // The functions of TileKernels for one instruction set; included after vectors.h. The includer defines
 //   STEP      the products of 4 weights of each row and of activations, added to sums
+//   START     sums that begin with these
+//   SHIFTED   integers shifted left, by 32 and more to 0
 //   MOST_X    operands whose sums stay in registers
 //   MORE_KINDS  functions for FP8, see fp8_body.h
 //   SET       the name of a function for this instruction set
@@ -77,9 +79,11 @@ INLINE const uint8_t *read_group(const Matrix *m, const uint8_t *at, int part, G
 }
 
 // The products of one part of a tile and n_x operands.
-INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const uint8_t *at, int part, const void *const *operands,
-                          vec *out) {
-    const Block *const *x = (const Block *const *)operands;
+INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const uint8_t *at, int part, Fetch fetch,
+                          const void *const *operands, vec *out) {
+    const Block *x[MOST_X];
+#pragma GCC unroll 8
+    for (int i = 0; i < n_x; i++) x[i] = operands[i];
     // Sums are scaled for each 16 weights where groups may be so small.
     const int per_sum = kind == WEIGHTS_INT6 ? 16 : INTEGERS, n_sums = INTEGERS / per_sum;
     const int64_t high_bytes = kind == WEIGHTS_UINT5 ? 4 * TILE : kind == WEIGHTS_INT6 ? 8 * TILE : 0;
@@ -87,53 +91,64 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
     const int64_t blocks_of_group = m->shift < 62 ? at_least((int64_t)1 << m->shift >> 5, 1) : n_blocks;
     const bool is_fine = m->shift < 5, has_offsets = m->offsets != OFFSETS_NONE;
     const code_bytes table = table_of(m->table);
+    const ints zero = (ints){0} + (int32_t)m->zero_shift;
     Group g = {0};
-    vec acc[MOST_X];
+    vec total[MOST_X];
 #pragma GCC unroll 8
-    for (int i = 0; i < n_x; i++) acc[i] = (vec){0};
-    const int64_t far = 2 * ahead_bytes;
-    const uint8_t *scales = at, *ahead = at + far;
-    for (int64_t block = 0, left = 0; block < n_blocks; block++) {
-        if (m->scales == SCALES_SUPER && block % 8 == 0) {
+    for (int i = 0; i < n_x; i++) total[i] = (vec){0};
+    const uint8_t *scales = at, *begin = at;
+    for (int64_t first = 0, left = 0; first < n_blocks; first += SCALED) {
+        vec acc[MOST_X];
+#pragma GCC unroll 8
+        for (int i = 0; i < n_x; i++) acc[i] = (vec){0};
+        if (m->scales == SCALES_SUPER) {
             g.factor = f16_at(at + part * LANES * 2), at += 2 * TILE;
             if (has_offsets) g.min_factor = f16_at(at + part * LANES * 2), at += 2 * TILE;
         }
-        if (!left--) {
-            left = blocks_of_group - 1;
-            scales = read_group(m, at, part, &g);
-            at = scales + (is_fine ? scales - at : 0);
-        }
-        const uint8_t *codes = at + high_bytes, *high = at + part * LANES * 4;
-        codes += part * LANES * 4;
-        at += high_bytes + n_code_bytes;
+        for (int64_t block = first; block < at_most(first + SCALED, n_blocks); block++) {
+            if (!left--) {
+                left = blocks_of_group - 1;
+                scales = read_group(m, at, part, &g);
+                at = scales + (is_fine ? scales - at : 0);
+            }
+            const uint8_t *codes = at + high_bytes, *high = at + part * LANES * 4;
+            codes += part * LANES * 4;
+            at += high_bytes + n_code_bytes;
+            const bool fetches = part == 0 && (block & (fetch.every - 1)) == fetch.turn;
+            const uint8_t *ahead = begin + fetch.far, *const ahead_end = fetches ? at + fetch.far : ahead;
+            if (fetches) __builtin_prefetch(ahead, 0, 2), ahead += 64;
+            begin = at;
 #pragma GCC unroll 2
-        for (int n = 0; n < n_sums; n++) {
-            if (n && is_fine) read_group(m, scales, part, &g);
-            SUMS_OF_STEPS sums[MOST_X];
+            for (int n = 0; n < n_sums; n++) {
+                if (n && is_fine) read_group(m, scales, part, &g);
+                SUMS_OF_STEPS sums[MOST_X];
 #pragma GCC unroll 8
-            for (int i = 0; i < n_x; i++) {
-                int32_t less = 0;  // what codes from 0 upwards are too much
-                for (int s = 0; s < per_sum / 16; s++) less -= x[i][block].sums[n + s] * (int32_t)m->zero;
-                sums[i] = START(less);
+                for (int i = 0; i < n_x; i++) {
+                    const int32_t less = n_sums > 1 ? x[i]->less[n] : x[i]->all_less;
+                    sums[i] = START(SHIFTED((ints){0} + less, zero));  // codes from 0 upwards are too much
+                }
+#pragma GCC unroll 8
+                for (int step = n * per_sum / 4; step < (n + 1) * per_sum / 4; step++) {
+                    if (ahead < ahead_end) __builtin_prefetch(ahead, 0, 2), ahead += 64;
+                    const code_bytes some = unpack_step(kind, step, codes, high, table);
+#pragma GCC unroll 8
+                    for (int i = 0; i < n_x; i++) sums[i] = STEP(sums[i], some, x[i], step);
+                }
+#pragma GCC unroll 8
+                for (int i = 0; i < n_x; i++) acc[i] = fma_of(__builtin_convertvector(TOTAL(sums[i]), vec), g.scale, acc[i]);
+            }
+            if (has_offsets) {
+#pragma GCC unroll 8
+                for (int i = 0; i < n_x; i++) acc[i] = fma_of(-g.offset, all(x[i]->sum), acc[i]);
             }
 #pragma GCC unroll 8
-            for (int step = n * per_sum / 4; step < (n + 1) * per_sum / 4; step++) {
-                if (part == 0 && ahead < at + far) __builtin_prefetch(ahead, 0, 2), ahead += 64;
-                const code_bytes some = unpack_step(kind, step, codes, high, table);
-#pragma GCC unroll 8
-                for (int i = 0; i < n_x; i++) sums[i] = STEP(sums[i], some, x[i] + block, step);
-            }
-#pragma GCC unroll 8
-            for (int i = 0; i < n_x; i++)
-                acc[i] = fma_of(__builtin_convertvector(TOTAL(sums[i]), vec), g.scale * x[i][block].scale, acc[i]);
+            for (int i = 0; i < n_x; i++) x[i]++;
         }
-        if (has_offsets) {
 #pragma GCC unroll 8
-            for (int i = 0; i < n_x; i++) acc[i] = fma_of(-g.offset, all(x[i][block].sum), acc[i]);
-        }
+        for (int i = 0; i < n_x; i++) total[i] = fma_of(acc[i], all(((const Block *)operands[i])[first].scale), total[i]);
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < n_x; i++) out[i] = acc[i];
+    for (int i = 0; i < n_x; i++) out[i] = total[i];
 }
 
 INLINE void finish_part(const Product *p, int64_t row, int64_t position, vec total) {
@@ -154,9 +169,9 @@ INLINE void finish_part(const Product *p, int64_t row, int64_t position, vec tot
 
 #define WITH_X(kind, n)                                                             \
     static TARGET __attribute__((noinline)) void INTEGER_SET(multiply_##kind##_##n)(        \
-        const Matrix *m, const uint8_t *tile, const void *const *x, void *out) { \
+        const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x, void *out) { \
         for (int part = 0; part < PARTS; part++)                                    \
-            multiply_tile(WEIGHTS_##kind, n, m, tile, part, x, (vec *)out + part * MANY_X); \
+            multiply_tile(WEIGHTS_##kind, n, m, tile, part, fetch, x, (vec *)out + part * MANY_X); \
     }
 #define WITH_KIND(kind) EACH_X(WITH_X, kind)
 WITH_KIND(INT8)
@@ -175,11 +190,24 @@ static MultiplyTile *const INTEGER_SET(multiply)[][N_SIZES] = {OF_KIND(INT8), OF
 #undef OF_KIND
 #undef NAME_OF
 
+// What a tile brings while it meets the operands of this turn: what is near behind it where it meets one set of operands,
+// else a share of the tile that is a block of rows behind it.
+INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_t n_x, int64_t turn) {
+    int64_t every = 1;
+    if (p->last - p->first <= n_x) return (Fetch){2 * ahead_bytes, every, 0};
+    while (every < 8 && 2 * every * MANY_X <= p->last - p->first) every *= 2;
+    const int64_t next = row + ITEM_ROWS;
+    const char *from = next < p->to ? row_of_parts(p->parts, p->expert, next) : p->following;
+    if (!from) return (Fetch){0, every, every};
+    if (next >= p->to) from += row % ITEM_ROWS * p->parts->row_bytes;
+    return (Fetch){(const uint8_t *)from - tile, every, turn};
+}
+
 // A block of weight rows meets all operands while it is near; then the next one.
 static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
     for (int64_t start = p->from; start < p->to; start += ITEM_ROWS) {
         const int64_t end = at_most(start + ITEM_ROWS, p->to);
-        for (int64_t first = p->first; first < p->last;) {
+        for (int64_t first = p->first, turn = 0; first < p->last; turn++) {
             MultiplyTile *const *sizes = INTEGER_SET(multiply)[p->parts->kind - 1];
             int size = N_SIZES - 1;
             while (!sizes[size] || 1 << size > p->last - first) size--;
@@ -193,7 +221,7 @@ static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
                 const Matrix *m = p->parts + (row >= p->parts->n_out);
                 const uint8_t *tile = (const uint8_t *)row_of_parts(p->parts, p->expert, row);
                 vec out[PARTS * MANY_X];
-                INTEGER_SET(multiply)[m->kind - 1][size](m, tile, x, out);
+                INTEGER_SET(multiply)[m->kind - 1][size](m, tile, fetch_of(p, tile, row, n_x, turn), x, out);
                 for (int i = 0; i < n_x; i++)
                     for (int part = 0; part < PARTS; part++)
                         finish_part(p, row + part * LANES, first + i, out[part * MANY_X + i]);
@@ -203,30 +231,29 @@ static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
     }
 }
 
-// Values of a block as integers of 16 bits, in their order.
-static TARGET void INTEGER_SET(prepare_integers)(const void *row, int64_t type, void *operand, int64_t n) {
-    Block *block = operand;
-    for (int64_t at = 0; at < n; at += INTEGERS, block++) {
-        float values[INTEGERS];
-        for (int i = 0; i < INTEGERS; i += LANES)
-            store(values + i, type == BF16 ? load((const uint16_t *)row + at + i, BF16) : load((const uint16_t *)row + at + i, F16), F32);
-        uint32_t most = 0;
-        for (int i = 0; i < INTEGERS; i++) {
-            uint32_t raw;
-            memcpy(&raw, values + i, sizeof raw);
-            most = (raw & 0x7FFFFFFF) > most ? raw & 0x7FFFFFFF : most;
-        }
-        // The largest has 15 bits and a sign.
-        const int exponent = (int)at_least(most >> 23, 32) - 127 - 14;
-        const bool is_finite = most < 0x7F800000;
-        const float scale = exp2_of(exponent), inverse = is_finite ? exp2_of(-exponent) : 0.0f;
+// At most SCALED blocks of values as integers of 16 bits, in their order.
+INLINE void prepare_blocks(const void *row, int64_t type, Block *blocks, int64_t n) {
+    float values[INTEGERS * SCALED];
+    for (int64_t i = 0; i < n; i += LANES) store(values + i, load((const uint16_t *)row + i, type), F32);
+    uint32_t most = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t raw;
+        memcpy(&raw, values + i, sizeof raw);
+        most = (raw & 0x7FFFFFFF) > most ? raw & 0x7FFFFFFF : most;
+    }
+    // The largest has 15 bits and a sign.
+    const int exponent = (int)at_least(most >> 23, 32) - 127 - 14;
+    const bool is_finite = most < 0x7F800000;
+    const float inverse = is_finite ? exp2_of(-exponent) : 0.0f;
+    blocks->scale = is_finite ? exp2_of(exponent) : (float)NAN;
+    for (int64_t at = 0; at < n; at += INTEGERS) {
+        Block *block = blocks + at / INTEGERS;
         int32_t integers[INTEGERS];
         for (int i = 0; i < INTEGERS; i += LANES) {
-            const vec scaled = is_finite ? load(values + i, F32) * inverse : (vec){0};
+            const vec scaled = is_finite ? load(values + at + i, F32) * inverse : (vec){0};
             const ints whole = NEAREST(scaled);
             memcpy(integers + i, &whole, sizeof whole);
         }
-        int32_t total = 0;
         for (int half = 0; half < INTEGERS / 16; half++) {
             int32_t sum = 0;
             for (int i = 0; i < 16; i++) {
@@ -234,12 +261,22 @@ static TARGET void INTEGER_SET(prepare_integers)(const void *row, int64_t type, 
                 *each = *each > MOST_INTEGER ? MOST_INTEGER : *each;
                 sum += *each;
             }
-            block->sums[half] = sum;
-            total += sum;
+            block->less[half] = -sum;
         }
+        block->all_less = block->less[0] + block->less[1];
+        block->sum = -(float)block->all_less;
         store_integers(block, integers);
-        block->scale = is_finite ? scale : (float)NAN;
-        block->sum = is_finite ? (float)total * scale : (float)NAN;
+    }
+}
+static TARGET void INTEGER_SET(prepare_integers)(const void *row, int64_t type, void *operand, int64_t n) {
+    for (int64_t at = 0; at < n; at += INTEGERS * SCALED) {
+        const uint16_t *from = (const uint16_t *)row + at;
+        Block *blocks = (Block *)operand + at / INTEGERS;
+        const int64_t some = at_most(INTEGERS * SCALED, n - at);
+        if (type == BF16)
+            prepare_blocks(from, BF16, blocks, some);
+        else
+            prepare_blocks(from, F16, blocks, some);
     }
 }
 

@@ -35,7 +35,8 @@ INLINE void store_integers(Block *block, const int32_t *integers) {
 }
 
 #define SUMS_OF_STEPS ints
-#define START(value) ((ints){0} + (value))
+#define START(value) (value)
+#define SHIFTED(values, counts) ((ints)_mm256_sllv_epi32((__m256i)(values), (__m256i)(counts)))
 #define STEP(sums, codes, x, step) add_step(sums, (__m256i)(codes), x, step)
 #define TOTAL(sums) (sums)
 #define LOOK_UP(table, numbers) ((code_bytes)_mm256_shuffle_epi8((__m256i)(table), (__m256i)(numbers)))

@@ -74,17 +74,18 @@ INLINE void store_integers(Block *block, const int32_t *integers) {
 }
 
 #define SUMS_OF_STEPS HalfSums
-#define START(value) ((HalfSums){(ints){0}, (ints){0} + (value)})
+#define START(value) ((HalfSums){(ints){0}, value})
+#define SHIFTED(values, counts) ((ints)_mm512_sllv_epi32((__m512i)(values), (__m512i)(counts)))
 #define STEP(sums, codes, x, step) add_step(sums, (__m512i)(codes), x, step)
 #define TOTAL(sums) (((sums).high << 8) + (sums).low)
 #define LOOK_UP(table, numbers) ((code_bytes)_mm512_shuffle_epi8((__m512i)(table), (__m512i)(numbers)))
 #define NEAREST(values) ((ints)_mm512_cvtps_epi32((__m512)(values)))
 #define MOST_X 8
-#define N_SIZES 6
+#define N_SIZES 4
 #define EACH_X(each, kind) each(kind, 1) each(kind, 2) each(kind, 4) each(kind, 8)
 #define INTEGER_SET(name) name##_vnni
-static MultiplyTile fp8_dot_1, fp8_dot_2, fp8_dot_4, fp8_dot_8, fp8_dot_32;
-#define MORE_KINDS {fp8_dot_1, fp8_dot_2, fp8_dot_4, fp8_dot_8, NULL, fp8_dot_32}
+static MultiplyTile fp8_dot_1, fp8_dot_2, fp8_dot_4, fp8_dot_8;
+#define MORE_KINDS {fp8_dot_1, fp8_dot_2, fp8_dot_4, fp8_dot_8}
 #include "integer_body.h"
 
 #undef TARGET
@@ -144,7 +145,7 @@ static void prepare_fp8_dot(const void *row, int64_t type, void *operand, int64_
 #define FP8_SUMS Fp8Sums
 #define FP8_ADD(sums, weights, x) add_fp8(&(sums), weights, x)
 #define FP8_TOTAL(sums) ((sums).even + (sums).odd)
-#define EACH_FP8_X(each) each(1) each(2) each(4) each(8) each(32)
+#define EACH_FP8_X(each) each(1) each(2) each(4) each(8)
 #define FP8_SET(n) fp8_dot_##n
 #include "fp8_body.h"
 

@@ -22,7 +22,7 @@ typedef struct {
     int64_t high, factors, min_factors, scales_at, offsets_at;  // places
     float levels[16];
     // Of rows that lie in tiles, see formats/tiles.py: `kind` is one more than that of tiles.h, 0: they do not.
-    int64_t kind, zero;  // the code of the value 0
+    int64_t kind, zero_shift;  // the code of the value 0 is 2 to this; 0 for 32
     float unit;          // the value of one step of the codes, without the scale
     uint8_t table[16];
 } Matrix;

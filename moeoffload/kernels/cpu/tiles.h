@@ -1,9 +1,10 @@
 // Packed weights multiplied without being unpacked to memory, out of tiles of 16 rows (formats/tiles.py).
 //
-// Integers: codes of 4 to 8 bits by activations of 16 bits, blocks of 32 with one scale.
-// A block's products are summed exactly, scaled and added to a float32 sum in the order of the blocks: a result's bits
-// depend neither on what is computed beside it nor on the instruction set. An activation of bfloat16 becomes an integer
-// without a rounding unless it is less than a 128th of the largest of its block; all err by 2^-16 of that one at most.
+// Integers: codes of 4 to 8 bits by activations of 16 bits, of which 256 have one scale.
+// The products of a block of 32 are summed exactly, multiplied by the weights' scale and added to a float32 sum in the
+// order of the blocks, that of each 256 activations multiplied by theirs: a result's bits depend neither on what is computed
+// beside it nor on the instruction set. An activation of bfloat16 becomes an integer without a rounding unless it is less
+// than a 128th of the largest of its 256; all err by 2^-16 of that one at most.
 //
 // FP8: codes become float32 or bfloat16, which is exact. A group's products are summed in a few sums in the order of the
 // weights, those in one fixed tree, and scaled: a result's bits do not depend on what is computed beside it.
@@ -11,13 +12,14 @@
 
 #include "experts.h"
 
-enum { TILE = 16, INTEGERS = 32 };  // weight rows of a tile; weights of a row, or activations, of a block
+// Weight rows of a tile; weights of a row, or activations, of a block; blocks whose activations share a scale.
+enum { TILE = 16, INTEGERS = 32, SCALED = 8 };
 
 // Kinds of codes in tiles.
 enum { WEIGHTS_INT8, WEIGHTS_UINT4, WEIGHTS_LEVELS4, WEIGHTS_UINT5, WEIGHTS_INT6, WEIGHTS_FP8 };
 
 // Activations of a block: value = integer * scale; the integer is 256 * high + low, or a word. Words of four neighbours
-// are in the order 0, 2, 1, 3.
+// are in the order 0, 2, 1, 3. The scale is that of the first of SCALED blocks.
 typedef struct {
     union {
         struct {
@@ -25,13 +27,18 @@ typedef struct {
         };
         int16_t words[INTEGERS];
     };
-    float scale, sum;                 // the sum of the values
-    int32_t sums[INTEGERS / 16];      // of each 16 integers
+    int32_t less[INTEGERS / 16], all_less;  // sums of each 16 integers, and of all, negative
+    float sum, scale;
 } Block;
+
+// What a tile brings to the second cache: what lies `far` behind one block of every so many (a power of 2), that of `turn`.
+typedef struct {
+    int64_t far, every, turn;
+} Fetch;
 
 // The products of a tile and some operands: vectors of its rows for the first part of them, with a place for each of the
 // most operands, then for the next part.
-typedef void MultiplyTile(const Matrix *m, const uint8_t *tile, const void *const *x, void *out);
+typedef void MultiplyTile(const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x, void *out);
 
 struct TileKernels {
     int64_t block_bytes;  // of a block of an operand
