@@ -128,7 +128,7 @@ PATHS: Final = (
         (DECODE,),
         NO_PACKING,
         NO_PACKED_SUMS,
-        always={"settings": {"transport": "shared", "expert_format": "int4"}},
+        always={"servers": 2},
     ),
     FastPath("own norms", ("kernels/norm.py", "kernels/cpu/norm*"), (DECODE, PREFILL), no_dense("accelerate_norms")),
     FastPath(

@@ -135,9 +135,11 @@ def main() -> None:
     server_words = ["--listen", "127.0.0.1:0", "--exit-with-stdin", "--device", "cpu", "--threads", "1"]
     server_words += ["--log-level", "warning", *options.get("server_options", [])]
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(
-            process(server_core, "expert_app", options.get("server_patch", ""), server_words, r"ready on (\S+)")
-        )
+        patch = options.get("server_patch", "")
+        addresses = [
+            stack.enter_context(process(server_core, "expert_app", patch, server_words, r"ready on (\S+)"))
+            for _ in range(options.get("servers", 1))
+        ]
         os.sched_setaffinity(0, {host_core})
         import torch
         from transformers import AutoConfig
@@ -148,8 +150,8 @@ def main() -> None:
         contender: Direct | Served
         if options.get("served"):
             vocab = AutoConfig.from_pretrained(checkpoint).get_text_config().vocab_size
-            words = ["serve", checkpoint, "--experts", address, "--device", "cpu", "--threads", "1", "--port", "0"]
-            words += ["--log-level", "warning", *options.get("host_options", [])]
+            words = ["serve", checkpoint, "--experts", ",".join(addresses), "--device", "cpu", "--threads", "1"]
+            words += ["--port", "0", "--log-level", "warning", *options.get("host_options", [])]
             url = stack.enter_context(
                 process(host_core, "host_app", options.get("host_patch", ""), words, r"(http://\S+)")
             )
@@ -162,7 +164,7 @@ def main() -> None:
             settings = options.get("settings", {})
             models = []
             for _ in range(options.get("hosts", 1)):
-                opened = open_model(checkpoint, experts=[address], device="cpu", **settings)
+                opened = open_model(checkpoint, experts=addresses, device="cpu", **settings)
                 models.append(stack.enter_context(opened).model)
             contender = Direct(models)
         print(json.dumps("ready"), flush=True)
