@@ -30,7 +30,6 @@ PAYS: Final = 1.03
 Task = dict[str, Any]
 DECODE: Final[Task] = {"task": "decode", "prompt": 64, "tokens": 16}
 DECODE_LONG: Final[Task] = {"task": "decode", "prompt": 2048, "tokens": 12}
-DECODE_LONGER: Final[Task] = {"task": "decode", "prompt": 8192, "tokens": 64}
 PREFILL: Final[Task] = {"task": "prefill", "prompt": 512}
 PREFILL_LONG: Final[Task] = {"task": "prefill", "prompt": 2048}
 HOSTS: Final[Task] = {"task": "hosts", "prompt": 64, "tokens": 8}
@@ -74,14 +73,6 @@ NO_HUGE_PAGES: Final = """
 import moeoffload.huge_pages as h
 h._madvise = lambda: None
 """
-NO_PACKING: Final = """
-import moeoffload.kernels.pack as p
-p.RowPacker.takes = lambda self, *call: False
-"""
-NO_PACKED_SUMS: Final = """
-import moeoffload.expert_server.arena as a
-a.encode_sums = a.store_rows
-"""
 NO_MANY_QUERIES: Final = """
 import moeoffload.kernels.attention as a
 a.takes_many = lambda dtype: False
@@ -90,16 +81,6 @@ NO_MATRIX_UNIT: Final = """
 import moeoffload.native as n
 _features = n.cpu_features()
 n.cpu_features = lambda: _features & ~n.Features.MATRIX_UNIT
-"""
-GROWTH: Final = """
-import transformers
-from moeoffload.host.kv_cache import growing_cache
-transformers.DynamicCache = growing_cache
-"""
-NO_GROWTH: Final = """
-import transformers
-from transformers.cache_utils import DynamicCache
-transformers.DynamicCache = DynamicCache
 """
 NO_SHORTCUT: Final = """
 import moeoffload.expert_server.engine as e
@@ -122,14 +103,6 @@ PATHS: Final = (
         (DECODE,),
         no_dense("accelerate_linears") + no_dense("accelerate_parameters"),
     ),
-    FastPath(
-        "few-row packing",
-        ("kernels/pack.py", "kernels/cpu/pack.c"),
-        (DECODE,),
-        NO_PACKING,
-        NO_PACKED_SUMS,
-        always={"servers": 2},
-    ),
     FastPath("own norms", ("kernels/norm.py", "kernels/cpu/norm*"), (DECODE, PREFILL), no_dense("accelerate_norms")),
     FastPath(
         "own attention of few queries",
@@ -141,13 +114,6 @@ PATHS: Final = (
         "own attention of many queries", ("kernels/cpu/attention_many.c",), (PREFILL, PREFILL_LONG), NO_MANY_QUERIES
     ),
     FastPath("matrix unit", ("kernels/cpu/matrix_unit.c",), (PREFILL_LONG,), NO_MATRIX_UNIT, NO_MATRIX_UNIT),
-    FastPath(
-        "cache that grows ahead",
-        ("host/kv_cache.py",),
-        (DECODE_LONGER,),
-        NO_GROWTH,
-        always={"host_patch": GROWTH},
-    ),
     FastPath(
         "computing in the thread that receives",
         (),

@@ -92,7 +92,7 @@ def call_steps(offer: Any) -> Iterator[Callable[[int], None]]:
     channel = open_channel(offer, host="127.0.0.1", timeout_s=TIMEOUT_S)
     link = ExpertLink(
         LinkInfo("bench:1", "cpu", "", channel.name, "", "", N_EXPERTS, 0), control, control, channel, LAYOUT, EPOCH,
-        ExpertTable((tuple(range(N_EXPERTS)),)), [N_EXPERTS], torch.device("cpu"), torch.bfloat16,
+        ExpertTable((tuple(range(N_EXPERTS)),)), [N_EXPERTS], torch.device("cpu"),
         TIMEOUT_S, TIMEOUT_S, [],
     )  # fmt: skip
     link._slot_of = [torch.full((N_EXPERTS,), -1, dtype=torch.int16)]

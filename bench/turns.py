@@ -12,7 +12,6 @@ from servers import Spread
 from transformers import DynamicCache
 
 from moeoffload import OffloadedModel
-from moeoffload.host.kv_cache import growing_cache
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def prefill(contender: Contender, prompt: torch.Tensor) -> float:
 def decode(contender: Contender, prompt: torch.Tensor, n_tokens: int) -> float:
     """Seconds of ``n_tokens`` greedy tokens after ``prompt``, which is not counted, by the recorder neither."""
     model = contender.model
-    cache = growing_cache(model.config)
+    cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         logits = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         if contender.offloaded is not None:

@@ -67,7 +67,6 @@ class _Host:
             ExpertTable((tuple(range(N_EXPERTS)),)),
             [N_EXPERTS],
             torch.device("cpu"),
-            torch.bfloat16,
             timeout_s,
             timeout_s,
             [],

@@ -9,12 +9,12 @@ import pytest
 import torch
 from conftest import DEMO, demo_prompt, local_model
 from synthetic import write_tiny
+from transformers import DynamicCache
 
 from moeoffload import open_model
 from moeoffload.config import Mode, Pipeline
 from moeoffload.errors import PayloadError
 from moeoffload.host.granularity import CHUNK_ROWS, LEAST_CHUNK_ROWS, MASKED_CHUNK_ROWS, Granularity
-from moeoffload.host.kv_cache import generation_cache
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 
@@ -37,8 +37,8 @@ def test_a_pipelined_prefill_gives_the_same_tokens(
     with open_model(DEMO, experts=three_servers[:n_servers], pipeline="on", device="cpu", **options) as offloaded:
         assert torch.equal(offloaded.model.generate(prompt, **GREEDY), expected)
         assert offloaded.report().phases["prefill"]["pipelined"] == 1
-        growing = generation_cache(offloaded.model)
-        assert torch.equal(offloaded.model.generate(prompt, **growing, **GREEDY), expected)
+        cache = DynamicCache(config=offloaded.model.config)
+        assert torch.equal(offloaded.model.generate(prompt, past_key_values=cache, **GREEDY), expected)
         assert offloaded.report().phases["prefill"]["pipelined"] == 2
 
 

@@ -6,8 +6,7 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
-from moeoffload.kernels.pack import MAX_ROWS, encode_sums
-from moeoffload.payload import PayloadDtype, load_rows, store_rows
+from moeoffload.payload import load_rows, store_rows
 from moeoffload.wire import DispatchViews, FrameLayout
 
 DECODE_ROWS: Final = 8
@@ -63,7 +62,6 @@ class HostArena:
             dtype: torch.empty(max_rows, layout.top_k, dtype=dtype) for dtype in {torch.float32, compute_dtype}
         }
         self._kept: dict[tuple[int, int, torch.dtype], KernelInput] = {}
-        self._encodes = layout.dtype_back is not PayloadDtype.F8
         self.n_created = 1
 
     def part(self, start: int, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
@@ -103,6 +101,4 @@ class HostArena:
 
     def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
         """See `Arena`; uses no buffers of its own, so ``call`` may be of another host's arena."""
-        if reply.shape[0] <= MAX_ROWS and self._encodes:
-            return encode_sums(call.out, reply)
         return store_rows(call.out, reply)

@@ -195,7 +195,6 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
         table,
         [layer.n_experts for layer in checkpoint.layers],
         plan.device,
-        checkpoint.dtype,
         settings.dispatch_floor_s,
         settings.dispatch_timeout_s,
         timings,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TextIO
+from typing import Any, Final, TextIO
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from moeoffload.host.generate import Answer, Message, Watch, generate, prepare_chat
-from moeoffload.host.kv_cache import generation_cache, rewind
 from moeoffload.host.session import OffloadedModel
+
+_OTHER_CACHES: Final = ("mamba", "minimaxfor")
+"""In the names of models whose cache is of another class; the later MiniMax-M2 has an ordinary one."""
 
 
 class Conversation:
@@ -40,7 +43,7 @@ class Conversation:
         try:
             answer = generate(self._offloaded, prompt, stream, cache=self._cache, watch=watch)
         except BaseException:
-            if self._cache is not None and not rewind(self._cache, n_kept):
+            if self._cache is not None and not _rewind(self._cache, n_kept):
                 self._cache = None
             raise
         self.turns = [*asked, {"role": "assistant", "content": answer.text}]
@@ -58,9 +61,33 @@ class Conversation:
             shared = min(self._cached.numel(), ids.numel() - 1)
             differs = (self._cached[:shared] != ids[:shared]).nonzero()
             n_kept = int(differs[0]) if differs.numel() else shared
-            if n_kept == self._cached.numel() or rewind(self._cache, n_kept):
+            if n_kept == self._cached.numel() or _rewind(self._cache, n_kept):
                 self._cached = ids[:n_kept]
                 return n_kept
-        self._cache = generation_cache(self._offloaded.model).get("past_key_values")
+        self._cache = _new_cache(self._offloaded.model)
         self._cached = ids[:0]
         return 0
+
+
+def _new_cache(model: Any) -> DynamicCache | None:
+    """An empty cache where ``model.generate`` would make a `DynamicCache`."""
+    wanted = model.generation_config
+    if (
+        any(name in type(model).__name__.lower() for name in _OTHER_CACHES)
+        or wanted.use_cache is False
+        or wanted.cache_implementation not in (None, "dynamic")
+    ):
+        return None
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def _rewind(cache: DynamicCache, n_tokens: int) -> bool:
+    """Forgets all but the first ``n_tokens`` tokens, of which layers may hold more or fewer after a pass that failed.
+
+    False for a cache with other layers than those of full attention: it cannot be rewound, and is as it was.
+    """
+    if not all(type(layer) is DynamicLayer for layer in cache.layers):
+        return False
+    for layer in cache.layers:
+        layer.crop(min(0, n_tokens - layer.get_seq_length()))
+    return True

@@ -17,7 +17,6 @@ from transformers.generation import PromptLookupCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 from moeoffload.config import HostSettings
-from moeoffload.host.kv_cache import growing_cache
 
 
 class Drafter(ABC):
@@ -56,7 +55,7 @@ class DraftModel(Drafter):
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._cache = growing_cache(model.config.get_text_config(decoder=True))
+        self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         self._cache.activate_past_recording()
         self._cached: list[int] = []
         self._n_sure = 0  # of these, tokens that were no guesses

@@ -20,7 +20,6 @@ from transformers.generation.streamers import BaseStreamer
 from moeoffload.errors import PromptError
 from moeoffload.host.detokenizer import Detokenizer
 from moeoffload.host.drafters import new_drafter
-from moeoffload.host.kv_cache import generation_cache
 from moeoffload.host.model import eos_tokens
 from moeoffload.host.session import OffloadedModel
 from moeoffload.host.speculative import VerifiedGeneration
@@ -200,7 +199,8 @@ def generate(
             torch.manual_seed(settings.seed)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         options["pad_token_id"] = tokenizer.eos_token_id
-    options.update(generation_cache(offloaded.model) if cache is None else {"past_key_values": cache})
+    if cache is not None:
+        options["past_key_values"] = cache
     streamer = _Streamer(tokenizer, stream)
     n_prompt = prompt.inputs["input_ids"].shape[1]
     n_new = n_prompt - (cache.get_seq_length() if cache is not None else 0)

@@ -15,8 +15,7 @@ from moeoffload.errors import CapacityError, DeadlineError, PayloadError, Protoc
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.flight import Chunk, Flight, ShardLink
-from moeoffload.kernels.pack import RowPacker
-from moeoffload.payload import PayloadDtype, describe_bad_row, encode_rows, load_rows
+from moeoffload.payload import PayloadDtype, encode_rows, load_rows
 from moeoffload.placement import ExpertTable, slot_table
 from moeoffload.transport import HostChannel, HostSlot
 from moeoffload.transport.page_locked import PageLocked
@@ -63,7 +62,6 @@ class _RemoteFlight(Flight):
 
     slot: HostSlot = field(kw_only=True)
     views: SlotViews = field(kw_only=True)
-    packer: RowPacker | None = field(kw_only=True)
     header: FrameHeader = field(kw_only=True)
     """Of requests; the fields that all of them share are filled in once."""
     reply: FrameHeader = field(default_factory=FrameHeader)
@@ -93,7 +91,6 @@ class ExpertLink(ShardLink):
         table: ExpertTable,
         n_experts: list[int],
         device: torch.device,
-        dtype: torch.dtype,
         floor_s: float,
         ceiling_s: float,
         timings: Sequence[tuple[int, float]],
@@ -110,14 +107,9 @@ class ExpertLink(ShardLink):
         self._slot_of = [slot_table(held, n + 1).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
         """By layer; the last entry is that of no expert, with which narrow routers' choices are filled up."""
         for slot in channel.slots:
-            body = torch.frombuffer(slot.request, dtype=torch.uint8, offset=HEADER_BYTES).data_ptr()
-            payload = layout.dtype_out.torch_dtype
             header = FrameHeader(Kind.DISPATCH, layout.dtype_out, layout.dtype_back, epoch=epoch, top_k=layout.top_k)
-            packer = None
-            if layout.dtype_out is not PayloadDtype.F8:
-                packer = RowPacker(body, dtype, payload, hidden=layout.hidden, top_k=layout.top_k)
             views = SlotViews(layout, slot.request, slot.reply)
-            slot.owner = _RemoteFlight(self, slot=slot, views=views, packer=packer, header=header)
+            slot.owner = _RemoteFlight(self, slot=slot, views=views, header=header)
         if device.type == "cuda":
             pages = PageLocked((buffer for slot in channel.slots for buffer in (slot.request, slot.reply)), device)
             # A thread that still copies holds this link, which therefore lives.
@@ -151,8 +143,7 @@ class ExpertLink(ShardLink):
         _, ids, weights = chunk
         channel, slot, header = self.channel, flight.slot, flight.header
         try:
-            pack = self._pack_few if flight.packer is not None and flight.packer.takes(*chunk) else self._pack
-            n_rows, index = pack(flight, layer, start, chunk)
+            n_rows, index = self._pack(flight, layer, start, chunk)
             if n_rows == 0:
                 channel.release(slot)
                 return False
@@ -197,18 +188,6 @@ class ExpertLink(ShardLink):
         dtype = self.layout.dtype_out
         encode_rows(hidden, views.rows, dtype, where=lambda row: _where(layer, start, index, row))
         return hidden.shape[0], index
-
-    def _pack_few(self, flight: _RemoteFlight, layer: int, start: int, chunk: Chunk) -> tuple[int, torch.Tensor | None]:
-        """As `_pack`, for what the slot's packer takes."""
-        packer, hidden = flight.packer, chunk[0]
-        assert packer is not None
-        index = packer.pack(*chunk, self._slot_of[layer], holds_all=self.holds_all[layer])
-        bad = packer.bad_row
-        if bad is not None:
-            row = hidden[bad if index is None else int(index[bad])]
-            what = describe_bad_row(row, self.layout.dtype_out)
-            raise PayloadError(f"{_where(layer, start, index, bad)}: hidden states {what}")
-        return packer.n_rows, index
 
     def receive(self, flight: Flight, to: CallCounters) -> torch.Tensor:
         """See `ShardLink`."""

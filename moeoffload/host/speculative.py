@@ -8,16 +8,16 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from moeoffload.errors import ModelError
 from moeoffload.host.drafters import Drafter, hidden_states_of
 from moeoffload.host.guess_length import GuessLength
-from moeoffload.host.kv_cache import growing_cache
 
 
 def check_can_verify(config: Any) -> None:
     """Raises ModelError: what a model of ``config`` keeps of a wrong guess cannot be taken back."""
-    if not growing_cache(config.get_text_config(decoder=True)).is_croppable:
+    if not DynamicCache(config=config.get_text_config(decoder=True)).is_croppable:
         raise ModelError(
             f"tokens cannot be guessed for {config.model_type}: its linear attention keeps a state, from which wrong "
             "guesses cannot be taken back; leave out --draft and --prompt-lookup"

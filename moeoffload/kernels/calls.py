@@ -90,17 +90,6 @@ class LinearCall(ctypes.Structure):
     )
 
 
-class PackCall(ctypes.Structure):
-    """Rows of a layer's call that are written into a frame."""
-
-    _fields_ = (
-        *((name, _Word) for name in ("features", "source", "payload", "hidden", "top_k", "n_rows", "n_experts")),
-        *((name, _Word) for name in ("holds_all", "weights_are_f32")),
-        *((name, _Pointer) for name in ("rows", "ids", "weights", "table", "body", "index")),
-        ("bad_row", _Word),
-    )
-
-
 _CPU_FIELDS: Final = (("features", _Word), ("parallel", _Pointer), ("n_threads", _Word))
 
 
@@ -145,8 +134,6 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "moe_linear_scratch_bytes": (_Word, _Word, _Word, _Word),
     "moe_experts": (_Word, _Pointer),
     "moe_linear": (None, _Pointer),
-    "moe_pack_rows": (_Word, _Pointer),
-    "moe_encode_sums": (_Word, _Word, _Word, _Pointer, _Pointer, _Word, _Word),
     "moe_attention": (ctypes.c_int, _Pointer),
     "moe_norm": (None, _Pointer),
 }

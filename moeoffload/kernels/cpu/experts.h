@@ -51,8 +51,6 @@ struct Kernels {
     // total += row * weight; each product is rounded first if `rounds`
     void (*add_weighted)(float *total, const void *row, float weight, bool rounds, int64_t n);
     void (*widen)(const void *row, float *out, int64_t n);
-    // Returns whether all values are finite as they were rounded.
-    bool (*narrow)(const float *row, void *out, int64_t n);
     // Columns from..to of packed rows as elements, rows `stride` elements apart. `from` is a multiple of SPAN; where it
     // is one of SEGMENT, `scales` become those of the segment, one for each row; otherwise they are still those.
     void (*unpack)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, int64_t to, Scales *scales,

@@ -214,21 +214,9 @@ static TARGET void NAME(widen_row)(const void *row, float *out, int64_t n) {
         store_some(out + at, load_some((const ELEMENT *)row + at, n - at, TYPE), n - at, F32);
 }
 
-static TARGET bool NAME(narrow_row)(const float *row, void *out, int64_t n) {
-    ints finite = (ints){0} - 1;
-    for (int64_t at = 0; at < n; at += LANES) {
-        const vec values = rounded(load_some(row + at, n - at, F32), TYPE);
-        finite &= values - values == 0;
-        store_some((ELEMENT *)out + at, values, n - at, TYPE);
-    }
-    int32_t is_finite = -1;
-    for (int i = 0; i < LANES; i++) is_finite &= finite[i];
-    return is_finite;
-}
-
 static const Kernels NAME(kernels) = {
     sizeof(ELEMENT),     sizeof(OPERAND),    BLOCK,       NAME(project), NAME(prepare),
-    NAME(silu_times_up), NAME(add_weighted), NAME(widen_row), NAME(narrow_row), NAME(unpack),
+    NAME(silu_times_up), NAME(add_weighted), NAME(widen_row), NAME(unpack),
 };
 
 #undef PASTE_
