@@ -99,9 +99,9 @@ PATHS: Final = (
     FastPath("huge pages", ("huge_pages.py",), (DECODE, PREFILL), NO_HUGE_PAGES, NO_HUGE_PAGES),
     FastPath(
         "few-row linear layers",
-        ("kernels/dense.py", "kernels/parameters.py", "kernels/cpu/linear.c"),
+        ("kernels/dense.py", "kernels/cpu/linear.c"),
         (DECODE,),
-        no_dense("accelerate_linears") + no_dense("accelerate_parameters"),
+        no_dense("accelerate_linears"),
     ),
     FastPath("own norms", ("kernels/norm.py", "kernels/cpu/norm*"), (DECODE, PREFILL), no_dense("accelerate_norms")),
     FastPath(
