@@ -229,14 +229,16 @@ def _table(columns: dict[str, Cell], rows: list[dict[str, Any]]) -> str:
 
 
 def _plain_columns(row: dict[str, Any]) -> dict[str, Cell]:
-    return {key.replace("_", " "): lambda row, key=key: _value(row.get(key)) for key in row}  # type: ignore[misc]
+    """A column for each field; the figure of each turn is for who reads the JSON."""
+    keys = [key for key, value in row.items() if not (key == "turns" and isinstance(value, list))]
+    return {key.replace("_", " "): lambda row, key=key: _value(row.get(key)) for key in keys}  # type: ignore[misc]
 
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
         return spread(value) if value.keys() == {"median", "low", "high"} else str(value)
     if isinstance(value, list):
-        return " and ".join(map(str, value))
+        return " and ".join(map(_value, value))
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1e6 else f"{value / 1e9:,.4g} × 10⁹"
     return "–" if value is None else str(value)
