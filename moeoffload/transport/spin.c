@@ -1,10 +1,11 @@
-/* Waits for a word to change without sleeping, for a bounded time, and tells when another thread of this system wants the core.
+/* Waits for a word or a file descriptor to change without sleeping, for a bounded time, and tells when another thread of this system wants the core.
 
    A sleeping thread is woken 20 to 50 microseconds late; one that spins sees news within one. It yields the core all the
    time, so that a peer on the same core works on, and gives up when the system says that it was displaced for long:
    time that a hypervisor took was not wanted by another thread of this system. */
 
 #define _GNU_SOURCE
+#include <poll.h>
 #include <sched.h>
 #include <stdint.h>
 #include <sys/resource.h>
@@ -35,22 +36,40 @@ static void pause_core(void) {
 #endif
 }
 
-/* Until the int64 at `word` is `value`: what its writer wrote before can be read then. Returns an enum seen. */
-int moeoffload_spin(const int64_t *word, int64_t value, int64_t limit_ns, int64_t crowded_ns) {
+/* What is waited for; `look` says whether it is there. */
+struct awaited {
+    int (*look)(const struct awaited *);
+    const int64_t *word;
+    int64_t value;
+    struct pollfd *descriptors;
+    int n_descriptors;
+};
+
+static int word_has_value(const struct awaited *awaited) {
+    for (int look = 0; look < LOOKS; look++) {
+        if (__atomic_load_n(awaited->word, __ATOMIC_ACQUIRE) == awaited->value)
+            return 1;
+        pause_core();
+    }
+    return 0;
+}
+
+static int can_be_read(const struct awaited *awaited) {
+    return poll(awaited->descriptors, (nfds_t)awaited->n_descriptors, 0) != 0;
+}
+
+static int spin(const struct awaited *awaited, int64_t limit_ns, int64_t crowded_ns) {
     const int64_t started = now_ns();
     int64_t before = started;
     long displaced = times_displaced();
     for (int round = 1;; round++) {
-        for (int look = 0; look < LOOKS; look++) {
-            if (__atomic_load_n(word, __ATOMIC_ACQUIRE) == value)
-                return NEWS;
-            pause_core();
-        }
+        if (awaited->look(awaited))
+            return NEWS;
         sched_yield();
         const int64_t now = now_ns();
         const int is_crowded = now - before > crowded_ns && times_displaced() != displaced;
         if (is_crowded || now - started > limit_ns) {
-            if (__atomic_load_n(word, __ATOMIC_ACQUIRE) == value)  /* the peer had the core, and was quick */
+            if (awaited->look(awaited))  /* the peer had the core, and was quick */
                 return NEWS;
             return is_crowded ? CROWDED : NOTHING;
         }
@@ -58,4 +77,16 @@ int moeoffload_spin(const int64_t *word, int64_t value, int64_t limit_ns, int64_
             displaced = times_displaced();
         before = now;
     }
+}
+
+/* Until the int64 at `word` is `value`: what its writer wrote before can be read then. Returns an enum seen. */
+int moeoffload_spin(const int64_t *word, int64_t value, int64_t limit_ns, int64_t crowded_ns) {
+    const struct awaited awaited = {.look = word_has_value, .word = word, .value = value};
+    return spin(&awaited, limit_ns, crowded_ns);
+}
+
+/* Until poll(2) would tell of one of `descriptors`. Returns an enum seen. */
+int moeoffload_spin_poll(struct pollfd *descriptors, int n, int64_t limit_ns, int64_t crowded_ns) {
+    const struct awaited awaited = {.look = can_be_read, .descriptors = descriptors, .n_descriptors = n};
+    return spin(&awaited, limit_ns, crowded_ns);
 }

@@ -1,4 +1,4 @@
-"""Waiting for a peer: first spin for a while, if that has paid off lately, then sleep on a semaphore.
+"""Waiting for a peer: first spin for a while, if that has paid off lately, then sleep on a semaphore or in poll(2).
 
 A spin lasts a few times as long as recent waits took, never longer than a limit: in a generation that is the whole
 wait, and an idle channel costs a dozen spins and then nothing. After a spin that met other threads on its core come
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 from time import perf_counter
 from typing import Any, Final
@@ -23,6 +24,7 @@ CROWDED_S: Final = 1e-3
 """A thread that does not get its core back from ``sched_yield`` for so long shares it with a busy one."""
 NOTHING, NEWS, CROWDED = 0, 1, 2
 """Why a spin ended: its time was over, there is news, other threads want the core."""
+_CROWDED_NS: Final = int(CROWDED_S * 1e9)
 _WEIGHT: Final = 0.125
 """Of the newest wait in the mean of recent waits."""
 _LONGEST: Final = 1.25
@@ -33,24 +35,38 @@ _HELD_BACK: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, sig
 """Signals that wait until a sleep is over: posix_ipc drops what a signal's handler raises, so Ctrl-C would be lost."""
 
 
-def _function() -> Any:
-    """The function of `spin.c`, which releases the interpreter lock; None without the C library."""
+def _library() -> Any:
+    """The library with the functions of `spin.c`, which release the interpreter lock; None if it was not built."""
     library = native_library()
-    if library is None:
-        return None
-    library.moeoffload_spin.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
-    return library.moeoffload_spin
+    if library is not None:
+        library.moeoffload_spin.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+        library.moeoffload_spin_poll.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return library
+
+
+class Readable:
+    """File descriptors that are waited for until one of them can be read."""
+
+    class _PollFd(ctypes.Structure):
+        _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+    def __init__(self, *descriptors: int) -> None:
+        self.poll = select.poll()
+        for fd in descriptors:
+            self.poll.register(fd, select.POLLIN)
+        self.structures = (self._PollFd * len(descriptors))(*(self._PollFd(fd, select.POLLIN, 0) for fd in descriptors))
+        self.address = ctypes.addressof(self.structures)
 
 
 class AdaptiveSpin:
     """How one thread at a time waits; it learns from how long recent waits were. All times in seconds."""
 
-    __slots__ = ("_function", "_limit_s", "_mean_s", "_n_crowded", "_rest")
+    __slots__ = ("_library", "_limit_s", "_mean_s", "_n_crowded", "_rest")
 
     def __init__(self, limit_s: float = SPIN_LIMIT_S) -> None:
         """A limit of 0 never spins; nor does a machine with one core, where only a sleeper lets its peer work."""
-        self._function = _function()
-        self._limit_s = limit_s if self._function is not None and (os.cpu_count() or 1) > 1 else 0.0
+        self._library = _library()
+        self._limit_s = limit_s if self._library is not None and (os.cpu_count() or 1) > 1 else 0.0
         self._mean_s = self._limit_s / 2
         self._rest = self._n_crowded = 0
 
@@ -88,7 +104,7 @@ class AdaptiveSpin:
         budget_s = min(self.budget_s, timeout_s)
         try:
             if budget_s > 0:
-                self.met(self._function(bell, value, int(budget_s * 1e9), int(CROWDED_S * 1e9)))
+                self.met(self._library.moeoffload_spin(bell, value, int(budget_s * 1e9), _CROWDED_NS))
             left_s = timeout_s - (perf_counter() - started)
             if left_s <= 0 or semaphore.value:
                 semaphore.acquire(0)
@@ -99,6 +115,17 @@ class AdaptiveSpin:
         finally:
             self.learn(perf_counter() - started)
         return True
+
+    def poll(self, readable: Readable, timeout_s: float) -> list[tuple[int, int]]:
+        """What of ``readable`` can be read, as `select.poll.poll` says it; nothing after ``timeout_s``."""
+        started = perf_counter()
+        budget_s = min(self.budget_s, timeout_s)
+        if budget_s > 0:
+            n = len(readable.structures)
+            self.met(self._library.moeoffload_spin_poll(readable.address, n, int(budget_s * 1e9), _CROWDED_NS))
+        found = readable.poll.poll(max(timeout_s - (perf_counter() - started), 0) * 1000)
+        self.learn(perf_counter() - started)
+        return found
 
 
 def _sleep(semaphore: posix_ipc.Semaphore, timeout_s: float) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import select
 import struct
 import weakref
 from typing import Final
@@ -23,6 +22,7 @@ from typing import Final
 import zmq
 
 from moeoffload.transport.base import ChannelSizes
+from moeoffload.transport.spin import AdaptiveSpin, Readable
 
 TAG: Final = struct.Struct("<QII")
 CLOSED_ID: Final = 0
@@ -70,9 +70,8 @@ class FrameSocket:
         ):
             self.socket.setsockopt(option, value)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self.socket, select.POLLIN)
-        self._poll.register(self._wake_fd, select.POLLIN)
+        self._news = Readable(self.socket.fileno(), self._wake_fd)
+        self._spin = AdaptiveSpin()
         # Should the owner forget to close: a context that is collected before its socket waits for it, forever.
         self._close = weakref.finalize(self, _close, self.socket, context, self._wake_fd)
         self._close.atexit = False
@@ -132,7 +131,7 @@ class FrameSocket:
 
     def wait(self, timeout_s: float) -> None:
         """Waits until something happens on the socket, ``wake`` is called or the time is over. One thread at a time."""
-        if any(fd == self._wake_fd for fd, _ in self._poll.poll(timeout_s * 1000)):
+        if any(fd == self._wake_fd for fd, _ in self._spin.poll(self._news, timeout_s)):
             os.eventfd_read(self._wake_fd)
 
     def wake(self) -> None:

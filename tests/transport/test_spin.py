@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import posix_ipc
 import pytest
 
 from moeoffload.transport import spin as spin_module
-from moeoffload.transport.spin import CROWDED, CROWDED_S, NEWS, NOTHING, AdaptiveSpin
+from moeoffload.transport.spin import CROWDED, CROWDED_S, NEWS, NOTHING, AdaptiveSpin, Readable
 
 
 @pytest.fixture
@@ -119,9 +120,9 @@ def test_what_a_signal_handler_raises_in_a_sleep_is_not_lost_and_leaves_none_blo
 
 
 def spin(bell: Bell, value: int, limit_s: float, crowded_s: float = 30.0) -> int:
-    function = spin_module._function()
-    assert function is not None, "the C library is not built"
-    return int(function(bell.address, value, int(limit_s * 1e9), int(crowded_s * 1e9)))
+    library = spin_module._library()
+    assert library is not None, "the C library is not built"
+    return int(library.moeoffload_spin(bell.address, value, int(limit_s * 1e9), int(crowded_s * 1e9)))
 
 
 def test_spinning_lets_other_threads_have_the_interpreter() -> None:
@@ -142,6 +143,35 @@ def test_without_the_library_every_wait_sleeps(semaphore: posix_ipc.Semaphore, m
     assert not spin.acquire(semaphore, Bell().address, 1, 0.001)
     semaphore.release()
     assert spin.acquire(semaphore, Bell().address, 1, 1)
+    read_end, write_end = os.pipe()
+    try:
+        assert spin.poll(Readable(read_end), 0.001) == []
+        os.write(write_end, b"x")
+        assert spin.poll(Readable(read_end), 1) == [(read_end, select.POLLIN)]
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.05], ids=["there", "spinning", "asleep"])
+def test_what_can_be_read_ends_a_wait_whenever_it_comes(after_s: float) -> None:
+    """Before the wait, while it spins (10 ms at most), and when it sleeps; a Python thread writes meanwhile."""
+    pipes = [os.pipe() for _ in range(2)]
+    readable = Readable(*(read_end for read_end, _ in pipes))
+    try:
+        for read_end, write_end in pipes:
+            timer = threading.Timer(after_s, os.write, (write_end, b"x"))
+            timer.start()
+            if not after_s:
+                timer.join()
+            assert AdaptiveSpin().poll(readable, 30.0) == [(read_end, select.POLLIN)]
+            os.read(read_end, 1)
+            timer.join()
+        assert AdaptiveSpin().poll(readable, 0.002) == []
+    finally:
+        for ends in pipes:
+            for end in ends:
+                os.close(end)
 
 
 @pytest.fixture
