@@ -96,6 +96,14 @@ t.multiplies_tiles = lambda parts, dtype: False
 """
 PATHS: Final = (
     FastPath("spinning", ("transport/spin.py", "transport/spin.c"), (DECODE,), NO_SPIN, NO_SPIN),
+    FastPath(
+        "spinning over the stream",
+        (),
+        (DECODE,),
+        NO_SPIN,
+        NO_SPIN,
+        always={"settings": {"transport": "stream", "expert_format": "int4"}},
+    ),
     FastPath("huge pages", ("huge_pages.py",), (DECODE, PREFILL), NO_HUGE_PAGES, NO_HUGE_PAGES),
     FastPath(
         "few-row linear layers",
