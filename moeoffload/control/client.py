@@ -31,6 +31,8 @@ MAX_UNREAD: Final = 4
 """Answers to steps of an attach that may wait; the host sends one step at a time."""
 LOOK_S: Final = 0.5
 """How long a connection may take until the host looks why, twice as long each further time."""
+CLOSE_S: Final = 10.0
+"""How long to wait for gRPC to close a channel, which takes milliseconds."""
 
 
 class ControlClient:
@@ -125,12 +127,20 @@ class ControlClient:
             return begin(self._stub, metadata)
 
     def close(self) -> None:
-        """Closes the connection and with it every lease. Idempotent, also if a signal's handler has raised in it: a
-        second close of gRPC's channel would wait for the first one for ever."""
+        """Closes the connection and with it every lease. Idempotent, also if a signal's handler has raised in it."""
         with self._closing:
-            if not self._closed:
-                self._closed = True
+            if self._closed:
+                return
+            self._closed = True
+            # Handlers of signals run in the main thread: one that raised inside gRPC's close would leave a channel that
+            # the interpreter's end waits for, for ever.
+            closing = threading.Thread(target=self._channel.close, name=f"close-{self.address}")
+            try:
+                closing.start()
+            except RuntimeError:  # no more threads, or the interpreter ends
                 self._channel.close()
+            else:
+                closing.join(CLOSE_S)
 
 
 class Lease:

@@ -369,24 +369,36 @@ def test_after_all_of_this_the_server_still_serves(server: RunningServer) -> Non
 
 
 INTERRUPTED = """
-import os, signal, sys, threading, time
+import os, random, signal, sys, threading, time
 from moeoffload.control.client import ControlClient
-client = ControlClient(sys.argv[1])
-client.connect(60)
-client.describe(60)
-threading.Thread(target=lambda: (time.sleep(0.0103), os.kill(os.getpid(), signal.SIGINT))).start()
-try:
-    time.sleep(0.01)
-    client.close()
-    time.sleep(60)
-except KeyboardInterrupt:
-    client.close()
-    print("ended")
+
+def interrupt(begun, delay_s):
+    begun.wait()
+    end = time.perf_counter() + delay_s
+    while time.perf_counter() < end:
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+for _ in range(200):
+    client = ControlClient(sys.argv[1])
+    client.connect(60)
+    client.describe(60)
+    begun = threading.Event()
+    interrupter = threading.Thread(target=interrupt, args=(begun, random.uniform(0, 0.0015)))
+    interrupter.start()
+    try:
+        begun.set()
+        client.close()
+        time.sleep(60)
+    except KeyboardInterrupt:
+        client.close()
+    interrupter.join()
+print("ended", flush=True)
 """
 
 
 def test_a_close_that_ctrl_c_has_interrupted_is_not_waited_for(server: RunningServer) -> None:
-    for _ in range(3):
-        command = [sys.executable, "-c", INTERRUPTED, server.address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=STEP_TIMEOUT_S)
-        assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
+    """At moments drawn anew each time: about one in two hundred falls where gRPC's own close cannot be interrupted."""
+    command = [sys.executable, "-c", INTERRUPTED, server.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=STEP_TIMEOUT_S)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
