@@ -171,7 +171,7 @@ class ExpertLink(ShardLink):
     def _pack(self, flight: _RemoteFlight, layer: int, start: int, chunk: Chunk) -> tuple[int, torch.Tensor | None]:
         """Writes the body of a frame; how many rows have an expert here, and which, None if all of the chunk."""
         hidden, ids, weights = chunk
-        slots = self._slot_of[layer][ids]
+        slots = self._slot_of[layer].take(ids)
         index = None
         if not self.holds_all[layer]:
             hit = (slots >= 0).any(dim=1)

@@ -7,11 +7,12 @@ from torch import nn
 from moeoffload.kernels import calls
 from moeoffload.kernels.dense import accelerate_linears
 from moeoffload.kernels.norm import accelerate_norms
+from moeoffload.kernels.parameters import accelerate_parameters
 from moeoffload.kernels.sdpa import accelerate_attention
 
 
 def accelerate_dense(model: nn.Module) -> None:
-    """Makes linear layers, root-mean-square norms and attention of a model on the CPU fast in few-row calls.
+    """Makes linear layers, routers, root-mean-square norms and attention of a model on the CPU fast in few-row calls.
 
     What it does not know stays as it is, and so do calls of many rows, with gradient or under ``torch.compile``.
     Results differ from transformers' in the order of sums, and attention rounds once instead of several times; they do
@@ -20,5 +21,6 @@ def accelerate_dense(model: nn.Module) -> None:
     if calls.library() is None:
         return
     accelerate_linears(model)
+    accelerate_parameters(model)
     accelerate_norms(model)
     accelerate_attention(model)
