@@ -111,7 +111,7 @@ def place_experts(
         done += len(held) * size
         # Error feedback: what rounding took from a server in one layer it gets back in the next.
         wanted = [share * done / need - got if need else 0.0 for share, got in zip(shares, assigned, strict=True)]
-        counts = _round_to_sum([w / size for w in wanted], len(held), [room // size for room in free])
+        counts = round_to_sum([w / size for w in wanted], len(held), [room // size for room in free])
         if counts is None:
             raise PlacementError(_does_not_fit(need, offers))
         parts = _ranges(held, counts)
@@ -200,7 +200,7 @@ def choose_local(
     return ExpertTable(tuple(tuple(sorted(experts)) for experts in chosen))
 
 
-def _round_to_sum(wanted: Sequence[float], total: int, limits: Sequence[int]) -> list[int] | None:
+def round_to_sum(wanted: Sequence[float], total: int, limits: Sequence[int]) -> list[int] | None:
     """Whole numbers near ``wanted`` that add up to ``total`` and respect ``limits``; None if impossible."""
     counts = [max(0, min(int(w), limit)) for w, limit in zip(wanted, limits, strict=True)]
     while sum(counts) > total:

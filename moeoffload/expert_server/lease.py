@@ -7,33 +7,28 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-import torch
-
-from moeoffload.config import ExpertServerSettings
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
 from moeoffload.expert_server.agreement import check_activate, check_table, check_transport, compare
 from moeoffload.expert_server.calibrate import time_layer
-from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.model_roots import ModelRoots
-from moeoffload.expert_server.open_models import OpenModels
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
-from moeoffload.expert_server.store import ExpertStore, LayerKey
+from moeoffload.expert_server.server_parts import ServerParts
+from moeoffload.expert_server.store import LayerKey
 from moeoffload.expert_server.two_tiers import Tiers, build_layer
 from moeoffload.expert_server.workspace import Workspace
-from moeoffload.kernels import KernelWorkspace, LayerKernels
-from moeoffload.payload import PayloadDtype
+from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
 from moeoffload.placement import ExpertTable, batch_row_bytes
-from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel
+from moeoffload.transport.base import ChannelSizes, ServerChannel
 from moeoffload.wire import FrameLayout
 
 if TYPE_CHECKING:
     from moeoffload.checkpoint import Checkpoint
+    from moeoffload.checkpoint.copy_buffers import CopyBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -43,25 +38,9 @@ RETRY_AFTER_S: Final = 1.0
 LEAST_ROWS: Final = 32
 ROWS_FOR_OTHERS: Final = 128
 """No host takes the room for these rows, unless it is the last that there is."""
-ChannelFactory = Callable[[ChannelSizes, Deliver, str], ServerChannel]
-"""Opens the server's end of a transport: its sizes, who takes its requests, the public CURVE key of the host."""
 CALIBRATION_ROWS: Final = 64
 CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
-
-
-@dataclass
-class ServerParts:
-    """What the leases of a server share."""
-
-    settings: ExpertServerSettings
-    device: torch.device
-    store: ExpertStore
-    engine: Engine
-    factories: dict[str, ChannelFactory]
-    models: OpenModels = field(default_factory=OpenModels, kw_only=True)
-    tiers: Tiers | None = field(default=None, kw_only=True)
-    """If experts may lie in RAM, too."""
 
 
 class HostLease:
@@ -164,43 +143,56 @@ class HostLease:
         read = self._store.read_bytes
         parts = [(i, experts) for i, experts in enumerate(table.layers) if experts]
         # Warm ones first: room for the others is not made by letting go of them.
-        parts.sort(key=lambda part: _key(checkpoint, *part) not in self._store)
+        parts.sort(key=lambda part: LayerKey.of(checkpoint, *part) not in self._store)
         if self._server.tiers is not None:
             self._fast_part = self._fast_part_of(checkpoint, parts, self._server.tiers)
-        for layer, experts in parts:
-            weight_error = self._load_layer(checkpoint, layer, experts)
-            loaded += len(experts) * checkpoint.layers[layer].expert_bytes
-            yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=weight_error)
+        from moeoffload.checkpoint.copy_buffers import CopyBuffers  # imported with the first model, as all of its room
+
+        with CopyBuffers() as buffers:
+            for layer, experts in parts:
+                weight_error = self._load_layer(checkpoint, layer, experts, buffers)
+                loaded += len(experts) * checkpoint.layers[layer].expert_bytes
+                yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=weight_error)
         read = self._store.read_bytes - read
         logger.info("%s: loaded in %.1f s, %.4g GiB of it from files", self.host, monotonic() - begun, read / GIB)
+        if self._server.several is not None:
+            logger.info("%s: taken are %s", self.host, self._server.several)
         self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
     def _fast_part_of(self, checkpoint: Checkpoint, parts: list[tuple[int, tuple[int, ...]]], tiers: Tiers) -> float:
         """Which part of the experts to load the device takes. Warm ones of others make room there first."""
-        missing = [part for part in parts if _key(checkpoint, *part) not in self._store]
+        missing = [part for part in parts if LayerKey.of(checkpoint, *part) not in self._store]
         if not missing:
             return 1.0
-        self._store.forget_warm({_key(checkpoint, *part) for part in parts})
+        self._store.forget_warm({LayerKey.of(checkpoint, *part) for part in parts})
         part = tiers.share(sum(len(experts) * checkpoint.layers[layer].expert_bytes for layer, experts in missing))
         logger.info("%s: %.0f %% of the experts to load begin on the device", self.host, 100 * part)
         return part
 
-    def _acquire(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> tuple[LayerKey, LayerKernels]:
+    def _acquire(
+        self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...], buffers: CopyBuffers | None = None
+    ) -> tuple[LayerKey, LayerKernels]:
         def build() -> LayerKernels:
+            workspace, several = self._engine.kernel_workspace, self._server.several
+            kernel: KernelChoice = self._settings.kernel.value
             with lean_heap():
-                tiers, workspace = self._server.tiers, self._engine.kernel_workspace
-                how = self._device, tiers, self._fast_part, workspace
-                return build_layer(checkpoint, layer, experts, *how, self._settings.kernel.value)
+                if several is not None:
+                    forget = functools.partial(self._store.forget_warm, ())
+                    return several.build(checkpoint, layer, experts, workspace, kernel, forget, buffers)
+                how = self._device, self._server.tiers, self._fast_part, workspace
+                return build_layer(checkpoint, layer, experts, *how, kernel, buffers)
 
-        key = _key(checkpoint, layer, experts)
+        key = LayerKey.of(checkpoint, layer, experts)
         try:
             return key, self._store.acquire(key, len(experts) * checkpoint.layers[layer].expert_bytes, build)
         except CapacityError as error:
             raise self._no_room(str(error)) from None
 
-    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> float | None:
-        key, module = self._acquire(checkpoint, layer, experts)
+    def _load_layer(
+        self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...], buffers: CopyBuffers
+    ) -> float | None:
+        key, module = self._acquire(checkpoint, layer, experts, buffers)
         with self._lock:
             if not self._closed:
                 self._keys.append(key)
@@ -248,12 +240,11 @@ class HostLease:
         row_bytes = batch_row_bytes(
             checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, n_slots
         )
-        room = max(0, self._store.free_bytes)
-        if self._server.tiers is not None:
-            room = min(room, max(0, self._server.tiers.free))
+        capacity = min(request.batch_capacity, self._settings.batch_capacity)
+        room = self._server.batch_room((capacity + ROWS_FOR_OTHERS) * row_bytes)
         rows = room // row_bytes
         rows = max(rows - ROWS_FOR_OTHERS, min(rows, LEAST_ROWS))
-        capacity = min(request.batch_capacity, self._settings.batch_capacity, rows)
+        capacity = min(capacity, rows)
         if capacity < 1:
             raise self._no_room(
                 f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
@@ -265,7 +256,7 @@ class HostLease:
                 "%s: batch capacity is %d rows instead of %d: %s", self.host, capacity, request.batch_capacity, why
             )
         self._reserved = capacity * row_bytes
-        self._store.reserve(self._reserved)
+        self._server.reserve(self._reserved)
         return int(capacity)
 
     def _no_room(self, text: str) -> CapacityError:
@@ -292,7 +283,12 @@ class HostLease:
         self._engine.run(reserve, self._share, CALIBRATION_TIMEOUT_S)
 
     def _time(
-        self, kernels: LayerKernels, top_k: int, capacity: int, n_experts: int, workspace: KernelWorkspace
+        self,
+        kernels: LayerKernels,
+        top_k: int,
+        capacity: int,
+        n_experts: int,
+        workspace: KernelWorkspace,
     ) -> list[tuple[int, float]]:
         """What calls of several sizes take, timed when it is this host's turn."""
         pause = self._engine.pause if len(self._engine.shares.all) > 1 else None
@@ -369,7 +365,7 @@ class HostLease:
         self._modules.clear()
         if self._active is not None:
             self._active.layers = ()  # now, and not when Python comes to collect what refers to each other
-        self._store.reserve(-self._reserved)
+        self._server.reserve(-self._reserved)
         for key in keys:
             self._store.release(key)
         if (tiers := self._server.tiers) is not None:
@@ -377,11 +373,6 @@ class HostLease:
             logger.info("on the device so far: %d of %d routes, after %d moves", *hits, tiers.moves)
         logger.info("%s: lease ended (%s)", self.host, reason)
         self._on_close(self)
-
-
-def _key(checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> LayerKey:
-    dtype = PayloadDtype.from_torch(checkpoint.dtype).label
-    return LayerKey(checkpoint.digest, dtype, layer, experts, checkpoint.stamp)
 
 
 def _close(channel: ServerChannel) -> None:
