@@ -54,9 +54,13 @@ def batch_row_bytes(hidden: int, top_k: int, intermediate: int, itemsize: int, n
     Counts the request and reply areas of ``n_slots`` slots and one workspace: gathered rows, gate/up and activation
     values of ``intermediate`` elements and expert outputs for ``top_k`` experts, of ``itemsize`` bytes each.
     """
-    channel = n_slots * (2 * hidden * 4 + top_k * 6)
     workspace = top_k * (2 * hidden + 3 * intermediate) * itemsize + 2 * hidden * 4 + top_k * 12
-    return channel + workspace
+    return frames_row_bytes(hidden, top_k, n_slots) + workspace
+
+
+def frames_row_bytes(hidden: int, top_k: int, n_slots: int) -> int:
+    """The part of `batch_row_bytes` that request and reply areas take, whatever the payload dtypes."""
+    return n_slots * (2 * hidden * 4 + top_k * 6)
 
 
 def fair_shares(need: float, limits: Sequence[float], speeds: Sequence[float]) -> list[float]:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
@@ -258,7 +258,9 @@ ModelName = Annotated[
 ]
 Name = Annotated[str | None, Field(max_length=200), Words("a text of 1 to 200 characters", "NAME")]
 
-Rows = Annotated[int, Field(ge=1, le=4096), Words(unit="rows")]
+MOST_ROWS: Final = 4096
+Rows = Annotated[int, Field(ge=1, le=MOST_ROWS), Words(unit="rows")]
+RowsOrMeasured = Annotated[int | None, Field(ge=1, le=MOST_ROWS), Words(unit="rows")]
 Slots = Annotated[int, Field(ge=1, le=64), Words(unit="requests")]
 Requests = Annotated[int, Field(ge=1, le=1024), Words(unit="requests")]
 RequestsOrNone = Annotated[int, Field(ge=0, le=65536), Words(unit="requests")]

@@ -6,15 +6,16 @@ import functools
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
+from moeoffload.config.shared import USUAL_ROWS
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
 from moeoffload.expert_server.agreement import check_activate, check_table, check_transport, compare
-from moeoffload.expert_server.calibrate import time_layer
+from moeoffload.expert_server.calibrate import SIZES, best_rows, time_layer
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.server_parts import ServerParts
@@ -22,7 +23,7 @@ from moeoffload.expert_server.store import LayerKey
 from moeoffload.expert_server.two_tiers import Tiers, build_layer
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
-from moeoffload.placement import ExpertTable, batch_row_bytes
+from moeoffload.placement import GIB, ExpertTable, batch_row_bytes, frames_row_bytes
 from moeoffload.transport.base import ChannelSizes, ServerChannel
 from moeoffload.wire import FrameLayout
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GIB: Final = 1 << 30
 RETRY_AFTER_S: Final = 1.0
 """When a host that found no room may ask again."""
 LEAST_ROWS: Final = 32
@@ -214,6 +214,8 @@ class HostLease:
         transports = check_transport(request.transport, list(self._server.factories))
         n_slots = min(request.n_slots, self._settings.slots)
         capacity = self._capacity(request, checkpoint, n_slots)
+        if self._server.tries_larger_calls and capacity > USUAL_ROWS and self._modules:
+            capacity = self._best_capacity(checkpoint, capacity)
         layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
         self._activate(layout, checkpoint)
         sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes, self._settings.shared_bytes)
@@ -240,7 +242,8 @@ class HostLease:
         row_bytes = batch_row_bytes(
             checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, n_slots
         )
-        capacity = min(request.batch_capacity, self._settings.batch_capacity)
+        frames_bytes = frames_row_bytes(checkpoint.hidden_size, checkpoint.top_k, n_slots)
+        capacity = min(request.batch_capacity, self._server.most_rows_of(frames_bytes))
         room = self._server.batch_room((capacity + ROWS_FOR_OTHERS) * row_bytes)
         rows = room // row_bytes
         rows = max(rows - ROWS_FOR_OTHERS, min(rows, LEAST_ROWS))
@@ -250,14 +253,26 @@ class HostLease:
                 f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
                 "give the server more memory, or use fewer slots"
             )
-        if capacity < request.batch_capacity:
+        if capacity < (usual := min(request.batch_capacity, USUAL_ROWS)):
             why = f"{room} bytes are left for batches" if capacity == rows else "this server's batch-capacity"
-            logger.warning(
-                "%s: batch capacity is %d rows instead of %d: %s", self.host, capacity, request.batch_capacity, why
-            )
+            logger.warning("%s: batch capacity is %d rows instead of %d: %s", self.host, capacity, usual, why)
         self._reserved = capacity * row_bytes
         self._server.reserve(self._reserved)
         return int(capacity)
+
+    def _best_capacity(self, checkpoint: Checkpoint, most: int) -> int:
+        """The batch capacity that pays, ``most`` at most, for which there is room; gives back the rest of it."""
+        layer, kernels = next(iter(self._modules.items()))
+        how = checkpoint.top_k, most, checkpoint.layers[layer].n_experts, self._engine.kernel_workspace
+        known = self._store.best_rows.setdefault(kernels, {})
+        if most not in known:
+            known[most] = best_rows(lambda n: self._time(kernels, *how, sizes=(n,))[0][1], USUAL_ROWS, most)
+        with self._lock:
+            if not self._closed:
+                spare = self._reserved // most * (most - known[most])
+                self._reserved -= spare
+                self._server.reserve(-spare)
+        return known[most]
 
     def _no_room(self, text: str) -> CapacityError:
         """That something does not fit: now, if other hosts have what is missing, or at all."""
@@ -289,6 +304,7 @@ class HostLease:
         capacity: int,
         n_experts: int,
         workspace: KernelWorkspace,
+        sizes: Sequence[int] = SIZES,
     ) -> list[tuple[int, float]]:
         """What calls of several sizes take, timed when it is this host's turn."""
         pause = self._engine.pause if len(self._engine.shares.all) > 1 else None
@@ -301,6 +317,7 @@ class HostLease:
             device=self._device,
             workspace=workspace,
             pause=pause,
+            sizes=sizes,
         )
         return self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S)
 

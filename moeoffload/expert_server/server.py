@@ -152,7 +152,7 @@ class ExpertServer(ServerParts):
             device_name=" + ".join(map(device_name, self.devices)),
             offered_bytes=max(0, self.store.offered_bytes(request.model_digest, request.compute_dtype)),
             resident_bytes=self.store.resident_bytes,
-            batch_capacity=self.settings.batch_capacity,
+            batch_capacity=self.most_rows,
             transports=list(self.factories),
             max_slots=self.settings.slots,
             draining=self._draining,

@@ -13,6 +13,7 @@ from moeoffload.expert_server.open_models import OpenModels
 from moeoffload.expert_server.several_devices import SeveralDevices
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.expert_server.two_tiers import Tiers
+from moeoffload.transport import shared_room
 from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel
 
 ChannelFactory = Callable[[ChannelSizes, Deliver, str], ServerChannel]
@@ -38,6 +39,25 @@ class ServerParts:
     def devices(self) -> tuple[torch.device, ...]:
         """All that compute."""
         return (self.device,) if self.several is None else self.several.devices
+
+    @property
+    def tries_larger_calls(self) -> bool:
+        """Whether it is measured which batch capacity pays."""
+        return self.settings.batch_capacity is None and self.device.type == "cuda"
+
+    @property
+    def most_rows(self) -> int:
+        """The largest batch capacity that a host may get."""
+        return self.settings.most_rows if self.tries_larger_calls else self.settings.usual_rows
+
+    def most_rows_of(self, frames_bytes: int) -> int:
+        """As `most_rows`, of a host whose frames take so many bytes for each row: half of the shared memory at most.
+
+        Containers often have little of it; the usual batch capacity is tried whatever there is.
+        """
+        if not self.tries_larger_calls or "shared" not in self.factories:
+            return self.most_rows
+        return max(self.settings.usual_rows, min(self.most_rows, shared_room() // 2 // frames_bytes))
 
     def batch_room(self, wanted: int) -> int:
         """Bytes that are left for batches, which want ``wanted``."""

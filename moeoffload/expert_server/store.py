@@ -64,6 +64,8 @@ class ExpertStore:
             weakref.WeakKeyDictionary()
         )
         """What calls of a layer took, by the greatest number of rows: warm experts are not timed again."""
+        self.best_rows: weakref.WeakKeyDictionary[LayerKernels, dict[int, int]] = weakref.WeakKeyDictionary()
+        """Which batch capacity paid, by the largest that was possible; see `calibrate.best_rows`."""
         self._free_now = free_now
         self._keep_warm = keep_warm
         self._residents: dict[LayerKey, _Resident] = {}

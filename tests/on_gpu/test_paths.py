@@ -132,6 +132,13 @@ def test_experts_read_through_page_locked_buffers_are_those_that_are_stored() ->
     assert buffers._pages is None
 
 
+def test_the_batch_capacity_is_measured(start_server: StartServer) -> None:
+    server = start_server("--device", GPU, warm=False)
+    with open_model(DEMO, experts=[server.address], device=GPU) as offloaded, torch.inference_mode():
+        assert offloaded.links[0].layout.capacity in ((1024, 2048, 4096) if IS_REAL else (1024,))
+        offloaded.model(torch.ones(1, 5000, dtype=torch.long, device=GPU), logits_to_keep=1)
+
+
 @contextlib.contextmanager
 def filled() -> Iterator[None]:
     """Takes most of the GPU's free memory."""
