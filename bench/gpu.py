@@ -33,6 +33,8 @@ from servers import Spread, cores, expert_server, write_json
 from transformers import DynamicCache
 
 from moeoffload import open_model
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.checkpoint.copy_buffers import CopyBuffers
 
 ROOT: Final = Path(__file__).parents[1]
 PART_S: Final = 520.0
@@ -162,11 +164,30 @@ def events_of(model: Any, device: torch.device, n_layers: int) -> Iterator[Row]:
     yield Row("CPU µs a layer", f"{cpu_us / n_layers / DECODED:.0f} (with the profiler)")
 
 
+def loading(folder: Path, device: torch.device) -> Iterator[Row]:
+    """Experts of a layer from files that are in memory, copied by the driver's own buffers and by ours, in turns."""
+    checkpoint = Checkpoint.open(folder)
+    about = checkpoint.layers[0]
+    n_bytes, rates = about.n_experts * about.expert_bytes, dict[str, list[float]]()
+    with CopyBuffers() as buffers:
+        for turn in range(TURNS + 1):
+            for way, through in (("pageable", None), ("page-locked", buffers)):
+                begun = perf_counter()
+                checkpoint.build_experts(0, range(about.n_experts), device, buffers=through)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                rates.setdefault(way, []).extend([n_bytes / (perf_counter() - begun) / 1e9] if turn else [])
+    best = Spread.of(rates["pageable"]).median
+    for way, figures in rates.items():
+        yield Row(f"loading, {way}", f"{Spread.of(figures):.2f} GB/s", f"{best:.2f}", Spread.of(figures).median / best)
+
+
 def model(device: torch.device, folder: Path) -> Iterator[Row]:
     """Remote beside local experts, in turns; the limit of remote is local, that of decode the read rate as well."""
     checkpoint = benchmark_checkpoint(folder / "g4", layers=4 if device.type == "cuda" else 1)
     name = "cuda" if device.type == "cuda" else "cpu"
     prompt = torch.randint(5, 1000, (1, PROMPT), generator=torch.manual_seed(1)).to(device)
+    yield from loading(checkpoint, device)
     with contextlib.ExitStack() as stack:
         # Of several --device options the last one counts.
         server = stack.enter_context(expert_server(cores()[1], "--device", name))

@@ -45,6 +45,11 @@ def resolve_device(setting: str, *, last: bool) -> torch.device:
     return device
 
 
+def resolve_devices(setting: str, *, last: bool) -> tuple[torch.device, ...]:
+    """The torch devices of a setting, several with commas between; see `resolve_device`."""
+    return tuple(resolve_device(each, last=last) for each in setting.split(","))
+
+
 def _no_gpu() -> str:
     """What torch has found in place of a GPU."""
     if not has_gpu_driver():

@@ -54,9 +54,13 @@ def batch_row_bytes(hidden: int, top_k: int, intermediate: int, itemsize: int, n
     Counts the request and reply areas of ``n_slots`` slots and one workspace: gathered rows, gate/up and activation
     values of ``intermediate`` elements and expert outputs for ``top_k`` experts, of ``itemsize`` bytes each.
     """
-    channel = n_slots * (2 * hidden * 4 + top_k * 6)
     workspace = top_k * (2 * hidden + 3 * intermediate) * itemsize + 2 * hidden * 4 + top_k * 12
-    return channel + workspace
+    return frames_row_bytes(hidden, top_k, n_slots) + workspace
+
+
+def frames_row_bytes(hidden: int, top_k: int, n_slots: int) -> int:
+    """The part of `batch_row_bytes` that request and reply areas take, whatever the payload dtypes."""
+    return n_slots * (2 * hidden * 4 + top_k * 6)
 
 
 def fair_shares(need: float, limits: Sequence[float], speeds: Sequence[float]) -> list[float]:
@@ -111,7 +115,7 @@ def place_experts(
         done += len(held) * size
         # Error feedback: what rounding took from a server in one layer it gets back in the next.
         wanted = [share * done / need - got if need else 0.0 for share, got in zip(shares, assigned, strict=True)]
-        counts = _round_to_sum([w / size for w in wanted], len(held), [room // size for room in free])
+        counts = round_to_sum([w / size for w in wanted], len(held), [room // size for room in free])
         if counts is None:
             raise PlacementError(_does_not_fit(need, offers))
         parts = _ranges(held, counts)
@@ -200,7 +204,7 @@ def choose_local(
     return ExpertTable(tuple(tuple(sorted(experts)) for experts in chosen))
 
 
-def _round_to_sum(wanted: Sequence[float], total: int, limits: Sequence[int]) -> list[int] | None:
+def round_to_sum(wanted: Sequence[float], total: int, limits: Sequence[int]) -> list[int] | None:
     """Whole numbers near ``wanted`` that add up to ``total`` and respect ``limits``; None if impossible."""
     counts = [max(0, min(int(w), limit)) for w, limit in zip(wanted, limits, strict=True)]
     while sum(counts) > total:

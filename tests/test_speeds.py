@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeoffload.expert_server import calibrate
-from moeoffload.expert_server.calibrate import time_layer
+from moeoffload.expert_server.calibrate import best_rows, time_layer
 from moeoffload.host import speeds
 from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.speeds import EQUAL, MOST_ROUNDS, POWER, Timings, measure, placement_speeds, slowness
@@ -197,3 +197,30 @@ def test_a_deadline_follows_the_timings_and_the_waits_between_floor_and_ceiling(
         deadlines.waited(0.001)
     assert deadlines.of(1) == 2.0
     assert Deadlines(2.0, 60.0, 4, []).of(4096) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("row_us", "most", "best"),
+    [
+        ({1024: 1.0, 2048: 0.9, 4096: 0.8}, 4096, 4096),
+        ({1024: 1.0, 2048: 0.9, 4096: 0.89}, 4096, 2048),  # 1 % is not worth the memory
+        ({1024: 1.0, 2048: 0.96, 4096: 0.1}, 4096, 1024),  # not tried any more
+        ({1024: 1.0, 2048: 0.9, 3000: 0.8}, 3000, 3000),
+        ({1024: 1.0, 2047: 0.99}, 2047, 1024),
+        ({1024: 1.0}, 1024, 1024),
+        ({1024: 1.0, 2048: None}, 4096, 1024),  # out of memory
+        ({700: 1.0}, 700, 700),
+    ],
+)
+def test_larger_calls_are_offered_where_they_pay(row_us: dict[int, float | None], most: int, best: int) -> None:
+    tried = []
+
+    def seconds(rows: int) -> float:
+        tried.append(rows)
+        us = row_us[rows]
+        if us is None:
+            raise torch.OutOfMemoryError("out of memory")
+        return us * rows / 1e6
+
+    assert best_rows(seconds, 1024, most) == best
+    assert tried == sorted(tried)

@@ -16,8 +16,8 @@ from moeoffload.errors import ServerError
 from moeoffload.expert_server.arena import DECODE_ROWS, HostArena
 from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.expert_server.workspace import Workspace
+from moeoffload.page_locked import PageLocked
 from moeoffload.payload import PayloadDtype, store_rows
-from moeoffload.transport.page_locked import PageLocked
 from moeoffload.wire import FrameLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

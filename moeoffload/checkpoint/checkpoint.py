@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from moeoffload.checkpoint.convert import Plans, Recipe, Shapes, plan_rows
+from moeoffload.checkpoint.copy_buffers import CopyBuffers
 from moeoffload.checkpoint.digest import digest_checkpoint
 from moeoffload.checkpoint.draft_head import draft_head_of
 from moeoffload.checkpoint.gguf import open_gguf
@@ -173,7 +174,13 @@ class Checkpoint:
         return Checkpoint(source, self.dtype, self.expert_format, head)
 
     def build_experts(
-        self, layer: int, experts: Sequence[int], device: torch.device, *, in_tiles: bool = False
+        self,
+        layer: int,
+        experts: Sequence[int],
+        device: torch.device,
+        *,
+        in_tiles: bool = False,
+        buffers: CopyBuffers | None = None,
     ) -> nn.Module:
         """The model's own experts module of MoE layer ``layer`` with only ``experts``, in this order.
 
@@ -181,8 +188,9 @@ class Checkpoint:
         ``len(experts)``; the module is in eval mode with a config of its own whose experts implementation is ``eager``,
         and has the compute dtype as ``compute_dtype``. Matrices that the checkpoint holds packed are tuples of
         `PackedWeights`, (n_experts, out, in), instead of parameters: one, or two whose rows follow each other; with
-        ``in_tiles`` they are in tiles at once, where the CPU multiplies these. Beside the result about 150 MiB are held
-        at most (more when a single expert is larger).
+        ``in_tiles`` they are in tiles at once, where the CPU multiplies these. Matrices that stay as they are stored go
+        to a GPU through ``buffers``. Beside the result about 150 MiB are held at most (more when a single expert is
+        larger).
         Raises ModelError: no such layer or expert, or bytes of the checkpoint that cannot be read.
         """
         if not 0 <= layer < len(self.layers):
@@ -199,17 +207,28 @@ class Checkpoint:
                 lambda some: self._read(about, some, _CPU),
                 [experts[group] for group in _groups(len(experts), about.n_weights * self.dtype.itemsize)],
             )
-        return self._read(about, experts, device, in_tiles)
+        return self._read(about, experts, device, in_tiles, buffers)
 
     def _read(
-        self, about: ExpertLayer, experts: Sequence[int], device: torch.device, in_tiles: bool = False
+        self,
+        about: ExpertLayer,
+        experts: Sequence[int],
+        device: torch.device,
+        in_tiles: bool = False,
+        buffers: CopyBuffers | None = None,
     ) -> nn.Module:
         """The experts as they are stored."""
+        if buffers is not None and not buffers.serve(device):
+            buffers = None
         # Tensors of inference mode could be filled by no other thread.
         with TensorReader() as reader, torch.inference_mode(False), torch.no_grad():
             module = self._cast(about, len(experts), device, self._stored_pieces(about.module_name), in_tiles)
-            for recipe in self._recipes[about.module_name]:
-                self._fill(module, about, recipe, experts, reader)
+            try:
+                for recipe in self._recipes[about.module_name]:
+                    self._fill(module, about, recipe, experts, reader, buffers)
+            finally:
+                if buffers is not None:
+                    buffers.settle()
         return module
 
     def empty_experts(self, layer: int, n_experts: int, device: torch.device, *, in_tiles: bool = False) -> nn.Module:
@@ -270,12 +289,18 @@ class Checkpoint:
         return module.eval()
 
     def _fill(
-        self, module: nn.Module, layer: ExpertLayer, recipe: Recipe, experts: Sequence[int], reader: TensorReader
+        self,
+        module: nn.Module,
+        layer: ExpertLayer,
+        recipe: Recipe,
+        experts: Sequence[int],
+        reader: TensorReader,
+        buffers: CopyBuffers | None,
     ) -> None:
         prefix = f"{layer.module_name}."
         rooms = self._rooms(module, layer, recipe)
         if rooms:
-            _fill_rows(rooms, recipe, experts, reader)
+            _fill_rows(rooms, recipe, experts, reader, buffers)
             return
         for group in _groups(len(experts), recipe.expert_bytes) if recipe.per_expert else [slice(0, len(experts))]:
             chosen = experts[group]
@@ -306,18 +331,24 @@ class Checkpoint:
 
 
 def _fill_rows(
-    rooms: Sequence[tuple[Piece, PackedWeights]], recipe: Recipe, experts: Sequence[int], reader: TensorReader
+    rooms: Sequence[tuple[Piece, PackedWeights]],
+    recipe: Recipe,
+    experts: Sequence[int],
+    reader: TensorReader,
+    buffers: CopyBuffers | None,
 ) -> None:
     """Several experts at a time: reading and copying do not hold the interpreter's lock."""
+    pieces, outs = [piece for piece, _ in rooms], [out for _, out in rooms]
 
-    def fill(slot: int) -> None:
-        weights = [*recipe.weights_of(experts[slot]).values()]
-        for piece, out in rooms:
-            piece.fill(out, slot, reader, weights, experts[slot])
+    def fill(places: Sequence[PackedWeights], slot: int, expert: int) -> None:
+        weights = [*recipe.weights_of(expert).values()]
+        for piece, place in zip(pieces, places, strict=True):
+            piece.fill(place, slot, reader, weights, expert)
 
     with ThreadPoolExecutor(min(_MOST_THREADS, len(experts), os.cpu_count() or 1)) as pool:
-        for _ in pool.map(fill, range(len(experts))):
-            pass
+        for places, some in [(outs, experts)] if buffers is None else buffers.in_parts(outs, experts):
+            for _ in pool.map(partial(fill, places), range(len(some)), some):
+                pass
 
 
 def _groups(n_experts: int, expert_bytes: int) -> Iterator[slice]:

@@ -56,15 +56,16 @@ def serve(
     server = ExpertServer.start(settings, on_drained=lambda: os.write(stop, b"d"))
     if trace_memory:
         tracemalloc.start()
+    devices = ", ".join(map(str, server.devices))
     log.info(
         "device %s, %.4g GiB for experts, transports %s",
-        server.device,
+        devices,
         server.store.budget_bytes / (1 << 30),
         ", ".join(server.factories),
     )
     stdin = sys.stdin.fileno() if exit_with_stdin else None
     try:
-        print(f"moeoffload-expert ready on {server.address} ({server.device})", flush=True)
+        print(f"moeoffload-expert ready on {server.address} ({devices})", flush=True)
         # It takes seconds, which no host need wait for; if it fails, the first host is told.
         with contextlib.suppress(MemoryError, OSError, ImportError, _Signalled), _signals_raise(), quick_imports():
             import_module("moeoffload.checkpoint")

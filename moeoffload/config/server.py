@@ -56,12 +56,19 @@ class ExpertServerSettings(CommonSettings):
     slots: values.Slots = _channel(16, "The most requests in flight for each host.")
     stream_port: values.Port = _channel(0, "The TCP port of the stream transport.", means="a free one")
     # gpu stands before device: fields are checked in this order, and device takes gpu into account.
-    gpu: values.Gpu = _compute(None, "Short for device cuda:N; not together with a different device.", common=True)
+    gpu: values.Gpus = _compute(
+        None,
+        "Short for device cuda:N; of several each holds a part of every layer; not together with a different device.",
+        common=True,
+    )
     device: values.Device = _compute(
         "auto", "Where routed experts run.", means="the last CUDA device, else the CPU", common=True
     )
     memory_gib: values.GibOrAll = _compute(
-        None, "The most memory that experts and buffers take.", means="what is free", common=True
+        None,
+        "The most memory that experts and buffers take, of each GPU if there are several.",
+        means="what is free",
+        common=True,
     )
     ram_gib: values.GibOrAll = _compute(
         None,
@@ -93,9 +100,10 @@ class ExpertServerSettings(CommonSettings):
         gpu = context.data.get("gpu")
         if gpu is None:
             return device
-        if device not in ("auto", f"cuda:{gpu}"):
-            raise ValueError(f"gpu {gpu} was given too, which is cuda:{gpu}")
-        return f"cuda:{gpu}"
+        devices, numbers = ",".join(f"cuda:{number}" for number in gpu), ",".join(map(str, gpu))
+        if device not in ("auto", devices):
+            raise ValueError(f"gpu {numbers} was given too, which is {devices}")
+        return devices
 
     def check_security(self, listen: Address) -> None:
         """Check that a server with these settings may listen there.

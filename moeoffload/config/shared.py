@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Final
 
 from moeoffload.config.base import Panel, SettingsBase
-from moeoffload.config.values import FileToRead, Rows, SecretFile, Threads, is_loopback
+from moeoffload.config.values import MOST_ROWS, FileToRead, RowsOrMeasured, SecretFile, Threads, is_loopback
 from moeoffload.errors import SettingError
 
+USUAL_ROWS: Final = 1024
 KEYS_HINT = "`moeoffload keys new DIR` makes them"
 
 _security = Panel.SECURITY.setting
@@ -47,8 +49,22 @@ class CommonSettings(SettingsBase):
         "How frames travel: shared memory on one machine, a TCP stream between machines.",
         means="shared where both sides are on one machine, else stream",
     )
-    batch_capacity: Rows = _channel(1024, "The most rows in one dispatch; the smaller of both sides' counts.")
+    batch_capacity: RowsOrMeasured = _channel(
+        None,
+        "The most rows in one dispatch; the smaller of both sides' counts.",
+        means=f"{USUAL_ROWS}; on a GPU up to {MOST_ROWS}, as far as larger calls are measured to pay",
+    )
     threads: Threads = _compute(None, "Compute threads on the CPU.", means="torch's default", common=True)
+
+    @property
+    def usual_rows(self) -> int:
+        """The batch capacity where nothing larger was measured to pay."""
+        return self.batch_capacity or USUAL_ROWS
+
+    @property
+    def most_rows(self) -> int:
+        """The largest batch capacity."""
+        return self.batch_capacity or MOST_ROWS
 
     def check_open(self, flag: str, address: str, host: str, needs: Mapping[str, bool], advice: str) -> None:
         """Check that a server which other machines can reach has all that it needs (by name whether it has it).

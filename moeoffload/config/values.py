@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
@@ -17,6 +17,7 @@ _HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _SIZE = re.compile(r"([0-9]+)\s*([KMG])?(?:iB)?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]*))?")
+_GPU = re.compile(r"0|[1-9][0-9]{0,3}")
 _MOST_BYTES = 1 << 40
 
 OWN_HEAD = Path("own")
@@ -152,6 +153,25 @@ def read_device(text: str) -> str:
     return text.lower()
 
 
+def read_gpus(value: Any) -> Any:
+    """Comma-separated text, or several numbers, to a tuple of numbers, each there once."""
+    if isinstance(value, str):
+        value = value.split(",")
+    if isinstance(value, int):
+        value = (value,)
+    if not isinstance(value, Iterable):
+        return value
+    gpus: list[int] = []
+    for part in value:
+        text = str(part).strip()
+        if not _GPU.fullmatch(text):
+            raise ValueError(f"{text!r} is no number of a GPU")
+        if int(text) in gpus:
+            raise ValueError(f"{text} is there twice")
+        gpus.append(int(text))
+    return tuple(gpus)
+
+
 def _path(check: Callable[[Path], None]) -> AfterValidator:
     """``check`` of the path with ~ replaced; a name too long or a folder that may not be entered is a ValueError."""
 
@@ -238,7 +258,9 @@ ModelName = Annotated[
 ]
 Name = Annotated[str | None, Field(max_length=200), Words("a text of 1 to 200 characters", "NAME")]
 
-Rows = Annotated[int, Field(ge=1, le=4096), Words(unit="rows")]
+MOST_ROWS: Final = 4096
+Rows = Annotated[int, Field(ge=1, le=MOST_ROWS), Words(unit="rows")]
+RowsOrMeasured = Annotated[int | None, Field(ge=1, le=MOST_ROWS), Words(unit="rows")]
 Slots = Annotated[int, Field(ge=1, le=64), Words(unit="requests")]
 Requests = Annotated[int, Field(ge=1, le=1024), Words(unit="requests")]
 RequestsOrNone = Annotated[int, Field(ge=0, le=65536), Words(unit="requests")]
@@ -250,6 +272,11 @@ Copies = Annotated[int, Field(ge=1, le=8), Words(unit="copies")]
 Threads = Annotated[int | None, Field(ge=1, le=1024), Words(unit="threads")]
 Seed = Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1), Words("an integer of 64 bits", "INTEGER")]
 Gpu = Annotated[int | None, Field(ge=0)]
+Gpus = Annotated[
+    tuple[int, ...] | None,
+    BeforeValidator(read_gpus),
+    Words("a GPU's number from 0 on, or several with commas between, each once", "N,..."),
+]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Spread = Annotated[float, Field(ge=0, le=5)]
 Gib = Annotated[float, Field(gt=0, le=65536), Words(unit="GiB")]

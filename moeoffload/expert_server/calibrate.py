@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Final
 
@@ -19,6 +19,28 @@ its core, or another one beside it."""
 LONG_S: Final = 0.25
 """A size is not timed for longer than this, if it was called twice: loading should stay short."""
 
+LARGER: Final = (2048, 4096)
+"""Rows of calls that are tried on a GPU, beyond the usual batch capacity."""
+GAIN: Final = 1.05
+"""A larger call has to be so many times faster for each row: it takes memory, and others wait for longer."""
+
+
+def best_rows(seconds: Callable[[int], float], usual: int, most: int) -> int:
+    """The batch capacity of a GPU, from ``usual`` to ``most`` rows: the largest that still pays.
+
+    ``seconds`` times a call of so many rows; one that is out of memory does not pay.
+    """
+    best, row_s = min(usual, most), 0.0
+    for rows in (best, *(size for size in sorted({*LARGER, most}) if best < size <= most)):
+        try:
+            this_s = seconds(rows) / rows
+        except torch.OutOfMemoryError:
+            break
+        if rows > best and this_s * GAIN > row_s:
+            break
+        best, row_s = rows, this_s
+    return best
+
 
 def time_layer(
     kernels: LayerKernels,
@@ -29,8 +51,9 @@ def time_layer(
     device: torch.device,
     workspace: KernelWorkspace,
     pause: Callable[[], float] | None = None,
+    sizes: Sequence[int] = SIZES,
 ) -> list[tuple[int, float]]:
-    """Rows and seconds of calls of several sizes up to ``capacity`` rows.
+    """Rows and seconds of calls of several ``sizes``, of ``capacity`` rows at most.
 
     Each row has ``top_k`` different ones of the layer's ``n_experts``; as in a run, only those held here are computed,
     and rows without any are left out. The best of all repeats of a size counts: what the call takes, not what disturbed
@@ -40,7 +63,7 @@ def time_layer(
     generator = torch.Generator().manual_seed(0)
     f32 = torch.float32  # always named: while another host's model is opened, torch's default dtype is that model's
     timings = []
-    for n_rows in sorted({min(size, capacity) for size in SIZES}):
+    for n_rows in sorted({min(size, capacity) for size in sizes}):
         order = torch.rand(n_rows, n_experts, generator=generator, dtype=f32).argsort(dim=1)[:, :top_k]
         order[order >= kernels.n_experts] = -1
         order[0, 0] = order[0, 0].clamp(min=0)

@@ -6,62 +6,41 @@ import functools
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-import torch
-
-from moeoffload.config import ExpertServerSettings
+from moeoffload.config.shared import USUAL_ROWS
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
 from moeoffload.expert_server.agreement import check_activate, check_table, check_transport, compare
-from moeoffload.expert_server.calibrate import time_layer
-from moeoffload.expert_server.engine import Engine
+from moeoffload.expert_server.calibrate import SIZES, best_rows, time_layer
 from moeoffload.expert_server.model_roots import ModelRoots
-from moeoffload.expert_server.open_models import OpenModels
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
-from moeoffload.expert_server.store import ExpertStore, LayerKey
+from moeoffload.expert_server.server_parts import ServerParts
+from moeoffload.expert_server.store import LayerKey
 from moeoffload.expert_server.two_tiers import Tiers, build_layer
 from moeoffload.expert_server.workspace import Workspace
-from moeoffload.kernels import KernelWorkspace, LayerKernels
-from moeoffload.payload import PayloadDtype
-from moeoffload.placement import ExpertTable, batch_row_bytes
-from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel
+from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
+from moeoffload.placement import GIB, ExpertTable, batch_row_bytes, frames_row_bytes
+from moeoffload.transport.base import ChannelSizes, ServerChannel
 from moeoffload.wire import FrameLayout
 
 if TYPE_CHECKING:
     from moeoffload.checkpoint import Checkpoint
+    from moeoffload.checkpoint.copy_buffers import CopyBuffers
 
 logger = logging.getLogger(__name__)
 
-GIB: Final = 1 << 30
 RETRY_AFTER_S: Final = 1.0
 """When a host that found no room may ask again."""
 LEAST_ROWS: Final = 32
 ROWS_FOR_OTHERS: Final = 128
 """No host takes the room for these rows, unless it is the last that there is."""
-ChannelFactory = Callable[[ChannelSizes, Deliver, str], ServerChannel]
-"""Opens the server's end of a transport: its sizes, who takes its requests, the public CURVE key of the host."""
 CALIBRATION_ROWS: Final = 64
 CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
-
-
-@dataclass
-class ServerParts:
-    """What the leases of a server share."""
-
-    settings: ExpertServerSettings
-    device: torch.device
-    store: ExpertStore
-    engine: Engine
-    factories: dict[str, ChannelFactory]
-    models: OpenModels = field(default_factory=OpenModels, kw_only=True)
-    tiers: Tiers | None = field(default=None, kw_only=True)
-    """If experts may lie in RAM, too."""
 
 
 class HostLease:
@@ -164,43 +143,56 @@ class HostLease:
         read = self._store.read_bytes
         parts = [(i, experts) for i, experts in enumerate(table.layers) if experts]
         # Warm ones first: room for the others is not made by letting go of them.
-        parts.sort(key=lambda part: _key(checkpoint, *part) not in self._store)
+        parts.sort(key=lambda part: LayerKey.of(checkpoint, *part) not in self._store)
         if self._server.tiers is not None:
             self._fast_part = self._fast_part_of(checkpoint, parts, self._server.tiers)
-        for layer, experts in parts:
-            weight_error = self._load_layer(checkpoint, layer, experts)
-            loaded += len(experts) * checkpoint.layers[layer].expert_bytes
-            yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=weight_error)
+        from moeoffload.checkpoint.copy_buffers import CopyBuffers  # imported with the first model, as all of its room
+
+        with CopyBuffers() as buffers:
+            for layer, experts in parts:
+                weight_error = self._load_layer(checkpoint, layer, experts, buffers)
+                loaded += len(experts) * checkpoint.layers[layer].expert_bytes
+                yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=weight_error)
         read = self._store.read_bytes - read
         logger.info("%s: loaded in %.1f s, %.4g GiB of it from files", self.host, monotonic() - begun, read / GIB)
+        if self._server.several is not None:
+            logger.info("%s: taken are %s", self.host, self._server.several)
         self._table = table
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
     def _fast_part_of(self, checkpoint: Checkpoint, parts: list[tuple[int, tuple[int, ...]]], tiers: Tiers) -> float:
         """Which part of the experts to load the device takes. Warm ones of others make room there first."""
-        missing = [part for part in parts if _key(checkpoint, *part) not in self._store]
+        missing = [part for part in parts if LayerKey.of(checkpoint, *part) not in self._store]
         if not missing:
             return 1.0
-        self._store.forget_warm({_key(checkpoint, *part) for part in parts})
+        self._store.forget_warm({LayerKey.of(checkpoint, *part) for part in parts})
         part = tiers.share(sum(len(experts) * checkpoint.layers[layer].expert_bytes for layer, experts in missing))
         logger.info("%s: %.0f %% of the experts to load begin on the device", self.host, 100 * part)
         return part
 
-    def _acquire(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> tuple[LayerKey, LayerKernels]:
+    def _acquire(
+        self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...], buffers: CopyBuffers | None = None
+    ) -> tuple[LayerKey, LayerKernels]:
         def build() -> LayerKernels:
+            workspace, several = self._engine.kernel_workspace, self._server.several
+            kernel: KernelChoice = self._settings.kernel.value
             with lean_heap():
-                tiers, workspace = self._server.tiers, self._engine.kernel_workspace
-                how = self._device, tiers, self._fast_part, workspace
-                return build_layer(checkpoint, layer, experts, *how, self._settings.kernel.value)
+                if several is not None:
+                    forget = functools.partial(self._store.forget_warm, ())
+                    return several.build(checkpoint, layer, experts, workspace, kernel, forget, buffers)
+                how = self._device, self._server.tiers, self._fast_part, workspace
+                return build_layer(checkpoint, layer, experts, *how, kernel, buffers)
 
-        key = _key(checkpoint, layer, experts)
+        key = LayerKey.of(checkpoint, layer, experts)
         try:
             return key, self._store.acquire(key, len(experts) * checkpoint.layers[layer].expert_bytes, build)
         except CapacityError as error:
             raise self._no_room(str(error)) from None
 
-    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> float | None:
-        key, module = self._acquire(checkpoint, layer, experts)
+    def _load_layer(
+        self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...], buffers: CopyBuffers
+    ) -> float | None:
+        key, module = self._acquire(checkpoint, layer, experts, buffers)
         with self._lock:
             if not self._closed:
                 self._keys.append(key)
@@ -222,6 +214,8 @@ class HostLease:
         transports = check_transport(request.transport, list(self._server.factories))
         n_slots = min(request.n_slots, self._settings.slots)
         capacity = self._capacity(request, checkpoint, n_slots)
+        if self._server.tries_larger_calls and capacity > USUAL_ROWS and self._modules:
+            capacity = self._best_capacity(checkpoint, capacity)
         layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
         self._activate(layout, checkpoint)
         sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes, self._settings.shared_bytes)
@@ -248,25 +242,37 @@ class HostLease:
         row_bytes = batch_row_bytes(
             checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, n_slots
         )
-        room = max(0, self._store.free_bytes)
-        if self._server.tiers is not None:
-            room = min(room, max(0, self._server.tiers.free))
+        frames_bytes = frames_row_bytes(checkpoint.hidden_size, checkpoint.top_k, n_slots)
+        capacity = min(request.batch_capacity, self._server.most_rows_of(frames_bytes))
+        room = self._server.batch_room((capacity + ROWS_FOR_OTHERS) * row_bytes)
         rows = room // row_bytes
         rows = max(rows - ROWS_FOR_OTHERS, min(rows, LEAST_ROWS))
-        capacity = min(request.batch_capacity, self._settings.batch_capacity, rows)
+        capacity = min(capacity, rows)
         if capacity < 1:
             raise self._no_room(
                 f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
                 "give the server more memory, or use fewer slots"
             )
-        if capacity < request.batch_capacity:
+        if capacity < (usual := min(request.batch_capacity, USUAL_ROWS)):
             why = f"{room} bytes are left for batches" if capacity == rows else "this server's batch-capacity"
-            logger.warning(
-                "%s: batch capacity is %d rows instead of %d: %s", self.host, capacity, request.batch_capacity, why
-            )
+            logger.warning("%s: batch capacity is %d rows instead of %d: %s", self.host, capacity, usual, why)
         self._reserved = capacity * row_bytes
-        self._store.reserve(self._reserved)
+        self._server.reserve(self._reserved)
         return int(capacity)
+
+    def _best_capacity(self, checkpoint: Checkpoint, most: int) -> int:
+        """The batch capacity that pays, ``most`` at most, for which there is room; gives back the rest of it."""
+        layer, kernels = next(iter(self._modules.items()))
+        how = checkpoint.top_k, most, checkpoint.layers[layer].n_experts, self._engine.kernel_workspace
+        known = self._store.best_rows.setdefault(kernels, {})
+        if most not in known:
+            known[most] = best_rows(lambda n: self._time(kernels, *how, sizes=(n,))[0][1], USUAL_ROWS, most)
+        with self._lock:
+            if not self._closed:
+                spare = self._reserved // most * (most - known[most])
+                self._reserved -= spare
+                self._server.reserve(-spare)
+        return known[most]
 
     def _no_room(self, text: str) -> CapacityError:
         """That something does not fit: now, if other hosts have what is missing, or at all."""
@@ -292,7 +298,13 @@ class HostLease:
         self._engine.run(reserve, self._share, CALIBRATION_TIMEOUT_S)
 
     def _time(
-        self, kernels: LayerKernels, top_k: int, capacity: int, n_experts: int, workspace: KernelWorkspace
+        self,
+        kernels: LayerKernels,
+        top_k: int,
+        capacity: int,
+        n_experts: int,
+        workspace: KernelWorkspace,
+        sizes: Sequence[int] = SIZES,
     ) -> list[tuple[int, float]]:
         """What calls of several sizes take, timed when it is this host's turn."""
         pause = self._engine.pause if len(self._engine.shares.all) > 1 else None
@@ -305,6 +317,7 @@ class HostLease:
             device=self._device,
             workspace=workspace,
             pause=pause,
+            sizes=sizes,
         )
         return self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S)
 
@@ -369,7 +382,7 @@ class HostLease:
         self._modules.clear()
         if self._active is not None:
             self._active.layers = ()  # now, and not when Python comes to collect what refers to each other
-        self._store.reserve(-self._reserved)
+        self._server.reserve(-self._reserved)
         for key in keys:
             self._store.release(key)
         if (tiers := self._server.tiers) is not None:
@@ -377,11 +390,6 @@ class HostLease:
             logger.info("on the device so far: %d of %d routes, after %d moves", *hits, tiers.moves)
         logger.info("%s: lease ended (%s)", self.host, reason)
         self._on_close(self)
-
-
-def _key(checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> LayerKey:
-    dtype = PayloadDtype.from_torch(checkpoint.dtype).label
-    return LayerKey(checkpoint.digest, dtype, layer, experts, checkpoint.stamp)
 
 
 def _close(channel: ServerChannel) -> None:

@@ -22,11 +22,13 @@ from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.server import ControlServer
 from moeoffload.control.user_token import numeric_loopback
 from moeoffload.control.v1 import expert_service_pb2 as pb
-from moeoffload.devices import device_name, free_now, memory_budget, resolve_device
+from moeoffload.devices import device_name, free_now, memory_budget, resolve_devices
 from moeoffload.errors import BusyError, ServerError, SettingError
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.lease import RETRY_AFTER_S, ChannelFactory, HostLease, ServerParts
+from moeoffload.expert_server.lease import RETRY_AFTER_S, HostLease
 from moeoffload.expert_server.model_roots import ModelRoots
+from moeoffload.expert_server.server_parts import ChannelFactory, ServerParts
+from moeoffload.expert_server.several_devices import SeveralDevices
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.expert_server.two_tiers import Tiers
 from moeoffload.refusals import Refusals
@@ -64,17 +66,23 @@ class ExpertServer(ServerParts):
         server would be open to others than its user says."""
         credentials = ServerCredentials.of(settings)
         refusals = Refusals()
-        device = resolve_device(settings.device, last=True)
+        devices = resolve_devices(settings.device, last=True)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        budget, keeps = memory_budget(device, settings.memory_gib), settings.keep_warm is KeepWarm.ON
-        tiers = None
-        if settings.ram_gib is not None:
-            if device == _CPU and settings.memory_gib is None:
+        budgets = [memory_budget(device, settings.memory_gib) for device in devices]
+        budget, in_use, tiers, several = budgets[0], set(devices), None, None
+        if len(devices) > 1:
+            if settings.ram_gib is not None:
+                raise SettingError("ram-gib: goes with one GPU; start a server for each of several")
+            several = SeveralDevices(devices, budgets)
+            budget = several.offered_bytes
+        elif settings.ram_gib is not None:
+            if devices == (_CPU,) and settings.memory_gib is None:
                 raise SettingError("ram-gib: on a CPU it needs memory-gib, which then stands for a device's memory")
             tiers = Tiers(budget)
             budget += memory_budget(_CPU, settings.ram_gib)
-        in_use = {device, _CPU} if tiers is not None else {device}
+            in_use.add(_CPU)
+        keeps = settings.keep_warm is KeepWarm.ON
         store = ExpertStore(budget, lambda: sum(map(free_now, in_use)), keep_warm=keeps)
         engine = Engine(coalesce=settings.coalesce)
         factories: dict[str, ChannelFactory] = {}
@@ -97,8 +105,9 @@ class ExpertServer(ServerParts):
             )
             factories["stream"] = listener.open_channel
         server = cls(
-            *(settings, device, store, engine, factories, credentials, refusals, listener),
+            *(settings, devices[0], store, engine, factories, credentials, refusals, listener),
             tiers=tiers,
+            several=several,
             on_drained=on_drained,
         )
         engine.start()
@@ -139,11 +148,11 @@ class ExpertServer(ServerParts):
         return pb.DescribeReply(
             protocol_version=PROTOCOL_VERSION,
             server_version=__version__,
-            device=str(self.device),
-            device_name=device_name(self.device),
+            device=", ".join(map(str, self.devices)),
+            device_name=" + ".join(map(device_name, self.devices)),
             offered_bytes=max(0, self.store.offered_bytes(request.model_digest, request.compute_dtype)),
             resident_bytes=self.store.resident_bytes,
-            batch_capacity=self.settings.batch_capacity,
+            batch_capacity=self.most_rows,
             transports=list(self.factories),
             max_slots=self.settings.slots,
             draining=self._draining,

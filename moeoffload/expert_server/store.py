@@ -9,11 +9,16 @@ import threading
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from moeoffload.errors import CapacityError
 from moeoffload.kernels import LayerKernels
+from moeoffload.payload import PayloadDtype
+
+if TYPE_CHECKING:
+    from moeoffload.checkpoint import Checkpoint
 
 GIB = 1 << 30
 
@@ -28,6 +33,12 @@ class LayerKey:
     layer: int
     experts: tuple[int, ...]
     stamp: str = ""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> LayerKey:
+        """The key of experts that are read from a checkpoint."""
+        dtype = PayloadDtype.from_torch(checkpoint.dtype).label
+        return cls(checkpoint.digest, dtype, layer, experts, checkpoint.stamp)
 
 
 @dataclass(slots=True)
@@ -53,6 +64,8 @@ class ExpertStore:
             weakref.WeakKeyDictionary()
         )
         """What calls of a layer took, by the greatest number of rows: warm experts are not timed again."""
+        self.best_rows: weakref.WeakKeyDictionary[LayerKernels, dict[int, int]] = weakref.WeakKeyDictionary()
+        """Which batch capacity paid, by the largest that was possible; see `calibrate.best_rows`."""
         self._free_now = free_now
         self._keep_warm = keep_warm
         self._residents: dict[LayerKey, _Resident] = {}

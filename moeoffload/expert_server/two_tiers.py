@@ -22,12 +22,14 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import CapacityError
 from moeoffload.expert_server.fair_share import SMALL_ROWS
 from moeoffload.expert_server.hot_experts import HotExperts
+from moeoffload.expert_server.layer_parts import LayerParts
 from moeoffload.formats import PackedWeights
 from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
 from moeoffload.kernels.packing import packed_parts
 
 if TYPE_CHECKING:
     from moeoffload.checkpoint import Checkpoint
+    from moeoffload.checkpoint.copy_buffers import CopyBuffers
 
 MOVING_PART: Final = 0.1
 """Of the time of calls, at most for moves."""
@@ -126,8 +128,8 @@ class Stage:
                 _put(room, at, _take(values, slot))
 
 
-class TwoTierLayer(LayerKernels):
-    """As `LayerKernels`, of experts in two memories; slots are places in ``experts``, wherever these lie."""
+class TwoTierLayer(LayerParts):
+    """Two parts, on the device and in RAM, between which experts change places."""
 
     def __init__(
         self,
@@ -139,27 +141,17 @@ class TwoTierLayer(LayerKernels):
         tiers: Tiers,
         workspace: KernelWorkspace,
         kernel: KernelChoice,
+        buffers: CopyBuffers | None = None,
     ) -> None:
         """Reads the first ``n_fast`` experts, at least one and not all, to ``device``, the others to RAM.
         Raises ModelError: see `Checkpoint.build_experts`."""
-        in_tiles = kernel != "grouped"
-        self._modules = (
-            checkpoint.build_experts(layer, experts[:n_fast], device, in_tiles=in_tiles),
-            checkpoint.build_experts(layer, experts[n_fast:], _CPU, in_tiles=in_tiles),
-        )
-        self._fast, self._slow = (LayerKernels(module, workspace, kernel) for module in self._modules)
+        parts = ((device, n_fast), (_CPU, len(experts) - n_fast))
+        super().__init__(checkpoint, layer, experts, parts, workspace, kernel, buffers)
+        self._fast, self._slow = self._parts
         self._device = device
         self._tiers = tiers
-        self.n_experts = len(experts)
-        self.dtype, self.hidden = self._fast.dtype, self._fast.hidden
-        self.falls_back = self._fast.falls_back or self._slow.falls_back
-        self.weight_error = _joined_error(self._fast, self._slow)
-        self.is_batch_invariant = self._fast.is_batch_invariant and self._slow.is_batch_invariant
         self._hot = HotExperts(len(experts), n_fast, checkpoint.top_k)
-        # Of each expert its slot in either part, -1: not there. Slot -1, no expert, finds the last entry.
-        self._places = torch.full((2, len(experts) + 1), -1, dtype=torch.int64)
-        self._places[0, :n_fast] = torch.arange(n_fast)
-        self._places[1, n_fast:-1] = torch.arange(len(experts) - n_fast)
+        self._places = self._places.to(_CPU)  # where it is decided which experts move
         self._stage = tiers.stage(checkpoint, layer, device, kernel)
         self._slow_s = 0.0
         """Seconds that a route of a long call takes in RAM."""
@@ -168,25 +160,7 @@ class TwoTierLayer(LayerKernels):
 
     def kernel_for(self, n_rows: int) -> str:
         """Names of the kernels that serve a call of ``n_rows`` rows."""
-        names = dict.fromkeys(part.kernel_for(n_rows) for part in (self._fast, self._slow))
-        return f"two tiers of {' and '.join(names)}"
-
-    def reserve(self, max_rows: int, top_k: int) -> None:
-        """See `LayerKernels.reserve`."""
-        self._fast.reserve(max_rows, top_k)
-        self._slow.reserve(max_rows, top_k)
-
-    def __call__(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        workspace: KernelWorkspace | None = None,
-    ) -> None:
-        """See `LayerKernels.__call__`."""
-        for _ in self.in_slices(rows, slots, weights, out, workspace):
-            pass
+        return f"two tiers of {' and '.join(self._kernels_for(n_rows))}"
 
     def in_slices(
         self,
@@ -197,11 +171,12 @@ class TwoTierLayer(LayerKernels):
         workspace: KernelWorkspace | None = None,
     ) -> Iterator[None]:
         """See `LayerKernels.in_slices`."""
-        experts = self._experts_of(slots)
+        experts = slots.to(_CPU)
+        self._check_slots(experts)
         places, took = self._places[:, experts], [0.0]
         self._open_calls += 1
         try:
-            yield from _timed(self._parts(rows, places, weights, out, workspace), took)
+            yield from _timed(self._slices(rows, places, weights, out, workspace), took)
         finally:
             self._open_calls -= 1
         self._called_s += took[0]
@@ -209,7 +184,7 @@ class TwoTierLayer(LayerKernels):
         if len(rows) <= SMALL_ROWS and not self._open_calls:
             self._follow(experts)
 
-    def _parts(
+    def _slices(
         self,
         rows: torch.Tensor,
         places: torch.Tensor,
@@ -252,14 +227,6 @@ class TwoTierLayer(LayerKernels):
             if first + len(some) < len(needed):
                 yield
 
-    def _experts_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """The slots, on the CPU. Raises IndexError: one that is below -1 or above the last expert."""
-        experts = slots.to(_CPU)
-        lowest, highest = torch.aminmax(experts) if experts.numel() else (-1, -1)
-        if int(lowest) < -1 or int(highest) >= self.n_experts:
-            raise IndexError(f"slots from {int(lowest)} to {int(highest)}, allowed are -1 to {self.n_experts - 1}")
-        return experts
-
     def _follow(self, experts: torch.Tensor) -> None:
         """Moves experts, as far as there is time for it; ``experts`` (n, top_k) int64: those that a call has used."""
         used = experts.unique().numpy()
@@ -296,6 +263,7 @@ def build_layer(
     fast_part: float,
     workspace: KernelWorkspace,
     kernel: KernelChoice,
+    buffers: CopyBuffers | None = None,
 ) -> LayerKernels:
     """Reads experts of a layer to ``device``, or with ``tiers`` only the ``fast_part`` of them, the others to RAM.
     Raises ModelError: they cannot be read; CapacityError: the device has no room for one."""
@@ -308,9 +276,10 @@ def build_layer(
                 f"layer {layer}: experts need {n_fast * expert_bytes} bytes of {device}, {max(0, tiers.free)} are left"
             )
     if tiers is not None and n_fast < len(experts):
-        kernels: LayerKernels = TwoTierLayer(checkpoint, layer, experts, n_fast, device, tiers, workspace, kernel)
+        how = device, tiers, workspace, kernel, buffers
+        kernels: LayerKernels = TwoTierLayer(checkpoint, layer, experts, n_fast, *how)
     else:
-        module = checkpoint.build_experts(layer, experts, device, in_tiles=kernel != "grouped")
+        module = checkpoint.build_experts(layer, experts, device, in_tiles=kernel != "grouped", buffers=buffers)
         kernels = LayerKernels(module, workspace, kernel)
     if tiers is not None:
         tiers.count(kernels, n_fast * expert_bytes)
@@ -344,11 +313,3 @@ def _exchange(fast: Weights, at: int, slow: Weights, there: int) -> None:
     kept = _take(fast, at, copy=True)
     _put(fast, at, _take(slow, there))
     _put(slow, there, kept)
-
-
-def _joined_error(fast: LayerKernels, slow: LayerKernels) -> float | None:
-    """Of both parts together, as `LayerKernels.weight_error`; their weights are taken for equally large."""
-    if fast.weight_error is None or slow.weight_error is None:
-        return None
-    total = fast.n_experts * fast.weight_error**2 + slow.n_experts * slow.weight_error**2
-    return float((total / (fast.n_experts + slow.n_experts)) ** 0.5)

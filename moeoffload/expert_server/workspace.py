@@ -11,8 +11,8 @@ import torch
 from moeoffload.errors import ServerError
 from moeoffload.expert_server.arena import Arena, HostArena
 from moeoffload.expert_server.staging import DeviceArena
+from moeoffload.page_locked import PageLocked
 from moeoffload.transport.base import ServerSlot
-from moeoffload.transport.page_locked import PageLocked
 from moeoffload.wire import FrameLayout
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ import torch
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.config import Address, HostSettings, TransportChoice, is_loopback
+from moeoffload.config.shared import USUAL_ROWS
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.control.protocol import dtype_label
@@ -142,26 +143,30 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
             top_k=checkpoint.top_k,
             dtype_out=plan.payloads.out.label,
             dtype_back=plan.payloads.back.label,
-            batch_capacity=settings.batch_capacity,
+            batch_capacity=settings.most_rows,
             n_slots=settings.slots,
             transport=settings.transport.value,
             kernel=kernel,
             stream_key=keys.public,
         )
     )
-    if offer.batch_capacity > settings.batch_capacity:
+    if offer.batch_capacity > settings.most_rows:
         raise ServerError(
             f"expert server {candidate.address}: batch capacity is {offer.batch_capacity} there, "
-            f"this host asked for at most {settings.batch_capacity}"
+            f"this host asked for at most {settings.most_rows}"
         )
-    if offer.batch_capacity < settings.batch_capacity:
-        is_setting = offer.batch_capacity == candidate.info.batch_capacity
+    if offer.batch_capacity < settings.usual_rows:
+        why = "its memory has no room for more"
+        if offer.batch_capacity == candidate.info.batch_capacity:
+            why = "its own --batch-capacity"
+        elif offer.batch_capacity >= USUAL_ROWS:
+            why = f"{why}, or larger calls are no faster there"
         logger.warning(
             "expert server %s: batch capacity is %d rows instead of %d: %s",
             candidate.address,
             offer.batch_capacity,
-            settings.batch_capacity,
-            "its own --batch-capacity" if is_setting else "its memory has no room for more",
+            settings.usual_rows,
+            why,
         )
     layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, *plan.payloads, offer.batch_capacity)
     timings = checked_timings(offer.timings)

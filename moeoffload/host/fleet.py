@@ -226,7 +226,7 @@ class Fleet:
 
     def _batch_bytes(self, candidate: Candidate) -> int:
         checkpoint = self._checkpoint
-        rows = min(LEAST_BATCH_ROWS, self._settings.batch_capacity, candidate.info.batch_capacity)
+        rows = min(LEAST_BATCH_ROWS, self._settings.usual_rows, candidate.info.batch_capacity)
         widest = max(layer.intermediate for layer in checkpoint.layers)
         slots = min(self._settings.slots, candidate.info.max_slots)
         return rows * batch_row_bytes(

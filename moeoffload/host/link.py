@@ -15,10 +15,10 @@ from moeoffload.errors import CapacityError, DeadlineError, PayloadError, Protoc
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.flight import Chunk, Flight, ShardLink
+from moeoffload.page_locked import PageLocked
 from moeoffload.payload import PayloadDtype, encode_rows, load_rows
 from moeoffload.placement import ExpertTable, slot_table
 from moeoffload.transport import HostChannel, HostSlot
-from moeoffload.transport.page_locked import PageLocked
 from moeoffload.wire import (
     HEADER_BYTES,
     ErrorCode,

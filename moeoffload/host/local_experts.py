@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
 from moeoffload.checkpoint import Checkpoint
+from moeoffload.checkpoint.copy_buffers import CopyBuffers
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.placement import ExpertTable, slot_table
 
@@ -18,10 +20,12 @@ class LocalExperts:
         """Reads the experts. Raises ModelError: the checkpoint cannot be read."""
         self.table = table
         self._threads = _Workspaces()
-        self._layers: list[LayerKernels | None] = [
-            LayerKernels(checkpoint.build_experts(layer.index, held, device, in_tiles=True)) if held else None
-            for layer, held in zip(checkpoint.layers, table.layers, strict=True)
-        ]
+        with CopyBuffers() as buffers:
+            how: Any = {"in_tiles": True, "buffers": buffers}
+            self._layers: list[LayerKernels | None] = [
+                LayerKernels(checkpoint.build_experts(layer.index, held, device, **how)) if held else None
+                for layer, held in zip(checkpoint.layers, table.layers, strict=True)
+            ]
         self._slot_of = [
             slot_table(held, layer.n_experts + 1).to(device, torch.int64)
             for layer, held in zip(checkpoint.layers, table.layers, strict=True)

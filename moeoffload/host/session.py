@@ -184,7 +184,7 @@ class OffloadedModel:
         bind_experts(self.model, checkpoint, self.dispatcher)
         if settings.fast_dense and self._device.type == "cpu":
             accelerate_dense(self.model)
-        least = min((link.layout.capacity for link in self.links), default=settings.batch_capacity)
+        least = min((link.layout.capacity for link in self.links), default=settings.usual_rows)
         self.pipeline = PrefillPipeline(
             self.model,
             [layer.module_name for layer in checkpoint.layers],

@@ -70,8 +70,9 @@ class SpawnedServers:
     def _start(self, settings: HostSettings, spec: ServerSpec, log_path: Path) -> None:
         command = [sys.executable, "-m", "moeoffload.cli.expert_app", "--exit-with-stdin"]
         command += ["--listen", "127.0.0.1:0", "--device", spec.device, "--transport", spec.transport.value]
-        command += ["--batch-capacity", str(settings.batch_capacity), "--slots", str(max(4, settings.slots))]
+        command += ["--slots", str(max(4, settings.slots))]
         for option, value in (
+            ("--batch-capacity", settings.batch_capacity),
             ("--shared-bytes", settings.shared_bytes or None),
             ("--threads", settings.threads),
             ("--memory-gib", settings.server_memory_gib),

@@ -133,7 +133,7 @@ class LayerKernels:
             yield from self._tiled.in_slices((rows, slots, weights, out), workspace or self._workspace)
 
     def _check_slots(self, slots: torch.Tensor) -> None:
-        if slots.device.type != "cpu":
+        if slots.device.type != "cpu" or not slots.numel():
             return
         lowest, highest = torch.aminmax(slots)
         if int(lowest) < -1 or int(highest) >= self.n_experts:

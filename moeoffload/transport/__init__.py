@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moeoffload.errors import ServerError
 from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, HostSlot, ServerChannel, ServerSlot
-from moeoffload.transport.segment import sweep_stale_segments
+from moeoffload.transport.segment import shared_room, sweep_stale_segments
 from moeoffload.transport.shared import SharedHostEnd, SharedServerEnd, open_shared
 from moeoffload.transport.slots import HostChannel
 from moeoffload.transport.stream import open_stream
@@ -27,6 +27,7 @@ __all__ = [
     "open_channel",
     "open_shared",
     "open_stream",
+    "shared_room",
     "sweep_stale_segments",
 ]
 

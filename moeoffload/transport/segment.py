@@ -100,9 +100,8 @@ class Segment:
         Raises ServerError: /dev/shm has too little room; the message says how much is needed and available."""
         name = f"/moeoffload-{os.getpid()}-{secrets.token_hex(16)}"
         needed = max(segment_bytes(sizes), sizes.shared_bytes)
-        room = os.statvfs(SHM_FOLDER)
         # Asked first: reserving would fill the memory that other processes need before it failed.
-        if needed > room.f_bavail * room.f_frsize:
+        if needed > shared_room():
             raise _no_room(needed)
         shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
         try:
@@ -216,7 +215,13 @@ def _semaphore_names(name: str, n_slots: int) -> list[str]:
     return [f"{name}-q", *(f"{name}-r{i}" for i in range(n_slots))]
 
 
-def _no_room(needed: int) -> ServerError:
+def shared_room() -> int:
+    """Bytes of shared memory that are free on this machine."""
     room = os.statvfs(SHM_FOLDER)
-    available = room.f_bavail * room.f_frsize
-    return ServerError(f"a shared-memory channel needs {needed} bytes in {SHM_FOLDER}, available are {available} bytes")
+    return room.f_bavail * room.f_frsize
+
+
+def _no_room(needed: int) -> ServerError:
+    return ServerError(
+        f"a shared-memory channel needs {needed} bytes in {SHM_FOLDER}, available are {shared_room()} bytes"
+    )

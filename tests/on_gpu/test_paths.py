@@ -23,6 +23,8 @@ from many_requests import serve_process
 from synthetic import write_tiny
 
 from moeoffload import OffloadedModel, open_model
+from moeoffload.checkpoint import Checkpoint
+from moeoffload.checkpoint.copy_buffers import CopyBuffers
 
 GPU = {"1": "cuda", "rehearsal": "cpu"}.get(os.environ.get("TESTS_ON_GPU", ""), "")
 IS_REAL = GPU == "cuda"
@@ -97,6 +99,44 @@ def test_a_second_host_finds_the_memory_that_the_first_gave_back(start_server: S
                 offloaded.model(torch.ones(1, 32, dtype=torch.long, device=GPU))
             gc.collect()
     assert min(offered) >= 0.95 * max(offered)
+
+
+@pytest.mark.parametrize("transport", ["shared", "stream"])
+def test_several_devices_give_the_answers_of_a_local_run(
+    transport: str, expected: Any, start_server: StartServer
+) -> None:
+    prompts, tokens = expected
+    others = [f"cuda:{n}" for n in range(torch.cuda.device_count())] if IS_REAL else []
+    first, second = (*others[:2], *others[:1], GPU, GPU)[:2]  # one GPU, or the CPU, stands in for two
+    patch = "import torch\nfrom moeoffload.expert_server import server\n"
+    patch += f"server.resolve_devices = lambda *_, **how: (torch.device({first!r}), torch.device({second!r}))"
+    server = start_server("--memory-gib", "1", patch=patch, warm=False)
+    where: dict[str, Any] = {"experts": [server.address], "device": GPU, "transport": transport}
+    with open_model(DEMO, model_dtype="f32", dtype="f32", **where) as offloaded:
+        assert answers(offloaded, prompts, GPU) == tokens
+        assert offloaded.links[0].info.kernel.endswith("on 2 devices")
+        offloaded.model(torch.ones(1, 600, dtype=torch.long, device=GPU))
+
+
+def test_experts_read_through_page_locked_buffers_are_those_that_are_stored() -> None:
+    checkpoint, layer = Checkpoint.open(DEMO), range(32)
+    with CopyBuffers(5 * checkpoint.layers[0].expert_bytes // 2) as buffers:
+        for number in range(4):
+            through: Any = checkpoint.build_experts(number, layer, torch.device(GPU, 0), buffers=buffers)
+            stored: Any = checkpoint.build_experts(number, layer, torch.device("cpu"))
+            for name, values in stored.named_parameters():
+                assert torch.equal(through.get_parameter(name).cpu(), values), name
+        if IS_REAL:
+            assert buffers._pages is not None
+            assert buffers._pages.is_locked
+    assert buffers._pages is None
+
+
+def test_the_batch_capacity_is_measured(start_server: StartServer) -> None:
+    server = start_server("--device", GPU, warm=False)
+    with open_model(DEMO, experts=[server.address], device=GPU) as offloaded, torch.inference_mode():
+        assert offloaded.links[0].layout.capacity in ((1024, 2048, 4096) if IS_REAL else (1024,))
+        offloaded.model(torch.ones(1, 5000, dtype=torch.long, device=GPU), logits_to_keep=1)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,113 @@
+"""Experts of one layer in parts, one on each of several devices, which compute at the same time.
+
+A call goes to the first device, which hands copies to the others and adds their sums to its own in float32, in the
+order of the devices: the last bits of a row depend on where its experts are, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
+
+if TYPE_CHECKING:
+    from moeoffload.checkpoint import Checkpoint
+    from moeoffload.checkpoint.copy_buffers import CopyBuffers
+
+
+class LayerParts(LayerKernels):
+    """As `LayerKernels`, of experts on several devices; slots are places in ``experts``, wherever these are.
+
+    Rows, slots and sums of a call are on one device. Where that is a GPU nothing here waits for any device, and slots
+    must be -1 to n_experts - 1.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layer: int,
+        experts: Sequence[int],
+        parts: Sequence[tuple[torch.device, int]],
+        workspace: KernelWorkspace,
+        kernel: KernelChoice,
+        buffers: CopyBuffers | None = None,
+    ) -> None:
+        """Reads the experts to the devices of ``parts``, as many as it says, at least one each, in their order.
+        Raises ModelError: see `Checkpoint.build_experts`."""
+        ends = list(itertools.accumulate(n for _, n in parts))
+        how: Any = {"in_tiles": kernel != "grouped", "buffers": buffers}
+        self._modules = tuple(
+            checkpoint.build_experts(layer, experts[end - n : end], device, **how)
+            for (device, n), end in zip(parts, ends, strict=True)
+        )
+        self._parts = tuple(LayerKernels(module, workspace, kernel) for module in self._modules)
+        self._devices = tuple(device for device, _ in parts)
+        first, self.n_experts = self._parts[0], len(experts)
+        self.dtype, self.hidden = first.dtype, first.hidden
+        self.falls_back = next((each.falls_back for each in self._parts if each.falls_back), None)
+        self.weight_error = _joined_error(self._parts)
+        self.is_batch_invariant = all(each.is_batch_invariant for each in self._parts)
+        # Of each expert its slot in every part, -1: not there. Slot -1, no expert, finds the last entry.
+        places = torch.full((len(parts), self.n_experts + 1), -1, dtype=torch.int64)
+        for place, (_, n), end in zip(places, parts, ends, strict=True):
+            place[end - n : end] = torch.arange(n)
+        self._places = places.to(self._devices[0])
+
+    def kernel_for(self, n_rows: int) -> str:
+        """Names of the kernels that serve a call of ``n_rows`` rows."""
+        names = " and ".join(self._kernels_for(n_rows))
+        return f"{names} on {len(self._parts)} devices" if len(self._parts) > 1 else names
+
+    def _kernels_for(self, n_rows: int) -> list[str]:
+        return list(dict.fromkeys(part.kernel_for(n_rows) for part in self._parts))
+
+    def reserve(self, max_rows: int, top_k: int) -> None:
+        """See `LayerKernels.reserve`."""
+        for part in self._parts:
+            part.reserve(max_rows, top_k)
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        workspace: KernelWorkspace | None = None,
+    ) -> None:
+        """See `LayerKernels.__call__`."""
+        for _ in self.in_slices(rows, slots, weights, out, workspace):
+            pass
+
+    def in_slices(
+        self,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        workspace: KernelWorkspace | None = None,
+    ) -> Iterator[None]:
+        """See `LayerKernels.in_slices`."""
+        self._check_slots(slots)
+        places = self._places[:, slots.to(self._places.device)]
+        # All copies, then the other devices' parts, then that of this one: copies wait for what was queued before them.
+        calls = [(rows.to(to), at.to(to), weights.to(to)) for to, at in zip(self._devices, places, strict=True)]
+        sums = [torch.empty(out.shape, dtype=out.dtype, device=device) for device in self._devices[1:]]
+        sums.insert(0, out if self._devices[0] == out.device else torch.empty_like(out, device=self._devices[0]))
+        for part, call, of_part in reversed(list(zip(self._parts, calls, sums, strict=True))):
+            yield from part.in_slices(*call, of_part, workspace)
+        if sums[0] is not out:
+            sums.insert(0, out.zero_())
+        for of_part in sums[1:]:
+            out += of_part.to(out.device)
+
+
+def _joined_error(parts: Sequence[LayerKernels]) -> float | None:
+    """Of all parts together, as `LayerKernels.weight_error`; their weights are taken for equally large."""
+    known = [(part.n_experts, part.weight_error) for part in parts if part.weight_error is not None]
+    if len(known) < len(parts):
+        return None
+    return float((sum(n * error**2 for n, error in known) / sum(n for n, _ in known)) ** 0.5)

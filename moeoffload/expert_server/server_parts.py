@@ -1,0 +1,77 @@
+"""What the leases of a server share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from moeoffload.config import ExpertServerSettings
+from moeoffload.expert_server.engine import Engine
+from moeoffload.expert_server.open_models import OpenModels
+from moeoffload.expert_server.several_devices import SeveralDevices
+from moeoffload.expert_server.store import ExpertStore
+from moeoffload.expert_server.two_tiers import Tiers
+from moeoffload.transport import shared_room
+from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel
+
+ChannelFactory = Callable[[ChannelSizes, Deliver, str], ServerChannel]
+"""Opens the server's end of a transport: its sizes, who takes its requests, the public CURVE key of the host."""
+
+
+@dataclass
+class ServerParts:
+    """What the leases of a server share."""
+
+    settings: ExpertServerSettings
+    device: torch.device
+    store: ExpertStore
+    engine: Engine
+    factories: dict[str, ChannelFactory]
+    models: OpenModels = field(default_factory=OpenModels, kw_only=True)
+    tiers: Tiers | None = field(default=None, kw_only=True)
+    """If experts may lie in RAM, too."""
+    several: SeveralDevices | None = field(default=None, kw_only=True)
+    """If there are several devices; ``device`` is the first of them."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All that compute."""
+        return (self.device,) if self.several is None else self.several.devices
+
+    @property
+    def tries_larger_calls(self) -> bool:
+        """Whether it is measured which batch capacity pays."""
+        return self.settings.batch_capacity is None and self.device.type == "cuda"
+
+    @property
+    def most_rows(self) -> int:
+        """The largest batch capacity that a host may get."""
+        return self.settings.most_rows if self.tries_larger_calls else self.settings.usual_rows
+
+    def most_rows_of(self, frames_bytes: int) -> int:
+        """As `most_rows`, of a host whose frames take so many bytes for each row: half of the shared memory at most.
+
+        Containers often have little of it; the usual batch capacity is tried whatever there is.
+        """
+        if not self.tries_larger_calls or "shared" not in self.factories:
+            return self.most_rows
+        return max(self.settings.usual_rows, min(self.most_rows, shared_room() // 2 // frames_bytes))
+
+    def batch_room(self, wanted: int) -> int:
+        """Bytes that are left for batches, which want ``wanted``."""
+        room = self.store.free_bytes
+        if self.tiers is not None:
+            room = min(room, self.tiers.free)
+        if self.several is not None:  # the first one keeps rows and sums, all compute with them
+            if min(self.several.free) < wanted:
+                self.store.forget_warm(())
+            room = min(room, *self.several.free)
+        return max(0, room)
+
+    def reserve(self, n_bytes: int) -> None:
+        """Takes room for batches, which must be free (negative: gives it back)."""
+        self.store.reserve(n_bytes)
+        if self.several is not None:
+            self.several.take([n_bytes] * len(self.several.devices))
