@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import socket
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -94,3 +95,37 @@ def test_a_name_that_is_no_model_is_refused_before_torch_is_imported() -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (3, "False\n"), done.stderr
         assert reason in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"HF_HUB_ETAG_TIMEOUT": "1"}, "the hub cannot be reached within 1 s"),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
+    ],
+    ids=["silent hub", "offline"],
+)
+def test_a_hub_id_that_cannot_be_had_is_refused_before_torch_is_imported(
+    variables: dict[str, str], reason: str
+) -> None:
+    code = (
+        "import sys; from moeoffload.cli import entry\ntry: entry.moeoffload()\nfinally: print('torch' in sys.modules)"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "NO_PROXY": "127.0.0.1"}
+        command = [sys.executable, "-c", code, "run", "no-such-org/no-model", "--prompt", "hi"]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | hub | variables)
+    assert (done.returncode, done.stdout) == (3, "False\n"), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: no-such-org/no-model: no such folder, not in the local hub cache, and ")
+    assert reason in line
+
+
+def test_torchs_library_is_loaded_beside_the_imports_that_do_not_need_it() -> None:
+    code = (
+        "import sys; from moeoffload.cli import imports; import transformers.models; imports.load_torch_library(); "
+        "print('torch' in sys.modules, 'libtorch_cpu.so' in open('/proc/self/maps').read()); "
+        "import torch; print(torch.ones(2).sum().item())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("False True\n2.0\n", "", 0)
