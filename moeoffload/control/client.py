@@ -84,8 +84,8 @@ class ControlClient:
                         )
                     elif monotonic() - refused_since > refused_s:
                         raise ServerError(
-                            f"expert server {self.address}: refuses connections for {refused_s:g} s now; is "
-                            "moeoffload-expert running there? A longer --connect-timeout-s waits for it"
+                            f"expert server {self.address}: has refused connections for {refused_s:g} s; is "
+                            "moeoffload-expert running there? --connect-timeout-s waits longer"
                         ) from None
                     continue
                 if reason:
