@@ -7,15 +7,16 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
-from command_lines import Commands, one_line_error
+from command_lines import STEP_TIMEOUT_S, Commands, one_line_error, wait_until
 from conftest import DEMO, RunningServer, StartServer
 from grpc_health.v1 import health, health_pb2_grpc
+from server_processes import read
 from synthetic import write_tiny
 
 from moeoffload.control.protocol import PROTOCOL_VERSION
@@ -83,21 +84,49 @@ def test_addresses_of_other_things(commands: Commands) -> None:
     health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), other)
     service = other.add_insecure_port("127.0.0.1:0")
     other.start()
-    with socket.socket() as unused, socket.create_server(("127.0.0.1", 0)) as silent:
-        unused.bind(("127.0.0.1", 0))
-        for port, words in (
-            (unused.getsockname()[1], "moeoffload-expert"),
-            (silent.getsockname()[1], ""),
-            (service, "not a moeoffload expert server"),
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for port, timeout_s, words in (
+            (silent.getsockname()[1], "1", "moeoffload-expert"),
+            (service, "10", "not a moeoffload expert server"),
         ):
-            line = server_error(
-                commands, f"127.0.0.1:{port}", "--connect-timeout-s", "1" if words[:3] != "not" else "10"
-            )
+            line = server_error(commands, f"127.0.0.1:{port}", "--connect-timeout-s", timeout_s)
             assert f"127.0.0.1:{port}" in line
             assert words in line
     other.stop(0).wait(10)
     line = server_error(commands, "no-such-host.invalid:50051", "--insecure")
     assert "no machine of the name no-such-host.invalid is known" in line
+
+
+@pytest.fixture
+def unused_port() -> Iterator[int]:
+    """A port that refuses connections, and that nobody else is given."""
+    with socket.socket() as unused:
+        unused.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        unused.bind(("127.0.0.1", 0))
+        yield unused.getsockname()[1]
+
+
+def test_a_server_that_refuses_connections_is_not_waited_for_as_long(commands: Commands, unused_port: int) -> None:
+    address = f"127.0.0.1:{unused_port}"
+    result = commands.run("moeoffload", "run", DEMO, "--device", "cpu", "--prompt", "hi", "--experts", address)
+    waiting, error = result.err.splitlines()
+    assert f"{address} refuses connections; waiting 3 s for it" in waiting
+    assert error.startswith(f"error: expert server {address}: ")
+    assert "moeoffload-expert" in error
+    assert "--connect-timeout-s" in error
+    assert (result.code, result.out) == (SERVER, "")
+
+
+def test_a_server_that_is_started_after_its_host_is_waited_for(
+    commands: Commands, start_server: StartServer, unused_port: int
+) -> None:
+    address = f"127.0.0.1:{unused_port}"
+    options = ("--device", "cpu", "--prompt", "add 17 25 =", "--experts", address, "--connect-timeout-s", "60")
+    host = commands.start("moeoffload", "run", DEMO, *options)
+    wait_until(lambda: "refuses connections; waiting 60 s" in read(host.err), "word of waiting", STEP_TIMEOUT_S)
+    start_server("--listen", address)
+    result = host.wait()
+    assert (result.code, result.out.strip()) == (0, "42"), result.err
 
 
 def server_error(commands: Commands, address: str, *options: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import socket
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -94,3 +95,28 @@ def test_a_name_that_is_no_model_is_refused_before_torch_is_imported() -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (3, "False\n"), done.stderr
         assert reason in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"HF_HUB_ETAG_TIMEOUT": "1"}, "the hub cannot be reached within 1 s"),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
+    ],
+    ids=["silent hub", "offline"],
+)
+@pytest.mark.parametrize("program", ["moeoffload run", "moeoffload_expert --model"])
+def test_a_hub_id_that_cannot_be_had_is_refused_before_torch_is_imported(
+    program: str, variables: dict[str, str], reason: str
+) -> None:
+    name, *words = program.split()
+    code = f"import sys; from moeoffload.cli import entry\ntry: entry.{name}()\nfinally: print('torch' in sys.modules)"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "NO_PROXY": "127.0.0.1"}
+        command = [sys.executable, "-c", code, *words, "no-such-org/no-model"]
+        command += ["--prompt", "hi"] if name == "moeoffload" else ["--listen", "127.0.0.1:0"]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | hub | variables)
+    assert (done.returncode, done.stdout) == (3, "False\n"), done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if " INFO moeoffload." not in line)
+    assert line.startswith("error: no-such-org/no-model: no such folder, not in the local hub cache, and ")
+    assert reason in line

@@ -10,6 +10,7 @@ from moeoffload.checkpoint.gguf_file import is_gguf
 from moeoffload.checkpoint.model_config import CONFIG_FILE, first_line
 from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, read_json
 from moeoffload.errors import ModelError
+from moeoffload.hub import check_hub_id
 from moeoffload.model_name import check_revision, is_hub_id, named_path
 
 # Everything a host or an expert server reads; pickled weights and code are left on the hub.
@@ -33,7 +34,11 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
     if path is not None:  # links to a GGUF file are not followed: in a hub cache they lead to files without a name
         return path.absolute() if is_gguf(path) else path.parent.resolve()
     model = str(model)
-    return _from_cache(model, revision) or _from_hub(model, revision)
+    found = _from_cache(model, revision)
+    if found is None:
+        check_hub_id(model, revision)
+        found = _from_hub(model, revision)
+    return found
 
 
 def locate_cached(model: str, revision: str | None = None) -> Path | None:

@@ -20,7 +20,9 @@ from moeoffload.cli.imports import quick_imports
 from moeoffload.cli.options import version_option, with_settings
 from moeoffload.cli.signals import leave_at_once_on_ctrl_c
 from moeoffload.config import ExpertServerSettings
+from moeoffload.hub import check_hub_id
 from moeoffload.logs import log_to
+from moeoffload.model_name import named_path
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -40,6 +42,9 @@ def serve(
     """
     log_to(logging.StreamHandler(), settings.log_level.value.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
     log = logging.getLogger("moeoffload.expert_server")
+    if settings.model is not None and named_path(settings.model) is None:
+        log.info("looking for %s, in the local cache and on the hub", settings.model)
+        check_hub_id(settings.model, None)  # not only when the first host comes
     log.info("importing torch")
     with quick_imports():  # there is nothing to clean up yet: a signal ends the process at once
         # torch takes seconds to import; --help, --version and setting errors need not wait for it.

@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from moeoffload.cli.display import Display
-from moeoffload.cli.imports import quick_imports
+from moeoffload.cli.imports import import_transformers, quick_imports
 from moeoffload.cli.signals import signals_unwind
 from moeoffload.config import HostSettings
+from moeoffload.hub import check_hub_id
 from moeoffload.logs import log_to
 from moeoffload.model_name import check_revision, named_path
 
@@ -35,11 +36,14 @@ def open_with_progress(
     From when there is something to close, Ctrl-C and SIGTERM unwind.
     """
     check_revision(revision)
-    named_path(model)
     with ExitStack() as stack:
+        if named_path(model) is None:
+            with display.working(f"looking for {model}, in the local cache and on the hub"):
+                check_hub_id(model, revision)
         with display.working("importing torch and transformers") as on_progress:
             with quick_imports():
                 # They take seconds; --help, --version and setting errors need not wait for them.
+                import_transformers()
                 from moeoffload.host.session import open_model
 
             stack.enter_context(signals_unwind())

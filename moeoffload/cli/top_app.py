@@ -18,6 +18,7 @@ import typer
 
 from moeoffload.cli.options import exit_on_error
 from moeoffload.cli.signals import signals_unwind
+from moeoffload.config import warn_of_misspelt_names
 from moeoffload.errors import ServerError, SettingError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def top(
 
     from moeoffload.cli.top_view import picture
 
+    warn_of_misspelt_names()
     if not LEAST_INTERVAL_S <= interval_s <= MOST_INTERVAL_S:
         raise SettingError(f"--interval-s: {interval_s:g} is not allowed; {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:g}")
     headers = {}

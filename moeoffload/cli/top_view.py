@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Final
 
 from rich import box
+from rich.cells import cell_len
 from rich.columns import Columns
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +22,10 @@ from moeoffload.text import one_line
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 _STATE_COLORS: Final = {"up": "green", "replaced": "yellow"}
+_SERVER_COLUMNS: Final = ("busy", "wait a call", "calls/s", "rows/s", "MiB/s", "warm GiB")
+"""The most important first."""
+_LEAST_SERVER_COLUMNS: Final = 2
+_UNLIMITED: Final = 10_000  # columns
 _MOST_LAYERS: Final = 16  # shown at once; of more layers neighbours share a line
 
 Json = dict[str, Any]
@@ -95,39 +103,72 @@ def _facts(snapshot: Json) -> list[Panel]:
     return found
 
 
-def _table(title: str, first: str, *names: str) -> Table:
-    table = Table(first, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="right")
+@dataclass(frozen=True)
+class _FirstThatFits:
+    """The first of ``tables`` whose words all fit into the width there is, or the last."""
+
+    tables: Sequence[Table]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for column in (column for table in self.tables for column in table.columns if column.overflow != "fold"):
+            texts = (str(column.header), *map(str, column.cells))
+            words = texts if column.no_wrap else (word for text in texts for word in text.split())
+            column.min_width = max(map(cell_len, words))
+        unlimited = options.update(width=_UNLIMITED)
+        widths = (Measurement.get(console, unlimited, table).minimum for table in self.tables)
+        fitting = (table for table, width in zip(self.tables, widths, strict=True) if width <= options.max_width)
+        yield next(fitting, self.tables[-1])
+
+
+def _table(title: str, *names: str, gap: int = 2) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, gap - 1))
+    for number, name in enumerate(names):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
     return table
 
 
-def _servers(snapshot: Json) -> Table:
-    table = _table("expert servers", "server", "state", "busy", "calls/s", "rows/s", "MiB/s", "wait a call", "warm GiB")
-    for server, load in zip(snapshot["servers"], snapshot["now"]["servers"], strict=True):
-        state = server["state"]
-        by = f" by {server['computed_by']}" if state == "replaced" else ""
-        table.add_row(
-            Text(one_line(server["address"])),
-            Text(one_line(state + by), style=_STATE_COLORS.get(state, "red")),
-            _percent(load["busy"]),
-            *(number(load[name]) for name in ("calls_per_s", "rows_per_s")),
-            number(load["bytes_per_s"] / _MIB),
-            seconds(load["wait_s"]),
-            number(server["batches"]["warm_bytes"] / _GIB if "batches" in server else None),
-        )
-    return table
+def _servers(snapshot: Json) -> _FirstThatFits:
+    """A terminal that is not wide has fewer of the columns, and names in full."""
+    shown = [_SERVER_COLUMNS[:n] for n in range(len(_SERVER_COLUMNS), _LEAST_SERVER_COLUMNS - 1, -1)]
+    tables = [_table("expert servers", "server", "state", *columns) for columns in shown]
+    last = _table("expert servers", "server", "state", *shown[-1])
+    last.columns[0].no_wrap, last.columns[0].overflow = False, "fold"
+    for table in (*tables, last):
+        table.columns[1].no_wrap = False
+        for server, load in zip(snapshot["servers"], snapshot["now"]["servers"], strict=True):
+            state = server["state"]
+            by = f" by {server['computed_by']}" if state == "replaced" else ""
+            figures = (
+                _percent(load["busy"]),
+                seconds(load["wait_s"]),
+                *(number(load[name]) for name in ("calls_per_s", "rows_per_s")),
+                number(load["bytes_per_s"] / _MIB),
+                number(server["batches"]["warm_bytes"] / _GIB if "batches" in server else None),
+            )
+            table.add_row(
+                Text(one_line(server["address"])),
+                Text(one_line(state + by), style=_STATE_COLORS.get(state, "red")),
+                *figures[: len(table.columns) - 2],
+            )
+    return _FirstThatFits([*tables, last])
 
 
-def _times(shown: Json) -> Table:
+def _times(shown: Json) -> _FirstThatFits:
     """Where the seconds of a step go, and those of one call of each MoE layer."""
-    table, layers = _table("where the time goes", "", *PARTS, "in all"), shown["layers"]
+    layers = shown["layers"]
     lines = {"a step": shown["step_parts"]}
     size = max(1, -(-len(layers) // _MOST_LAYERS))
     for first in range(0, len(layers), size):
         group = layers[first : first + size]
         name = f"layer {first}" if len(group) == 1 else f"layers {first}-{first + len(group) - 1}"
         lines[name] = {part: fmean(layer[part] for layer in group) for part in LAYER_PARTS}
-    for name, parts in lines.items():
-        table.add_row(name, *(seconds(parts.get(part)) for part in PARTS), seconds(sum(parts.values())))
-    return table
+    used = [part for part in PARTS if any(parts.get(part) for parts in lines.values())]
+    tables = []
+    for columns, gap in ((PARTS, 2), (PARTS, 1), (used, 1), (used, 1)):
+        table = _table("where the time goes", "", *columns, "in all", gap=gap)
+        for name, parts in lines.items():
+            table.add_row(name, *(seconds(parts.get(part)) for part in columns), seconds(sum(parts.values())))
+        tables.append(table)
+    for column in tables[-1].columns:  # values go on in a second line
+        column.no_wrap, column.overflow = False, "fold"
+    return _FirstThatFits(tables)

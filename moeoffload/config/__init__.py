@@ -1,6 +1,6 @@
 """Every setting once: one model per program, read by pydantic-settings and checked at the edge."""
 
-from moeoffload.config.base import SettingsBase
+from moeoffload.config.base import SettingsBase, warn_of_misspelt_names
 from moeoffload.config.describe import SettingInfo
 from moeoffload.config.host import DenseFormat, DtypeChoice, ExpertFormat, HostSettings, Mode, PayloadChoice, Pipeline
 from moeoffload.config.serve import ServeSettings
@@ -28,4 +28,5 @@ __all__ = [
     "TransportChoice",
     "bracketed",
     "is_loopback",
+    "warn_of_misspelt_names",
 ]

@@ -112,10 +112,7 @@ class SettingsBase(BaseSettings):
     @classmethod
     def load(cls, cli: Mapping[str, Any] | None = None) -> Self:
         """Build the settings from what the command line gave (None = not given), the environment and the defaults."""
-        known = [env for model in _models(SettingsBase) for info in model.infos() for env in info.env_names]
-        for name in sorted(os.environ):
-            if name.startswith((ENV_PREFIX, ALIAS_PREFIX)) and name not in known and os.environ[name].strip():
-                _log.warning("%s is set, but there is no such setting%s", name, _nearest(name, known))
+        warn_of_misspelt_names()
         return cls(_from_cli=True, **{name: value for name, value in (cli or {}).items() if value is not None})
 
     @classmethod
@@ -143,6 +140,14 @@ class SettingsBase(BaseSettings):
         if word not in info.choices:
             raise PydanticCustomError("choice", "not a choice")
         return word
+
+
+def warn_of_misspelt_names() -> None:
+    """Warns of environment names that look like settings of a program of ours, and are none."""
+    known = [env for model in _models(SettingsBase) for info in model.infos() for env in info.env_names]
+    for name in sorted(os.environ):
+        if name.startswith((ENV_PREFIX, ALIAS_PREFIX)) and name not in known and os.environ[name].strip():
+            _log.warning("%s is set, but there is no such setting%s", name, _nearest(name, known))
 
 
 def _models(base: type[SettingsBase]) -> Iterator[type[SettingsBase]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import Final
 
 from moeoffload.config import values
 from moeoffload.config.base import Panel
@@ -23,6 +24,9 @@ _security = Panel.SECURITY.setting
 _channel = Panel.CHANNEL.setting
 _compute = Panel.COMPUTE.setting
 _reporting = Panel.REPORTING.setting
+
+REFUSED_S: Final = 3.0
+"""How long a server that refuses connections is waited for: one that is started beside its host is there by then."""
 
 
 class Mode(StrEnum):
@@ -92,7 +96,11 @@ class _Recovery(CommonSettings):
     verify_percent: values.Percent = _recovery(
         0.0, "Share of dispatches that a replica or the host computes again; a difference ends the run.", means="none"
     )
-    connect_timeout_s: values.Seconds = _limits(10.0, "The longest wait for an expert server to answer at the start.")
+    connect_timeout_s: values.Seconds = _limits(
+        10.0,
+        "The longest wait for an expert server to answer at the start; unless this is given, "
+        f"{REFUSED_S:g} seconds for one that refuses connections.",
+    )
     load_timeout_s: values.DaySeconds = _limits(1800.0, "The longest wait for an expert server to load its experts.")
     dispatch_timeout_s: values.Seconds = _limits(60.0, "The longest wait for the reply to a dispatch of any size.")
     dispatch_floor_s: values.Seconds = _limits(2.0, "The deadline of a dispatch is learned, but not below this.")
@@ -196,6 +204,11 @@ class HostSettings(_Recovery, _Generation):
         None, "The file for the run's report, as JSON.", means="no report file", common=True
     )
     log_level: LogLevel = _reporting(LogLevel.WARNING, "The least serious log message that is shown.")
+
+    @property
+    def refused_timeout_s(self) -> float:
+        """The longest wait for a server that refuses connections."""
+        return self.connect_timeout_s if "connect_timeout_s" in self.model_fields_set else REFUSED_S
 
     def check_security(self, servers: Iterable[Address]) -> None:
         """Check that these settings may be used to reach ``servers``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import queue
@@ -26,11 +27,13 @@ from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.placement import ExpertTable
 from moeoffload.text import one_line
 
+logger = logging.getLogger(__name__)
+
 _END = None
 MAX_UNREAD: Final = 4
 """Answers to steps of an attach that may wait; the host sends one step at a time."""
-LOOK_S: Final = 0.5
-"""How long a connection may take until the host looks why, twice as long each further time."""
+LOOK_S: Final = 0.25
+"""How long a connection may take until the host looks why; twice as long each further time, unless it is refused."""
 CLOSE_S: Final = 10.0
 """How long to wait for gRPC to close a channel, which takes milliseconds."""
 
@@ -52,22 +55,42 @@ class ControlClient:
         """Whether the control plane is TLS."""
         return self._credentials.ca is not None
 
-    def connect(self, timeout_s: float) -> None:
-        """Waits until the server accepts a connection.
-        Raises ServerError: nothing listens there within ``timeout_s``, or one side does not accept the other."""
+    def connect(self, timeout_s: float, refused_s: float | None = None) -> None:
+        """Waits until the server accepts a connection; if it refuses them, says so and waits for ``refused_s`` seconds
+        at most (None: in silence, and as long as otherwise).
+        Raises ServerError: nothing listens there within these times, or one side does not accept the other."""
         deadline = monotonic() + timeout_s
         ready = self._begin(lambda stub, metadata: grpc.channel_ready_future(self._channel))
         try:
-            look_s = LOOK_S
+            look_s, refused_since = LOOK_S, None
             while (left_s := deadline - monotonic()) > 0:
                 try:
                     ready.result(timeout=min(look_s, left_s))
                     return
                 except grpc.FutureTimeoutError:
-                    look_s *= 2
-                    # gRPC goes on trying, whatever the reason: it may be one that no waiting heals.
-                    if reason := why_not(self.address, self._credentials, max(0.1, deadline - monotonic())):
-                        raise ServerError(f"expert server {self.address}: {reason}") from None
+                    pass
+                # gRPC goes on trying, whatever the reason: it may be one that no waiting heals.
+                try:
+                    reason = why_not(self.address, self._credentials, max(0.1, deadline - monotonic()))
+                except ConnectionRefusedError:
+                    look_s = LOOK_S
+                    if refused_s is None:
+                        continue
+                    if refused_since is None:
+                        refused_since = monotonic()
+                        waits_s = min(refused_s, timeout_s)
+                        logger.warning(
+                            "expert server %s refuses connections; waiting %g s for it", self.address, waits_s
+                        )
+                    elif monotonic() - refused_since > refused_s:
+                        raise ServerError(
+                            f"expert server {self.address}: has refused connections for {refused_s:g} s; is "
+                            "moeoffload-expert running there? --connect-timeout-s waits longer"
+                        ) from None
+                    continue
+                if reason:
+                    raise ServerError(f"expert server {self.address}: {reason}")
+                look_s, refused_since = 2 * look_s, None
         finally:
             ready.cancel()
         raise ServerError(

@@ -20,12 +20,14 @@ _NOT_TLS: Final = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "
 
 def why_not(address: str, credentials: HostCredentials, timeout_s: float) -> str | None:
     """Why the server at ``address`` (HOST:PORT) and this host do not accept each other; None if that is not what is
-    wrong. A second or two of ``timeout_s`` are enough."""
+    wrong. A second or two of ``timeout_s`` are enough. Raises ConnectionRefusedError: nothing listens there."""
     place = Address(address)
     try:
         connection = socket.create_connection((place.host, place.port), min(timeout_s, PROBE_S))
     except socket.gaierror as error:
         return f"no machine of the name {one_line(place.host, 253)} is known ({error.strerror})"
+    except ConnectionRefusedError:
+        raise
     except OSError:
         return None
     with connection:

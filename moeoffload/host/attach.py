@@ -70,13 +70,17 @@ class AttachPlan:
 
 
 def connect(
-    address: str, checkpoint: Checkpoint, timeout_s: float, credentials: HostCredentials | None = None
+    address: str,
+    checkpoint: Checkpoint,
+    timeout_s: float,
+    credentials: HostCredentials | None = None,
+    refused_s: float | None = None,
 ) -> Candidate:
-    """Reaches the server at ``address`` and asks what it offers to this model.
+    """Reaches the server at ``address`` and asks what it offers to this model; ``refused_s`` as in `ControlClient`.
     Raises ServerError: it cannot be reached, or is not of this protocol version."""
     client = ControlClient(address, credentials)
     try:
-        client.connect(timeout_s)
+        client.connect(timeout_s, refused_s)
         info = client.describe(timeout_s, model_digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype))
     except BaseException:
         client.close()

@@ -83,7 +83,8 @@ class Fleet:
         for address in settings.experts:
             logger.info("reaching expert server %s, for up to %g s", address, settings.connect_timeout_s)
             try:
-                found.append(connect(address, self._checkpoint, settings.connect_timeout_s, credentials))
+                times = settings.connect_timeout_s, credentials, settings.refused_timeout_s
+                found.append(connect(address, self._checkpoint, *times))
             except ServerError as error:
                 if settings.required is not False:
                     for other in found:
@@ -144,15 +145,16 @@ class Fleet:
             tables = place_experts(experts, sizes, own, self._speeds(plan), usage)
         holders = place_replicas(tables, sizes, offers, copies)
         cache = self._cache()
-        # What they offer is known, and each attach opens a connection of its own. No signal interrupts this thread.
-        for candidate in self._candidates:
-            self._pool.submit(candidate.client.close)
         # Servers that placement gave nothing are left alone.
         self._attaching = [
             self._pool.submit(self._open_shard, table, [self._candidates[i] for i in servers], plan, cache)
             for table, servers in zip(tables, holders, strict=True)
             if table.n_experts
         ]
+        # What they offer is known, and each attach opens a connection of its own. No signal interrupts these threads.
+        # Not before the others: to close one takes gRPC longer than to attach to a server that holds the experts.
+        for candidate in self._candidates:
+            self._pool.submit(candidate.client.close)
 
     def shards(self) -> list[Shard]:
         """Waits until all servers hold what `attach` gave them. Raises ServerError: one of them failed."""

@@ -80,7 +80,7 @@ def test_incomplete_cache_is_not_taken(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        *((hub, f"{hub}.*no such folder, not complete in the local hub cache, and not to") for hub in ("org/no", "no")),
+        *((hub, f"{hub}.*no such folder, not in the local hub cache, and the hub is not") for hub in ("org/no", "no")),
         *((path, r"no such folder$") for path in ("./no", "/no/at/all", "~/no/at/all", "a/b/c", Path("no"))),
         (Path(__file__), r"a model is a folder, a \.gguf or a \.safetensors file$"),
         ("org/na me", r"no such folder, and not a hub id"),

@@ -46,6 +46,35 @@ def test_one_picture_shows_what_the_snapshots_say(commands: Commands, monkeypatc
     assert "layers 18-19" in done.out
 
 
+LONG_NAME = "gpu-node-07.cluster.example.org:50051"
+
+
+@pytest.mark.parametrize("address", ["192.168.100.201:50051", LONG_NAME, "a" * 60 + ":50051"])
+def test_eighty_columns_cut_no_name_and_no_figure(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # a pipe has 80
+    snapshots = with_figures(scripted(2, n_layers=20))
+    for snapshot in snapshots:
+        snapshot["servers"][0]["address"] = address
+    with serving(SnapshotServer(snapshots)) as host:
+        done = commands.run("moeoffload", "top", "--url", host.url, "--once", *OPTIONS, warm=False)
+    assert (done.code, done.err) == (0, "")
+    assert "…" not in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+    lines = done.out[done.out.index("expert servers") :].splitlines()
+    first = next(line for line in lines if line.strip().startswith(address[:20]))
+    load = snapshots[-1]["now"]["servers"][0]
+    assert seconds(load["wait_s"]) in first
+    if len(address) < 40:
+        assert address in first
+    else:
+        following = lines[lines.index(first) + 1]
+        assert first.split()[0] + following.split()[0] == address
+    step = next(line for line in lines if line.strip().startswith("a step"))
+    assert step.rsplit("  ", 1)[-1].strip().endswith(seconds(snapshots[-1]["now"]["step_s"]))
+
+
 def test_on_a_terminal_it_goes_on_until_ctrl_c_and_says_when_the_host_is_gone() -> None:
     with contextlib.ExitStack() as stack:
         with serving(SnapshotServer(with_figures(scripted(3, n_layers=2)))) as host:
@@ -80,6 +109,16 @@ def test_an_https_host_is_checked_by_the_certificates_that_were_given(commands: 
         assert commands.run("moeoffload", *arguments, "--tls-ca", keys / "ca.pem").code == 0
         assert "--tls-ca" in one_line_error(commands.run("moeoffload", *arguments), 5)
         assert "holds no certificates" in one_line_error(commands.run("moeoffload", *arguments, "--tls-ca", keys), 2)
+
+
+def test_misspelt_environment_names_are_told(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEOFFLOAD_LOG_LEVL", "debug")
+    with serving(SnapshotServer(with_figures(scripted(2, n_layers=2)))) as host:
+        done = commands.run("moeoffload", "top", "--url", host.url, "--once", *OPTIONS, warm=False)
+    assert done.code == 0
+    assert done.err.strip() == (
+        "MOEOFFLOAD_LOG_LEVL is set, but there is no such setting; did you mean MOEOFFLOAD_LOG_LEVEL?"
+    )
 
 
 @pytest.mark.parametrize(
