@@ -55,6 +55,11 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %" if 0 < value < 0.1 else f"{100 * value:.0f} %"
 
 
+def _memory(bytes_of: Json) -> str:
+    """What a process holds of its device, and what that has."""
+    return f"{number(bytes_of['reserved_bytes'] / _GIB)} of {number(bytes_of['total_bytes'] / _GIB)}"
+
+
 def _title(snapshot: Json, url: str) -> Text:
     model, requests = snapshot["model"], snapshot["requests"]
     state = "live" if requests["running"] or requests["waiting"] else "idle: nothing runs"
@@ -83,6 +88,7 @@ def _facts(snapshot: Json) -> list[Panel]:
             "tokens it holds": f"{cache['total_tokens']:,}",
             "prompt tokens reused": _percent(shown["reuse"]),
             "requests in a batch": number(shown["members_per_batch"]),
+            "memory of the host, GiB": _memory(snapshot["memory"]),
             "servers lost so far": f"{snapshot['recovery']['lost']:,}",
         },
     }
@@ -103,9 +109,20 @@ def _table(title: str, first: str, *names: str) -> Table:
 
 
 def _servers(snapshot: Json) -> Table:
-    table = _table("expert servers", "server", "state", "busy", "calls/s", "rows/s", "MiB/s", "wait a call", "warm GiB")
+    table = _table(
+        "expert servers",
+        "server",
+        "state",
+        "busy",
+        "calls/s",
+        "rows/s",
+        "MiB/s",
+        "wait a call",
+        "warm GiB",
+        "memory GiB",
+    )
     for server, load in zip(snapshot["servers"], snapshot["now"]["servers"], strict=True):
-        state = server["state"]
+        state, told = server["state"], server.get("batches")
         by = f" by {server['computed_by']}" if state == "replaced" else ""
         table.add_row(
             Text(one_line(server["address"])),
@@ -114,7 +131,8 @@ def _servers(snapshot: Json) -> Table:
             *(number(load[name]) for name in ("calls_per_s", "rows_per_s")),
             number(load["bytes_per_s"] / _MIB),
             seconds(load["wait_s"]),
-            number(server["batches"]["warm_bytes"] / _GIB if "batches" in server else None),
+            number(told["warm_bytes"] / _GIB if told else None),
+            _memory(told) if told else "-",
         )
     return table
 

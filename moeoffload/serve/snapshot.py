@@ -10,7 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moeoffload import __version__
+from moeoffload.device_memory import device_memory
 from moeoffload.host.counters import CallCounters, LayerTimes, add_counters
 from moeoffload.host.session import OffloadedModel
 from moeoffload.host.shard import Shard
@@ -45,6 +48,7 @@ def serving_snapshot(
     return figures | {
         "version": __version__,
         "model": _model(offloaded),
+        "memory": _memory(offloaded.model.device),
         "servers": servers,
         "recovery": offloaded.recovery(),
         "layers": [{"calls": times.calls} | _parts(times) for times in total.layers],
@@ -77,6 +81,10 @@ def _model(offloaded: OffloadedModel) -> dict[str, Any]:
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "layers": len(checkpoint.layers),
     }
+
+
+def _memory(device: torch.device) -> dict[str, Any]:
+    return {"device": str(device)} | asdict(device_memory(device))
 
 
 def _server(shard: Shard, counters: CallCounters, batches: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
