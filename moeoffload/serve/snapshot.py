@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -20,6 +20,8 @@ from moeoffload.host.shard import Shard
 from moeoffload.serve.batches import BatchWatcher
 from moeoffload.serve.figures import PAUSE_S, History, figures
 from moeoffload.serve.stats import ServingStats
+
+LISTEN_S: Final = 60.0  # more than between two scrapes
 
 
 def serving_snapshot(
@@ -35,6 +37,7 @@ def serving_snapshot(
     address what expert servers say of their kernel calls, where that is known.
     """
     recorder = offloaded.recorder
+    recorder.listen(LISTEN_S)
     if watch:
         recorder.watch_layers(PAUSE_S)
     total, *others = recorder.phases.values()

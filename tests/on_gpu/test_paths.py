@@ -152,3 +152,17 @@ def test_both_modes_of_autograd_follow_each_other(start_server: StartServer) -> 
             first = offloaded.model(prompt).logits.clone()
         with torch.no_grad():
             assert torch.equal(offloaded.model(prompt).logits, first)
+
+
+def test_the_report_tells_dense_work_from_what_waits_for_it(start_server: StartServer) -> None:
+    server = start_server("--device", GPU, warm=False)
+    with open_model(DEMO, experts=[server.address], device=GPU, profile=True) as offloaded, torch.inference_mode():
+        ids = torch.randint(5, 200, (1, 64), device=GPU)
+        if IS_REAL:  # a GPU needs 20 ms for it and is told within microseconds
+            large = torch.ones(8192, 8192, device=GPU)
+            offloaded.dispatcher.on_layer = lambda _: torch.mm(large, large, out=torch.empty_like(large))
+        for _ in range(2):
+            offloaded.model(ids)
+            phase = offloaded.report().phases["prefill"]
+        assert phase["complete"]
+        assert not IS_REAL or phase["host"]["dense_s"] > 5 * phase["host"]["pack_s"]
