@@ -159,8 +159,12 @@ def test_the_report_tells_dense_work_from_what_waits_for_it(start_server: StartS
     with open_model(DEMO, experts=[server.address], device=GPU, profile=True) as offloaded, torch.inference_mode():
         ids = torch.randint(5, 200, (1, 64), device=GPU)
         if IS_REAL:  # a GPU needs 20 ms for it and is told within microseconds
-            large = torch.ones(8192, 8192, device=GPU)
-            offloaded.dispatcher.on_layer = lambda _: torch.mm(large, large, out=torch.empty_like(large))
+            large, out = torch.ones(8192, 8192, device=GPU), torch.empty(8192, 8192, device=GPU)
+
+            def more_work(_: int) -> None:
+                torch.mm(large, large, out=out)
+
+            offloaded.dispatcher.on_layer = more_work
         for _ in range(2):
             offloaded.model(ids)
             phase = offloaded.report().phases["prefill"]
