@@ -20,9 +20,13 @@ from command_lines import Commands
 from conftest import DEMO, StartServer, connected, local_model
 from fault_kit.clock import LayerClock
 from many_requests import serve_process
+from many_requests.client import ask, limits
 from synthetic import write_tiny
+from transformers import AttentionInterface
 
 from moeoffload import OffloadedModel, open_model
+from moeoffload.serve.engine import ServingEngine
+from moeoffload.serve.paged_attention import IMPLEMENTATION, SingleRows, paged_attention
 
 GPU = {"1": "cuda", "rehearsal": "cpu"}.get(os.environ.get("TESTS_ON_GPU", ""), "")
 IS_REAL = GPU == "cuda"
@@ -142,6 +146,39 @@ def test_sixteen_clients_are_served(commands: Commands, tmp_path: Path) -> None:
         texts = list(pool.map(ask, prompts))
     right = sum(tasks.check(prompt, text) for prompt, text in zip(prompts, texts, strict=True))
     assert right >= 15
+
+
+def test_attention_of_requests_together_makes_the_host_wait_for_nothing(
+    expected: Any, start_server: StartServer
+) -> None:
+    prompts, tokens = expected
+    server = start_server("--device", GPU, warm=False)
+    calls = []
+
+    def watched(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(keywords["packed_rows"])
+        if not IS_REAL:
+            return paged_attention(*arguments, **keywords)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return paged_attention(*arguments, **keywords)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    AttentionInterface.register(IMPLEMENTATION, watched)
+    try:
+        where: dict[str, Any] = {"experts": [server.address], "device": GPU}
+        with (
+            open_model(DEMO, model_dtype="f32", dtype="f32", **where) as offloaded,
+            ServingEngine(offloaded, limits()) as engine,
+        ):
+            asked = [ask(engine, offloaded.tokenizer(prompt)["input_ids"], 12) for prompt in prompts]
+            assert None not in {answer.finish for answer in asked}
+            assert [answer.tokens for answer in asked] == tokens
+    finally:
+        AttentionInterface.register(IMPLEMENTATION, paged_attention)
+    shared = any(isinstance(each, SingleRows) for call in calls for each in call.segments)
+    assert shared == IS_REAL
 
 
 def test_both_modes_of_autograd_follow_each_other(start_server: StartServer) -> None:
