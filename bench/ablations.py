@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from duel import Opponent, duel
 from local_model import benchmark_checkpoint
 from rich.console import Console
@@ -197,6 +198,8 @@ def main(
     ] = None,
     only: Annotated[str, typer.Option(help="Names of paths, with commas; default: all.")] = "",
     turns: int = 7,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Measure each path with and without."""
     console = Console(width=130)
@@ -208,6 +211,7 @@ def main(
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
+    on = {"host_device": host_device, "server_device": server_device}
     rows: list[Row] = []
     cpu = machine()["cpu"] + (" with a matrix unit" if cpu_features() & Features.MATRIX_UNIT else "")
     with tempfile.TemporaryDirectory() as folder:
@@ -217,8 +221,8 @@ def main(
                 continue
             found = []
             with (
-                Opponent(model, path.options(without=False), ROOT) as ours,
-                Opponent(model, path.options(without=True), ROOT) as without,
+                Opponent(model, path.options(without=False) | on, ROOT) as ours,
+                Opponent(model, path.options(without=True) | on, ROOT) as without,
             ):
                 found = [duel(ours, without, task, turns) for task in path.tasks]
             pays = max(result.ratio.median for result in found) >= PAYS
@@ -235,14 +239,14 @@ def main(
         table.add_row(row.path, row.task, str(row.lines), *figures, row.verdict)
     console.print(table)
     if json is not None:
-        _merge(json, [asdict(row) for row in rows], cpu, turns)
+        _merge(json, [asdict(row) for row in rows], cpu, {"turns": turns} | on)
 
 
-def _merge(path: Path, rows: list[dict[str, Any]], cpu: str, turns: int) -> None:
+def _merge(path: Path, rows: list[dict[str, Any]], cpu: str, settings: dict[str, Any]) -> None:
     """Writes ``rows`` in place of those of the same paths on the same kind of machine; the others stay."""
     old = json_module.loads(path.read_text())["rows"] if path.exists() else []
     measured = {row["path"] for row in rows}
-    data = {"benchmark": "ablations", "machine": machine(), "settings": {"turns": turns}}
+    data = {"benchmark": "ablations", "machine": machine(), "settings": settings}
     data["rows"] = rows + [row for row in old if row["cpu"] != cpu or row["path"] not in measured]
     path.write_text(json_module.dumps(data, indent=1) + "\n")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from duel import Opponent, Result, duel
 from local_model import benchmark_checkpoint
 from rich.console import Console
@@ -57,14 +58,18 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
     ways: str = ",".join(WAYS),
     turns: int = 5,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Compare two checkouts on the same tasks."""
     console = Console(width=130)
+    on = {"host_device": host_device, "server_device": server_device}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         model = checkpoint or benchmark_checkpoint(Path(folder) / "model")
         for way in ways.split(","):
-            with Opponent(model, WAYS[way], ROOT) as this, Opponent(model, WAYS[way], other.resolve()) as that:
+            options = WAYS[way] | on
+            with Opponent(model, options, ROOT) as this, Opponent(model, options, other.resolve()) as that:
                 for task in SERVED if way == "served" else DIRECT:
                     rows.append(Row.of(way, duel(this, that, task, turns * 3 if task["task"] == "decode" else turns)))
                     console.print(f"  {way}: {rows[-1].task} done", style="dim")
@@ -75,7 +80,7 @@ def main(
         table.add_row(row.way, row.task, f"{row.this_s:.3f}", f"{row.other_s:.3f}", f"{row.speed:.3f}")
     console.print(table)
     if json is not None:
-        write_json(json, "against", {"turns": turns}, rows)
+        write_json(json, "against", {"turns": turns} | on, rows)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice, settle
 from one_layer import OneLayer
 from rich.console import Console
 from rich.table import Table
@@ -47,6 +48,8 @@ def main(
     completion: int = 64,
     repeats: int = 5,
     json: Path | None = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Measure the fast server alone, and with one that takes ``factor`` times as long."""
     host_core, server_core = cores()
@@ -57,16 +60,16 @@ def main(
     with contextlib.ExitStack() as stack:
         model = OneLayer.open(stack, checkpoint, experts=64, prompt_tokens=prompt_tokens)
         memory = ("--memory-gib", f"{3 * model.experts_gib + 1:.3f}")
-        fast = stack.enter_context(expert_server(server_core, *memory))
-        slow = stack.enter_context(expert_server(host_core, *memory, slow=(f"factor={factor}",)))
+        fast = stack.enter_context(expert_server(server_core, *memory, device=server_device))
+        slow = stack.enter_context(expert_server(host_core, *memory, device=server_device, slow=(f"factor={factor}",)))
         stats = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "routing.json"
-        write_routing_stats(model, fast, stats)
+        write_routing_stats(model, fast, stats, host_device)
         both = f"fast + {factor:g} x slower"
         sets: dict[str, tuple[list[str], Path | None]] = {"fast alone": ([fast], None)}
         sets |= {both: ([fast, slow], None), f"{both}, routing known": ([fast, slow], stats)}
         opened = {
             name: stack.enter_context(
-                open_model(model.path, experts=addresses, routing_stats=routing, pipeline="off", device="cpu")
+                open_model(model.path, experts=addresses, routing_stats=routing, pipeline="off", device=host_device)
             )
             for name, (addresses, routing) in sets.items()
         }
@@ -93,7 +96,8 @@ def main(
         )
     console.print(table)
     if json is not None:
-        write_json(json, "balance", {"factor": factor, "prompt": prompt_tokens, "completion": completion}, rows)
+        on = {"host_device": host_device, "server_device": server_device}
+        write_json(json, "balance", {"factor": factor, "prompt": prompt_tokens, "completion": completion} | on, rows)
 
 
 def timed_run(model: Any, prompt: torch.Tensor, completion: int) -> tuple[float, float]:
@@ -102,19 +106,22 @@ def timed_run(model: Any, prompt: torch.Tensor, completion: int) -> tuple[float,
     Greedy tokens of a random model soon repeat themselves, and with them a few routes.
     """
     tokens = torch.randint(5, model.config.vocab_size, (completion,), generator=torch.manual_seed(completion))
+    tokens, prompt = tokens.to(model.device), prompt.to(model.device)
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         started = perf_counter()
         model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        settle(model.device)
         prefilled = perf_counter()
         for token in tokens:
             model(token.view(1, 1), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        settle(model.device)
         return prefilled - started, completion / (perf_counter() - prefilled)
 
 
-def write_routing_stats(model: OneLayer, address: str, path: Path) -> None:
+def write_routing_stats(model: OneLayer, address: str, path: Path, host_device: str) -> None:
     """What `moeoffload profile` writes, of other prompts than the measured one."""
-    with open_model(model.path, experts=[address], pipeline="off", device="cpu") as offloaded:
+    with open_model(model.path, experts=[address], pipeline="off", device=host_device) as offloaded:
         counter = RoutingCounter(offloaded.checkpoint)
         offloaded.dispatcher.on_routes = counter.count
         vocab = offloaded.checkpoint.config.get_text_config().vocab_size

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Final
 import torch
 import typer
 from contender import Direct
+from devices import CPU, HostDevice, ServerDevice
 from llama_cpp import CACHE, TOOLS, LlamaCpp, gguf_files, rpc_server
 from local_model import benchmark_checkpoint
 from rich.console import Console
@@ -63,9 +64,9 @@ def set_speed(gbit: float) -> None:
 
 
 @contextlib.contextmanager
-def far_server(checkpoint: Path) -> Iterator[str]:
+def far_server(checkpoint: Path, device: str) -> Iterator[str]:
     """An expert server at the other end; yields its address."""
-    words = ["--listen", f"{FAR}:0", "--insecure", "--model", str(checkpoint), "--device", "cpu", "--threads", "1"]
+    words = ["--listen", f"{FAR}:0", "--insecure", "--model", str(checkpoint), "--device", device, "--threads", "1"]
     command = [*INSIDE, "taskset", "-c", str(cores()[1]), sys.executable]
     command += ["-m", "moeoffload.cli.expert_app", "--exit-with-stdin", "--log-level", "error", *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -135,6 +136,8 @@ def main(
     turns: Annotated[int, typer.Option(min=1)] = 3,
     cache: Annotated[Path, typer.Option(help="Where llama_cpp.py has its files.")] = CACHE,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the result goes.")] = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Measure a prompt and the tokens after it behind cables of several speeds."""
     model = checkpoint or benchmark_checkpoint(cache / "qwen3-30b-a3b-4")
@@ -143,8 +146,8 @@ def main(
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(virtual_cable(NAME, CARD, NEAR, FAR))
-        address = stack.enter_context(far_server(model))
-        common: dict[str, Any] = {"experts": [address], "device": "cpu", "insecure": True, "transport": "stream"}
+        address = stack.enter_context(far_server(model, server_device))
+        common: dict[str, Any] = {"experts": [address], "device": host_device, "insecure": True, "transport": "stream"}
         contenders: dict[str, Ours | Theirs] = {
             name: Ours(stack.enter_context(open_model(model, **common, **way)), prompt) for name, way in WAYS.items()
         }
@@ -173,7 +176,8 @@ def main(
         table.add_row(f"{row.gbit:g}", row.system, *speeds_of, *of_wire, f"{row.prefill_s:.2f}")
     Console(width=140).print(table)
     if json is not None:
-        write_json(json, "cable", {"prompt": prompt, "decoded": DECODED, "turns": turns}, rows)
+        on = {"host_device": host_device, "server_device": server_device}
+        write_json(json, "cable", {"prompt": prompt, "decoded": DECODED, "turns": turns} | on, rows)
 
 
 if __name__ == "__main__":

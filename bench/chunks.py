@@ -16,6 +16,7 @@ from typing import Annotated
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from local_model import load_local
 from phases import watch_local
 from rich.console import Console
@@ -45,6 +46,8 @@ def main(
     repeats: int = 5,
     longest: Annotated[int, typer.Option(help="Leave longer prompts out.")] = 4248,
     json: Path | None = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Measure every way to cut every prompt, in turns with the local model."""
     host_core, server_core = cores()
@@ -53,9 +56,11 @@ def main(
     console = Console()
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(expert_server(server_core))
-        local = Contender(load_local(checkpoint))
-        offloaded = stack.enter_context(open_model(checkpoint, experts=[address], transport="shared", device="cpu"))
+        address = stack.enter_context(expert_server(server_core, device=server_device))
+        local = Contender(load_local(checkpoint, host_device))
+        offloaded = stack.enter_context(
+            open_model(checkpoint, experts=[address], transport="shared", device=host_device)
+        )
         remote = Contender(offloaded.model, offloaded, "shared", "on")
         experts = [layer.module_name for layer in offloaded.checkpoint.layers]
         chunk_rows_for = offloaded.pipeline.chunk_rows_for
@@ -91,7 +96,8 @@ def main(
         )
     console.print(table, "* what the pipeline does by itself")
     if json is not None:
-        write_json(json, "chunks", {"checkpoint": checkpoint.name, "repeats": repeats}, rows)
+        on = {"host_device": host_device, "server_device": server_device}
+        write_json(json, "chunks", {"checkpoint": checkpoint.name, "repeats": repeats} | on, rows)
 
 
 if __name__ == "__main__":

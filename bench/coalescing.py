@@ -20,6 +20,7 @@ from typing import Annotated
 
 import torch
 import typer
+from devices import CPU, ServerDevice
 from fairness import TIMEOUT_S, RawHost
 from limits import read_bandwidth
 from one_layer import OneLayer
@@ -51,9 +52,11 @@ class Row:
 class Server:
     """An expert server with its clients."""
 
-    def __init__(self, stack: contextlib.ExitStack, core: int, path: Path, n_clients: int, coalesce: bool) -> None:
+    def __init__(
+        self, stack: contextlib.ExitStack, core: int, device: str, path: Path, n_clients: int, coalesce: bool
+    ) -> None:
         flag = "--coalesce" if coalesce else "--no-coalesce"
-        _, address = stack.enter_context(expert_server_process(core, flag))
+        _, address = stack.enter_context(expert_server_process(core, flag, device=device))
         self.hosts = [RawHost(address, path, "shared", capacity=32, slots=1) for _ in range(n_clients)]
         for host in self.hosts:
             stack.callback(host.close)
@@ -143,6 +146,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Length of a turn.")] = 1.0,
     repeats: int = 5,
     json: Path | None = None,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Measure decoding clients with and without coalescing."""
     host_core, server_core = cores()
@@ -151,18 +155,19 @@ def main(
     console.print(f"{machine()['cpu']}, clients on core {host_core}, servers on core {server_core}")
     with contextlib.ExitStack() as stack:
         path = OneLayer.open(stack, checkpoint, experts=64, prompt_tokens=8).path
-        servers = {kind: Server(stack, server_core, path, max(counts), kind) for kind in (False, True)}
+        servers = {kind: Server(stack, server_core, server_device, path, max(counts), kind) for kind in (False, True)}
         os.sched_setaffinity(0, {host_core})
         torch.set_num_threads(1)
         about = Checkpoint.open(path)
-        layer, bandwidth = about.layers[0], read_bandwidth()
+        layer, bandwidth = about.layers[0], read_bandwidth(server_device)
         rows: list[Row] = []
         for n in counts:
             hit = layer.n_experts * (1 - (1 - about.top_k / layer.n_experts) ** n)
             rows += measure(servers, n, repeats, seconds, n * bandwidth / (hit * layer.expert_bytes))
     console.print(table(rows))
     if json is not None:
-        write_json(json, "coalescing", {"checkpoint": path.name, "seconds": seconds, "repeats": repeats}, rows)
+        settings = {"checkpoint": path.name, "seconds": seconds, "repeats": repeats, "server_device": server_device}
+        write_json(json, "coalescing", settings, rows)
 
 
 if __name__ == "__main__":

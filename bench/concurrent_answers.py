@@ -15,6 +15,7 @@ from typing import Annotated
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from rich.console import Console
 from rich.table import Table
 from servers import cores, expert_server, write_json
@@ -63,13 +64,19 @@ def together(engine: ServingEngine, prompts: list[list[int]], in_flight: int) ->
 
 def alone(offloaded: OffloadedModel, prompt: list[int]) -> list[int]:
     with torch.inference_mode():
-        out = offloaded.model.generate(torch.tensor([prompt]), max_new_tokens=N_TOKENS, do_sample=False, pad_token_id=0)
+        ids = torch.tensor([prompt], device=offloaded.model.device)
+        out = offloaded.model.generate(ids, max_new_tokens=N_TOKENS, do_sample=False, pad_token_id=0)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
 
 
 def main(
-    prompts: int = 1000, in_flight: int = 32, json: Path | None = None, seed: Annotated[int, typer.Option()] = 3
+    prompts: int = 1000,
+    in_flight: int = 32,
+    json: Path | None = None,
+    seed: Annotated[int, typer.Option()] = 3,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Compare answers."""
     sys.path.insert(0, str(DEMO))
@@ -77,10 +84,11 @@ def main(
 
     texts = tasks.prompts(prompts, seed=seed)
     rows: list[Row] = []
-    with expert_server(cores()[1]) as first, expert_server(cores()[1]) as second:
+    core = cores()[1]
+    with expert_server(core, device=server_device) as first, expert_server(core, device=server_device) as second:
         for transport in ("shared", "stream"):
             with open_model(
-                DEMO / "checkpoint", experts=[first, second], transport=transport, device="cpu", threads=1
+                DEMO / "checkpoint", experts=[first, second], transport=transport, device=host_device, threads=1
             ) as offloaded:
                 ids = [offloaded.tokenizer(text)["input_ids"] for text in texts]
 
@@ -107,7 +115,9 @@ def main(
         )
     Console(width=120).print(table)
     if json is not None:
-        write_json(json, "concurrent_answers", {"checkpoint": "examples/demo", "tokens": N_TOKENS, "seed": seed}, rows)
+        settings = {"checkpoint": "examples/demo", "tokens": N_TOKENS, "seed": seed}
+        settings |= {"host_device": host_device, "server_device": server_device}
+        write_json(json, "concurrent_answers", settings, rows)
 
 
 if __name__ == "__main__":

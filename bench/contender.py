@@ -54,6 +54,14 @@ def random_ids(n: int, vocab: int, seed: int) -> list[int]:
     return torch.randint(5, vocab, (n,), generator=torch.manual_seed(seed)).tolist()
 
 
+def settle(device: Any) -> None:
+    """Waits for what a GPU was told to compute."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Direct:
     """Models that are open in this process: the same one several times where a task wants several hosts."""
 
@@ -75,17 +83,19 @@ class Direct:
         import torch
         from transformers import DynamicCache
 
-        prompt = torch.tensor([random_ids(task["prompt"], self._vocab, task["prompt"])])
+        prompt = torch.tensor([random_ids(task["prompt"], self._vocab, task["prompt"])], device=model.device)
         cache = DynamicCache(config=model.config)
         started = perf_counter()
         with torch.inference_mode():
             logits = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             if task["task"] == "decode":
+                settle(model.device)
                 started = perf_counter()
                 for _ in range(task["tokens"]):
                     # As `generate` does; torch's argmax of bfloat16 takes five times as long.
                     token = logits[:, -1].float().argmax(-1, keepdim=True)
                     logits = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        settle(model.device)
         return perf_counter() - started
 
 
@@ -133,8 +143,9 @@ def main() -> None:
     """Start the server and the host, then do tasks until stdin ends."""
     checkpoint, options = sys.argv[1], json.loads(sys.argv[2])
     host_core, server_core = options["cores"]
-    server_words = ["--listen", "127.0.0.1:0", "--exit-with-stdin", "--device", "cpu", "--threads", "1"]
-    server_words += ["--log-level", "warning", *options.get("server_options", [])]
+    host_device = options.get("host_device", "cpu")
+    server_words = ["--listen", "127.0.0.1:0", "--exit-with-stdin", "--device", options.get("server_device", "cpu")]
+    server_words += ["--threads", "1", "--log-level", "warning", *options.get("server_options", [])]
     with contextlib.ExitStack() as stack:
         patch = options.get("server_patch", "")
         addresses = [
@@ -151,7 +162,7 @@ def main() -> None:
         contender: Direct | Served
         if options.get("served"):
             vocab = AutoConfig.from_pretrained(checkpoint).get_text_config().vocab_size
-            words = ["serve", checkpoint, "--experts", ",".join(addresses), "--device", "cpu", "--threads", "1"]
+            words = ["serve", checkpoint, "--experts", ",".join(addresses), "--device", host_device, "--threads", "1"]
             words += ["--port", "0", "--log-level", "warning", *options.get("host_options", [])]
             url = stack.enter_context(
                 process(host_core, "host_app", options.get("host_patch", ""), words, r"(http://\S+)")
@@ -165,7 +176,7 @@ def main() -> None:
             settings = options.get("settings", {})
             models = []
             for _ in range(options.get("hosts", 1)):
-                opened = open_model(checkpoint, experts=addresses, device="cpu", **settings)
+                opened = open_model(checkpoint, experts=addresses, device=host_device, **settings)
                 models.append(stack.enter_context(opened).model)
             contender = Direct(models)
         print(json.dumps("ready"), flush=True)

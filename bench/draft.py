@@ -16,10 +16,11 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from rich.console import Console
 from rich.table import Table
 from servers import Spread, cores, expert_server, write_json
@@ -92,6 +93,8 @@ def main(
     repeats: Annotated[int, typer.Option(help="Turns.")] = 7,
     steps: Annotated[int, typer.Option(help="Training steps of the demo's head.")] = 800,
     json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Measure answers with and without guesses of the own head."""
     sys.path.insert(0, str(DEMO))
@@ -105,12 +108,12 @@ def main(
             subprocess.run([*train, "--steps", str(steps)], check=True)
         os.sched_setaffinity(0, {host_core})
         rows = []
-        with expert_server(server_core) as address:
+        with expert_server(server_core, device=server_device) as address:
             for transport in (TransportChoice.SHARED, TransportChoice.STREAM):
                 with open_model(
                     checkpoint,
                     experts=[address],
-                    device="cpu",
+                    device=host_device,
                     threads=1,
                     transport=transport,
                     draft=OWN_HEAD,
@@ -129,7 +132,8 @@ def main(
         )
     Console(width=120).print(table)
     if json is not None:
-        settings = {"prompts": prompts, "repeats": repeats, "layers": len(offloaded.checkpoint.layers)}
+        settings: dict[str, Any] = {"prompts": prompts, "repeats": repeats, "layers": len(offloaded.checkpoint.layers)}
+        settings |= {"host_device": host_device, "server_device": server_device}
         write_json(json, "draft", settings, rows)
 
 

@@ -23,6 +23,7 @@ from typing import Annotated
 import psutil
 import torch
 import typer
+from devices import CPU, ServerDevice
 from one_layer import OneLayer
 from rich.console import Console
 from rich.table import Table
@@ -270,6 +271,7 @@ def main(
     slots: Annotated[int, typer.Option(help="Requests that B has in flight.")] = 4,
     transports: Annotated[str, typer.Option(help="Transports to measure.")] = "shared,stream",
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+    server_device: ServerDevice = CPU,
     as_flood: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measures every flood on every transport; exits with 1 when the bound or the server's budget is broken."""
@@ -287,8 +289,8 @@ def main(
         model = OneLayer.open(stack, checkpoint, experts=experts, prompt_tokens=1)
         budget = model.experts_gib + 1.0
         for transport in transports.split(","):
-            server = expert_server_process(cores()[1], "--memory-gib", f"{budget:.3f}", "--batch-capacity", "1024")
-            with server as (process, address):
+            words = ("--memory-gib", f"{budget:.3f}", "--batch-capacity", "1024")
+            with expert_server_process(cores()[1], *words, device=server_device) as (process, address):
                 about = psutil.Process(process.pid)
                 for n_rows in map(int, rows.split(",")):
                     measured.append(measure(about, address, model.path, transport, n_rows, slots, seconds))
@@ -305,6 +307,7 @@ def main(
     Console(width=160).print(table)
     if json is not None:
         settings = {"checkpoint": model.path.name, "experts_gib": model.experts_gib, "budget_gib": budget}
+        settings["server_device"] = server_device
         write_json(json, "fairness", {**settings, "seconds": seconds, "bound": BOUND}, measured)
     if any(row.ratio_p95 > BOUND or row.server_mib_most > budget * 1024 for row in measured):
         raise typer.Exit(1)

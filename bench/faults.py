@@ -18,6 +18,7 @@ from typing import Annotated
 
 import fault_path  # noqa: F401  (before what it makes importable)
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from fault_kit.outcome import Outcome
 from fault_kit.schedule import SETUPS, Fault, draw_faults
 from fault_kit.world import DEADLINE_S, FLOOR_S, SPARE, WHOLE_TIMEOUT_S, World
@@ -26,7 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 
-def run_faults(faults: list[Fault], console: Console) -> tuple[list[Outcome], dict[str, list[str]]]:
+def run_faults(
+    faults: list[Fault], console: Console, host_device: str, server_device: str
+) -> tuple[list[Outcome], dict[str, list[str]]]:
     """The outcomes, and what was left after the model was closed in each setup."""
     outcomes: list[Outcome] = []
     closing: dict[str, list[str]] = {}
@@ -35,8 +38,8 @@ def run_faults(faults: list[Fault], console: Console) -> tuple[list[Outcome], di
             chosen = [fault for fault in faults if fault.setup == setup]
             while chosen:
                 # A world in which something is broken for good is no place for the next fault.
-                with World(Path(tempfile.mkdtemp(dir=folder))) as world:
-                    world.open(setup)
+                with World(Path(tempfile.mkdtemp(dir=folder)), "--device", server_device) as world:
+                    world.open(setup, device=host_device)
                     healthy = True
                     while chosen and healthy:
                         outcome = world.run(chosen.pop(0))
@@ -65,10 +68,12 @@ def main(
     n: Annotated[int, typer.Option("--n", help="Faults; one generation each.")] = 200,
     seed: Annotated[int, typer.Option("--seed", help="Start of the random numbers that draw them.")] = 1,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Where the result goes.")] = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     console = Console(stderr=True)
     started = time.monotonic()
-    outcomes, closing = run_faults(draw_faults(n, seed), console)
+    outcomes, closing = run_faults(draw_faults(n, seed), console, host_device, server_device)
     rows = kind_rows(outcomes)
     table = Table(title=f"{n} faults, seed {seed}, 2 servers; deadline of a dispatch {FLOOR_S:g} to {DEADLINE_S:g} s")
     for field in fields(KindRow):
@@ -86,6 +91,8 @@ def main(
         "deadline_s": [FLOOR_S, DEADLINE_S],
         "pause_limit_s": DEADLINE_S * SPARE,
         "whole_limit_s": WHOLE_TIMEOUT_S,
+        "host_device": host_device,
+        "server_device": server_device,
         "links": "loopback addresses 127.0.0.1 and 127.0.0.2",
     }
     figures = summary(outcomes) | {"left_after_closing": left, "seconds": time.monotonic() - started}

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import torch
+from devices import CPU
 from servers import expert_server
 from synthetic import tiny_config, write_checkpoint
 
@@ -29,9 +30,10 @@ def small_model(folder: Path, *, experts: int, layers: int) -> Path:
 class Fleet:
     """Expert servers, started when first asked for, stopped with ``stack``; all cores but the host's take turns."""
 
-    def __init__(self, stack: contextlib.ExitStack, *options: str) -> None:
+    def __init__(self, stack: contextlib.ExitStack, *options: str, device: str = CPU) -> None:
         self._stack = stack
         self._options = options
+        self._device = device
         self._cores = sorted(os.sched_getaffinity(0))[1:] or sorted(os.sched_getaffinity(0))
         self._addresses: list[str] = []
 
@@ -39,7 +41,7 @@ class Fleet:
         """Addresses of ``n`` servers."""
         while len(self._addresses) < n:
             core = self._cores[len(self._addresses) % len(self._cores)]
-            self._addresses.append(self._stack.enter_context(expert_server(core, *self._options)))
+            self._addresses.append(self._stack.enter_context(expert_server(core, *self._options, device=self._device)))
         return self._addresses[:n]
 
     @property

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from parity import MAX_NEW_TOKENS, accuracy, complete
 from prefill_ipc import DEMO
 from rich.console import Console
@@ -106,18 +107,19 @@ def parting(reference: Any, tokenizer: Any, prompt: str, expected: list[int], go
     pairs = enumerate(zip(expected, got, strict=False))
     at = next((at for at, (one, other) in pairs if one != other), min(len(expected), len(got)) - 1)
     ids = torch.cat([tokenizer(prompt, return_tensors="pt")["input_ids"], torch.tensor([expected[:at]]).long()], 1)
-    logits = reference(ids).logits[0, -1].float()
+    logits = reference(ids.to(reference.device)).logits[0, -1].float()
     return f"{prompt} token {at}: gap {(logits[expected[at]] - logits[got[at]]).item():.3f}"
 
 
-def measure(name: str, texts: Sequence[str], servers: Sequence[str], folder: Path) -> list[Row]:
+def measure(name: str, texts: Sequence[str], servers: Sequence[str], folder: Path, host_device: str = CPU) -> list[Row]:
     """The rows of a format."""
     path, reference = converted(name, folder)
+    reference.to(host_device)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     expected = complete(reference, tokenizer, list(texts))
     rows = []
     for transport in TRANSPORTS:
-        with open_model(path, experts=list(servers), transport=transport, device="cpu") as offloaded:
+        with open_model(path, experts=list(servers), transport=transport, device=host_device) as offloaded:
             got = complete(offloaded.model, tokenizer, list(texts))
         differing = [
             parting(reference, tokenizer, text, one, other)
@@ -134,6 +136,8 @@ def main(
     prompts: Annotated[int, typer.Option(min=1)] = 64,
     formats: Annotated[str, typer.Option(help="Names, with commas.")] = ",".join((*FOLDERS, *FILES)),
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the result goes.")] = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Compare tokens; exit code 1 if a format solves too few tasks."""
     torch.set_num_threads(1)
@@ -141,10 +145,12 @@ def main(
     texts = tasks.prompts(prompts, seed=7)
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(expert_server(cores()[1], "--memory-gib", "1")) for _ in range(2)]
+        servers = [
+            stack.enter_context(expert_server(cores()[1], "--memory-gib", "1", device=server_device)) for _ in range(2)
+        ]
         for name in formats.split(","):
             with tempfile.TemporaryDirectory() as folder:
-                rows += measure(name, texts, servers, Path(folder))
+                rows += measure(name, texts, servers, Path(folder), host_device)
     table = Table(title=f"{prompts} held-out prompts, up to {MAX_NEW_TOKENS} tokens, two servers")
     for column in ("format", "transport", "equal answers", "right %", "reference right %", "answers that differ"):
         table.add_column(column)
@@ -153,7 +159,8 @@ def main(
         table.add_row(row.format, row.transport, *cells, "\n".join(row.differing))
     Console().print(table)
     if json is not None:
-        write_json(json, "formats_parity", {"prompts": prompts, "servers": len(servers)}, rows)
+        on = {"host_device": host_device, "server_device": server_device}
+        write_json(json, "formats_parity", {"prompts": prompts, "servers": len(servers)} | on, rows)
     if any(row.right_percent < LEAST_PERCENT[4 if "4" in row.format else 8] for row in rows):
         raise typer.Exit(1)
 

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from devices import CPU
 from fuzz_calls import fuzz_calls
 from fuzz_frames import (
     HTTP2_CALL,
@@ -82,11 +83,18 @@ class Run:
         return bad or left or not self.verdicts.get("good_request_right", True)
 
 
-def fuzz_server(seconds: float, seed: int, least: tuple[int, int], folder: Path, say: Callable[[Row], None]) -> Run:
+def fuzz_server(
+    seconds: float,
+    seed: int,
+    least: tuple[int, int],
+    folder: Path,
+    say: Callable[[Row], None],
+    device: str = CPU,
+) -> Run:
     """The parts that need a server, in ``seconds`` altogether; ``least`` frames and calls if that takes longer."""
     rows: list[Row] = []
     model, rng = Model(), random.Random(seed)
-    with server(folder) as running:
+    with server(folder, device=device) as running:
         good = _good_answer(running, model)
         before, watch = running.watch.virtual("VmPeak"), running.watch
         watch.look()
@@ -212,6 +220,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="about how long everything takes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--server-device", default=CPU, help="where the server computes: cpu, cuda or cuda:N")
     arguments = parser.parse_args()
     whole = arguments.seconds >= WHOLE_S
     least = (FRAMES, CALLS) if whole else (0, 0)
@@ -225,7 +234,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="moeoffload-fuzz-") as text:
         folder = Path(text)
-        run = fuzz_server(0.7 * arguments.seconds, arguments.seed, least, folder, say)
+        run = fuzz_server(0.7 * arguments.seconds, arguments.seed, least, folder, say, arguments.server_device)
         targets = fuzz_targets(0.3 * arguments.seconds, arguments.seed, folder, say, TARGETS)
         if run.failed:
             print((folder / "server.log").read_text(errors="replace")[-4000:], file=sys.stderr)
@@ -236,6 +245,7 @@ def main() -> None:
         print(f"skipped: {line}")
     if arguments.json:
         settings = {"seconds": arguments.seconds, "seed": arguments.seed, "quick": not whole, **run.verdicts}
+        settings["server_device"] = arguments.server_device
         write_json(arguments.json, "fuzz", settings, run.rows)
     sys.exit(run.failed)
 

@@ -19,6 +19,7 @@ from typing import Final
 
 import psutil
 import torch
+from devices import CPU
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient
@@ -127,10 +128,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(folder: Path, model: Path = DEMO) -> Iterator[Server]:
+def server(folder: Path, model: Path = DEMO, device: str = CPU) -> Iterator[Server]:
     """A ``moeoffload-expert`` on loopback with its own copy of ``model``; its log goes to ``folder``."""
     command = [sys.executable, "-m", "moeoffload.cli.expert_app", "--listen", "127.0.0.1:0", "--exit-with-stdin"]
-    command += ["--device", "cpu", "--threads", "1", "--memory-gib", "0.5", "--model", str(model)]
+    command += ["--device", device, "--threads", "1", "--memory-gib", "0.5", "--model", str(model)]
     command += ["--batch-capacity", str(BATCH_CAPACITY)]
     # Else the address space would grow by 64 MiB for every thread that allocates, and hide what is looked for.
     environment = os.environ | {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"}

@@ -3,8 +3,8 @@
 ``devices``: driver, GPUs, versions, rates of copies. ``tests``: what ``make gpu`` runs, by file. ``kernels``: the
 programs of four geometries beside their limit. ``model``: Qwen3-30B-A3B's geometry with four layers, decode and prefill
 with remote and with local experts in turns, and what the host launches, copies and waits for in each layer. ``faults``:
-servers killed in mid-decode. Needs no network. ``--device cpu`` rehearses a part where there is no GPU; its figures
-mean nothing.
+servers killed in mid-decode. Needs no network. ``--host-device cpu --server-device cpu`` rehearses a part where there
+is no GPU; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from xml.etree import ElementTree
 
 import torch
 import typer
+from devices import HostDevice, ServerDevice
 from kernels_cuda import Clock, copy_bytes_per_s
 from local_model import benchmark_checkpoint
 from rich.console import Console
@@ -64,7 +65,7 @@ class Row:
     of_limit: float | None = None
 
 
-def devices(device: torch.device, _: Path) -> Iterator[Row]:
+def devices(device: torch.device, _: torch.device, __: Path) -> Iterator[Row]:
     """What is here, and how fast bytes move."""
     yield Row("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}")
     for module in ("transformers", "triton"):
@@ -88,10 +89,15 @@ def devices(device: torch.device, _: Path) -> Iterator[Row]:
         yield Row(f"page-locked {name}", f"{n_bytes / us / 1e3:.1f} GB/s")
 
 
-def tests(device: torch.device, folder: Path) -> Iterator[Row]:
+def tests_environment(host: torch.device, server: torch.device) -> dict[str, str]:
+    """Of the tests, which choose their devices themselves: all that there are, or a rehearsal on the CPU."""
+    return os.environ | {"TESTS_ON_GPU": "1" if "cuda" in (host.type, server.type) else "rehearsal"}
+
+
+def tests(host: torch.device, server: torch.device, folder: Path) -> Iterator[Row]:
     """A row for each file of tests; each failure is named."""
     report = folder / "junit.xml"
-    environment = os.environ | {"TESTS_ON_GPU": "1" if device.type == "cuda" else "rehearsal"}
+    environment = tests_environment(host, server)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     command += ["tests/on_gpu", "tests/gpu_kernels", "tests/test_staging.py"]
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -108,15 +114,14 @@ def tests(device: torch.device, folder: Path) -> Iterator[Row]:
     yield Row("failed", ", ".join(failed) or ("none" if counts else "not ended in time"))
 
 
-def kernels(device: torch.device, folder: Path) -> Iterator[Row]:
+def kernels(_: torch.device, device: torch.device, folder: Path) -> Iterator[Row]:
     """`kernels_cuda.py` for each geometry, and for one in float16: the programs at few rows beside their limit."""
     runs = [(name, "bf16") for name in GEOMETRIES] + [(GEOMETRIES[0], "f16")]
     for name, dtype in runs:
         result = folder / f"{name}-{dtype}.json"
         command = [sys.executable, str(ROOT / "bench" / "kernels_cuda.py"), "--geometry", name, "--dtype", dtype]
-        command += ["--json", str(result)]
-        if device.type != "cuda":
-            command += ["--device", "cpu", "--smoke"]
+        command += ["--json", str(result), "--device", str(device)]
+        command += [] if device.type == "cuda" else ["--smoke"]
         environment = os.environ | ({} if device.type == "cuda" else {"TRITON_INTERPRET": "1"})
         done = subprocess.run(
             command, check=False, env=environment, timeout=PART_S / len(runs), stdout=subprocess.DEVNULL
@@ -182,22 +187,21 @@ def loading(folder: Path, device: torch.device) -> Iterator[Row]:
         yield Row(f"loading, {way}", f"{Spread.of(figures):.2f} GB/s", f"{best:.2f}", Spread.of(figures).median / best)
 
 
-def model(device: torch.device, folder: Path) -> Iterator[Row]:
+def model(device: torch.device, server_device: torch.device, folder: Path) -> Iterator[Row]:
     """Remote beside local experts, in turns; the limit of remote is local, that of decode the read rate as well."""
     checkpoint = benchmark_checkpoint(folder / "g4", layers=4 if device.type == "cuda" else 1)
-    name = "cuda" if device.type == "cuda" else "cpu"
     prompt = torch.randint(5, 1000, (1, PROMPT), generator=torch.manual_seed(1)).to(device)
     yield from loading(checkpoint, device)
     with contextlib.ExitStack() as stack:
-        # Of several --device options the last one counts.
-        server = stack.enter_context(expert_server(cores()[1], "--device", name))
+        server = stack.enter_context(expert_server(cores()[1], device=str(server_device)))
         ways: dict[str, Any] = {
             "remote, shared": {"experts": [server], "transport": "shared"},
             "remote, stream": {"experts": [server], "transport": "stream"},
             "local": {"local_experts_gib": 64},
         }
         opened = {
-            way: stack.enter_context(open_model(checkpoint, device=name, **options)) for way, options in ways.items()
+            way: stack.enter_context(open_model(checkpoint, device=str(device), **options))
+            for way, options in ways.items()
         }
         found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for turn in range(TURNS + 1):
@@ -219,10 +223,10 @@ def model(device: torch.device, folder: Path) -> Iterator[Row]:
                 yield Row(f"{way}: {row.name}", row.value)
 
 
-def faults(device: torch.device, folder: Path) -> Iterator[Row]:
+def faults(host: torch.device, server: torch.device, _: Path) -> Iterator[Row]:
     """Twenty servers killed in mid-decode: the tokens, and the longest answer beside an undisturbed one."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "killed", "tests/on_gpu"]
-    environment = os.environ | {"TESTS_ON_GPU": "1" if device.type == "cuda" else "rehearsal"}
+    environment = tests_environment(host, server)
     passed = 0
     begun = perf_counter()
     rounds = 0
@@ -235,29 +239,28 @@ def faults(device: torch.device, folder: Path) -> Iterator[Row]:
     )
 
 
-PARTS: Final[dict[Part, Callable[[torch.device, Path], Iterator[Row]]]] = {
+PARTS: Final[dict[Part, Callable[[torch.device, torch.device, Path], Iterator[Row]]]] = {
     Part.DEVICES: devices, Part.TESTS: tests, Part.KERNELS: kernels, Part.MODEL: model, Part.FAULTS: faults,
 }  # fmt: skip
 
 
 def main(
     part: Annotated[Part, typer.Option(help="What to show.")],
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a rehearsal.")] = "cuda",
+    host_device: HostDevice = "cuda",
+    server_device: ServerDevice = "cuda",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the result goes.")] = None,
 ) -> None:
     """Show one part."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("this machine has no GPU that torch can use", param_hint="--device")
     with tempfile.TemporaryDirectory() as folder:
-        rows = list(PARTS[part](torch.device(device), Path(folder)))
-    table = Table(title=f"{part} on {device}")
+        rows = list(PARTS[part](torch.device(host_device), torch.device(server_device), Path(folder)))
+    table = Table(title=f"{part}, host on {host_device}, server on {server_device}")
     for column in ("", "value", "limit", "of limit"):
         table.add_column(column)
     for row in rows:
         table.add_row(row.name, row.value, row.limit, "" if row.of_limit is None else f"{row.of_limit:.0%}")
     Console(width=140).print(table)
     if json is not None:
-        write_json(json, "gpu", {"part": part.value, "device": device}, rows)
+        write_json(json, "gpu", {"part": part.value, "host_device": host_device, "server_device": server_device}, rows)
     if any(row.of_limit is not None and row.of_limit < 1 for row in rows) and part in (Part.TESTS, Part.FAULTS):
         raise typer.Exit(1)
 

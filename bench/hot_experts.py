@@ -16,6 +16,7 @@ from typing import Annotated
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice, settle
 from one_layer import OneLayer
 from rich.console import Console
 from rich.table import Table
@@ -49,6 +50,8 @@ def main(
     checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint folder; default: one layer is written.")] = None,
     experts: int = 64,
     json: Path | None = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Measure calls of one row and of many with different shares of the experts on the host."""
     host_core, server_core = cores()
@@ -57,13 +60,13 @@ def main(
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
         model = OneLayer.open(stack, checkpoint, experts=experts, prompt_tokens=8)
-        address = stack.enter_context(expert_server(server_core))
+        address = stack.enter_context(expert_server(server_core, device=server_device))
         os.sched_setaffinity(0, {host_core})
         torch.set_num_threads(1)
         for share in SHARES:
             gib = share * model.experts_gib + 1e-6
             with open_model(
-                model.path, experts=[address], local_experts_gib=gib, pipeline="off", device="cpu"
+                model.path, experts=[address], local_experts_gib=gib, pipeline="off", device=host_device
             ) as offloaded:
                 rows += [measure(offloaded, share, n_rows, n_calls) for n_rows, n_calls in CALLS.items()]
     table = Table(title="one layer: medians (5th-95th percentile)")
@@ -82,16 +85,20 @@ def main(
         )
     console.print(table)
     if json is not None:
-        write_json(json, "hot_experts", {"experts": experts, "calls": CALLS}, rows)
+        on = {"host_device": host_device, "server_device": server_device}
+        write_json(json, "hot_experts", {"experts": experts, "calls": CALLS} | on, rows)
 
 
 def measure(offloaded: OffloadedModel, share: float, n_rows: int, n_calls: int) -> Row:
     """Times calls of the dispatcher with random routes; then the same with one part left away at a time."""
     layer, top_k = offloaded.checkpoint.layers[0], offloaded.checkpoint.top_k
-    generator = torch.manual_seed(n_rows)
-    hidden = torch.randn(n_rows, offloaded.checkpoint.hidden_size, generator=generator).to(offloaded.checkpoint.dtype)
-    weights = torch.full((n_rows, top_k), 1 / top_k, dtype=hidden.dtype)
-    routes = [torch.rand(n_rows, layer.n_experts, generator=generator).topk(top_k).indices for _ in range(n_calls)]
+    generator, device = torch.manual_seed(n_rows), offloaded.model.device
+    hidden = torch.randn(n_rows, offloaded.checkpoint.hidden_size, generator=generator).to(
+        device, offloaded.checkpoint.dtype
+    )
+    weights = torch.full((n_rows, top_k), 1 / top_k, dtype=hidden.dtype, device=device)
+    scores = [torch.rand(n_rows, layer.n_experts, generator=generator) for _ in range(n_calls)]
+    routes = [each.topk(top_k).indices.to(device) for each in scores]
     times, local, remote, limits = [], [], [], []
     with torch.inference_mode():
         for ids in routes[:3]:
@@ -102,6 +109,7 @@ def measure(offloaded: OffloadedModel, share: float, n_rows: int, n_calls: int) 
             before = counters.local_s, sum(s.compute_s + s.queue_s for s in counters.servers), counters.pack_s
             started = perf_counter()
             offloaded.dispatcher(0, hidden, ids, weights)
+            settle(device)
             times.append(1e3 * (perf_counter() - started))
             packed = counters.pack_s - before[2]
             local.append(1e3 * (counters.local_s - before[0] + packed))

@@ -1,4 +1,4 @@
-"""What the hardware allows on one core: how fast it reads, how fast it multiplies, and what a model asks of both."""
+"""What one core, or a GPU, allows: how fast it reads, how fast it multiplies, and what a model asks of both."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from devices import CPU
 
 from moeoffload.checkpoint import Checkpoint
 
@@ -21,8 +22,14 @@ def _sum(values: np.ndarray) -> int:
     return total
 
 
-def read_bandwidth(n_bytes: int = 256 << 20) -> float:
-    """Bytes per second that one core reads from memory; the best of several tries, since a limit is what can be."""
+def read_bandwidth(device: str = CPU, n_bytes: int = 256 << 20) -> float:
+    """Bytes per second that one core reads from memory, or that a copy on a GPU moves; the best of several tries, since
+    a limit is what can be."""
+    if device != CPU:
+        from kernels_cuda import Clock, copy_bytes_per_s  # not before: it imports models
+
+        on = torch.device(device)
+        return max(copy_bytes_per_s(Clock(on, 10), on, n_bytes) for _ in range(3))
     values = np.ones(n_bytes // 8, dtype=np.int64)
     tensor = torch.from_numpy(values)
     _sum(values[:8])
@@ -35,8 +42,14 @@ def read_bandwidth(n_bytes: int = 256 << 20) -> float:
     return n_bytes / best
 
 
-def matmul_flops(dtype: torch.dtype, seconds: float = 2.0) -> float:
-    """Floating-point operations per second of torch's best square product in ``dtype`` with the threads it has."""
+def matmul_flops(dtype: torch.dtype, device: str = CPU, seconds: float = 2.0) -> float:
+    """Floating-point operations per second of torch's best square product in ``dtype`` with the threads it has, or on a
+    GPU."""
+    if device != CPU:
+        from kernels_cuda import Clock, product_flop_per_s
+
+        on = torch.device(device)
+        return max(product_flop_per_s(Clock(on, 10), on, dtype, size) for size in (2048, 4096, 8192))
     best = 0.0
     for size in (1024, 2048, 3072):
         left, right = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)

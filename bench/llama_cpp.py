@@ -26,6 +26,7 @@ from typing import Annotated, Any, Final
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from duel import Opponent
 from gguf import GGUFReader
 from limits import read_bandwidth
@@ -177,7 +178,7 @@ class Ours:
 
 
 def compare(
-    tools: Path, kind: str, file: Path, ours: Path, turns: int, limit: float, prompts: Sequence[int]
+    tools: Path, kind: str, file: Path, ours: Path, turns: int, limit: float, prompts: Sequence[int], on: dict[str, str]
 ) -> list[Row]:
     """All contenders with one format, in turns, after one turn each that does not count."""
     settings = {"remote": {}, "local": {"local_experts_gib": 64}}
@@ -188,7 +189,7 @@ def compare(
             ("llama.cpp", "local"): LlamaCpp(tools, file, None, prompts),
         }
         for where, words in settings.items():
-            opponent = stack.enter_context(Opponent(ours, {"settings": words}, ROOT))
+            opponent = stack.enter_context(Opponent(ours, {"settings": words, **on}, ROOT))
             contenders["moeoffload", where] = Ours(opponent, prompts)
         found: dict[tuple[str, str], list[dict[str, float]]] = {name: [] for name in contenders}
         for turn in range(turns + 1):
@@ -211,6 +212,8 @@ def main(
     long: Annotated[bool, typer.Option(help="Prompts of 2,048 tokens, too.")] = True,
     cache: Annotated[Path, typer.Option(help="For llama.cpp and the files.")] = CACHE,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Compare with llama.cpp, its RPC server and local."""
     cache.mkdir(parents=True, exist_ok=True)
@@ -219,13 +222,14 @@ def main(
     files = gguf_files(model, cache, tools, types.split(","))
     torch.set_num_threads(1)
     rate = read_bandwidth()
+    on = {"host_device": host_device, "server_device": server_device}
     rows: list[Row] = []
     prompts = (512, 2048) if long else (512,)
     for kind, file in files.items():
-        rows += compare(tools, kind, file, file, turns, rate / read_bytes(file), prompts)
+        rows += compare(tools, kind, file, file, turns, rate / read_bytes(file), prompts, on)
         show(rows)
         if json_file is not None:
-            settings: dict[str, Any] = {"turns": turns, "package": PACKAGE, "decoded": DECODED}
+            settings: dict[str, Any] = {"turns": turns, "package": PACKAGE, "decoded": DECODED} | on
             write_json(json_file, "llama_cpp", settings, rows)
 
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice, settle
 from rich.console import Console
 from rich.table import Table
 from servers import expert_server_process, write_json
@@ -89,14 +90,15 @@ def load_seconds(address: str, checkpoint: Checkpoint) -> float:
     return times[-1] - times[0]
 
 
-def host_seconds(checkpoint: Checkpoint) -> float:
+def host_seconds(checkpoint: Checkpoint, device: str) -> float:
     """How long a host takes to load the dense layers."""
     begun = time.perf_counter()
-    load_with_packed_linears(checkpoint, torch.device("cpu"), DenseFormat.KEEP)
+    load_with_packed_linears(checkpoint, torch.device(device), DenseFormat.KEEP)
+    settle(device)
     return time.perf_counter() - begun
 
 
-def measure(name: str, folder: Path, rounds: int) -> Row:
+def measure(name: str, folder: Path, rounds: int, host_device: str, server_device: str) -> Row:
     """All figures of one checkpoint."""
 
     def best(figure: Callable[[], float]) -> float:
@@ -107,11 +109,12 @@ def measure(name: str, folder: Path, rounds: int) -> Row:
     total = sum(file.stat().st_size for file in files) / 1e9
     experts = sum(layer.n_experts * layer.expert_bytes for layer in checkpoint.layers) / 1e9
     again, stays = (-best(lambda stays=stays: -read_rate(files, stays=stays)) for stays in (False, True))  # type: ignore[misc]
-    with expert_server_process(0, "--keep-warm", "off", "--memory-gib", "8") as (server, address):
+    words = ("--keep-warm", "off", "--memory-gib", "8")
+    with expert_server_process(0, *words, device=server_device) as (server, address):
         for thread in Path(f"/proc/{server.pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), os.sched_getaffinity(0))
         load = experts / best(lambda: load_seconds(address, checkpoint))
-    host = (total - experts) / best(lambda: host_seconds(checkpoint))
+    host = (total - experts) / best(lambda: host_seconds(checkpoint, host_device))
     return Row(name, experts, total - experts, again, stays, load, load / stays, host)
 
 
@@ -133,9 +136,12 @@ def main(
     gb: Annotated[float, typer.Option(help="Experts of a checkpoint that is written.")] = 1.2,
     rounds: int = 3,
     json: Path | None = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Measure loading in each format."""
-    rows = [measure(name, path, rounds) for name, path in checkpoints(folder, formats.split(","), gb)]
+    stored = checkpoints(folder, formats.split(","), gb)
+    rows = [measure(name, path, rounds, host_device, server_device) for name, path in stored]
     table = Table(title=f"loading, GB/s, {CORES} cores, best of {rounds}")
     columns = ("experts GB", "dense GB", "read again", "read (limit)", "server loads", "of limit", "host")
     for column in ("format", *columns):
@@ -145,7 +151,8 @@ def main(
         table.add_row(row.format, *sizes, f"{row.load:.2f}", f"{row.load_of_read:.2f}", f"{row.host:.2f}")
     Console().print(table)
     if json is not None:
-        write_json(json, "loading", {"gb": gb, "rounds": rounds}, rows)
+        on = {"host_device": host_device, "server_device": server_device}
+        write_json(json, "loading", {"gb": gb, "rounds": rounds} | on, rows)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from devices import CPU
 from local_experts import register_local_experts
 from synthetic import geometry_config, write_checkpoint
 from transformers import AutoModelForCausalLM
@@ -15,12 +16,14 @@ from moeoffload.huge_pages import empty_weights
 from moeoffload.kernels.fast_dense import accelerate_dense
 
 
-def load_local(checkpoint: Path) -> Any:
-    """The transformers model of ``checkpoint``, all of it in this process, with fast dense layers."""
+def load_local(checkpoint: Path, device: str = CPU) -> Any:
+    """The transformers model of ``checkpoint``, all of it in this process; on a CPU with fast dense layers."""
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, experts_implementation=register_local_experts(), dtype="auto"
     )
+    if device != CPU:
+        return model.to(device).eval()
     for parameter in model.parameters():
         parameter.data = empty_weights(parameter.shape, parameter.dtype).copy_(parameter.data)
     accelerate_dense(model)

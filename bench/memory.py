@@ -16,6 +16,7 @@ from typing import Annotated
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from rich.console import Console
 from rich.table import Table
 from servers import cores, expert_server_process, write_json
@@ -45,13 +46,13 @@ def peak_mib(pid: int) -> float:
     raise RuntimeError(f"process {pid} has no VmHWM")
 
 
-def host(checkpoint: str, addresses: str, prompt_tokens: int) -> None:
+def host(checkpoint: str, addresses: str, prompt_tokens: int, device: str) -> None:
     """The host's part, in a process of its own; prints its figures and waits for a line between the two peaks."""
-    with open_model(checkpoint, experts=addresses.split(","), device="cpu") as offloaded, torch.inference_mode():
+    with open_model(checkpoint, experts=addresses.split(","), device=device) as offloaded, torch.inference_mode():
         held = [server["resident_bytes"] / MIB for server in offloaded.report().servers]
         print(offloaded.checkpoint.dense_bytes / MIB, peak_mib(os.getpid()), *held, flush=True)
         sys.stdin.readline()
-        offloaded.model(torch.randint(5, 1000, (1, prompt_tokens)), logits_to_keep=1)
+        offloaded.model(torch.randint(5, 1000, (1, prompt_tokens), device=device), logits_to_keep=1)
         print(peak_mib(os.getpid()), flush=True)
         sys.stdin.readline()
 
@@ -61,20 +62,25 @@ def main(
     servers: int = 2,
     prompt_tokens: int = 512,
     json: Path | None = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
     as_host: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measure the peak of one host and of each server."""
     torch.set_num_threads(1)
     if as_host is not None:
-        host(str(checkpoint), as_host, prompt_tokens)
+        host(str(checkpoint), as_host, prompt_tokens, host_device)
         return
     console = Console()
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
-        running = [stack.enter_context(expert_server_process(cores()[1], "--memory-gib", "8")) for _ in range(servers)]
+        running = [
+            stack.enter_context(expert_server_process(cores()[1], "--memory-gib", "8", device=server_device))
+            for _ in range(servers)
+        ]
         addresses = ",".join(address for _, address in running)
         command = [sys.executable, __file__, "--checkpoint", str(checkpoint), "--as-host", addresses]
-        command += ["--prompt-tokens", str(prompt_tokens)]
+        command += ["--prompt-tokens", str(prompt_tokens), "--host-device", host_device]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdin is not None
         assert process.stdout is not None
@@ -98,7 +104,9 @@ def main(
         table.add_row(row.process, *cells, verdict, f"{row.prompt_mib:,.0f}")
     console.print(table)
     if json is not None:
-        write_json(json, "memory", {"checkpoint": checkpoint.name, "servers": servers, "prompt": prompt_tokens}, rows)
+        settings = {"checkpoint": checkpoint.name, "servers": servers, "prompt": prompt_tokens}
+        settings |= {"host_device": host_device, "server_device": server_device}
+        write_json(json, "memory", settings, rows)
     if any(row.open_mib > row.limit_mib for row in rows):
         raise typer.Exit(1)
 

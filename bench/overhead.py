@@ -22,6 +22,7 @@ from typing import Annotated
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from limits import Demand, matmul_flops, read_bandwidth
 from local_experts import NAME
 from local_model import benchmark_checkpoint, load_local
@@ -59,7 +60,7 @@ class Row:
 class Bench:
     """All measurements of one run; ``contenders`` begin with the local one."""
 
-    def __init__(self, contenders: Sequence[Contender], repeats: int, console: Console) -> None:
+    def __init__(self, contenders: Sequence[Contender], repeats: int, console: Console, server_device: str) -> None:
         self.contenders = contenders
         self.repeats = repeats
         self.console = console
@@ -68,17 +69,20 @@ class Bench:
         self.experts = [layer.module_name for layer in offloaded.checkpoint.layers]
         self.demand = Demand.of(contenders[0].model, offloaded.checkpoint)
         self.vocab = contenders[0].model.config.get_text_config().vocab_size
-        self.read_bytes_per_s = read_bandwidth()
-        self.flop_per_s = matmul_flops(offloaded.checkpoint.dtype)
+        dtype, host_device = offloaded.checkpoint.dtype, str(contenders[0].model.device)
+        self.read_bytes_per_s, self.flop_per_s = read_bandwidth(host_device), matmul_flops(dtype, host_device)
+        self.server_read_bytes_per_s, self.server_flop_per_s = self.read_bytes_per_s, self.flop_per_s
+        if server_device != host_device:
+            self.server_read_bytes_per_s = read_bandwidth(server_device)
+            self.server_flop_per_s = matmul_flops(dtype, server_device)
         self.rows: list[Row] = []
 
     def prefill(self, n_tokens: int) -> None:
         """One prompt length, all contenders."""
-        dense, experts = self.demand.prefill_flop(n_tokens)
-        limits = [
-            (max(dense, experts) if contender.pipeline == "on" else dense + experts) / self.flop_per_s
-            for contender in self.contenders
-        ]
+        dense_flop, experts_flop = self.demand.prefill_flop(n_tokens)
+        dense_s, experts_s = dense_flop / self.flop_per_s, experts_flop / self.server_flop_per_s
+        limits = [max(dense_s, experts_s) if each.pipeline == "on" else dense_s + experts_s for each in self.contenders]
+        limits[0] = (dense_flop + experts_flop) / self.flop_per_s
         task = functools.partial(prefill, prompt=self._prompt(n_tokens))
         self._measure("prefill", n_tokens, 1, self.repeats, self.contenders, task, limits)
 
@@ -86,9 +90,12 @@ class Bench:
         """Greedy tokens after a short prompt; the pipeline changes nothing about them."""
         serial = [contender for contender in self.contenders if contender.pipeline != "on"]
         cached = cache_bytes_per_token(self.contenders[0].model) * (DECODE_PROMPT + n_tokens // 2)
-        limit = n_tokens * self.demand.decode_bytes(cached) / self.read_bytes_per_s
+        local_s = self.demand.decode_bytes(cached) / self.read_bytes_per_s
+        experts = self.demand.expert_bytes
+        remote_s = local_s - experts / self.read_bytes_per_s + experts / self.server_read_bytes_per_s
+        limits = [n_tokens * local_s, *[n_tokens * remote_s] * (len(serial) - 1)]
         task = functools.partial(decode, prompt=self._prompt(DECODE_PROMPT), n_tokens=n_tokens)
-        self._measure("decode", n_tokens, n_tokens, repeats, serial, task, [limit] * len(serial))
+        self._measure("decode", n_tokens, n_tokens, repeats, serial, task, limits)
 
     def _prompt(self, n_tokens: int) -> torch.Tensor:
         return torch.randint(5, self.vocab, (1, n_tokens), generator=torch.manual_seed(n_tokens))
@@ -126,6 +133,8 @@ def main(
     decode_tokens: int = 32,
     repeats: int = 5,
     decode_repeats: int = 21,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Measure prefill and decode, remote beside local."""
     if quick:
@@ -134,21 +143,22 @@ def main(
     with contextlib.ExitStack() as stack:
         if checkpoint is None:
             checkpoint = benchmark_checkpoint(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model")
-        address = stack.enter_context(expert_server(server_core))
+        address = stack.enter_context(expert_server(server_core, device=server_device))
         # Before torch's first product: threads that are made later inherit the core.
         os.sched_setaffinity(0, {host_core})
         torch.set_num_threads(1)
         console = Console(width=None if Console().is_terminal else 150)
         console.print(f"{machine()['cpu']}, host on core {host_core}, server on core {server_core}")
-        contenders = [Contender(load_local(checkpoint))]
+        contenders = [Contender(load_local(checkpoint, host_device))]
         for transport, pipeline in product(("shared", "stream"), ("off", "on")):
             offloaded = stack.enter_context(
-                open_model(checkpoint, experts=[address], transport=transport, pipeline=pipeline, device="cpu")
+                open_model(checkpoint, experts=[address], transport=transport, pipeline=pipeline, device=host_device)
             )
             # Both sides get the same dense layers; where they have them already this does nothing.
-            accelerate_dense(offloaded.model)
+            if host_device == CPU:
+                accelerate_dense(offloaded.model)
             contenders.append(Contender(offloaded.model, offloaded, transport, pipeline))
-        bench = Bench(contenders, repeats, console)
+        bench = Bench(contenders, repeats, console, server_device)
         kernel = offloaded.links[0].info.kernel
         for length in lengths.split(","):
             bench.prefill(int(length))
@@ -168,6 +178,8 @@ def main(
             "server_core": server_core,
             "read_bytes_per_s": bench.read_bytes_per_s,
             "flop_per_s": bench.flop_per_s,
+            "host_device": host_device,
+            "server_device": server_device,
         }
         write_json(json, "overhead", settings, bench.rows)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from prefill_ipc import DEMO
 from rich.console import Console
 from rich.table import Table
@@ -46,7 +47,7 @@ def complete(model: Any, tokenizer: Any, prompts: list[str]) -> list[list[int]]:
     """Greedy completions, one prompt at a time."""
     completions = []
     for prompt in prompts:
-        inputs = tokenizer(prompt, return_tensors="pt")
+        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
         tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
         completions.append(tokens[0, inputs["input_ids"].shape[1] :].tolist())
     return completions
@@ -63,21 +64,28 @@ def equal_tokens(expected: list[list[int]], got: list[list[int]]) -> float:
     return 100 * sum(a == b for a, b in pairs) / longest
 
 
-def main(prompts: int = 64, json: Path | None = None) -> None:
+def main(
+    prompts: int = 64,
+    json: Path | None = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
+) -> None:
     """Run every cell; exit code 1 if one misses what the README promises."""
     torch.set_num_threads(1)
     console = Console()
     texts = tasks.prompts(prompts, seed=7)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    local = AutoModelForCausalLM.from_pretrained(DEMO, experts_implementation="grouped_mm").eval()
+    local = AutoModelForCausalLM.from_pretrained(DEMO, experts_implementation="grouped_mm").to(host_device).eval()
     expected = complete(local, tokenizer, texts)
     local_accuracy = accuracy(tokenizer, texts, expected)
     rows = []
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(expert_server(cores()[1], "--memory-gib", "1")) for _ in range(3)]
+        servers = [
+            stack.enter_context(expert_server(cores()[1], "--memory-gib", "1", device=server_device)) for _ in range(3)
+        ]
         for n, mode, transport, dtype in product((1, 2, 3), MODES, TRANSPORTS, DTYPES):
             with open_model(
-                str(DEMO), experts=servers[:n], mode=mode, transport=transport, dtype=dtype, device="cpu"
+                str(DEMO), experts=servers[:n], mode=mode, transport=transport, dtype=dtype, device=host_device
             ) as offloaded:
                 got = complete(offloaded.model, tokenizer, texts)
             rows.append(Row(n, mode, transport, dtype, accuracy(tokenizer, texts, got), equal_tokens(expected, got)))
@@ -89,7 +97,8 @@ def main(prompts: int = 64, json: Path | None = None) -> None:
         table.add_row(str(row.servers), row.mode, row.transport, row.dtype, *cells)
     console.print(table)
     if json is not None:
-        write_json(json, "parity", {"prompts": prompts, "local_accuracy": local_accuracy}, rows)
+        on = {"host_device": host_device, "server_device": server_device}
+        write_json(json, "parity", {"prompts": prompts, "local_accuracy": local_accuracy} | on, rows)
     exact = all(row.equal_tokens == 100 for row in rows if row.dtype != "f16")
     if not exact or any(abs(row.accuracy - local_accuracy) > 1 for row in rows):
         raise typer.Exit(1)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Final
 
+from devices import settle
 from turns import Contender, Task
 
 PARTS: Final = ("dense", "pack", "local", "wait_wire", "wait_queue", "wait_compute", "combine", "turn", "other")
@@ -34,9 +35,11 @@ def watch_local(contender: Contender, task: Task, experts: Sequence[str], n_forw
     ended: list[float] = []
 
     def enter(*_: Any) -> None:
+        settle(contender.model.device)
         started.append(perf_counter())
 
     def leave(*_: Any) -> None:
+        settle(contender.model.device)
         ended.append(perf_counter())
 
     handles = [module.register_forward_pre_hook(enter) for module in modules]

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice, settle
 from local_model import load_local
 from rich.console import Console
 from rich.table import Table
@@ -46,7 +47,12 @@ class Row:
 def timed_generate(model: Any, prompt: torch.Tensor, completion: int) -> tuple[float, float]:
     """Prefill seconds and decode tokens per second of one generation of exactly ``completion`` tokens."""
     marks: list[float] = []
-    hook = model.register_forward_hook(lambda *_: marks.append(perf_counter()))
+
+    def mark(*_: Any) -> None:
+        settle(model.device)
+        marks.append(perf_counter())
+
+    hook = model.register_forward_hook(mark)
     started = perf_counter()
     model.generate(prompt, max_new_tokens=completion, min_new_tokens=completion, do_sample=False, pad_token_id=0)
     hook.remove()
@@ -84,6 +90,8 @@ def main(
     batch_capacity: int = 1024,
     hot_slice: int = 4,
     json: Path | None = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Measure every cell of modes x transports x dtypes."""
     host_core, server_core = cores()
@@ -96,16 +104,16 @@ def main(
     console.print(f"{about['cpu']}, host on core {host_core}, server on core {server_core}, torch {about['torch']}")
     bandwidth = copy_bandwidth()
 
-    local = load_local(Path(model))
+    local = load_local(Path(model), host_device)
     prompt = torch.randint(
         5, local.config.get_text_config().vocab_size, (1, prompt_tokens), generator=torch.manual_seed(0)
-    )
+    ).to(host_device)
     local_prefill, local_decode = repeat(local, prompt, completion, repeats)
     del local
     gc.collect()
 
     rows: list[Row] = []
-    with expert_server(server_core, "--batch-capacity", "4096") as address:
+    with expert_server(server_core, "--batch-capacity", "4096", device=server_device) as address:
         for transport, dtype, mode in product(transports.split(","), dtypes.split(","), modes.split(",")):
             with open_model(
                 model,
@@ -115,7 +123,7 @@ def main(
                 dtype=dtype,
                 batch_capacity=batch_capacity,
                 hot_slice=hot_slice,
-                device="cpu",
+                device=host_device,
             ) as offloaded:
                 prefill, decode, (calls, out, back) = repeat_and_count(offloaded, prompt, completion, repeats)
             reference = [row for row in rows if (row.mode, row.transport, row.dtype) == ("stream", transport, dtype)]
@@ -153,6 +161,8 @@ def main(
             "batch_capacity": batch_capacity,
             "hot_slice": hot_slice,
             "copy_bytes_per_s": bandwidth,
+            "host_device": host_device,
+            "server_device": server_device,
         }
         local_row = Row("local", "-", "-", 0, 0, 0, local_prefill, local_decode, 0.0, None)
         write_json(json, "prefill_ipc", settings, [local_row, *rows])

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import fault_path  # noqa: F401  (before what it makes importable)
 import tasks
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from fault_kit.rolling import Rolling, rolling_restart
 from fault_results import write_results
 from server_processes import DEMO, ServerProcess
@@ -36,15 +37,17 @@ def main(
     replicas: Annotated[int, typer.Option("--replicas", help="Servers that hold each expert.")] = 1,
     transport: Annotated[str, typer.Option("--transport", help="shared or stream.")] = "shared",
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Where the result goes.")] = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(N_SERVERS) as pool:
-        servers = list(pool.map(lambda _: ServerProcess(Path(name)), range(N_SERVERS)))
+        servers = list(pool.map(lambda _: ServerProcess(Path(name), "--device", server_device), range(N_SERVERS)))
         try:
             with open_model(
                 DEMO,
                 experts=[server.address for server in servers],
                 threads=1,
-                device="cpu",
+                device=host_device,
                 model_dtype="f32",
                 transport=transport,
                 replicas=replicas,
@@ -66,6 +69,7 @@ def main(
     )
     if json is not None:
         settings = {"tokens": tokens, "token_ms": token_ms, "replicas": replicas, "transport": transport}
+        settings |= {"host_device": host_device, "server_device": server_device}
         write_results(json, "rolling_restart", settings, result.restarts, _totals(result) | recovery, [])
     codes = [restart.exit_code for restart in result.restarts]
     if result.equal_tokens != result.tokens or codes != [0] * N_SERVERS or not result.finished:

@@ -21,6 +21,7 @@ from typing import Annotated
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice, settle
 from fleet import TOP_K, Fleet, small_model
 from rich.console import Console
 from rich.table import Table
@@ -92,10 +93,10 @@ def overheads(
     offloaded: OffloadedModel, rows: int, budget_s: float, gap_s: float, n_cores: int
 ) -> tuple[list[float], CallCounters]:
     """Overhead per frame of every call in seconds, and what the servers counted over all these calls."""
-    layers = range(len(offloaded.checkpoint.layers))
-    hidden = torch.randn(rows, offloaded.checkpoint.hidden_size, dtype=offloaded.checkpoint.dtype)
-    weights = torch.full((rows, TOP_K), 1 / TOP_K, dtype=hidden.dtype)
-    ids = [expert_ids(offloaded, layer, rows) for layer in layers]
+    layers, device = range(len(offloaded.checkpoint.layers)), offloaded.model.device
+    hidden = torch.randn(rows, offloaded.checkpoint.hidden_size, dtype=offloaded.checkpoint.dtype, device=device)
+    weights = torch.full((rows, TOP_K), 1 / TOP_K, dtype=hidden.dtype, device=device)
+    ids = [expert_ids(offloaded, layer, rows).to(device) for layer in layers]
     times: list[float] = []
 
     def passes(at_least: int, seconds: float) -> None:
@@ -109,6 +110,7 @@ def overheads(
                 computed = [server.compute_s for server in counters.servers]
                 started = perf_counter()
                 offloaded.dispatcher(layer, hidden, ids[layer], weights)
+                settle(device)
                 wall_s = perf_counter() - started
                 sent = sum(server.calls for server in counters.servers) - sent
                 # Servers that share a core compute one after the other, whoever the host waits for first.
@@ -146,6 +148,8 @@ def main(
     quick: Annotated[bool, typer.Option(help="Two points of each sweep.")] = False,
     seconds: Annotated[float, typer.Option(help="Time for each point.")] = 3.0,
     gap_us: Annotated[float, typer.Option(help="How long the host is busy between two calls.")] = 500.0,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Measure every sweep over both transports."""
     sweeps, seconds = (QUICK, 0.5) if quick else (SWEEPS, seconds)
@@ -153,7 +157,7 @@ def main(
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        fleet = Fleet(stack, "--memory-gib", "1")
+        fleet = Fleet(stack, "--memory-gib", "1", device=server_device)
         with served(serve_semaphore, server_core) as names, call_semaphore(names) as call:
             os.sched_setaffinity(0, {host_core})
             semaphore_us, _ = measure(call, 0, 0.5)
@@ -173,7 +177,7 @@ def main(
                         batch_capacity=PROMPT_FRAME_ROWS,
                         mode="batched",
                         pipeline="off",
-                        device="cpu",
+                        device=host_device,
                     ) as offloaded:
                         times, total = overheads(offloaded, point.rows, seconds, gap_us * 1e-6, fleet.n_cores)
                     row = Row(
@@ -201,6 +205,8 @@ def main(
             "server_cores": fleet.n_cores,
             "semaphore_us": semaphore_us,
             "copy_bytes_per_s": bandwidth,
+            "host_device": host_device,
+            "server_device": server_device,
         }
         write_json(json, "scaling", settings, rows)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from devices import CPU
 
 from moeoffload.devices import device_name
 
@@ -50,22 +51,22 @@ def cores() -> tuple[int, int]:
 
 
 @contextmanager
-def expert_server(core: int, *options: str, slow: Sequence[str] = ()) -> Iterator[str]:
+def expert_server(core: int, *options: str, device: str = CPU, slow: Sequence[str] = ()) -> Iterator[str]:
     """A ``moeoffload-expert`` process pinned to ``core``; yields its address. ``slow``: see `slow_server`."""
-    with expert_server_process(core, *options, slow=slow) as (_, address):
+    with expert_server_process(core, *options, device=device, slow=slow) as (_, address):
         yield address
 
 
 @contextmanager
 def expert_server_process(
-    core: int, *options: str, slow: Sequence[str] = ()
+    core: int, *options: str, device: str = CPU, slow: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """As `expert_server`; yields the process, too."""
     app = (
         (str(Path(__file__).with_name("slow_server.py")), *slow, "--") if slow else ("-m", "moeoffload.cli.expert_app")
     )
     command = [sys.executable, *app, "--listen", "127.0.0.1:0", "--exit-with-stdin"]
-    command += ["--device", "cpu", "--threads", "1", "--log-level", "warning", *options]
+    command += ["--device", device, "--threads", "1", "--log-level", "warning", *options]
     process = subprocess.Popen(
         ["taskset", "-c", str(core), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

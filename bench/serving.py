@@ -25,6 +25,7 @@ from typing import Annotated, Any, TypedDict
 
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from limits import Demand, read_bandwidth
 from local_model import benchmark_checkpoint, load_local
 from rich.console import Console
@@ -111,13 +112,17 @@ def latencies(answers: Sequence[Answer]) -> Latencies:
 class Bench:
     """All measurements of one run."""
 
-    def __init__(self, offloaded: OffloadedModel, local: Any, n_tokens: int, repeats: int, console: Console) -> None:
+    def __init__(
+        self, offloaded: OffloadedModel, local: Any, n_tokens: int, repeats: int, console: Console, server_device: str
+    ) -> None:
         self.offloaded, self.local = offloaded, local
         self.n_tokens, self.repeats, self.console = n_tokens, repeats, console
         self.vocab = local.config.get_text_config().vocab_size
         self.random = random.Random(1)
         self.demand = Demand.of(local, offloaded.checkpoint)
-        self.bandwidth = read_bandwidth()
+        host_device = str(local.device)
+        self.bandwidth = read_bandwidth(host_device)
+        self.server_bandwidth = self.bandwidth if server_device == host_device else read_bandwidth(server_device)
         self.rows: list[Row] = []
 
     def prompt(self, n: int = PROMPT) -> list[int]:
@@ -130,7 +135,7 @@ class Bench:
         experts = sum(
             layer.expert_bytes * layer.n_experts * (1 - (1 - top_k / layer.n_experts) ** n_requests) for layer in layers
         )
-        return n_requests * self.bandwidth / (self.demand.dense_bytes + experts)
+        return n_requests / (self.demand.dense_bytes / self.bandwidth + experts / self.server_bandwidth)
 
     def bursts(self, counts: Sequence[int]) -> None:
         """Requests that come together, both ways in turns."""
@@ -214,7 +219,7 @@ class Bench:
     def guesses(self, n_tokens: int) -> None:
         """A repetitive prompt, without guesses and with prompt lookup."""
         pattern = self.prompt(12)
-        ids = torch.tensor([pattern * 6])
+        ids = torch.tensor([pattern * 6], device=self.local.device)
         prepared = PreparedPrompt({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, n_tokens)
         results: dict[int, list[float]] = {0: [], 8: []}
         tokens: dict[int, list[int]] = {}
@@ -270,6 +275,8 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 48,
     repeats: int = 5,
     json: Path | None = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Measure many requests at once on one model."""
     host_core, server_core = cores()
@@ -278,11 +285,11 @@ def main(
     with contextlib.ExitStack() as stack:
         if checkpoint is None:
             checkpoint = benchmark_checkpoint(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        address = stack.enter_context(expert_server(server_core))
+        address = stack.enter_context(expert_server(server_core, device=server_device))
         os.sched_setaffinity(0, {host_core})
         torch.set_num_threads(1)
-        offloaded = stack.enter_context(open_model(checkpoint, experts=[address], device="cpu", threads=1))
-        bench = Bench(offloaded, load_local(checkpoint), tokens, repeats, console)
+        offloaded = stack.enter_context(open_model(checkpoint, experts=[address], device=host_device, threads=1))
+        bench = Bench(offloaded, load_local(checkpoint, host_device), tokens, repeats, console, server_device)
         bench.bursts([int(part) for part in counts.split(",")])
         if "8" in counts.split(","):
             bench.arrivals(0.5, 24)
@@ -292,6 +299,7 @@ def main(
     console.print(table(bench.rows))
     if json is not None:
         settings = {"checkpoint": checkpoint.name, "tokens": tokens, "prompt": PROMPT, "repeats": repeats}
+        settings |= {"host_device": host_device, "server_device": server_device}
         write_json(json, "serving", settings, bench.rows)
 
 

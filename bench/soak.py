@@ -9,6 +9,7 @@ is not as it should be.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import Annotated
 
 import fault_path  # noqa: F401  (before what it makes importable)
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from fault_kit.outcome import Outcome
 from fault_kit.schedule import SETUPS, Fault, draw_faults
 from fault_kit.world import World
@@ -75,17 +77,21 @@ def faults_forever(seed: int) -> Iterator[Fault]:
         seed += 1
 
 
-def soak(minutes: float, seed: int, console: Console) -> tuple[list[Sample], list[Outcome], list[str]]:
+def soak(
+    minutes: float, seed: int, console: Console, host_device: str, server_device: str
+) -> tuple[list[Sample], list[Outcome], list[str]]:
     """Samples, outcomes, and what was left at the end."""
     samples: list[Sample] = []
     outcomes: list[Outcome] = []
     started = time.monotonic()
     faults = faults_forever(seed)
-    with tempfile.TemporaryDirectory() as folder, World(Path(tempfile.mkdtemp(dir=folder))) as world:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        world = stack.enter_context(World(Path(tempfile.mkdtemp(dir=folder)), "--device", server_device))
         left: list[str] = []
         while time.monotonic() - started < minutes * 60:
             fault = next(faults)
-            world.open(fault.setup)
+            world.open(fault.setup, device=host_device)
             for n in range(FAULTS_PER_OPENING):
                 outcome = world.run(fault)
                 outcomes.append(outcome)
@@ -139,8 +145,10 @@ def main(
     minutes: Annotated[float, typer.Option("--minutes", help="How long.")] = 30.0,
     seed: Annotated[int, typer.Option("--seed", help="Start of the random numbers that draw the faults.")] = 1,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Where the result goes.")] = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
-    samples, outcomes, left = soak(minutes, seed, Console(stderr=True))
+    samples, outcomes, left = soak(minutes, seed, Console(stderr=True), host_device, server_device)
     rows = trends(samples)
     table = Table(title=f"{minutes:g} minutes, {len(outcomes)} runs with a fault each")
     for heading in ("process", "figure", "first", "last", "most", "slope per hour", "growth", "flat"):
@@ -153,6 +161,7 @@ def main(
     print(f"{len(outcomes) - bad} of {len(outcomes)} runs as they should be; left after closing: {left or 'nothing'}")
     if json is not None:
         settings = {"minutes": minutes, "seed": seed, "warm_up": WARM_UP, "limits": LIMITS}
+        settings |= {"host_device": host_device, "server_device": server_device}
         write_results(json, "soak", settings, rows, summary(outcomes) | {"left_after_closing": left}, samples)
     if bad or left or not all(row.flat for row in rows):
         sys.exit(1)

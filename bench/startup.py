@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Annotated
 
 import typer
+from devices import CPU, HostDevice, ServerDevice
 from rich.console import Console
 from rich.table import Table
 from servers import Spread, write_json
@@ -74,9 +75,20 @@ def started(command: list[str]) -> Iterator[tuple[float, str]]:
         process.wait(timeout=TIMEOUT_S)
 
 
-def first_token(address: str) -> float:
+def first_token(address: str, device: str) -> float:
     """Seconds until `moeoffload run` shows the first character of an answer."""
-    arguments = ("run", str(DEMO), "--experts", address, "--device", "cpu", "--threads", "1", "--prompt", "add 17 25 =")
+    arguments = (
+        "run",
+        str(DEMO),
+        "--experts",
+        address,
+        "--device",
+        device,
+        "--threads",
+        "1",
+        "--prompt",
+        "add 17 25 =",
+    )
     begun = perf_counter()
     command = console_script("moeoffload", *arguments)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -88,17 +100,18 @@ def first_token(address: str) -> float:
     return seconds
 
 
-def one_round() -> dict[str, float]:
+def one_round(host_device: str, server_device: str) -> dict[str, float]:
     """Seconds of every command, by what they were started for."""
     times = {"python": seconds_of(python("-c", "pass")), TORCH: seconds_of(python("-c", TORCH))}
     times[MODEL] = seconds_of(python("-c", MODEL))
     times["moeoffload --help"] = seconds_of(console_script("moeoffload", "--help"))
-    server = ("--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1", "--memory-gib", "1", "--keep-warm", "on")
+    server = ["--listen", "127.0.0.1:0", "--device", server_device, "--threads", "1", "--memory-gib", "1"]
+    server += ["--keep-warm", "on"]
     with started(console_script("moeoffload_expert", *server)) as (times["server ready"], line):
         address = line.split(" on ")[1].split()[0]
-        times["first token, first host"] = first_token(address)
-        times["first token, warm server"] = first_token(address)
-        serve = ("serve", str(DEMO), "--experts", address, "--port", "0", "--device", "cpu", "--threads", "1")
+        times["first token, first host"] = first_token(address, host_device)
+        times["first token, warm server"] = first_token(address, host_device)
+        serve = ("serve", str(DEMO), "--experts", address, "--port", "0", "--device", host_device, "--threads", "1")
         with started(console_script("moeoffload", *serve)) as (times["serve ready"], _):
             pass
     return times
@@ -107,10 +120,12 @@ def one_round() -> dict[str, float]:
 def main(
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the result goes.")] = None,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Measure what a user waits for."""
-    one_round()  # files come into the page cache, byte code is written
-    times = [one_round() for _ in range(rounds)]
+    one_round(host_device, server_device)  # files come into the page cache, byte code is written
+    times = [one_round(host_device, server_device) for _ in range(rounds)]
     least = {name: min(each[name] for each in times) for name in ("python", TORCH, MODEL)}
     needs = dict.fromkeys(("python", TORCH, "moeoffload --help"), "python") | {"server ready": TORCH}
     rows = [
@@ -131,7 +146,9 @@ def main(
         table.add_row(row.command, f"{row.seconds:.2f}", f"{row.times_torch:.2f}", f"{row.limit_s:.2f}", bound)
     Console().print(table)
     if json is not None:
-        write_json(json, "startup", {"rounds": rounds}, rows)
+        write_json(
+            json, "startup", {"rounds": rounds, "host_device": host_device, "server_device": server_device}, rows
+        )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
+from devices import settle
 from servers import Spread
 from transformers import DynamicCache
 
@@ -32,9 +33,11 @@ Task = Callable[[Contender], float]
 def prefill(contender: Contender, prompt: torch.Tensor) -> float:
     """Seconds of one forward pass over ``prompt`` with an empty cache."""
     model = contender.model
+    prompt = prompt.to(model.device)
     started = perf_counter()
     with torch.inference_mode():
         model(prompt, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+    settle(model.device)
     return perf_counter() - started
 
 
@@ -43,13 +46,15 @@ def decode(contender: Contender, prompt: torch.Tensor, n_tokens: int) -> float:
     model = contender.model
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
-        logits = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = model(prompt.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        settle(model.device)
         if contender.offloaded is not None:
             contender.offloaded.recorder.reset()
         started = perf_counter()
         for _ in range(n_tokens):
             token = logits[:, -1].argmax(-1, keepdim=True)
             logits = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    settle(model.device)
     return perf_counter() - started
 
 
@@ -57,7 +62,7 @@ def cache_bytes_per_token(model: Any) -> int:
     """Bytes of keys and values of one token, found with a short prompt."""
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
-        model(torch.full((1, 8), 5), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(torch.full((1, 8), 5, device=model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 8
 
 

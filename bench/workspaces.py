@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Any
 
 import psutil
 import torch
 import typer
+from devices import CPU, HostDevice, ServerDevice, settle
 from fleet import small_model
 from rich.console import Console
 from rich.table import Table
@@ -62,11 +63,12 @@ class Run:
 
     def round(self, prompt_rows: int) -> None:
         """One prefill, one decode step, one verify step, on a cache of their own."""
-        cache = DynamicCache(config=self._offloaded.model.config)
+        device, cache = self._offloaded.model.device, DynamicCache(config=self._offloaded.model.config)
         for shape, rows in zip(SHAPES, (prompt_rows, 1, VERIFY_ROWS), strict=True):
-            tokens = torch.full((1, rows), 5)
+            tokens = torch.full((1, rows), 5, device=device)
             started = perf_counter()
             self._offloaded.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            settle(device)
             self.times[shape].append((perf_counter() - started) * 1e3)
             self.n_rows.append(rows)
 
@@ -115,6 +117,8 @@ def main(
     quick: Annotated[bool, typer.Option(help="50 rounds.")] = False,
     rounds: int = 1000,
     prompt_rows: int = 320,
+    host_device: HostDevice = CPU,
+    server_device: ServerDevice = CPU,
 ) -> None:
     """Count what is made after the warm-up, over both transports."""
     host_core, server_core = cores()
@@ -122,7 +126,9 @@ def main(
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
         model = small_model(Path(stack.enter_context(tempfile.TemporaryDirectory())), experts=64, layers=2)
-        process, address = stack.enter_context(expert_server_process(server_core, "--memory-gib", "1"))
+        process, address = stack.enter_context(
+            expert_server_process(server_core, "--memory-gib", "1", device=server_device)
+        )
         client = ControlClient(address)
         stack.callback(client.close)
         os.sched_setaffinity(0, {host_core})
@@ -131,13 +137,19 @@ def main(
         console.print(f"{machine()['cpu']}, host on core {host_core}, server on core {server_core}")
         for transport in ("shared", "stream"):
             for varied in (False, True):
-                with open_model(model, experts=[address], transport=transport, device="cpu") as offloaded:
+                with open_model(model, experts=[address], transport=transport, device=host_device) as offloaded:
                     run = Run(offloaded, client, psutil.Process(process.pid))
                     with torch.inference_mode():
                         rows.append(steady_state(run, transport, varied, prompt_rows, rounds))
     show(rows, console)
     if json is not None:
-        settings = {"quick": quick, "warm_up": WARM_UP, "verify_rows": VERIFY_ROWS, "host_core": host_core}
+        settings: dict[str, Any] = {
+            "quick": quick,
+            "warm_up": WARM_UP,
+            "verify_rows": VERIFY_ROWS,
+            "host_core": host_core,
+        }
+        settings |= {"host_device": host_device, "server_device": server_device}
         write_json(json, "workspaces", settings, rows)
     if any(row.host_made or row.server_made for row in rows):
         raise typer.Exit(1)

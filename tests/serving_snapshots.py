@@ -42,6 +42,12 @@ def scripted(n: int, *, n_layers: int = 24, model: str = "Qwen3-30B-A3B") -> lis
             "time": 1.8e9 + second,
             "uptime_s": 4000.0 + second,
             "version": "0.1.0",
+            "memory": {
+                "device": "cuda:0",
+                "allocated_bytes": 7_000 + second,
+                "reserved_bytes": 9 << 30,
+                "total_bytes": 23 << 30,
+            },
             "model": {"name": model, "type": "qwen3_moe", "dtype": "bfloat16", "layers": n_layers},
             "servers": servers,
             "recovery": recovery | {"events": [event] if away else []},
@@ -100,7 +106,8 @@ def _server(address: str) -> dict[str, Any]:
         "state": "up", "computed_by": "", "n_experts": 1536, "resident_bytes": 14_495_514_624, "calls": 0, "rows": 0,
         "bytes_out": 0, "bytes_back": 0, "queue_s": 0.0, "compute_s": 0.0, "wait_s": 0.0,
         "batches": {"members": {"bounds": [1, 2, 3, 4, 8], "counts": [0] * 6, "total": 0, "n": 0}, "wait_s": 0.0,
-                    "warm_bytes": 3 << 30, "fast_bytes": 0, "fast_routes": 0, "slow_routes": 0, "moves": 0},
+                    "warm_bytes": 3 << 30, "allocated_bytes": 60 << 30, "reserved_bytes": 61 << 30,
+                    "total_bytes": 79 << 30, "fast_bytes": 0, "fast_routes": 0, "slow_routes": 0, "moves": 0},
     }  # fmt: skip
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moeoffload import devices
+from moeoffload.device_memory import DeviceMemory, device_memory
 from moeoffload.errors import SettingError, SystemLimitError
 
 
@@ -46,3 +48,20 @@ def test_why_there_is_no_gpu_is_said(
 def test_a_gpu_without_memory_is_told_apart() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     assert "--memory-gib" in str(SystemLimitError.from_exception(error))
+
+
+def test_the_memory_of_a_gpu_is_what_torch_has_there_and_that_of_a_cpu_what_is_resident(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    second = torch.device("cuda", 1)
+    bytes_of = {"memory_allocated": 5 << 30, "memory_reserved": 7 << 30}
+    for name, n_bytes in bytes_of.items():
+        monkeypatch.setattr(torch.cuda, name, {second: n_bytes}.__getitem__)
+    about = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {second: about}.__getitem__)
+    assert device_memory(second) == DeviceMemory(5 << 30, 7 << 30, 80 << 30)
+    before = device_memory(torch.device("cpu"))
+    more = torch.ones(64 << 20, dtype=torch.uint8)
+    after = device_memory(torch.device("cpu"))
+    assert before.total_bytes > after.reserved_bytes == after.allocated_bytes
+    assert after.allocated_bytes - before.allocated_bytes > more.nbytes // 2

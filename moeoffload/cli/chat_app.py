@@ -54,6 +54,8 @@ def chat(
         from moeoffload.host.conversation import Conversation
 
         conversation = Conversation(offloaded, system)
+        if verbose:
+            offloaded.recorder.listen()
         if not offloaded.tokenizer.chat_template:
             display.say(f"{model} has no chat template: it gets plain text, in which each answer ends a line")
         if interactive:

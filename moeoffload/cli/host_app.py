@@ -56,6 +56,8 @@ def run(
 
         try:
             prepared = [prepare_prompt(offloaded, text, chat=template) for text in prompts]
+            if verbose:
+                offloaded.recorder.listen()
             for text, ready in zip(prompts, prepared, strict=True):
                 if len(prompts) > 1:
                     display.say(f"> {one_line(text.strip(), 100)}")

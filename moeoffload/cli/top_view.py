@@ -22,7 +22,7 @@ from moeoffload.text import one_line
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 _STATE_COLORS: Final = {"up": "green", "replaced": "yellow"}
-_SERVER_COLUMNS: Final = ("busy", "wait a call", "calls/s", "rows/s", "MiB/s", "warm GiB")
+_SERVER_COLUMNS: Final = ("busy", "wait a call", "calls/s", "rows/s", "MiB/s", "memory GiB", "warm GiB")
 """The most important first."""
 _LEAST_SERVER_COLUMNS: Final = 2
 _UNLIMITED: Final = 10_000  # columns
@@ -63,6 +63,11 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %" if 0 < value < 0.1 else f"{100 * value:.0f} %"
 
 
+def _memory(bytes_of: Json) -> str:
+    """What a process holds of its device, and what that has."""
+    return f"{number(bytes_of['reserved_bytes'] / _GIB)} of {number(bytes_of['total_bytes'] / _GIB)}"
+
+
 def _title(snapshot: Json, url: str) -> Text:
     model, requests = snapshot["model"], snapshot["requests"]
     state = "live" if requests["running"] or requests["waiting"] else "idle: nothing runs"
@@ -91,6 +96,7 @@ def _facts(snapshot: Json) -> list[Panel]:
             "tokens it holds": f"{cache['total_tokens']:,}",
             "prompt tokens reused": _percent(shown["reuse"]),
             "requests in a batch": number(shown["members_per_batch"]),
+            "memory of the host, GiB": _memory(snapshot["memory"]),
             "servers lost so far": f"{snapshot['recovery']['lost']:,}",
         },
     }
@@ -136,14 +142,15 @@ def _servers(snapshot: Json) -> _FirstThatFits:
     for table in (*tables, last):
         table.columns[1].no_wrap = False
         for server, load in zip(snapshot["servers"], snapshot["now"]["servers"], strict=True):
-            state = server["state"]
+            state, told = server["state"], server.get("batches")
             by = f" by {server['computed_by']}" if state == "replaced" else ""
             figures = (
                 _percent(load["busy"]),
                 seconds(load["wait_s"]),
                 *(number(load[name]) for name in ("calls_per_s", "rows_per_s")),
                 number(load["bytes_per_s"] / _MIB),
-                number(server["batches"]["warm_bytes"] / _GIB if "batches" in server else None),
+                _memory(told) if told else "-",
+                number(told["warm_bytes"] / _GIB if told else None),
             )
             table.add_row(
                 Text(one_line(server["address"])),

@@ -10,7 +10,7 @@ import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 import torch
@@ -22,6 +22,7 @@ from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.server import ControlServer
 from moeoffload.control.user_token import numeric_loopback
 from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.device_memory import device_memory
 from moeoffload.devices import device_name, free_now, memory_budget, resolve_devices
 from moeoffload.errors import BusyError, ServerError, SettingError
 from moeoffload.expert_server.engine import Engine
@@ -219,6 +220,7 @@ class ExpertServer(ServerParts):
             warm_bytes=self.store.warm_bytes,
             read_bytes=self.store.read_bytes,
             tiers=self.tiers.stats() if self.tiers is not None else None,
+            memory=pb.DeviceMemory(**asdict(device_memory(*self.devices))),
             leases=len(leases),
             pool_creations=created,
             python_traced_bytes=_traced_bytes(),

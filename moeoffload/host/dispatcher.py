@@ -129,8 +129,9 @@ class Dispatcher:
             self.on_layer(layer)
         if self.on_routes is not None:
             self.on_routes(layer, ids)
-        state, rows = self._state, (hidden, ids, weights)
+        state, rows, clock = self._state, (hidden, ids, weights), self._recorder.clock
         started = perf_counter()
+        clock.dense_told()
         record, times = self._recorder.counters, state.times
         times.clear()
         times.dense_s = started - record.mark
@@ -139,10 +140,13 @@ class Dispatcher:
             progress.begin(layer, hidden.shape[0])
         try:
             self._send(state, layer, rows, record.servers)
+            late_s = clock.dense_late_s()
             sent = perf_counter()
-            times.pack_s = sent - started
+            times.dense_s += late_s
+            times.pack_s = sent - started - late_s
             if self._local is not None:
                 record.local_rows += self._local.compute(layer, hidden, ids, weights, sums)
+                clock.wait()
                 times.local_s = perf_counter() - sent
             while self._receive_round(state, layer, rows, record.servers, sums):
                 pass

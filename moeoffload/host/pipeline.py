@@ -184,6 +184,7 @@ class PrefillPipeline:
             counters = self._recorder.counters
             started = counters.mark = perf_counter()
             run(first)
+            self._recorder.clock.wait()
             ended = perf_counter()
             counters.lap_dense(ended)
             counters.thread_s += ended - started

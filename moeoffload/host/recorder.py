@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, Final
 from torch import nn
 
 from moeoffload.host.counters import CallCounters, LayerTimes, PhaseCounters, add_counters
+from moeoffload.host.device_clock import HOST_CLOCK, Clock
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -38,14 +40,15 @@ class TokenTotals:
 
 
 class _Thread(threading.local):
-    """What one thread runs: its counters of each phase, and when its last forward pass began and ended.
+    """What one thread runs: its counters of each phase, its clock, and when its last forward pass began and ended.
 
     ``phase`` is what it runs; a thread that helps another one takes that one's. ``next_phase`` is that of its next
     forward pass, where the shape does not tell (packed requests).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, new_clock: Callable[[], Clock]) -> None:
         self.phases: dict[str, PhaseCounters] = {}
+        self.clock = new_clock()
         self.phase = PREFILL
         self.next_phase: str | None = None
         self.started = self.last_end = 0.0
@@ -58,19 +61,31 @@ class Recorder:
     up.
     """
 
-    def __init__(self, n_servers: int, n_layers: int, *, profile: bool = False) -> None:
-        """Counts for ``n_servers``; ``profile`` also keeps the times of each of ``n_layers`` MoE layers, always."""
+    def __init__(
+        self,
+        n_servers: int,
+        n_layers: int,
+        *,
+        profile: bool = False,
+        new_clock: Callable[[], Clock] = lambda: HOST_CLOCK,
+    ) -> None:
+        """Counts for ``n_servers``; ``profile`` also keeps the times of each of ``n_layers`` MoE layers, always.
+        ``new_clock`` makes a thread's clock of the device that dense layers are on."""
         self.n_servers = n_servers
         self.n_layers = n_layers
         self.profile = profile
         self.times_layers = profile
         """Whether the running forward pass keeps the times of each layer; decided when it begins."""
         self._watched_until = 0.0
+        self._new_clock = new_clock
+        self._listened_until = math.inf if profile else 0.0
+        self._listened = profile
+        """Whether somebody listens to the running forward pass; else no device is asked when it was done."""
         self.reset()
 
     def reset(self) -> None:
         """Starts again from zero. Not while a forward pass runs."""
-        self.own = _Thread()
+        self.own = _Thread(self._new_clock)
         self._all: list[dict[str, PhaseCounters]] = []
         self.tokens: TokenTotals | None = None  # told by who packs several requests, or guesses, into one pass
         self.guesses: GuessCounts | None = None  # of answers with guesses; None if there were none
@@ -83,6 +98,11 @@ class Recorder:
             own.phases = {name: self._new_counters() for name in PHASES}
             self._all.append(own.phases)
         return own.phases[own.phase]
+
+    @property
+    def clock(self) -> Clock:
+        """When this thread's dense work is done, if somebody listens; else that of a device that is never late."""
+        return self.own.clock if self._listened else HOST_CLOCK
 
     @property
     def phases(self) -> dict[str, PhaseCounters]:
@@ -134,6 +154,12 @@ class Recorder:
     def watch_layers(self, seconds: float) -> None:
         """Keeps the times of each layer for so many seconds from now; from any thread, as often as one likes."""
         self._watched_until = perf_counter() + seconds
+        self.listen(seconds)
+
+    def listen(self, seconds: float = math.inf) -> None:
+        """Tells dense work of a GPU from what waits for it, for so many seconds from now, in passes that begin in them;
+        without, the host's times count it where the host waits. From any thread, as often as one likes."""
+        self._listened_until = max(self._listened_until, perf_counter() + seconds)
 
     def watch(self, model: nn.Module) -> Callable[[], None]:
         """Times the forward passes of ``model``; returns a function that stops it."""
@@ -159,10 +185,12 @@ class Recorder:
         counters.tokens += n_sequences * length
         own.started = counters.mark = perf_counter()
         self.times_layers = self.profile or own.started < self._watched_until
+        self._listened = own.started < self._listened_until
         if own.phase == DECODE and own.last_end:
             counters.other_s += own.started - own.last_end
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.clock.wait()
         ended = perf_counter()
         own, counters = self.own, self.counters
         counters.lap_dense(ended)

@@ -17,6 +17,7 @@ from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.locate import locate
 from moeoffload.config import OWN_HEAD, DtypeChoice, ExpertFormat, HostSettings, PayloadChoice
 from moeoffload.devices import resolve_device
+from moeoffload.host.device_clock import clock_of
 from moeoffload.host.dispatcher import Dispatcher
 from moeoffload.host.draft_head import load_draft_head
 from moeoffload.host.drafters import most_guesses
@@ -168,7 +169,14 @@ class OffloadedModel:
     def _finish(self, stack: contextlib.ExitStack, events: ServerEvents) -> None:
         settings, checkpoint = self.settings, self.checkpoint
         self._events = events
-        self.recorder = Recorder(len(self.shards), len(checkpoint.layers), profile=settings.profile)
+        self.recorder = Recorder(
+            len(self.shards),
+            len(checkpoint.layers),
+            profile=settings.profile,
+            new_clock=functools.partial(clock_of, self._device),
+        )
+        if settings.report is not None:
+            self.recorder.listen()
         rows = chunk_rows(self._device, checkpoint.dtype, fast_dense=settings.fast_dense)
         granularity = Granularity(settings.mode, settings.hot_slice, settings.pipeline, rows)
         coarsest = max(torch.finfo(checkpoint.dtype).eps, *(payload.eps for payload in self._payloads))
@@ -199,6 +207,7 @@ class OffloadedModel:
 
     def report(self) -> Report:
         """Collects what has been done since the model was opened (or since ``recorder.reset()``)."""
+        self.recorder.listen()
         run = run_facts(self.settings, self._payloads, self._device)
         model = model_facts(self.checkpoint) | {"dense_format": self._dense_format}
         return Report.collect(model, run, self.recorder, self.links, self.recovery())

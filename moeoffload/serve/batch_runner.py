@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from time import perf_counter
 from typing import Final
 
@@ -37,7 +38,7 @@ class BatchRunner:
     def schedule(self) -> list[Share]:
         """Chooses what the next step computes; nothing if no sequence is there."""
         self._guesser.guess(self.scheduler.running, len(self.scheduler.waiting))
-        return self.scheduler.schedule()
+        return self.runner.ordered(self.scheduler.schedule())
 
     def compute(self, shares: list[Share]) -> tuple[list[list[TokenChoice]], float]:
         """Computes a step: of each share its next tokens, none while its prompt has further parts; and the seconds.
@@ -55,10 +56,19 @@ class BatchRunner:
         return choices, took_s
 
 
+def _draws(share: Share) -> bool:
+    """Whether an argmax does not say what its next token is."""
+    return share.has_token and not share.sequence.sampler.is_plain
+
+
 def _choose(shares: list[Share], logits: torch.Tensor) -> list[list[TokenChoice]]:
-    """The next tokens of each share, from its rows of the logits."""
+    """The next tokens of each share, from its rows of the logits. Of a GPU's two results are fetched: what is likeliest
+    in every row, and the whole rows in which there is more to do."""
     likeliest: list[int] = logits.argmax(dim=-1).tolist()
     choices: list[list[TokenChoice]] = []
+    last_rows = [number - 1 for number in itertools.accumulate(share.n_logits for share in shares)]
+    drawn = [row for row, share in zip(last_rows, shares, strict=True) if _draws(share)]
+    rows = iter(torch.stack([logits[row] for row in drawn]).cpu() if drawn else ())
     row = 0
     for share in shares:
         sampler = share.sequence.sampler
@@ -67,10 +77,10 @@ def _choose(shares: list[Share], logits: torch.Tensor) -> list[list[TokenChoice]
             sampler.prompt_scores.take(share.past, logits[row : last + 1])
         if not share.has_token:
             choices.append([])
-        elif sampler.is_plain:
+        elif not _draws(share):
             tokens = accept(likeliest[row : row + share.n_logits], share.tokens[1:] if share.n_guesses else [])
             choices.append([TokenChoice(token) for token in tokens])
         else:
-            choices.append([sampler.choose(logits[last].float())])
+            choices.append([sampler.choose(next(rows).float())])
         row += share.n_logits
     return choices

@@ -51,5 +51,11 @@ class BatchWatcher:
                 tiers = reply.tiers
                 batches |= {"fast_bytes": tiers.fast_bytes, "moves": tiers.moves}
                 batches |= {"fast_routes": tiers.fast_routes, "slow_routes": tiers.slow_routes}
+                memory = reply.memory
+                batches |= {
+                    "allocated_bytes": memory.allocated_bytes,
+                    "reserved_bytes": memory.reserved_bytes,
+                    "total_bytes": memory.total_bytes,
+                }
                 known[link.info.address] = batches
         self._known = known

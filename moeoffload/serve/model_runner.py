@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from moeoffload.errors import ModelError
-from moeoffload.serve.paged_attention import IMPLEMENTATION, KeyValueStore, PackedRows, Segment
+from moeoffload.serve.paged_attention import IMPLEMENTATION, KeyValueStore, PackedRows, Segment, SingleRows
 from moeoffload.serve.sequence import Share
-
-_NO_PAGES = torch.empty(0, dtype=torch.int64)
 
 
 class ModelRunner:
@@ -42,6 +42,7 @@ class ModelRunner:
         self.n_pages = max(2, kv_bytes // self._store.page_bytes)
         self.total_bytes = self.n_pages * self._store.page_bytes
         self._store.allocate(self.n_pages)
+        self._shares_calls = self._device.type == "cuda" and self._own_attention == "sdpa"
 
     def close(self) -> None:
         """Gives the model its own attention back. Idempotent."""
@@ -49,47 +50,89 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _learn(self) -> None:
-        self._model(**self._inputs([0], [0], [Segment(0, 1, 1, -1, _NO_PAGES)], [0], [0]))
+        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._model(**self._inputs(zero, zero, [Segment(0, 1, 1, 0, zero)], zero, zero))
         n_layers = self._model.config.get_text_config().num_hidden_layers
         if len(self._store.shapes) != n_layers:
             raise NotImplementedError(f"{n_layers - len(self._store.shapes)} of its layers have no attention")
 
+    def ordered(self, shares: list[Share]) -> list[Share]:
+        """The shares in an order in which those that attention computes in one call follow each other."""
+        return sorted(shares, key=self._length_class) if self._shares_calls else shares
+
     def forward(self, shares: Sequence[Share]) -> torch.Tensor:
-        """Logits (rows, vocabulary) of one step of these shares, of each its ``n_logits`` last rows."""
+        """Logits (rows, vocabulary) of one step of `ordered` shares, of each its ``n_logits`` last rows."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         keep: list[int] = []
-        segments = []
+        tables: list[list[int]] = []
+        calls = self._calls(shares)
         size = self._page_tokens
-        for share in shares:
-            n_rows, pages = len(share.tokens), share.sequence.pages
-            end = share.past + n_rows
-            segments.append(self._segment(len(tokens), n_rows, end, pages[: -(-end // size)]))
-            tokens += share.tokens
-            positions += range(share.past, end)
-            slots += [pages[at // size] * size + at % size for at in range(share.past, end)]
-            keep += range(len(tokens) - share.n_logits, len(tokens))
-        logits: torch.Tensor = self._model(**self._inputs(tokens, positions, segments, slots, keep)).logits
-        return logits[0, -max(1, len(keep)) :]
+        for call in calls:
+            tables += self._tables(call)
+            for share in call:
+                pages = share.sequence.pages
+                tokens += share.tokens
+                positions += range(share.past, share.end)
+                slots += [pages[at // size] * size + at % size for at in range(share.past, share.end)]
+                keep += range(len(tokens) - share.n_logits, len(tokens))
+        numbers = [tokens, positions, slots, keep or [0], *tables]  # some models cannot compute no logits at all
+        flat = torch.tensor([*itertools.chain(*numbers)], device=self._device)  # in one transfer
+        ids, places, written, kept, *found = flat.split([len(each) for each in numbers])
+        segments: list[Segment | SingleRows] = []
+        start = 0
+        for call in calls:
+            ends, pages_of = found.pop(0), found.pop(0)
+            segments.append(self._segment(start, call, ends, pages_of))
+            start += sum(len(share.tokens) for share in call)
+        logits: torch.Tensor = self._model(**self._inputs(ids, places, segments, written, kept)).logits
+        return logits[0, -len(kept) :]
 
-    def _segment(self, start: int, n_rows: int, n_keys: int, pages: list[int]) -> Segment:
-        if pages[-1] - pages[0] == len(pages) - 1 and pages == list(range(pages[0], pages[-1] + 1)):
-            return Segment(start, n_rows, n_keys, pages[0], _NO_PAGES)
-        return Segment(start, n_rows, n_keys, -1, torch.tensor(pages, device=self._device))
+    def _calls(self, shares: Sequence[Share]) -> list[list[Share]]:
+        """What attention computes together: on a GPU all single rows of requests of about the same length."""
+        if not self._shares_calls:
+            return [[share] for share in shares]
+        calls: list[list[Share]] = []
+        for length, group in itertools.groupby(shares, self._length_class):
+            members = list(group)
+            calls += [members] if length < math.inf else [[share] for share in members]
+        return calls
+
+    def _length_class(self, share: Share) -> float:
+        """The same for single rows whose calls are shared, of which the longest has at most twice the shortest's pages;
+        infinite for more rows."""
+        return (-(-share.end // self._page_tokens)).bit_length() if len(share.tokens) == 1 else math.inf
+
+    def _tables(self, call: list[Share]) -> tuple[list[int], list[int]]:
+        """The tokens and the pages of each request of a call; no pages if they are of one and follow each other."""
+        tables = [share.sequence.pages[: -(-share.end // self._page_tokens)] for share in call]
+        (first, *_), most = tables[0], max(map(len, tables))
+        if len(call) == 1 and tables[0] == list(range(first, first + most)):
+            return [call[0].end], []
+        return [share.end for share in call], [page for each in tables for page in each + [first] * (most - len(each))]
+
+    @staticmethod
+    def _segment(start: int, call: list[Share], n_keys: torch.Tensor, pages: torch.Tensor) -> Segment | SingleRows:
+        longest = max(share.end for share in call)
+        if len(call) > 1:
+            return SingleRows(start, n_keys[:, None], longest, pages.view(len(call), -1))
+        first = -1 if len(pages) else call[0].sequence.pages[0]
+        return Segment(start, len(call[0].tokens), longest, first, pages)
 
     def _inputs(
-        self, tokens: list[int], positions: list[int], segments: list[Segment], slots: list[int], keep: list[int]
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        segments: Sequence[Segment | SingleRows],
+        slots: torch.Tensor,
+        keep: torch.Tensor,
     ) -> dict[str, Any]:
         """The arguments of the model."""
-        device = self._device
         return {
-            "input_ids": torch.tensor([tokens], device=device),
-            "position_ids": torch.tensor([positions], device=device),
-            # Some models cannot compute no logits at all.
-            "logits_to_keep": torch.tensor(keep or [0], device=device),
+            "input_ids": tokens[None],
+            "position_ids": positions[None],
+            "logits_to_keep": keep,
             "use_cache": False,
-            "packed_rows": PackedRows(
-                self._store, segments, torch.tensor(slots, device=device), self._own_attention == "eager"
-            ),
+            "packed_rows": PackedRows(self._store, segments, slots, self._own_attention == "eager"),
         }

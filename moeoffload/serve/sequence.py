@@ -51,6 +51,11 @@ class Share:
     has_token: bool
 
     @property
+    def end(self) -> int:
+        """Tokens of the sequence up to the last of these."""
+        return self.past + len(self.tokens)
+
+    @property
     def n_logits(self) -> int:
         """Rows whose logits are needed, which are the last ones."""
         if self.sequence.sampler.prompt_scores is not None:

@@ -8,15 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from moeoffload import __version__
+from moeoffload.device_memory import device_memory
 from moeoffload.host.counters import CallCounters, LayerTimes, add_counters
 from moeoffload.host.session import OffloadedModel
 from moeoffload.host.shard import Shard
 from moeoffload.serve.batches import BatchWatcher
 from moeoffload.serve.figures import PAUSE_S, History, figures
 from moeoffload.serve.stats import ServingStats
+
+LISTEN_S: Final = 60.0  # more than between two scrapes
 
 
 def serving_snapshot(
@@ -32,6 +37,7 @@ def serving_snapshot(
     address what expert servers say of their kernel calls, where that is known.
     """
     recorder = offloaded.recorder
+    recorder.listen(LISTEN_S)
     if watch:
         recorder.watch_layers(PAUSE_S)
     total, *others = recorder.phases.values()
@@ -45,6 +51,7 @@ def serving_snapshot(
     return figures | {
         "version": __version__,
         "model": _model(offloaded),
+        "memory": _memory(offloaded.model.device),
         "servers": servers,
         "recovery": offloaded.recovery(),
         "layers": [{"calls": times.calls} | _parts(times) for times in total.layers],
@@ -77,6 +84,10 @@ def _model(offloaded: OffloadedModel) -> dict[str, Any]:
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "layers": len(checkpoint.layers),
     }
+
+
+def _memory(device: torch.device) -> dict[str, Any]:
+    return {"device": str(device)} | asdict(device_memory(device))
 
 
 def _server(shard: Shard, counters: CallCounters, batches: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

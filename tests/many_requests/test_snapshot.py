@@ -13,6 +13,7 @@ from command_lines import wait_until
 from conftest import DEMO, ROOT, StartServer, demo_prompt
 
 from moeoffload import OffloadedModel, open_model
+from moeoffload.device_memory import DeviceMemory
 from moeoffload.errors import ServerError
 from moeoffload.serve.batches import BatchWatcher
 from moeoffload.serve.engine import ServingEngine
@@ -112,6 +113,30 @@ def test_what_servers_tell_of_their_batches_comes_with_later_snapshots(start_ser
     assert members["n"] == sum(members["counts"]) == told["calls"]
     assert members["counts"][0] == members["total"]  # one host, one request at a time
     assert told["batches"]["wait_s"] > 0
+
+
+def test_the_memory_of_both_sides_devices_is_there(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start_server(patch=_gpu_of_the_server)
+    monkeypatch.setattr("moeoffload.serve.snapshot.device_memory", lambda _: DeviceMemory(10, 20, 40))
+    opened = open_model(DEMO, experts=[server.address], device="cpu")
+    with opened as offloaded, contextlib.closing(BatchWatcher(offloaded)) as batches:
+        wait_until(batches.latest, "what the server tells")
+        snapshot = look(offloaded, batches=batches.latest())
+    assert snapshot["memory"] == {
+        "device": "cpu", "allocated_bytes": 10, "reserved_bytes": 20, "total_bytes": 40
+    }  # fmt: skip
+    told = snapshot["servers"][0]["batches"]
+    assert [told[f"{kind}_bytes"] for kind in ("allocated", "reserved", "total")] == [3 << 30, 4 << 30, 24 << 30]
+    metrics = dict(line.rsplit(" ", 1) for line in render_metrics(snapshot)[0].decode().splitlines())
+    assert float(metrics["moeoffload_device_reserved_bytes"]) == 20
+    assert float(metrics[f'moeoffload_server_device_total_bytes{{server="{server.address}"}}']) == 24 << 30
+
+
+def _gpu_of_the_server() -> None:
+    """In the server's process: a stand-in for its device."""
+    import moeoffload.expert_server.server as expert_server
+
+    expert_server.device_memory = lambda *devices: DeviceMemory(3 << 30, 4 << 30, 24 << 30)
 
 
 def test_every_field_is_documented(three_servers: list[str]) -> None:

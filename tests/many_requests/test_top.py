@@ -35,12 +35,14 @@ def test_one_picture_shows_what_the_snapshots_say(commands: Commands, monkeypatc
     assert figure("tokens/s") == number(shown["tokens_per_s"])
     for name, count in snapshots[-1]["requests"].items():
         assert figure(name) == str(count)
+    assert figure("memory of the host, GiB") == "9.00 of 23.0"
     assert figure("to the first token p95") == seconds(shown["first_token_s"][1])
     assert figure("between tokens p50") == seconds(shown["between_tokens_s"][0])
     for server, load in zip(snapshots[-1]["servers"], shown["servers"], strict=True):
         line = next(line for line in done.out.splitlines() if server["address"] in line)
         assert number(load["rows_per_s"]) in line
         assert server["state"] in line
+        assert "61.0 of 79.0" in line
     step = next(line for line in done.out.splitlines() if line.strip().startswith("a step"))
     assert step.rsplit("  ", 1)[-1].strip() == seconds(shown["step_s"])
     assert "layers 18-19" in done.out

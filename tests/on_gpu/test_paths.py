@@ -20,11 +20,15 @@ from command_lines import Commands
 from conftest import DEMO, StartServer, connected, local_model
 from fault_kit.clock import LayerClock
 from many_requests import serve_process
+from many_requests.client import ask, limits
 from synthetic import write_tiny
+from transformers import AttentionInterface
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.copy_buffers import CopyBuffers
+from moeoffload.serve.engine import ServingEngine
+from moeoffload.serve.paged_attention import IMPLEMENTATION, SingleRows, paged_attention
 
 GPU = {"1": "cuda", "rehearsal": "cpu"}.get(os.environ.get("TESTS_ON_GPU", ""), "")
 IS_REAL = GPU == "cuda"
@@ -184,6 +188,39 @@ def test_sixteen_clients_are_served(commands: Commands, tmp_path: Path) -> None:
     assert right >= 15
 
 
+def test_attention_of_requests_together_makes_the_host_wait_for_nothing(
+    expected: Any, start_server: StartServer
+) -> None:
+    prompts, tokens = expected
+    server = start_server("--device", GPU, warm=False)
+    calls = []
+
+    def watched(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(keywords["packed_rows"])
+        if not IS_REAL:
+            return paged_attention(*arguments, **keywords)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return paged_attention(*arguments, **keywords)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    AttentionInterface.register(IMPLEMENTATION, watched)
+    try:
+        where: dict[str, Any] = {"experts": [server.address], "device": GPU}
+        with (
+            open_model(DEMO, model_dtype="f32", dtype="f32", **where) as offloaded,
+            ServingEngine(offloaded, limits()) as engine,
+        ):
+            asked = [ask(engine, offloaded.tokenizer(prompt)["input_ids"], 12) for prompt in prompts]
+            assert None not in {answer.finish for answer in asked}
+            assert [answer.tokens for answer in asked] == tokens
+    finally:
+        AttentionInterface.register(IMPLEMENTATION, paged_attention)
+    shared = any(isinstance(each, SingleRows) for call in calls for each in call.segments)
+    assert shared == IS_REAL
+
+
 def test_both_modes_of_autograd_follow_each_other(start_server: StartServer) -> None:
     server = start_server("--device", GPU, warm=False)
     prompt = torch.randint(5, 250, (1, 40), generator=torch.manual_seed(3)).to(GPU)
@@ -192,3 +229,21 @@ def test_both_modes_of_autograd_follow_each_other(start_server: StartServer) -> 
             first = offloaded.model(prompt).logits.clone()
         with torch.no_grad():
             assert torch.equal(offloaded.model(prompt).logits, first)
+
+
+def test_the_report_tells_dense_work_from_what_waits_for_it(start_server: StartServer) -> None:
+    server = start_server("--device", GPU, warm=False)
+    with open_model(DEMO, experts=[server.address], device=GPU, profile=True) as offloaded, torch.inference_mode():
+        ids = torch.randint(5, 200, (1, 64), device=GPU)
+        if IS_REAL:  # a GPU needs 20 ms for it and is told within microseconds
+            large, out = torch.ones(8192, 8192, device=GPU), torch.empty(8192, 8192, device=GPU)
+
+            def more_work(_: int) -> None:
+                torch.mm(large, large, out=out)
+
+            offloaded.dispatcher.on_layer = more_work
+        for _ in range(2):
+            offloaded.model(ids)
+            phase = offloaded.report().phases["prefill"]
+        assert phase["complete"]
+        assert not IS_REAL or phase["host"]["dense_s"] > 5 * phase["host"]["pack_s"]

@@ -252,7 +252,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("requests", "rows", "errors", "queue_seconds", "compute_seconds", "resident_bytes", "leases", "pool_creations", "python_traced_bytes", "dropped", "batches", "warm_bytes", "read_bytes", "tiers", "refused")
+    __slots__ = ("requests", "rows", "errors", "queue_seconds", "compute_seconds", "resident_bytes", "leases", "pool_creations", "python_traced_bytes", "dropped", "batches", "warm_bytes", "read_bytes", "tiers", "memory", "refused")
     class PoolCreationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +274,7 @@ class StatsReply(_message.Message):
     WARM_BYTES_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     requests: int
     rows: int
@@ -289,8 +290,19 @@ class StatsReply(_message.Message):
     warm_bytes: int
     read_bytes: int
     tiers: TierStats
+    memory: DeviceMemory
     refused: int
-    def __init__(self, requests: _Optional[int] = ..., rows: _Optional[int] = ..., errors: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., pool_creations: _Optional[_Mapping[str, int]] = ..., python_traced_bytes: _Optional[int] = ..., dropped: _Optional[int] = ..., batches: _Optional[_Union[BatchStats, _Mapping]] = ..., warm_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., refused: _Optional[int] = ...) -> None: ...
+    def __init__(self, requests: _Optional[int] = ..., rows: _Optional[int] = ..., errors: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., pool_creations: _Optional[_Mapping[str, int]] = ..., python_traced_bytes: _Optional[int] = ..., dropped: _Optional[int] = ..., batches: _Optional[_Union[BatchStats, _Mapping]] = ..., warm_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., tiers: _Optional[_Union[TierStats, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., refused: _Optional[int] = ...) -> None: ...
+
+class DeviceMemory(_message.Message):
+    __slots__ = ("allocated_bytes", "reserved_bytes", "total_bytes")
+    ALLOCATED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    allocated_bytes: int
+    reserved_bytes: int
+    total_bytes: int
+    def __init__(self, allocated_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("fast_bytes", "fast_routes", "slow_routes", "moves")

@@ -14,7 +14,7 @@ def fixed_prompts() -> list[str]:
 
 def generate(offloaded: Any, prompt: str, **options: Any) -> list[int]:
     """The new tokens of one prompt, greedily; 16 unless ``options`` say otherwise."""
-    inputs = offloaded.tokenizer(prompt, return_tensors="pt")
+    inputs = offloaded.tokenizer(prompt, return_tensors="pt").to(offloaded.model.device)
     tokens = offloaded.model.generate(**inputs, do_sample=False, **{"max_new_tokens": 16, **options})
     found: list[int] = tokens[0, inputs["input_ids"].shape[1] :].tolist()
     return found
