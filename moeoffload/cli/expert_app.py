@@ -51,8 +51,8 @@ def serve(
         from moeoffload.expert_server.server import ExpertServer
 
     # The C-level signal handler writes the signal's number into the pipe, in whichever thread the signal arrives. A
-    # Python handler alone would run only in this thread, once it stops waiting; a signal that another thread takes would
-    # not wake it.
+    # Python handler alone would run only in this thread, once it stops waiting; a signal that another thread
+    # takes would not wake it.
     stopped, stop = os.pipe()
     os.set_blocking(stop, False)
     signal.set_wakeup_fd(stop)
