@@ -109,7 +109,8 @@ def _in_the_pipe(number: int, frame: FrameType | None) -> None:
 
 
 def _wait(stopped: int, stdin: int | None, timeout_s: float | None = None) -> int:
-    """Returns the number of the signal that arrived; 0 after ``timeout_s`` seconds or when ``stdin`` is closed.
+    """Returns the number of the signal that arrived, or ``d`` as a number if the server has drained; else 0: after
+    ``timeout_s`` seconds, or when ``stdin`` is closed.
 
     A closed ``stdin`` means that the process that started the server has ended.
     """

@@ -66,7 +66,7 @@ class Answering:
     async def chat(
         self, request: ChatRequest, receive: Receive, make_form: Callable[[int], BlockForm] | None = None
     ) -> Response:
-        """The response to /v1/chat/completions, or in the form that ``make_form`` makes (given the prompt's tokens).
+        """The response to /v1/chat/completions, or in the form that ``make_form`` makes from the prompt's length.
         Raises ApiError: there is no answer."""
         self._check(request)
         prompt = await self._reader.read_chat(request)

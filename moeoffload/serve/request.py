@@ -58,8 +58,8 @@ class TokenChoice:
 
 @dataclass(frozen=True)
 class Progress:
-    """An event of a request: a token, its end, or both. ``error`` says what failed; ``reused_tokens`` is how many prompt
-    tokens came from the cache; ``prompt`` has the prompt's tokens, once, if requested."""
+    """An event of a request: a token, its end, or both. ``error`` says what failed; ``reused_tokens`` counts prompt
+    tokens from the cache; ``prompt`` has the prompt's tokens, once, if requested."""
 
     choice: TokenChoice | None = None
     finish: FinishReason | None = None
