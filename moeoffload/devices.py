@@ -1,4 +1,4 @@
-"""Which device the experts live on, and how much of its memory they may take."""
+"""Which device holds the experts, and how much of its memory they may use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moeoffload.text import one_line
 logger = logging.getLogger(__name__)
 
 GIB: Final = 1 << 30
-# What is free now is not all ours: kernels need workspace on a GPU, everything else needs memory on a CPU.
+# Not all free memory may be used: kernels need workspace on a GPU, and other programs need memory on a CPU.
 FREE_SHARE: Final = {"cuda": 0.9, "cpu": 0.7}
 
 
@@ -28,7 +28,7 @@ def resolve_device(setting: str, *, last: bool) -> torch.device:
     """The torch device of a setting: cpu, cuda, cuda:N or auto.
 
     ``auto`` is the last CUDA device (the first one if not ``last``), else the CPU.
-    Raises SettingError: there is no such device; the message names those there are.
+    Raises SettingError: there is no such device; the message names the available ones.
     """
     n_gpus = torch.cuda.device_count()
     if setting == "auto":
@@ -46,25 +46,25 @@ def resolve_device(setting: str, *, last: bool) -> torch.device:
 
 
 def resolve_devices(setting: str, *, last: bool) -> tuple[torch.device, ...]:
-    """The torch devices of a setting, several with commas between; see `resolve_device`."""
+    """The torch devices of a comma-separated setting; see `resolve_device`."""
     return tuple(resolve_device(each, last=last) for each in setting.split(","))
 
 
 def _no_gpu() -> str:
-    """What torch has found in place of a GPU."""
+    """Why torch sees no GPU."""
     if not has_gpu_driver():
         return "no CUDA device"
     if torch.version.cuda is None and torch.version.hip is None:
         return "a GPU, and a build of torch that uses none; install the one for GPUs (README)"
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # a driver that is too old for torch's CUDA says so here
+    except (RuntimeError, AssertionError) as error:  # a driver that is too old for torch's CUDA fails here
         return f"a GPU that torch cannot use: {one_line(str(error), 200)}"
     return "a GPU driver, and no GPU that this process may use"
 
 
 def device_name(device: torch.device) -> str:
-    """The name a person knows the device by."""
+    """The marketing name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -77,8 +77,8 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_budget(device: torch.device, memory_gib: float | None) -> int:
-    """Bytes that experts and batches may take: what was asked for, else a share of what is free now.
-    Raises SettingError: more was asked for than the device has."""
+    """Bytes that experts and batches may take: ``memory_gib`` if given, else a share of what is free now.
+    Raises SettingError: ``memory_gib`` is more than the device has."""
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
     if memory_gib is None:
         return int(free_now(device) * FREE_SHARE[device.type])
@@ -88,20 +88,20 @@ def memory_budget(device: torch.device, memory_gib: float | None) -> int:
 
 
 def free_now(device: torch.device) -> int:
-    """Bytes that can still be taken: free on the GPU, or available in this machine and allowed to this process."""
+    """Bytes that can still be allocated: free on the GPU, or available on this machine within the process' limit."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes next
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch
         return int(torch.cuda.mem_get_info(device)[0] + kept)
     return min(int(psutil.virtual_memory().available), _cgroup_room())
 
 
 def _cgroup_room(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process' control group (version 2) may still take; no limit: a very large number."""
+    """Bytes that this process' control group (version 2) may still allocate; without a limit a very large number."""
     try:
         limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
         if limit == "max":
             return 1 << 62
-        # The system drops cached file pages when memory is asked for.
+        # The kernel drops cached file pages when memory is needed.
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return max(0, int(limit) - int(used) + int(stat.get("inactive_file", 0)))
     except (OSError, ValueError):
@@ -115,10 +115,10 @@ _RUNNING_THRESHOLD: Final = 32 << 20
 
 @contextlib.contextmanager
 def lean_heap() -> Iterator[None]:
-    """While open, buffers above a megabyte go straight back to the system when they are freed; others do at the end.
+    """While open, freed buffers above 1 MiB are returned to the system at once; smaller ones at the end.
 
-    For loading, whose buffers are large and short-lived; calls that run all the time are better off with a heap that
-    keeps what it has.
+    For loading, whose buffers are large and short-lived. Later the threshold is raised to 32 MiB, because calls that
+    run repeatedly are faster if the heap keeps its memory.
     """
     try:  # glibc's
         library = ctypes.CDLL(None)

@@ -1,6 +1,6 @@
-"""Every error a user can meet, one class per cause, each with the exit code of the command line.
+"""Every error a user can meet, one class per cause, each with its exit code.
 
-The message is one line that says what was wrong, with what value, and what would be right.
+The message is one line that says what was wrong, with which value, and what is allowed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import resource
 
 
 class MoeOffloadError(Exception):
-    """Base of all errors that moeoffload raises on purpose. ``exit_code`` is what the command line returns."""
+    """Base of all errors that moeoffload raises on purpose. ``exit_code`` is that of the command line."""
 
     exit_code = 1
 
@@ -41,7 +41,7 @@ class PlacementError(MoeOffloadError):
 
 
 class ServerError(MoeOffloadError):
-    """An expert server cannot be used: it does not answer, refuses, is of another version, or failed."""
+    """An expert server cannot be used: it does not answer, refuses, has another version, or failed."""
 
     exit_code = 5
 
@@ -51,15 +51,15 @@ class DeadlineError(ServerError):
 
 
 class ProtocolError(ServerError):
-    """Bytes from the other side are not a valid frame or message; the message names the field."""
+    """Bytes from the peer are not a valid frame or message; the error message names the field."""
 
 
 class CapacityError(ServerError):
-    """A frame holds more rows, or needs more bytes, than the other side said it takes."""
+    """A frame holds more rows, or needs more bytes, than the peer said it accepts."""
 
 
 class BusyError(CapacityError):
-    """An expert server has no room now; the message says what is taken. ``retry_after_s``: seconds to wait."""
+    """An expert server is full; the message says what is in use. ``retry_after_s``: seconds to wait before a retry."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -67,26 +67,26 @@ class BusyError(CapacityError):
 
 
 class PayloadError(MoeOffloadError):
-    """A value cannot be carried in the payload dtype (overflow or not finite); the message names layer and row."""
+    """A value cannot be represented in the payload dtype (overflow or not finite); the message names layer and row."""
 
     exit_code = 6
 
 
 class DisagreementError(MoeOffloadError):
-    """Two computed the same and do not agree: a device or a server gives wrong results; names both."""
+    """Two computations of the same rows disagree: a device or server is faulty; the message names both."""
 
     exit_code = 8
 
 
 class SystemLimitError(MoeOffloadError):
-    """The system refused something: file descriptors, threads, memory, disk space. The message says what to change."""
+    """The system refused a resource: file descriptors, threads, memory, disk space. The message says what to change."""
 
     exit_code = 7
 
     @classmethod
     def of(cls, error: OSError) -> SystemLimitError:
-        """What a user can do about ``error``."""
-        if error.errno == errno.EMFILE or (error.errno is None and "files open" in str(error)):  # as posix_ipc says it
+        """Returns an error that says what a user can do about ``error``."""
+        if error.errno == errno.EMFILE or (error.errno is None and "files open" in str(error)):  # posix_ipc's wording
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             return cls(
                 f"too few file descriptors: this process may have {soft}; raise that with 'ulimit -n' (at most {hard})"
@@ -97,7 +97,7 @@ class SystemLimitError(MoeOffloadError):
 
     @classmethod
     def from_exception(cls, error: BaseException) -> SystemLimitError | None:
-        """As `of`, for any exception; None if it does not say that the system refused something."""
+        """As `of`, for any exception; returns None if its cause is not a refused resource."""
         if isinstance(error, OSError):
             return cls.of(error)
         if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
@@ -109,4 +109,4 @@ class SystemLimitError(MoeOffloadError):
         return None
 
 
-_NO_MEMORY = re.compile("can't allocate memory|not enough memory|out of memory", re.IGNORECASE)  # torch's words
+_NO_MEMORY = re.compile("can't allocate memory|not enough memory|out of memory", re.IGNORECASE)  # torch's wording

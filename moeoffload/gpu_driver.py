@@ -1,4 +1,4 @@
-"""Whether a GPU's driver is here; without torch, which takes seconds to import."""
+"""Detects GPU drivers without torch, which takes seconds to import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether there is a model of a hub id, asked within seconds and without torch; `checkpoint.locate` brings it here."""
+"""Checks within seconds, without torch, that a hub id exists; `checkpoint.locate` downloads the model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SLACK_S: Final = 0.25
 
 
 def check_hub_id(model: str, revision: str | None) -> None:
-    """Asks the hub once whether it has ``model`` at ``revision``, unless a part of that is in the local cache.
-    Raises ModelError: it has not, or it does not answer in time."""
+    """Asks the hub once whether it has ``model`` at ``revision``, unless its config is in the local cache.
+    Raises ModelError: the hub does not have it, or does not answer in time."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -30,7 +30,7 @@ def check_hub_id(model: str, revision: str | None) -> None:
         if isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
             return
     except (OSError, ValueError):
-        pass  # the hub says what is wrong
+        pass  # the hub reports what is wrong
     wait_s = constants.HF_HUB_ETAG_TIMEOUT if os.environ.get("HF_HUB_ETAG_TIMEOUT") else HUB_S
     answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
@@ -42,7 +42,7 @@ def check_hub_id(model: str, revision: str | None) -> None:
         else:
             answers.put(None)
 
-    # The system may take longer than any limit to find that a name is unknown; nobody waits for such a thread.
+    # Name resolution may take longer than any limit, so the thread is not joined.
     threading.Thread(target=ask, name="hub", daemon=True).start()
     at = f" at revision {revision}" if revision else ""
     missing = f"{model}{at}: no such folder, not in the local hub cache, and"
@@ -57,7 +57,7 @@ def check_hub_id(model: str, revision: str | None) -> None:
             reason = "the hub is not asked: HF_HUB_OFFLINE is set"
         case RevisionNotFoundError():
             reason = "the hub has no such revision of it"
-        case RepositoryNotFoundError():  # the hub does not say which of the three; one that is gated is one, too
+        case RepositoryNotFoundError():  # unknown, private or gated: the hub does not say which
             reason = f"the hub has none of that name, or wants a token for it: {_first_line(error)}"
         case HfHubHTTPError():
             reason = f"the hub refuses: {_first_line(error)}"

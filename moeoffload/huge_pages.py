@@ -1,8 +1,8 @@
-"""Memory for weights in pages of 2 MiB: fewer page walks beside the reads. Measured: 1 to 9% more of the memory's rate.
+"""Memory for weights in pages of 2 MiB, which need fewer page walks. Measured: 1 to 9% more memory bandwidth.
 
-It counts twice for the dense layers of a host: beside a server that reads gigabytes on another core a layer's dense
-part was measured to take 4 to 7% longer in pages of 4 KiB, 0 to 1% in huge pages. What says where the pages are is
-presumably driven out of the caches that the cores share.
+It matters most for the dense layers of a host: beside a server that reads gigabytes on another core, a layer's dense
+part took 4 to 7% longer in pages of 4 KiB, 0 to 1% longer in huge pages. The server's reads presumably evict
+page-table entries from the caches that the cores share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _madvise() -> Any:
 
 
 def empty_weights(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
-    """As ``torch.empty``; on the CPU in huge pages, where the system gives them and the tensor fills one.
+    """As ``torch.empty``; on the CPU in huge pages, if the system provides them and the tensor fills at least one.
 
     They are advised before anything is written: then the system gives them at once, and filling is several times
     cheaper.

@@ -1,4 +1,4 @@
-"""Long-lived threads that do not end in silence: an error that nothing foresaw is logged and told on."""
+"""Long-lived threads that do not die silently: an unexpected error is logged and reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 def start_thread(name: str, run: Callable[[], None], on_failure: Callable[[str], None]) -> threading.Thread:
     """Starts a daemon thread that runs ``run``.
 
-    If ``run`` raises, the error is logged with its traceback and ``on_failure`` gets a line about it, in that thread.
+    If ``run`` raises, the error is logged with its traceback and ``on_failure`` is called in that thread with one line.
     """
 
     def guarded() -> None:

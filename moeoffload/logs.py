@@ -1,4 +1,4 @@
-"""How logs are written: one line for one event whatever it quotes, and no disk filled by a peer that repeats itself."""
+"""Log formatting: one line per event whatever text it quotes, and rate limits, so that no peer can fill a disk."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Final
 from moeoffload.text import one_line
 
 MAX_LINE: Final = 4096
-BURST: Final = 50  # lines of one kind within `WINDOW_S` seconds; those above are counted only
+BURST: Final = 50  # lines of one kind logged within `WINDOW_S` seconds; further ones are only counted
 WINDOW_S: Final = 10.0
 _MAX_KINDS: Final = 256
 
 
 class OneLineFormatter(logging.Formatter):
-    """Messages become one printable line; a traceback that follows one is indented, so that it is known for one."""
+    """Formats messages as one printable line; a traceback is indented, so that it cannot be mistaken for a message."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
@@ -40,7 +40,7 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def admit(self) -> int | None:
-        """None for an event that is left out, else how many were since the last one that was not."""
+        """Returns None for an event to be dropped, else how many were dropped since the last admitted one."""
         now = monotonic()
         with self._lock:
             left_out = 0
@@ -54,7 +54,7 @@ class RateLimit:
 class FloodFilter(logging.Filter):
     """Lets `BURST` records of one kind (logger, level, text without its values) through in `WINDOW_S` seconds.
 
-    The first one of a later window says how many were left out.
+    The first record of a later window says how many were dropped.
     """
 
     def __init__(self, burst: int = BURST, window_s: float = WINDOW_S) -> None:

@@ -1,7 +1,7 @@
-"""How models are named: by the path of a folder or file, or by a hub id, at a revision.
+"""Model names: the path of a folder or file, or a hub id, at a revision.
 
-Without torch, so that a command refuses a wrong name at once. Hub ids and revisions may come from a host on the
-network: `is_hub_id` and `check_revision` look at their form, at no file.
+This module does not import torch, so that commands refuse a wrong name at once. Hub ids and revisions may come from a
+host on the network: `is_hub_id` and `check_revision` check their form and touch no file.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ WEIGHTS_SUFFIX: Final = ".safetensors"
 
 
 def named_path(model: str | Path) -> Path | None:
-    """The folder or file that ``model`` names; None where it is a hub id.
-    Raises ModelError: it is neither, or there is nothing of that name that could be a model."""
+    """The folder or file that ``model`` names; None if it is a hub id.
+    Raises ModelError: it is neither, or the path is not a model."""
     try:
         path = Path(model).expanduser()
     except RuntimeError:  # ~ of a user that does not exist

@@ -1,4 +1,4 @@
-"""The package's C library, made when the package is installed; None where there was no compiler."""
+"""The package's C library, built when the package is installed, if there is a compiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Features(enum.IntFlag):
-    """What a CPU can do, as ``kernels/cpu/common.h`` has it."""
+    """CPU features; the values match ``kernels/cpu/common.h``."""
 
     AVX2 = 1
     AVX512 = 2
@@ -21,14 +21,14 @@ class Features(enum.IntFlag):
     MATRIX_UNIT = 16
     """Multiplies tiles of bfloat16 (AMX)."""
     BYTE_LOOKUP = 32
-    """Looks 64 bytes up in a table of 128 (AVX512-VBMI)."""
+    """Looks up 64 bytes in a table of 128 (AVX512-VBMI)."""
 
 
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
     """The loaded library, or None if it was not built or cannot be loaded here.
 
-    Calls of its functions release the interpreter lock. Callers declare the arguments of a function.
+    Calls of its functions release the interpreter lock. Callers declare the argument types of the functions.
     """
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_native{suffix}")
@@ -42,6 +42,6 @@ def native_library() -> ctypes.CDLL | None:
 
 @functools.cache
 def cpu_features() -> Features:
-    """What this CPU can do; nothing without the library."""
+    """The features of this CPU; empty without the library."""
     library = native_library()
     return Features(0 if library is None else library.moe_cpu_features())

@@ -1,4 +1,4 @@
-"""Page-locking buffers that exist already, so that a GPU copies into and out of them by itself."""
+"""Page-locks existing buffers, so that a GPU copies to and from them by DMA."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import torch
 logger = logging.getLogger(__name__)
 
 DRIVER_S: Final = 60.0
-"""Locking gigabytes takes a second or so."""
+"""How long the driver may take; locking gigabytes takes about a second."""
 _abandoned: list[PageLocked] = []
-"""Whose buffers must stay mapped until the process ends."""
+"""Objects whose buffers must stay mapped until the process ends."""
 
 
 class PageLocked:
-    """Keeps the memory from the first to the last of some buffers locked for CUDA, and mapped, until it is closed.
+    """Keeps the memory range that spans some buffers locked for CUDA, and mapped, until it is closed.
 
-    Where it cannot be locked (the limit of lockable memory, a driver that does not know shared memory), copies still
-    work and are slower: the driver copies everything once more.
+    If it cannot be locked (the limit of lockable memory, a driver without support for shared memory), copies still
+    work but are slower: the driver copies everything once more.
     """
 
     def __init__(self, buffers: Iterable[memoryview], device: torch.device, runtime: Any = None) -> None:
-        """``buffers`` are writable and of one mapping; ``runtime``: what ``torch.cuda.cudart()`` gives, by default."""
+        """``buffers`` are writable and in one mapping; ``runtime`` defaults to ``torch.cuda.cudart()``."""
         self._buffers = list(buffers)
         self._device = device
         self._runtime = torch.cuda.cudart() if runtime is None else runtime
@@ -39,12 +39,12 @@ class PageLocked:
         self._apart(self._lock)
 
     def close(self) -> None:
-        """Unlocks the buffers. No copy may be under way. Idempotent."""
+        """Unlocks the buffers. No copy may be in progress. Idempotent."""
         if not self.is_locked or self._apart(self._unlock):
             self._buffers.clear()
 
     def abandon(self) -> None:
-        """Instead of `close`, if copies may be under way: keeps the buffers as they are until the process ends."""
+        """Call instead of `close` if copies may be in progress: keeps the buffers locked until the process ends."""
         _abandoned.append(self)
 
     def _lock(self) -> None:
@@ -60,9 +60,9 @@ class PageLocked:
             logger.warning("page-locked memory was not given back (CUDA error %d)", error)
 
     def _apart(self, work: Callable[[], None]) -> bool:
-        """Does it in a thread of its own: CUDA remembers a thread's error, and its next kernel would raise.
+        """Runs ``work`` in a separate thread: CUDA keeps an error per thread, and the thread's next kernel would raise.
 
-        False if the driver does not come back: then the buffers are kept as they are.
+        Returns False if the driver does not return in time: the buffers are then kept as they are.
         """
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""Payload dtypes: how hidden rows are carried between host and expert servers, and the checks that keep them honest."""
+"""Payload dtypes: how hidden rows are encoded between host and expert servers, and the checks for lossy values."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class PayloadDtype(IntEnum):
     F16 = 2
     BF16 = 3
     F8 = 4
-    """e4m3, and behind the values of a row a float32 scale for each `F8_GROUP` of them."""
+    """e4m3; a row's values are followed by one float32 scale per `F8_GROUP` values."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch dtype with the same bit layout; of F8, whose rows are values and scales, bytes."""
+        """The torch dtype with the same bit layout; for F8, whose rows hold values and scales, uint8."""
         return _TORCH[self]
 
     @property
@@ -48,7 +48,7 @@ class PayloadDtype(IntEnum):
 
     @classmethod
     def from_torch(cls, dtype: torch.dtype) -> PayloadDtype:
-        """The payload dtype that carries ``dtype`` without loss.
+        """The payload dtype that holds ``dtype`` without loss.
         Raises PayloadError if no payload dtype holds it (float64, float8)."""
         for code, torch_dtype in _TORCH.items():
             if torch_dtype == dtype:
@@ -62,14 +62,14 @@ class PayloadDtype(IntEnum):
 
 
 class Payloads(NamedTuple):
-    """How rows travel to servers, and sums back."""
+    """The payload dtypes of rows to servers and of sums back."""
 
     out: PayloadDtype
     back: PayloadDtype
 
     @property
     def label(self) -> str:
-        """The name of both, or of each."""
+        """One label if both are equal, else both."""
         same = self.out is self.back
         return self.out.label if same else f"{self.out.label} out, {self.back.label} back"
 
@@ -83,18 +83,18 @@ _TORCH: Final = {
 _CODES: Final = {dtype: int(code) for code, dtype in _TORCH.items() if code is not PayloadDtype.F8}
 F8_GROUP: Final = 128
 _FEW_ROWS: Final = 16
-"""So many are written by one thread, in C; more by torch."""
+"""Up to this many rows are encoded by one thread, in C; more by torch."""
 _LARGEST_F8: Final = 448.0
 
 
 def _scales_at(hidden: int) -> int:
-    """Where scales begin in a row of F8."""
+    """Byte offset of the scales in an F8 row."""
     return -(-hidden // 4) * 4
 
 
 def store_rows(rows: torch.Tensor, stored: torch.Tensor) -> int | None:
-    """Writes ``rows`` (n, hidden) of any float dtype into ``stored`` (n, columns), whose dtype says how they travel.
-    Returns the first row that is not finite there, or None."""
+    """Encodes ``rows`` (n, hidden) of any float dtype into ``stored`` (n, columns), whose dtype selects the encoding.
+    Returns the index of the first encoded row that is not finite, or None."""
     if stored.dtype is not torch.uint8:
         if rows.shape[0] <= _FEW_ROWS:
             bad = _store_few(rows, stored)
@@ -117,7 +117,7 @@ def store_rows(rows: torch.Tensor, stored: torch.Tensor) -> int | None:
 
 @functools.cache
 def _store_in_c() -> Any:
-    """The function of ``payload.c``; None where the C library was not built."""
+    """The function of ``payload.c``; None if the C library was not built."""
     library = native_library()
     if library is None:
         return None
@@ -142,7 +142,7 @@ def _store_few(rows: torch.Tensor, stored: torch.Tensor) -> int:
 
 
 def load_rows(stored: torch.Tensor, rows: torch.Tensor) -> None:
-    """Writes into ``rows`` (n, hidden) of any float dtype what `store_rows` has stored."""
+    """Decodes ``stored``, which `store_rows` wrote, into ``rows`` (n, hidden) of any float dtype."""
     if stored.dtype is not torch.uint8:
         rows.copy_(stored)
         return
@@ -155,8 +155,8 @@ def load_rows(stored: torch.Tensor, rows: torch.Tensor) -> None:
 def first_bad_row(rows: torch.Tensor) -> int | None:
     """Index of the first row of ``rows`` (n, hidden) that holds a NaN or an infinity, or None.
 
-    The sum of a row of finite f32 values is almost always finite, so one reduction decides the common case and only a
-    suspicious sum is looked at value by value.
+    The sum of finite f32 values is almost always finite, so one reduction settles the common case; only if it is not
+    finite are the values checked one by one.
     """
     if rows.shape[0] == 0 or torch.isfinite(rows.sum(dtype=torch.float32)):
         return None
@@ -165,7 +165,7 @@ def first_bad_row(rows: torch.Tensor) -> int | None:
 
 
 def describe_bad_row(source: torch.Tensor, dtype: PayloadDtype) -> str:
-    """Says what is wrong with one row (hidden,) that first_bad_row has found after encoding to ``dtype``."""
+    """Says what is wrong with one row (hidden,) that failed the check after encoding to ``dtype``."""
     if not bool(torch.isfinite(source).all()):
         return "holds a value that is not finite"
     return f"holds {float(source.float().abs().max()):.6g}, beyond the range of {dtype.label}"

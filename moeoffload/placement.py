@@ -35,7 +35,7 @@ class ExpertTable:
 
 @dataclass(frozen=True)
 class MemoryOffer:
-    """What one server offers: ``n_bytes`` for experts, after the room for its batches was taken off."""
+    """What one server offers: ``n_bytes`` for experts, without the memory reserved for its batches."""
 
     name: str
     n_bytes: int
@@ -91,14 +91,14 @@ def place_experts(
     speeds: Sequence[float] | None = None,
     usage: Sequence[Sequence[int]] | None = None,
 ) -> list[ExpertTable]:
-    """Gives every expert of every layer to exactly one server.
+    """Assigns every expert of every layer to exactly one server.
 
-    Each layer is split the same way, so that the rows of every layer spread evenly: in proportion to the speeds of the
-    servers (equal parts if they are not known), less where the memory does not allow it. Without ``usage`` a server
-    holds a contiguous range of a layer's experts; with it, those whose rows it is expected to finish when the others
-    finish theirs.
+    Each layer is split in the same way, so that the rows of every layer spread evenly: in proportion to the speeds of
+    the servers (equal parts if they are unknown), less for a server without enough memory. Without ``usage`` a server
+    holds a contiguous range of a layer's experts; with it, experts are chosen so that all servers are expected to
+    finish at the same time.
 
-    ``experts`` are those of each MoE layer that are to be placed, ``expert_bytes`` bytes of one of each layer;
+    ``experts`` lists the experts to place for each MoE layer, ``expert_bytes`` the size of one expert of each layer;
     ``offers`` and ``speeds`` (in any unit) are by server; ``usage`` is how often each expert of each layer was chosen.
     Raises PlacementError: the experts do not fit; the message holds a table of needed, offered and missing memory.
     """
@@ -113,14 +113,14 @@ def place_experts(
     done = 0
     for layer, (held, size) in enumerate(zip(experts, expert_bytes, strict=True)):
         done += len(held) * size
-        # Error feedback: what rounding took from a server in one layer it gets back in the next.
+        # Error feedback: a server gets back in the next layer what rounding took from it in this one.
         wanted = [share * done / need - got if need else 0.0 for share, got in zip(shares, assigned, strict=True)]
         counts = round_to_sum([w / size for w in wanted], len(held), [room // size for room in free])
         if counts is None:
             raise PlacementError(_does_not_fit(need, offers))
         parts = _ranges(held, counts)
         if usage is not None:
-            # Room for one more than the even part of its memory: a server of rarely used experts holds more of them.
+            # A server with rarely used experts may hold more of them, up to the layer's even part of its memory limit.
             room = [
                 max(count, min(each // size, int(limit * len(held) * size / need / size)))
                 for count, each, limit in zip(counts, free, limits, strict=True)
@@ -139,8 +139,8 @@ def place_replicas(
 ) -> list[list[int]]:
     """For each table the servers that hold it: its own first, then those of its replicas, ``n_copies`` in all.
 
-    ``tables`` and ``offers`` go by server. Replicas go to the next servers in turn, so that the load of a lost one is
-    spread, or where there is room. Raises PlacementError: there are too few servers, or they have too little memory.
+    ``tables`` and ``offers`` are by server. Replicas go to the following servers in turn that have enough memory, which
+    spreads the load of a lost server. Raises PlacementError: too few servers, or too little memory.
     """
     n = len(offers)
     if n_copies > max(1, n):
@@ -160,7 +160,7 @@ def place_replicas(
 
 
 def _ranges(held: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Contiguous parts of ``held`` with so many experts each."""
+    """Contiguous parts of ``held`` with ``counts`` experts each."""
     ends = list(itertools.accumulate(counts))
     return [tuple(held[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
@@ -168,14 +168,14 @@ def _ranges(held: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]
 def _by_usage(
     held: Sequence[int], usage: Sequence[int], speeds: Sequence[float], room: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Each expert, the most used first, goes where it is finished soonest (longest processing time first).
+    """Assigns each expert, the most used first, to the server that would finish it first (longest processing time).
 
-    ``room`` is how many experts each server has memory for; at least as many as there are.
+    ``room`` is how many experts each server can hold; together at least as many as there are.
     """
     loads = [0.0] * len(room)
     parts: list[list[int]] = [[] for _ in room]
     for expert in sorted(held, key=lambda expert: (-usage[expert], expert)):
-        load = usage[expert] + 1  # an expert that was never chosen so far will be
+        load = usage[expert] + 1  # an expert that was never chosen may still be chosen later
         open_ones = [i for i in range(len(room)) if len(parts[i]) < room[i]]
         best = min(open_ones, key=lambda i: ((loads[i] + load) / speeds[i], i))
         loads[best] += load
@@ -186,10 +186,10 @@ def _by_usage(
 def choose_local(
     n_experts: Sequence[int], expert_bytes: Sequence[int], n_bytes: int, usage: Sequence[Sequence[int]] | None = None
 ) -> ExpertTable:
-    """The experts that stay on the host: as many as ``n_bytes`` hold.
+    """The experts that stay on the host: as many as fit into ``n_bytes``.
 
     With ``usage`` (how often each expert of each layer was chosen) the most used ones of all layers; else the same
-    number, up to one, of every layer.
+    number from every layer, give or take one.
     """
     ranked = (
         (-usage[layer][expert] if usage is not None else expert, layer, expert)
@@ -205,7 +205,7 @@ def choose_local(
 
 
 def round_to_sum(wanted: Sequence[float], total: int, limits: Sequence[int]) -> list[int] | None:
-    """Whole numbers near ``wanted`` that add up to ``total`` and respect ``limits``; None if impossible."""
+    """Integers near ``wanted`` that sum to ``total`` and respect ``limits``; None if impossible."""
     counts = [max(0, min(int(w), limit)) for w, limit in zip(wanted, limits, strict=True)]
     while sum(counts) > total:
         counts[counts.index(max(counts))] -= 1

@@ -1,4 +1,4 @@
-"""Counts refused peers, and logs them: not more often than a reader can bear."""
+"""Counts refused peers and logs them at a limited rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeoffload.logs import RateLimit
 
 LINES: Final = 10
 WINDOW_S: Final = 60.0
-"""At most `LINES` refusals are logged within this many seconds; the next one tells how many were left out."""
+"""At most `LINES` refusals are logged within this many seconds; the next log line says how many were dropped."""
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Refusals:
         self._limit = RateLimit(LINES, WINDOW_S)
 
     def add(self, peer: str, reason: str) -> None:
-        """Counts one. ``reason`` is the server's own words: nothing that a peer sent, no secret."""
+        """Counts one refusal. ``reason`` is the server's own text: nothing that a peer sent, no secret."""
         with self._lock:
             self.count += 1
         left_out = self._limit.admit()

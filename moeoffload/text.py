@@ -1,17 +1,17 @@
-"""Text from the other side, made fit for a log line, an error message or a table."""
+"""Sanitises text from the peer for log lines, error messages and tables."""
 
 from __future__ import annotations
 
 from typing import Final
 
-MAX_TEXT: Final = 500  # characters that are kept of a text of the other side where nothing else is said
+MAX_TEXT: Final = 500  # default number of characters kept of a peer's text
 
 
 def one_line(text: str, limit: int = MAX_TEXT) -> str:
     """``text`` as one printable line of at most ``limit`` characters.
 
-    White space becomes a space. Other characters that do not print (controls, escapes of terminals, marks that turn the
-    writing direction, halves of surrogate pairs) become a question mark, so that no text forges a line of a log.
+    White space becomes a space. Other non-printable characters (controls, terminal escapes, marks that change the
+    writing direction, lone surrogates) become a question mark, so that no text can forge a log line.
     """
     short = text[: limit + 1]
     line = "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in short)
@@ -19,5 +19,5 @@ def one_line(text: str, limit: int = MAX_TEXT) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether ``text`` holds no bytes that Python could not decode and has passed on as halves of surrogate pairs."""
+    """Whether ``text`` is free of lone surrogates, which Python uses for bytes that it could not decode."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -1,4 +1,4 @@
-"""``moeoffload chat``: a conversation in a terminal, or one whose turns are the lines of stdin."""
+"""``moeoffload chat``: a conversation in a terminal, or with the lines of stdin as its turns."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def chat(
 
 
 def _obey(command: str, text: str, conversation: Conversation) -> str:
-    """Does what a line that begins with a slash says; returns what there is to tell."""
+    """Runs a command that the user typed with a slash; returns the text to show."""
     if command == "clear":
         conversation.clear()
         return "forgotten"
@@ -89,7 +89,7 @@ def _answer(
 ) -> None:
     from moeoffload.host.generate import StoppedError, Watch
 
-    stdout = sys.stdout  # a progress bar puts something else there
+    stdout = sys.stdout  # a progress bar replaces sys.stdout
     try:
         with _stopped_by_ctrl_c(interactive) as should_stop, display.reading() as on_prompt:
             answer = conversation.ask(text, stdout, Watch(on_prompt, should_stop))
@@ -105,7 +105,7 @@ def _answer(
 
 @contextmanager
 def _stopped_by_ctrl_c(interactive: bool) -> Iterator[Callable[[], bool]]:
-    """Yields what tells whether Ctrl-C was pressed; pressed again, it ends the program, as everywhere else."""
+    """Yields a function that returns whether Ctrl-C was pressed; a second Ctrl-C raises KeyboardInterrupt as usual."""
     stopped = threading.Event()
     if not interactive:
         yield stopped.is_set

@@ -1,4 +1,4 @@
-"""What a person sees on stderr: what is going on, on lines that go again, and a line after each answer that stays."""
+"""What the user sees on stderr: progress on temporary lines, and a permanent line after each answer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from moeoffload.host.session import OffloadedModel
 
 _MIB: Final = 1 << 20
-_WIDTH: Final = 100  # of the newest log line while it is shown
-_NAMED_SERVERS: Final = 3  # in the line after an answer; more are counted
+_WIDTH: Final = 100  # characters of the newest log line that are shown
+_NAMED_SERVERS: Final = 3  # in the line after an answer; if there are more, only their number is shown
 
 
 class Display:
-    """Writes to stderr; what goes again is for terminals. Only warnings and errors are left if ``quiet``."""
+    """Writes to stderr; temporary lines only on terminals. With ``quiet`` only warnings and errors are written."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = Console(stderr=True)
@@ -32,12 +32,12 @@ class Display:
         self._hidden = quiet or not self.console.is_terminal
 
     def say(self, text: str) -> None:
-        """Writes a line that stays."""
+        """Writes a permanent line."""
         if not self._quiet:
             self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def log_handler(self) -> logging.Handler:
-        """Writes each record as a line, above what goes again, and in one piece on a terminal of any width."""
+        """A handler that writes each record as one unwrapped line, above the temporary lines."""
         handler = logging.Handler()
 
         def emit(record: logging.LogRecord) -> None:
@@ -52,7 +52,7 @@ class Display:
 
     @contextmanager
     def working(self, text: str) -> Iterator[OnProgress]:
-        """Shows ``text``, and from then on the newest log line; yields what shows a bar for each server that loads."""
+        """Shows ``text``, then the newest log line; yields a function that updates each loading server's bar."""
         with self._lines() as lines:
             first, servers = lines.add_task(text, total=None, count=""), dict[str, TaskID]()
 
@@ -67,14 +67,14 @@ class Display:
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[float, int], None]]:
-        """Yields what shows how many tokens of a prompt are computed, until all are; see `Watch.on_prompt`."""
+        """Yields a function that shows how many tokens of a prompt are computed; see `Watch.on_prompt`."""
         with self._lines() as lines:
             prompt = lines.add_task("prompt", total=None, count="")
 
             def on_prompt(done: float, total: int) -> None:
                 lines.update(prompt, completed=done, total=total, count=f"{done:,.0f} of {total:,} tokens")
                 if done >= total:
-                    lines.stop()  # the answer's text comes now
+                    lines.stop()  # the answer's text follows
 
             yield on_prompt
 
@@ -102,7 +102,7 @@ class Display:
 
 @contextmanager
 def _newest_log_line(show: Callable[[str], None], *, hidden: bool) -> Iterator[None]:
-    """While open, calls ``show`` with each line of INFO or above that moeoffload logs, whatever other handlers get."""
+    """While open, calls ``show`` with each line that moeoffload logs at INFO or above, for any log level."""
     log, handler = logging.getLogger("moeoffload"), logging.Handler()
     handler.emit = lambda record: show(one_line(record.getMessage(), _WIDTH))  # type: ignore[method-assign]
     level = log.level

@@ -1,4 +1,4 @@
-"""What the console scripts call. Nothing else is imported before Ctrl-C has its handler."""
+"""Entry points of the console scripts. They install the Ctrl-C handler before they import anything else."""
 
 from __future__ import annotations
 

@@ -44,14 +44,15 @@ def serve(
     log = logging.getLogger("moeoffload.expert_server")
     if settings.model is not None and named_path(settings.model) is None:
         log.info("looking for %s, in the local cache and on the hub", settings.model)
-        check_hub_id(settings.model, None)  # not only when the first host comes
+        check_hub_id(settings.model, None)  # now rather than when the first host attaches
     log.info("importing torch")
-    with quick_imports():  # there is nothing to clean up yet: a signal ends the process at once
+    with quick_imports():  # nothing to clean up yet: a signal ends the process at once
         # torch takes seconds to import; --help, --version and setting errors need not wait for it.
         from moeoffload.expert_server.server import ExpertServer
 
-    # The number of a signal goes into the pipe in whichever thread it arrives. A handler in Python runs in this thread
-    # only, and not before it stops waiting: a signal that another thread takes would not wake it.
+    # The C-level signal handler writes the signal's number into the pipe, in whichever thread the signal arrives. A
+    # Python handler alone would run only in this thread, once it stops waiting; a signal that another thread
+    # takes would not wake it.
     stopped, stop = os.pipe()
     os.set_blocking(stop, False)
     signal.set_wakeup_fd(stop)
@@ -71,12 +72,12 @@ def serve(
     stdin = sys.stdin.fileno() if exit_with_stdin else None
     try:
         print(f"moeoffload-expert ready on {server.address} ({devices})", flush=True)
-        # It takes seconds, which no host need wait for; if it fails, the first host is told.
+        # The import takes seconds, which the first host should not wait for; if it fails, that host gets the error.
         with contextlib.suppress(MemoryError, OSError, ImportError, _Signalled), _signals_raise(), quick_imports():
             import_module("moeoffload.checkpoint")
         if _wait(stopped, stdin) == signal.SIGTERM:
             log.info("draining: %d leases", server.drain())
-            # Another signal, the last host's leave, or the end of patience.
+            # Ends at another signal, when the last host has left, or at the timeout.
             _wait(stopped, stdin, settings.drain_timeout_s)
     finally:
         server.stop()
@@ -84,12 +85,12 @@ def serve(
 
 
 class _Signalled(BaseException):
-    """A signal came; its number is in the pipe, too."""
+    """A signal arrived; its number is also in the pipe."""
 
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Within, a signal does not wait for the end of what the main thread does."""
+    """While open, a signal interrupts the main thread at once."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise _Signalled
@@ -104,13 +105,14 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _in_the_pipe(number: int, frame: FrameType | None) -> None:
-    """The handler of signals that are read from the pipe."""
+    """Does nothing: the signal is read from the pipe."""
 
 
 def _wait(stopped: int, stdin: int | None, timeout_s: float | None = None) -> int:
-    """The number of the signal that came, or 0 for another reason to stop: none within ``timeout_s`` seconds, or none.
+    """Returns the number of the signal that arrived, or ``d`` as a number if the server has drained; else 0: after
+    ``timeout_s`` seconds, or when ``stdin`` is closed.
 
-    A closed ``stdin`` is one: the process that started the server has ended, however it ended.
+    A closed ``stdin`` means that the process that started the server has ended.
     """
     watched = [stopped] if stdin is None else [stopped, stdin]
     while ready := select.select(watched, [], [], timeout_s)[0]:

@@ -109,7 +109,7 @@ app.add_typer(keys_app, name="keys")
 
 
 def _read_prompts(prompts: list[str], prompt_file: str | None, option: str = "--prompt-file") -> list[str]:
-    """The prompts of a command line, of which ``option`` names the file; ``-`` stands for stdin.
+    """The prompts of a command line; ``-`` stands for stdin, ``option`` is the name of the file's option in errors.
     Raises SettingError: none was given, or the file or stdin cannot be read; PromptError: one is empty or not UTF-8."""
     texts = [_read_stdin() if text == "-" else text for text in prompts]
     if prompt_file == "-":
@@ -134,7 +134,7 @@ def _read_stdin() -> str:
     if sys.stdin is None:
         raise SettingError("the prompt is to come from stdin, which is closed")
     try:
-        return sys.stdin.read().rstrip("\n")  # the end of a file's last line is no part of a prompt
+        return sys.stdin.read().rstrip("\n")  # the newline at the end of a file is not part of the prompt
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"the prompt cannot be read from stdin ({error})") from None
 

@@ -1,4 +1,4 @@
-"""What makes torch and transformers quick to import: thousands of modules, most of a command's time to its start."""
+"""Faster imports of torch and transformers: thousands of modules, and most of a command's startup time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Final
 from moeoffload.gpu_driver import has_gpu_driver
 
 _TORCH_LIBRARIES: Final = (
-    ("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL),  # as torch loads it first
+    ("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL),  # torch loads it first, too
     ("libtorch_cpu.so", os.RTLD_NOW),
 )
 
 
 def skip_triton_without_gpu() -> None:
-    """Hides Triton from this process, before torch is imported, unless there is a GPU or its interpreter is wanted.
+    """Hides Triton from this process, before torch is imported, unless there is a GPU or its interpreter is requested.
 
-    torch and transformers import it where they find it; without a GPU that is 130 MiB and a moment for nothing.
+    torch and transformers import it if it is installed; without a GPU that wastes 130 MiB and some time.
     """
     if not has_gpu_driver() and "TRITON_INTERPRET" not in os.environ:
         sys.modules["triton"] = None  # type: ignore[assignment]
@@ -32,8 +32,8 @@ def skip_triton_without_gpu() -> None:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """While open, imports are not interrupted by Python's garbage collector, which would look at all objects again and
-    again and find none to free; what was made by then it never looks at again, nor at the end of the process."""
+    """While open, Python's garbage collector is off: it would scan all imported objects repeatedly and free none.
+    Objects that exist at the end are frozen, so that it never scans them, not even when the process ends."""
     skip_triton_without_gpu()
     gc.disable()
     try:
@@ -44,13 +44,13 @@ def quick_imports() -> Iterator[None]:
 
 
 def import_transformers() -> None:
-    """Imports transformers and torch. Both take seconds; a part of both is done at the same time: transformers reads
-    through the files of all its models, which is Python, while the system's loader brings torch's library into memory.
+    """Imports transformers and torch, which take seconds each, partly in parallel: transformers scans the files of all
+    its models in Python while the system's loader maps torch's library without the interpreter lock.
     """
     library = threading.Thread(target=load_torch_library, name="torch-library", daemon=True)
     import transformers
 
-    # Not earlier: modules in C, which the first import needs, would wait for the loader.
+    # Not earlier: the first import needs C modules, which would wait for the loader.
     library.start()
     import transformers.models  # noqa: F401
 
@@ -59,12 +59,12 @@ def import_transformers() -> None:
 
 
 def load_torch_library() -> None:
-    """Loads what ``import torch`` loads, without Python's lock, as far as that is possible; errors are left to it."""
+    """Loads the libraries of ``import torch`` without the interpreter lock, if possible; the import reports errors."""
     torch = importlib.util.find_spec("torch")
     if torch is None or not torch.submodule_search_locations:
         return
     folder = Path(torch.submodule_search_locations[0]) / "lib"
-    dlopen = ctypes.CDLL(None).dlopen  # ctypes.CDLL(path) would hold Python's lock
+    dlopen = ctypes.CDLL(None).dlopen  # ctypes.CDLL(path) would hold the interpreter lock
     dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
     for name, mode in _TORCH_LIBRARIES:
         if not (folder / name).is_file() or not dlopen(os.fsencode(folder / name), mode):

@@ -1,7 +1,7 @@
-"""Makes a small private CA, a server and a host certificate: what two machines need to trust each other.
+"""Makes a private CA, a server certificate and a host certificate, with which two machines trust each other.
 
-The CA's private key is not kept: no further certificates can be made with it later, and losing the folder loses no
-more than these two. A third machine gets the host's pair too, or everything is made anew.
+The CA's private key is not kept: no further certificates can be made with it later, and a leaked folder exposes only
+these two. A third machine gets a copy of the host's pair, or everything is made again.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from moeoffload.errors import SettingError
 
 VALID: Final = datetime.timedelta(days=730)
 _EARLIER: Final = datetime.timedelta(hours=1)
-"""Clocks of two machines differ: certificates are valid from a little before now."""
+"""Certificates are valid from a little before now, because the clocks of two machines differ."""
 NAMES: Final = ("ca.pem", "server.pem", "server.key", "host.pem", "host.key")
 _LOCAL_NAMES: Final = ("localhost", "127.0.0.1", "::1")
 
 
 def make_keys(folder: Path, names: Sequence[str]) -> list[str]:
-    """Writes ca.pem, server.pem, server.key, host.pem and host.key; returns the names the server's certificate is for.
+    """Writes ca.pem, server.pem, server.key, host.pem and host.key; returns the names in the server's certificate.
 
-    ``folder`` is made if it is not there, for its owner only. Hosts reach the server under ``names``, and this
-    machine's own.
-    Raises SettingError: a file is there already, the folder cannot be written, or a name is no host name or address.
+    ``folder`` is created if missing, for its owner only. The names are ``names`` and this machine's own.
+    Raises SettingError: a file exists already, the folder cannot be written, or a name is no host name or address.
     """
     subjects = list(dict.fromkeys([*_LOCAL_NAMES, socket.gethostname().lower(), *(_checked(name) for name in names)]))
     try:
@@ -82,7 +81,7 @@ def _certificate(
         .not_valid_before(now - _EARLIER)
         .not_valid_after(now + VALID)
         .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
-        # Digital signatures for servers and hosts; the CA's is to sign certificates and their revocations only.
+        # Servers and hosts: digital signatures. The CA: only to sign certificates and revocation lists.
         .add_extension(x509.KeyUsage(not is_ca, False, False, False, False, is_ca, is_ca, False, False), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
@@ -103,7 +102,7 @@ def _general(subject: str) -> x509.GeneralName:
 
 
 def _write(path: Path, content: x509.Certificate | ec.EllipticCurvePrivateKey) -> None:
-    """Writes a PEM file that is not there yet; a private key for its owner only."""
+    """Creates a PEM file; a private key is readable by its owner only. An existing file is an error."""
     if isinstance(content, x509.Certificate):
         mode, data = 0o644, content.public_bytes(Encoding.PEM)
     else:

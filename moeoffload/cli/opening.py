@@ -1,4 +1,4 @@
-"""What the commands of a host have in common: opening a model, and its report."""
+"""Opening a model and writing its report, shared by the commands of a host."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def log_of_host(settings: HostSettings, display: Display, *, verbose: bool) -> N
 def open_with_progress(
     model: str, settings: HostSettings, revision: str | None, display: Display
 ) -> Iterator[OffloadedModel]:
-    """Opens the model, shows how far that is, and closes it; see `open_model` for what it raises.
+    """Opens the model with progress on stderr, and closes it; see `open_model` for what it raises.
 
-    From when there is something to close, Ctrl-C and SIGTERM unwind.
+    Once there is something to close, Ctrl-C and SIGTERM unwind instead of ending the process.
     """
     check_revision(revision)
     with ExitStack() as stack:
@@ -42,7 +42,7 @@ def open_with_progress(
                 check_hub_id(model, revision)
         with display.working("importing torch and transformers") as on_progress:
             with quick_imports():
-                # They take seconds; --help, --version and setting errors need not wait for them.
+                # They take seconds to import; --help, --version and setting errors need not wait for them.
                 import_transformers()
                 from moeoffload.host.session import open_model
 
@@ -56,7 +56,7 @@ def open_with_progress(
 
 
 def report_run(offloaded: OffloadedModel, display: Display, *, verbose: bool) -> None:
-    """Shows the report as tables if ``verbose`` or if the settings name a file for it, which it goes to then."""
+    """Shows the report as tables if ``verbose`` or if the settings name a report file, and writes that file."""
     report = offloaded.report()
     if report.prompt_tokens and (verbose or offloaded.settings.report is not None):
         display.console.print(report.table())
@@ -64,6 +64,6 @@ def report_run(offloaded: OffloadedModel, display: Display, *, verbose: bool) ->
 
 
 def write_report(report: Report, settings: HostSettings) -> None:
-    """Writes the report to the file that the settings name, if they do."""
+    """Writes the report to the file that the settings name, if any."""
     if settings.report is not None:
         settings.report.write_text(json.dumps(report.to_json(), indent=2) + "\n")

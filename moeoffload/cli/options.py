@@ -30,21 +30,21 @@ Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Log what happens, on stderr, and show the report as tables.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.")]
-_WIDEST_METAVAR = 13  # in 80 columns a wider one would cut the names of options; what is allowed is in the help
+_WIDEST_METAVAR = 13  # a wider one would cut the names of options at 80 columns; the help says what is allowed
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
-# gRPC's C library writes lines of its own to stderr, for what is then reported as one error of ours.
+# gRPC's C library would write its own lines to stderr for errors that we report anyway.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def with_settings(model: type[SettingsBase]) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
     """Give a command one option for each setting of ``model``, and pass it the checked object.
 
-    Its parameter ``settings`` gets that; its other parameters stay options and arguments of its own. Options reach the
-    model as the text that was typed, so that it alone says what is allowed. Errors end the command as `exit_on_error`
-    does.
+    The command's parameter ``settings`` receives the object; its other parameters stay its own options and arguments.
+    Options reach the model as typed text, so that the model alone decides what is allowed. Errors end the command as
+    in `exit_on_error`.
     """
 
     def decorate(command: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -70,7 +70,7 @@ def with_settings(model: type[SettingsBase]) -> Callable[[Callable[..., _Result]
 
 
 def version_option(program: str) -> Any:
-    """The default of a ``--version`` parameter: it prints one line and ends the command."""
+    """The default of a ``--version`` parameter, which prints one line and ends the command."""
 
     def show(wanted: bool) -> None:
         if wanted:
@@ -82,13 +82,13 @@ def version_option(program: str) -> Any:
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """End a command as a user expects: one line for an error made on purpose, a word on Ctrl-C, quiet on a closed pipe.
+    """End a command cleanly: one line for an expected error, one word on Ctrl-C, nothing on a closed pipe.
 
     Works as ``with exit_on_error():`` and as the decorator ``@exit_on_error()``.
     """
     try:
         yield
-        sys.stdout.flush()  # so that a closed pipe shows here and not while the interpreter shuts down
+        sys.stdout.flush()  # so that a closed pipe raises here and not while the interpreter shuts down
     except MoeOffloadError as error:
         _log.debug("where the error came from", exc_info=True)
         print_error(error)
@@ -122,13 +122,13 @@ def _option(info: SettingInfo) -> inspect.Parameter:
 
 
 def _help_all(names: list[str]) -> inspect.Parameter:
-    """The option that shows help with the settings ``names``, of which ``--help`` shows the common ones only."""
+    """The option that shows help with all settings ``names``; ``--help`` shows only the common ones."""
 
     def show(context: typer.Context, wanted: bool) -> None:
         if wanted:
             for option in context.command.params:
                 option.hidden = option.hidden and option.name not in names  # type: ignore[attr-defined]
-            context.get_help()  # which prints it
+            context.get_help()  # prints the help
             raise typer.Exit
 
     words = f"Show all settings. Each can be given in the environment, too: {ENV_PREFIX} and its name in capitals."
@@ -139,16 +139,16 @@ def _help_all(names: list[str]) -> inspect.Parameter:
 
 
 def print_error(error: MoeOffloadError) -> None:
-    """Writes an error to stderr: red on a terminal only, and not where NO_COLOR asks for none."""
+    """Writes an error to stderr, in red on a terminal unless NO_COLOR is set."""
     message = f"error: {error}"
-    if isinstance(error, SettingError):  # each line is a complaint of its own; other errors may hold a table
+    if isinstance(error, SettingError):  # each line is a separate complaint; other errors may contain a table
         message = message.replace("\n", "\nerror: ")
     typer.secho(message, fg=None if os.environ.get("NO_COLOR") else typer.colors.RED, err=True)
 
 
 def _discard_stdout() -> None:
-    """Lets what is still buffered go nowhere; the interpreter would complain when it flushes into a closed pipe."""
-    with contextlib.suppress(OSError, ValueError):  # stdout may be no real file
+    """Discards buffered output; at exit the interpreter would complain when it flushes into a closed pipe."""
+    with contextlib.suppress(OSError, ValueError):  # stdout may not be a real file
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
         os.close(devnull)

@@ -1,4 +1,4 @@
-"""``moeoffload serve``: answers many clients at a time, over OpenAI's API."""
+"""``moeoffload serve``: answers many clients at a time over OpenAI's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM do to a command: at first they end it at once, later they unwind what it has opened."""
+"""Ctrl-C and SIGTERM: at first they end a command at once, later they unwind what it has opened."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SHOW_CURSOR: Final = b"\r\x1b[K\x1b[?25h"  # a progress bar may have hidden it
 
 
 def leave_at_once_on_ctrl_c() -> None:
-    """Ctrl-C ends the process with one line. An exception might be lost in modules that are half imported.
+    """Makes Ctrl-C end the process with one line; an exception might be lost in half-imported modules.
 
-    A process that ignores Ctrl-C goes on to ignore it.
+    A process that ignores Ctrl-C keeps ignoring it.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -29,7 +29,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def signals_unwind() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the command through its ``finally`` blocks: servers are stopped and leases ended."""
+    """While open, Ctrl-C and SIGTERM end the command through ``finally`` blocks, which stop servers and end leases."""
 
     def on_term(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

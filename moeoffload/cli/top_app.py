@@ -1,4 +1,4 @@
-"""``moeoffload top``: what a serving host does now, in a terminal."""
+"""``moeoffload top``: live statistics of a serving host in a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ANSWER_S: Final = 5.0
 LEAST_INTERVAL_S: Final = 0.1
 MOST_INTERVAL_S: Final = 60.0
-MOST_BYTES: Final = 16 << 20  # of an answer: thousands of layers and servers fit
+MOST_BYTES: Final = 16 << 20  # of a reply: thousands of layers and servers fit
 
 
 @exit_on_error()
@@ -66,7 +66,7 @@ def top(
         time.sleep(interval_s)
         console.print(picture(ask(), url))
         return
-    # What is no terminal gets one picture after the other.
+    # If stdout is not a terminal, the pictures are printed one after another.
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_unwind())
         show: Callable[[RenderableType], None] = console.print
@@ -80,20 +80,21 @@ def top(
             try:
                 snapshot = ask()
             except ServerError as error:
-                trouble = str(error)  # it may be back at the next look
+                trouble = str(error)  # the host may be back at the next request
             show(picture(snapshot, url, trouble))
 
 
 def _address(url: str) -> SplitResult:
     parts = urlsplit(url)
-    with contextlib.suppress(ValueError):  # the port is no number
+    with contextlib.suppress(ValueError):  # the port is not a number
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return parts
     raise SettingError(f"--url: {url!r} is not allowed; like http://127.0.0.1:8000")
 
 
 def _tls(ca: Path | None) -> ssl.SSLContext:
-    """What checks the host's certificate: by ``ca``, or as this machine does. Raises SettingError: no certificates."""
+    """The context that checks the host's certificate: by ``ca``, or by this machine's authorities.
+    Raises SettingError: ``ca`` holds no certificates."""
     try:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:  # an ssl.SSLError is one
@@ -101,9 +102,9 @@ def _tls(ca: Path | None) -> ssl.SSLContext:
 
 
 def _ask(url: SplitResult, headers: dict[str, str], tls: ssl.SSLContext | None) -> dict[str, Any]:
-    """The snapshot of now. Raises ServerError: there is no host, it wants another key, or answers something else."""
+    """The current snapshot. Raises ServerError: no host answers, the key is wrong, or the reply is no snapshot."""
     name = url.geturl().rstrip("/")
-    # http.client knows no proxies and follows no redirects: the key goes to the address that was given only.
+    # http.client uses no proxies and follows no redirects: the key is sent only to the given address.
     place = url.hostname or "", url.port
     client = (
         http.client.HTTPConnection(*place, timeout=ANSWER_S)

@@ -26,13 +26,13 @@ _SERVER_COLUMNS: Final = ("busy", "wait a call", "calls/s", "rows/s", "MiB/s", "
 """The most important first."""
 _LEAST_SERVER_COLUMNS: Final = 2
 _UNLIMITED: Final = 10_000  # columns
-_MOST_LAYERS: Final = 16  # shown at once; of more layers neighbours share a line
+_MOST_LAYERS: Final = 16  # lines shown; if there are more layers, neighbours share a line
 
 Json = dict[str, Any]
 
 
 def picture(snapshot: Json, url: str, trouble: str = "") -> RenderableType:
-    """What a host says in ``snapshot``; ``trouble`` is why a newer one could not be had."""
+    """The picture of ``snapshot``; ``trouble`` is why no newer one could be fetched."""
     shown = snapshot["now"]
     parts: list[RenderableType] = [_title(snapshot, url)]
     if trouble:
@@ -44,14 +44,14 @@ def picture(snapshot: Json, url: str, trouble: str = "") -> RenderableType:
 
 
 def seconds(value: float | None) -> str:
-    """A time with its unit, three digits."""
+    """A time with its unit, to three digits."""
     if value is None or value >= 1:
         return "-" if value is None else f"{number(value)} s"
     return f"{number(1000 * value)} ms" if value >= 0.001 or value == 0 else f"{number(1e6 * value)} us"
 
 
 def number(value: float | None) -> str:
-    """Three digits, or all before the point."""
+    """Three digits, or all digits before the decimal point."""
     if value is None:
         return "-"
     if value >= 100 or value == 0:
@@ -111,7 +111,7 @@ def _facts(snapshot: Json) -> list[Panel]:
 
 @dataclass(frozen=True)
 class _FirstThatFits:
-    """The first of ``tables`` whose words all fit into the width there is, or the last."""
+    """The first of ``tables`` whose words all fit into the available width, or the last."""
 
     tables: Sequence[Table]
 
@@ -134,7 +134,7 @@ def _table(title: str, *names: str, gap: int = 2) -> Table:
 
 
 def _servers(snapshot: Json) -> _FirstThatFits:
-    """A terminal that is not wide has fewer of the columns, and names in full."""
+    """The table of servers; on a narrow terminal it has fewer columns, but full names."""
     shown = [_SERVER_COLUMNS[:n] for n in range(len(_SERVER_COLUMNS), _LEAST_SERVER_COLUMNS - 1, -1)]
     tables = [_table("expert servers", "server", "state", *columns) for columns in shown]
     last = _table("expert servers", "server", "state", *shown[-1])
@@ -161,7 +161,7 @@ def _servers(snapshot: Json) -> _FirstThatFits:
 
 
 def _times(shown: Json) -> _FirstThatFits:
-    """Where the seconds of a step go, and those of one call of each MoE layer."""
+    """Where the time of a step goes, and that of one call of each MoE layer."""
     layers = shown["layers"]
     lines = {"a step": shown["step_parts"]}
     size = max(1, -(-len(layers) // _MOST_LAYERS))
@@ -176,6 +176,6 @@ def _times(shown: Json) -> _FirstThatFits:
         for name, parts in lines.items():
             table.add_row(name, *(seconds(parts.get(part)) for part in columns), seconds(sum(parts.values())))
         tables.append(table)
-    for column in tables[-1].columns:  # values go on in a second line
+    for column in tables[-1].columns:  # values wrap to a second line
         column.no_wrap, column.overflow = False, "fold"
     return _FirstThatFits(tables)

@@ -1,4 +1,4 @@
-"""Reads a conversation's turns: from a terminal, with its history of lines, or line by line from anything else."""
+"""Reads a conversation's turns: from a terminal, with line history, or line by line from anything else."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ QUOTES: Final = '"""'
 
 
 def read_turns(*, interactive: bool) -> Iterator[str]:
-    """Each turn that is not empty, until stdin ends; several lines between `QUOTES` are one turn.
+    """Yields each turn that is not empty, until stdin ends; several lines between `QUOTES` are one turn.
 
-    On a terminal Ctrl-C gives up what has been typed. Raises PromptError: it is not valid UTF-8.
+    On a terminal Ctrl-C discards the typed text. Raises PromptError: a turn is not valid UTF-8.
     """
     if interactive:
-        with contextlib.suppress(ImportError):  # not on every system; `input` uses it where it is imported
+        with contextlib.suppress(ImportError):  # not on every system; `input` uses it once it is imported
             import readline
 
-            readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted together are one turn
+            readline.parse_and_bind("set enable-bracketed-paste on")  # lines pasted together are one turn
     while True:
         try:
             turn = _read_turn(interactive)
@@ -54,10 +54,10 @@ def _read_turn(interactive: bool) -> str:
 
 
 def _read_line(prompt: str) -> str:
-    """One line without its end. Raises EOFError: there is none; PromptError: it is not valid UTF-8."""
+    """One line without its newline. Raises EOFError: stdin has ended; PromptError: the line is not valid UTF-8."""
     if prompt and sys.stdout.isatty():
         return input(prompt)
-    if prompt:  # `input` would write it to the file that stdout is
+    if prompt:  # `input` would write the prompt to stdout, which is a file
         typer.echo(prompt, nl=False, err=True)
     try:
         line = sys.stdin.readline()

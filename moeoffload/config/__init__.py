@@ -1,4 +1,4 @@
-"""Every setting once: one model per program, read by pydantic-settings and checked at the edge."""
+"""Every setting, defined once: one model per program, read by pydantic-settings and validated on entry."""
 
 from moeoffload.config.base import SettingsBase, warn_of_misspelt_names
 from moeoffload.config.describe import SettingInfo

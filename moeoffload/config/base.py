@@ -1,7 +1,7 @@
-"""What all settings models share: how a setting is declared, where values come from, and how a bad one is refused.
+"""The base of all settings models: how settings are declared, where values come from, how invalid ones are refused.
 
 pydantic-settings reads the values: keyword or command line, then ``MOEOFFLOAD_*``, then the name in `ALIASES`, then the
-default. Flag, help, documentation and error text derive from the declaration, so none can disagree with the model.
+default. Flag, help, documentation and error text are derived from the declaration, so none can disagree with it.
 """
 
 from __future__ import annotations
@@ -68,35 +68,35 @@ class Panel(StrEnum):
     ) -> Any:
         """Declare a setting of this group; ``description`` is one sentence, bounds and unit are in its type.
 
-        ``means`` is what the default does, and ``allowed`` what is allowed in words, where value and type do not say
-        it. ``common`` settings are those that --help shows.
+        ``means`` says what the default does, and ``allowed`` which values are allowed, if value and type do not say so.
+        --help shows only ``common`` settings.
         """
         words: Any = {"panel": self, "means": means, "allowed": allowed, "common": common}
         return Field(default, description=description, json_schema_extra=words)
 
 
 def env_names(name: str) -> tuple[str, ...]:
-    """The environment names of the setting ``name``, strongest first."""
+    """The environment names of the setting ``name``, in order of precedence."""
     return (ENV_PREFIX + name.upper(), *([ALIASES[name]] if name in ALIASES else []))
 
 
 class SettingsBase(BaseSettings):
-    """A frozen settings model. Values are checked here once; a bad one raises SettingError naming its source."""
+    """A frozen settings model. Values are checked here once; an invalid one raises SettingError with its source."""
 
     model_config = SettingsConfigDict(
         frozen=True,
-        extra="ignore",  # pydantic counts the weaker names of a setting as extra; unknown keywords are refused below
+        extra="ignore",  # pydantic treats a setting's lower-priority names as extra; unknown keywords are refused below
         allow_inf_nan=False,
         validate_by_name=True,
         alias_generator=AliasGenerator(validation_alias=lambda name: AliasChoices(*env_names(name))),
         case_sensitive=True,
         env_prefix=ENV_PREFIX,
         env_ignore_empty=True,
-        enable_decoding=False,  # lists are text with commas, not JSON
+        enable_decoding=False,  # lists are comma-separated text, not JSON
     )
 
     def __init__(self, *, _from_cli: bool = False, **values: Any) -> None:
-        """Take keywords over the environment over the defaults; ``_from_cli`` makes errors name flags, not keywords."""
+        """Use keywords before the environment before defaults; with ``_from_cli`` errors name flags, not keywords."""
         known = _infos(type(self))
         complaints = [f"{name}: there is no such setting{_nearest(name, known)}" for name in values.keys() - known]
         if complaints:
@@ -111,13 +111,13 @@ class SettingsBase(BaseSettings):
 
     @classmethod
     def load(cls, cli: Mapping[str, Any] | None = None) -> Self:
-        """Build the settings from what the command line gave (None = not given), the environment and the defaults."""
+        """Build the settings from command line values (None = not given), the environment and the defaults."""
         warn_of_misspelt_names()
         return cls(_from_cli=True, **{name: value for name, value in (cli or {}).items() if value is not None})
 
     @classmethod
     def infos(cls) -> tuple[SettingInfo, ...]:
-        """Every setting of this model, panel by panel."""
+        """Every setting of this model, ordered by panel."""
         panels = list(Panel)
         return tuple(sorted(_infos(cls).values(), key=lambda info: panels.index(Panel(info.panel))))
 
@@ -143,7 +143,7 @@ class SettingsBase(BaseSettings):
 
 
 def warn_of_misspelt_names() -> None:
-    """Warns of environment names that look like settings of a program of ours, and are none."""
+    """Warns of environment variables that have our prefixes but name no setting."""
     known = [env for model in _models(SettingsBase) for info in model.infos() for env in info.env_names]
     for name in sorted(os.environ):
         if name.startswith((ENV_PREFIX, ALIAS_PREFIX)) and name not in known and os.environ[name].strip():
@@ -167,7 +167,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _name_of(infos: Mapping[str, SettingInfo], key: str) -> str:
-    """The setting that pydantic reports under its name or under one of its environment names."""
+    """The name of the setting that pydantic reports by name or by environment name."""
     return next(name for name, info in infos.items() if key == name or key in info.env_names)
 
 

@@ -1,4 +1,4 @@
-"""A setting as a user meets it, in help, documentation and errors: derived from its declaration in the model."""
+"""Descriptions of settings for help, documentation and errors, derived from their declarations in the model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BOOLEAN_WORDS: Final = "1, true, yes, on, 0, false, no or off"
 
 @dataclass(frozen=True)
 class Words:
-    """What a type in an annotation allows, in words, what stands for its value in help, and the unit of a number.
+    """For a type in an annotation: the allowed values in words, the placeholder in help, and the unit of a number.
 
-    What is None follows from the type and its bounds.
+    A field that is None is derived from the type and its bounds.
     """
 
     allowed: str | None = None
@@ -27,7 +27,7 @@ class Words:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingInfo:
-    """A setting as a user meets it; ``env_names`` come strongest first, ``choices`` is None where any text may do."""
+    """A setting as shown to users; ``env_names`` are by precedence, ``choices`` is None if any text is allowed."""
 
     name: str
     env_names: tuple[str, ...]
@@ -44,12 +44,12 @@ class SettingInfo:
 
     @property
     def flag(self) -> str:
-        """The option of the command line; a boolean has ``--no-...`` beside it."""
+        """The command line option; a boolean has ``--no-...``, too."""
         return "--" + self.name.replace("_", "-")
 
 
 def describe(name: str, field: FieldInfo, env_names: tuple[str, ...]) -> SettingInfo:
-    """The setting that ``field`` (made by `moeoffload.config.base.setting`) declares."""
+    """Describes the setting that ``field`` (made by `Panel.setting`) declares."""
     declared = typing.cast("dict[str, Any]", field.json_schema_extra)
     is_optional = types.NoneType in typing.get_args(field.annotation)
     kind: Any = typing.get_args(field.annotation)[0] if is_optional else field.annotation

@@ -26,11 +26,11 @@ _compute = Panel.COMPUTE.setting
 _reporting = Panel.REPORTING.setting
 
 REFUSED_S: Final = 3.0
-"""How long a server that refuses connections is waited for: one that is started beside its host is there by then."""
+"""How long a host waits for a server that refuses connections: enough for one that is started at the same time."""
 
 
 class Mode(StrEnum):
-    """How the rows of one layer are cut into dispatches."""
+    """How the rows of one layer are split into dispatches."""
 
     AUTO = "auto"
     BATCHED = "batched"
@@ -47,7 +47,7 @@ class DtypeChoice(StrEnum):
 
 
 class PayloadChoice(StrEnum):
-    """A dtype of rows that travel; AUTO is that of the model, or, on the way back, that of the way out."""
+    """A payload dtype; AUTO is that of the model or, for replies, that of the requests."""
 
     AUTO = "auto"
     F32 = "f32"
@@ -57,7 +57,7 @@ class PayloadChoice(StrEnum):
 
 
 class ExpertFormat(StrEnum):
-    """What experts are packed in while they are loaded; KEEP is as they are stored."""
+    """The format to quantise experts to at load time; KEEP leaves them as stored."""
 
     KEEP = "keep"
     INT8 = "int8"
@@ -67,7 +67,7 @@ class ExpertFormat(StrEnum):
 
 
 class DenseFormat(StrEnum):
-    """What the host's linear layers on a CPU are packed in; KEEP is as they are stored."""
+    """The format to quantise a CPU host's linear layers to; KEEP leaves them as stored."""
 
     KEEP = "keep"
     INT8 = "int8"
@@ -75,7 +75,7 @@ class DenseFormat(StrEnum):
 
 
 class Pipeline(StrEnum):
-    """Whether the chunks of a long prompt follow each other through the layers; AUTO is on."""
+    """Whether the chunks of a long prompt overlap; AUTO is on."""
 
     AUTO = "auto"
     ON = "on"
@@ -107,7 +107,7 @@ class _Recovery(CommonSettings):
 
 
 class _Generation(CommonSettings):
-    """How a host chooses tokens, and guesses them ahead."""
+    """How a host samples tokens, and speculative decoding."""
 
     max_new_tokens: values.Tokens = _generation(256, "The most tokens to generate.", common=True)
     temperature: values.Spread = _generation(
@@ -207,12 +207,12 @@ class HostSettings(_Recovery, _Generation):
 
     @property
     def refused_timeout_s(self) -> float:
-        """The longest wait for a server that refuses connections."""
+        """How long to wait for a server that refuses connections."""
         return self.connect_timeout_s if "connect_timeout_s" in self.model_fields_set else REFUSED_S
 
     def check_security(self, servers: Iterable[Address]) -> None:
         """Check that these settings may be used to reach ``servers``.
-        Raises SettingError: they do not go together, or rows or the token would travel in the clear."""
+        Raises SettingError: they are inconsistent, or rows or the token would be sent in the clear."""
         self.check_certificate_pair()
         if self.tls_cert is not None and self.tls_ca is None:
             raise SettingError(

@@ -31,7 +31,7 @@ class ServeSettings(HostSettings):
 
     def check_http(self) -> None:
         """Check that a server with these settings may listen for clients.
-        Raises SettingError: they do not go together, or the server would be open to others."""
+        Raises SettingError: they are inconsistent, or the server would be open to others."""
         self.check_certificate_pair("http_")
         needs = {
             "--http-tls-cert and --http-tls-key": self.http_tls_cert is not None,

@@ -22,7 +22,7 @@ _reporting = Panel.REPORTING.setting
 
 
 class Kernel(StrEnum):
-    """What computes routed experts; GROUPED gives the bits of transformers' grouped_mm."""
+    """The kernel for routed experts; GROUPED gives the bits of transformers' grouped_mm."""
 
     AUTO = "auto"
     TILED = "tiled"
@@ -30,7 +30,7 @@ class Kernel(StrEnum):
 
 
 class KeepWarm(StrEnum):
-    """Whether experts stay in memory when their host has left, until other experts need the memory."""
+    """Whether experts stay in memory after their host has left, until other experts need the memory."""
 
     ON = "on"
     OFF = "off"
@@ -55,7 +55,7 @@ class ExpertServerSettings(CommonSettings):
     shared_bytes: values.Size = _channel(0, "Least shared memory with one host.", means="as much as a batch needs")
     slots: values.Slots = _channel(16, "The most requests in flight for each host.")
     stream_port: values.Port = _channel(0, "The TCP port of the stream transport.", means="a free one")
-    # gpu stands before device: fields are checked in this order, and device takes gpu into account.
+    # gpu comes before device: fields are validated in this order, and device depends on gpu.
     gpu: values.Gpus = _compute(
         None,
         "Short for device cuda:N; of several each holds a part of every layer; not together with a different device.",
@@ -87,7 +87,7 @@ class ExpertServerSettings(CommonSettings):
     log_level: LogLevel = _reporting(LogLevel.INFO, "The least serious log message that is shown.")
 
     def __init__(self, **values: Any) -> None:
-        """See `SettingsBase`; gpu or device, given here, silences the other one's environment."""
+        """See `SettingsBase`; gpu or device, given as a keyword, overrides the other one's environment variable."""
         if "device" in values:
             values.setdefault("gpu", None)
         elif "gpu" in values:
@@ -106,8 +106,8 @@ class ExpertServerSettings(CommonSettings):
         return devices
 
     def check_security(self, listen: Address) -> None:
-        """Check that a server with these settings may listen there.
-        Raises SettingError: they do not go together, or the server would be open to others."""
+        """Check that a server with these settings may listen at ``listen``.
+        Raises SettingError: they are inconsistent, or the server would be open to others."""
         self.check_certificate_pair()
         if self.client_ca is not None and self.tls_cert is None:
             raise SettingError(f"--client-ca needs --tls-cert and --tls-key: it is a part of TLS; {KEYS_HINT}")
@@ -120,9 +120,9 @@ class ExpertServerSettings(CommonSettings):
 
     @property
     def has_credential(self) -> bool:
-        """Whether hosts have to show something: a certificate or the token."""
+        """Whether hosts need a credential: a certificate or the token."""
         return self.client_ca is not None or self.token_file is not None
 
     def is_for_same_user(self, listen: Address) -> bool:
-        """Whether only processes of the server's own user on this machine are let in."""
+        """Whether only processes of the server's own user on this machine are admitted."""
         return is_loopback(listen.host) and not self.has_credential and not self.insecure

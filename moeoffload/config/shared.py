@@ -1,4 +1,4 @@
-"""What the settings of a host and of an expert server have in common."""
+"""Settings that hosts and expert servers share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _compute = Panel.COMPUTE.setting
 
 
 class TransportChoice(StrEnum):
-    """How frames travel."""
+    """The transport of frames."""
 
     AUTO = "auto"
     SHARED = "shared"
@@ -27,7 +27,7 @@ class TransportChoice(StrEnum):
 
 
 class LogLevel(StrEnum):
-    """The least serious log message that is shown."""
+    """The lowest level of log messages that are shown."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -58,7 +58,7 @@ class CommonSettings(SettingsBase):
 
     @property
     def usual_rows(self) -> int:
-        """The batch capacity where nothing larger was measured to pay."""
+        """The batch capacity unless a larger one was measured to pay."""
         return self.batch_capacity or USUAL_ROWS
 
     @property
@@ -67,7 +67,7 @@ class CommonSettings(SettingsBase):
         return self.batch_capacity or MOST_ROWS
 
     def check_open(self, flag: str, address: str, host: str, needs: Mapping[str, bool], advice: str) -> None:
-        """Check that a server which other machines can reach has all that it needs (by name whether it has it).
+        """Check that a server which other machines can reach has everything in ``needs`` (name to whether it has it).
         Raises SettingError."""
         missing = " and ".join(name for name, is_there in needs.items() if not is_there)
         if missing and not self.insecure and not is_loopback(host):

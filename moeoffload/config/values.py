@@ -1,4 +1,4 @@
-"""The types of settings: they turn what a user wrote into what the program uses; a ValueError says what is wrong."""
+"""The types of settings: they convert user input to values of the program; a ValueError says what is wrong."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _GPU = re.compile(r"0|[1-9][0-9]{0,3}")
 _MOST_BYTES = 1 << 40
 
 OWN_HEAD = Path("own")
-"""As what guesses tokens: the checkpoint's own multi-token-prediction layer."""
+"""The value of `draft` for the checkpoint's own multi-token-prediction layer."""
 
 
 class Address(str):
-    """A checked ``host:port``; the text is in one spelling, so equal addresses are equal texts. IPv6 has brackets."""
+    """A validated ``host:port`` in canonical spelling, so equal addresses are equal strings. IPv6 has brackets."""
 
     __slots__ = ()
 
@@ -51,7 +51,7 @@ class Address(str):
 
 
 def bracketed(host: str) -> str:
-    """A host name or address as it stands before ``:port``: an IPv6 address in brackets."""
+    """A host name or address as written before ``:port``: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
@@ -74,7 +74,7 @@ def _host(text: str) -> str:
 
 
 def read_addresses(value: Any) -> Any:
-    """Comma-separated text, or several HOST:PORT texts, to a tuple of addresses, each there once."""
+    """Comma-separated text, or several HOST:PORT texts, to a tuple of distinct addresses."""
     if isinstance(value, str):
         value = value.split(",") if value else ()
     if not isinstance(value, Iterable):
@@ -96,17 +96,17 @@ def read_listen(text: str) -> Address:
 
 
 def _read(read: Callable[[str], Any]) -> BeforeValidator:
-    """``read`` of what a user wrote; what code gives is checked as it is."""
+    """Applies ``read`` to text; other values are validated unchanged."""
     return BeforeValidator(lambda value: read(value.strip()) if isinstance(value, str) else value)
 
 
 def read_host(text: str) -> str:
-    """One host name or address; an IPv6 address may have brackets, and loses them."""
+    """One host name or address; brackets of an IPv6 address are removed."""
     return _host(bracketed(text)).strip("[]")
 
 
 def read_size(text: str) -> int:
-    """A number of bytes, plain or with a suffix; K, M and G are powers of 1024, as KiB, MiB and GiB are."""
+    """A number of bytes, plain or with a suffix; K, M and G are powers of 1024, like KiB, MiB and GiB."""
     match = _SIZE.fullmatch(text)
     if match is None or ("i" in text.lower() and match[2] is None):
         raise ValueError("not a number of bytes")
@@ -114,7 +114,7 @@ def read_size(text: str) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this name or address never leaves the machine. Names other than localhost are not looked up."""
+    """Whether this name or address is loopback. Names other than localhost are not resolved."""
     if host == "localhost":
         return True
     try:
@@ -124,7 +124,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_folders(value: Any) -> Any:
-    """Comma-separated text, or several paths, to a tuple of folders that exist, with links followed."""
+    """Comma-separated text, or several paths, to a tuple of existing folders, with links resolved."""
     if isinstance(value, str):
         value = value.split(",")
     if not isinstance(value, Iterable):
@@ -140,7 +140,7 @@ def read_folders(value: Any) -> Any:
 
 
 def read_model(text: str) -> str:
-    """A model's name; what has the form of a path has to be there."""
+    """A model's name; text that has the form of a path must exist."""
     if text.startswith(("/", "~", ".")) and not os.path.exists(os.path.expanduser(text)):
         raise ValueError("there is no such folder and no such file")
     return text
@@ -154,7 +154,7 @@ def read_device(text: str) -> str:
 
 
 def read_gpus(value: Any) -> Any:
-    """Comma-separated text, or several numbers, to a tuple of numbers, each there once."""
+    """Comma-separated text, or several numbers, to a tuple of distinct numbers."""
     if isinstance(value, str):
         value = value.split(",")
     if isinstance(value, int):
@@ -173,7 +173,7 @@ def read_gpus(value: Any) -> Any:
 
 
 def _path(check: Callable[[Path], None]) -> AfterValidator:
-    """``check`` of the path with ~ replaced; a name too long or a folder that may not be entered is a ValueError."""
+    """Runs ``check`` on the path with ~ expanded; names that are too long and inaccessible folders are ValueErrors."""
 
     def validate(path: Path | None) -> Path | None:
         try:
@@ -200,7 +200,7 @@ def _draft(path: Path) -> None:
 
 
 def _folder_to_fill(path: Path) -> None:
-    """Check a folder that exists and takes files, or that can be made; it is not made here."""
+    """Check that a folder exists and is writable, or can be created; it is not created here."""
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         raise ValueError(f"{nearest} is not a folder")
@@ -221,7 +221,7 @@ def _secret_file(path: Path) -> None:
 
 
 def _file_to_write(path: Path) -> None:
-    """Check that it can be written, in a folder that exists: found out now, not at the end of a long run."""
+    """Check now, not at the end of a long run, that the file can be written in an existing folder."""
     if path.is_dir():
         raise ValueError("it is a folder")
     if not path.absolute().parent.is_dir():

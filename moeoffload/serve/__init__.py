@@ -1,1 +1,1 @@
-"""Many requests on one open model: continuous batching, and an HTTP server that speaks OpenAI's API."""
+"""Serves many requests with one open model: continuous batching, and an HTTP server with OpenAI's API."""

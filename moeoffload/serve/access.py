@@ -1,4 +1,4 @@
-"""Who reaches the HTTP server: the key, TLS and the socket; all is checked before a model is loaded."""
+"""Access to the HTTP server: key, TLS and socket, all checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from moeoffload.errors import SettingError
 
 
 def check_access(settings: ServeSettings) -> None:
-    """Whether a server may be opened to clients as the settings say, and their files hold what they should.
-    Raises SettingError: not so."""
+    """Checks that a server with these settings may be opened to clients, and that the files they name are valid.
+    Raises SettingError: they may not, or a file is not valid."""
     settings.check_http()
     read_api_key(settings)
     tls_context(settings)
 
 
 def read_api_key(settings: ServeSettings) -> str | None:
-    """What clients have to show; None if nothing. Raises SettingError: the file holds no key."""
+    """The key that clients must present; None if none is required. Raises SettingError: the file holds no key."""
     return read_token(settings.api_key_file, "--api-key-file") if settings.api_key_file is not None else None
 
 
 def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
-    """How connections are encrypted; None if they are not.
-    Raises SettingError: the files hold no certificate and its key."""
+    """The TLS context of connections; None if they are not encrypted.
+    Raises SettingError: the files do not hold a certificate and its key."""
     cert, key = settings.http_tls_cert, settings.http_tls_key
     if cert is None or key is None:
         return None
@@ -36,8 +36,8 @@ def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
 
 
 def bind_socket(settings: ServeSettings) -> socket.socket:
-    """The socket that clients will reach the server at; it does not listen yet.
-    Raises SettingError: the port is taken, or the address is not this machine's."""
+    """The bound socket of the server; it does not listen yet.
+    Raises SettingError: the port is in use, or the address is not this machine's."""
     try:
         found = socket.getaddrinfo(settings.bind, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -45,7 +45,7 @@ def bind_socket(settings: ServeSettings) -> socket.socket:
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
-        # a server that was stopped a moment ago does not keep the next one from its port.
+        # A server that has just stopped must not keep the next one from its port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What is in an answer's text: reasoning, content and tool calls, as they come."""
+"""Incremental parsing of an answer's text into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_LETTERS: Final = " \n\r\t"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that a model asks for; ``arguments`` is JSON."""
+    """A tool call by the model; ``arguments`` is JSON."""
 
     name: str
     arguments: str
@@ -25,7 +25,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Part:
-    """What is new: text of the content, text of the reasoning, or a whole call."""
+    """New output: text of the content, text of the reasoning, or a whole call."""
 
     content: str = ""
     reasoning: str = ""
@@ -33,19 +33,19 @@ class Part:
 
 
 class AnswerParser:
-    """Takes a text in pieces; parts do not depend on where these begin and end."""
+    """Parses a text that arrives in pieces; the parts do not depend on how it is split."""
 
     def push(self, text: str) -> list[Part]:
-        """The parts that are certain now."""
+        """Takes the next piece and returns the parts that are certain now."""
         return [Part(content=text)] if text else []
 
     def finish(self) -> list[Part]:
-        """The rest, when no more text comes."""
+        """Returns the remaining parts when the text has ended."""
         return []
 
 
 class ForcedCalls(AnswerParser):
-    """The array of calls that the grammar of forced tools makes; a call that `max_tokens` cuts off is content."""
+    """Parses the array of calls that the grammar of forced tools produces; a truncated call becomes content."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -71,16 +71,16 @@ class ForcedCalls(AnswerParser):
 
 
 class TemplateParser(AnswerParser):
-    """Parses by a response template of transformers. A call that is none stays in the content, as it was written."""
+    """Parses with a response template of transformers. A malformed call stays in the content as written."""
 
     def __init__(self, template: dict[str, Any], prompt: str, tools: Sequence[Any], inner: AnswerParser) -> None:
-        """``inner`` takes the content: it may hold calls itself."""
+        """``inner`` parses the content, which may contain calls itself."""
         self._parser = ResponseParser(template, prompt, tools=list(tools) or None)
         self._inner = inner
-        self._body = ""  # of a call that has not ended
-        self._blank = ""  # white space of reasoning, which is told if more of it comes
+        self._body = ""  # text of a call that has not ended
+        self._blank = ""  # trailing white space of reasoning, kept until more reasoning follows
         self._has_reasoning = False
-        self._strips = bool(self._parser.initial_events)  # whether content comes behind something else
+        self._strips = bool(self._parser.initial_events)  # whether content follows something else
         self._failed = False
 
     def push(self, text: str) -> list[Part]:
@@ -89,7 +89,7 @@ class TemplateParser(AnswerParser):
             return self._inner.push(text)
         try:
             events = self._parser.feed(text)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # of a template's own
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the template may raise any of these
             self._failed = True
             return self._inner.push(self._body + text)
         return self._parts(events)
@@ -137,7 +137,7 @@ class TemplateParser(AnswerParser):
 
 
 def _calls(value: Any) -> list[Part]:
-    """The calls in what a template has made of them; none if it is something else."""
+    """The calls in a value that a template has parsed; none if it is malformed."""
     found = []
     for each in value if isinstance(value, list) else [value]:
         call = each.get("function", each) if isinstance(each, dict) else each

@@ -1,4 +1,4 @@
-"""From a checked request to its response: prompts are read, tickets are taken, pieces are told."""
+"""From a validated request to its response: reads prompts, submits tickets to the engine, formats their pieces."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from moeoffload.serve.sse import EventStream, unless_client_leaves
 from moeoffload.text import one_line
 
 COMPLETION_TOKENS: Final = 16
-"""Tokens of a completion without a maximum, as in OpenAI's API; a chat goes on to the end of the context."""
+"""Default `max_tokens` of a completion, as in OpenAI's API; a chat may use the rest of the context."""
 
 
 class Answering:
-    """Answers requests for one model, of up to ``max_choices`` choices each; lives in the event loop."""
+    """Answers requests for one model, of up to ``max_choices`` choices each; runs in the event loop."""
 
     def __init__(self, engine: ServingEngine, tokenizer: Any, model_name: str, max_choices: int) -> None:
         self.model_name = model_name
@@ -40,16 +40,16 @@ class Answering:
         self._open: set[Choices] = set()
 
     def give_up_all(self) -> None:
-        """Ends all requests that run, with an error that their clients see."""
+        """Ends all running requests with an error that their clients receive."""
         for choices in tuple(self._open):
             choices.give_up(unavailable("The server is stopping and has given this request up.", 5.0))
 
     def close(self) -> None:
-        """Ends the thread that reads prompts."""
+        """Stops the thread that reads prompts."""
         self._reader.close()
 
     def check_model(self, name: str) -> None:
-        """Whether ``name`` is the model's. Raises ApiError: 404."""
+        """Checks that ``name`` is the model's. Raises ApiError: 404."""
         if name != self.model_name:
             shown = one_line(name, 200)
             raise ApiError(404, f"The model '{shown}' does not exist.", param="model", code="model_not_found")
@@ -66,7 +66,7 @@ class Answering:
     async def chat(
         self, request: ChatRequest, receive: Receive, make_form: Callable[[int], BlockForm] | None = None
     ) -> Response:
-        """The response to /v1/chat/completions, or in the form that is made for a number of tokens of the prompt.
+        """The response to /v1/chat/completions, or in the form that ``make_form`` makes from the prompt's length.
         Raises ApiError: there is no answer."""
         self._check(request)
         prompt = await self._reader.read_chat(request)
@@ -107,7 +107,7 @@ class Answering:
         return text
 
     def _room(self, prompt: Sequence[int], wanted: int | None, default: int | None, param: str) -> int:
-        """Tokens that the answer may have."""
+        """The number of tokens that the answer may have."""
         most, n = self._engine.context_tokens, len(prompt)
         if not prompt:
             raise bad_request("The prompt is empty: it has no tokens.", param)

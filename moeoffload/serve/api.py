@@ -1,4 +1,4 @@
-"""The HTTP server's app: OpenAI's routes, and those for operators."""
+"""The HTTP server's app: OpenAI's routes, and routes for operators."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from moeoffload.serve.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
 from moeoffload.text import one_line
 
 _SPARE_PLACES: Final = 32
-"""Requests that may be read while all places of the engine are taken: they are told so instead of being cut off."""
+"""Requests that may be read while the engine is full, so that they get an error instead of a closed connection."""
 
 Snapshot = Callable[[bool], dict[str, Any]]
-"""All figures as plain data. The argument: whether to add the times of each layer and the figures of now."""
+"""Returns all statistics as plain data. The argument: whether to add times per layer and current figures."""
 
 
 def create_app(
     engine: ServingEngine, tokenizer: Any, model_name: str, settings: ServeSettings, snapshot: Snapshot
 ) -> tuple[Guard, Answering]:
-    """The app that answers clients with ``engine``, and its part that gives running requests up.
+    """Returns the app that answers clients with ``engine``, and the part of it that can end running requests.
 
-    Clients call the model ``model_name``; its ``tokenizer`` is copied for what is not the event loop's.
-    Raises SettingError: the file of the API key holds none, or the server would be open to others.
+    ``model_name`` is the model's name for clients; ``tokenizer`` is copied for the prompt reader's thread.
+    Raises SettingError: the API key file holds no key, or the server would be open to others.
     """
     settings.check_http()
     api_key = read_api_key(settings)
     room = settings.max_running + settings.max_waiting
     answering = Answering(engine, tokenizer, model_name, max(room, MAX_CHOICES))
-    # No page about the API: it would load scripts from elsewhere.
+    # No API documentation pages: they would load scripts from other sites.
     app = FastAPI(title="moeoffload", docs_url=None, redoc_url=None, openapi_url=None)
     _add_error_handlers(app)
     _add_openai_routes(app, answering)
@@ -85,7 +85,7 @@ def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [card()]}
 
-    # Names of models may have slashes.
+    # Model names may contain slashes.
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         answering.check_model(name)
@@ -114,7 +114,7 @@ def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
 def _add_health(app: FastAPI, engine: ServingEngine, guard: Guard) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        if engine.failure is not None:  # for good: a supervisor should start the server again
+        if engine.failure is not None:  # permanent: a supervisor should restart the server
             return JSONResponse({"status": "the engine has failed"}, 503)
         return JSONResponse({"status": "ok"})
 

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API tells them: a status, and JSON with message, type, parameter and code."""
+"""Errors in the form of OpenAI's API: a status, and JSON with message, type, parameter and code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_MESSAGE: Final = 1000
 
 
 class ApiError(Exception):
-    """What a client is told instead of an answer."""
+    """The error that a client receives instead of an answer."""
 
     def __init__(
         self,
@@ -38,37 +38,37 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
-        """The JSON that carries it, in a response or in a stream."""
+        """The error as JSON, for a response or a stream."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, *, of_messages: bool = False) -> JSONResponse:
-        """The response that carries it; that of Anthropic's messages says that it is an error, too."""
+        """The error as a response; ``of_messages`` adds the error type that Anthropic's messages have."""
         return JSONResponse({"type": "error"} | self.body() if of_messages else self.body(), self.status, self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request cannot be answered as it is."""
+    """400: the request is not valid."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unsupported(param: str, reason: str = "") -> ApiError:
-    """400: a parameter that would change the answer, which this server does not know."""
+    """400: a parameter that would change the answer and that this server does not support."""
     return bad_request(f"Unsupported parameter: '{param}'{reason and f' ({reason})'}.", param, "unsupported_parameter")
 
 
 def busy(message: str, after_s: float) -> ApiError:
-    """429: no room now."""
+    """429: the server is full."""
     return ApiError(429, message, code="rate_limit_exceeded", headers=_retry_after(after_s))
 
 
 def unavailable(message: str, after_s: float) -> ApiError:
-    """503: the server does not take requests, or has given this one up."""
+    """503: the server does not accept requests, or has ended this one."""
     return ApiError(503, message, code="server_unavailable", headers=_retry_after(after_s))
 
 
 def of_exception(error: Exception) -> ApiError:
-    """What a client is told of ``error``; one that was not made on purpose is logged and not quoted."""
+    """The error for clients; an unexpected ``error`` is logged and not quoted."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
@@ -86,13 +86,13 @@ def of_exception(error: Exception) -> ApiError:
 
 
 def _of_validation(error: RequestValidationError) -> ApiError:
-    """What a client is told of a body that is no JSON, or has a parameter of a wrong type or value."""
+    """The error for a body that is not JSON or has a parameter of a wrong type or value."""
     details: list[Any] = list(error.errors())
     first: dict[str, Any] = dict(details[0]) if details else {"type": "", "loc": (), "msg": "invalid request"}
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return bad_request(f"The body of the request is no valid JSON ({reason}).", code="invalid_json")
-    # A union complains once for each member: names of types follow the parameter and its indices.
+    # A union reports one error per member: the parameter and its indices are followed by names of types.
     path = [part for part in first["loc"][1:] if isinstance(part, int) or part.isidentifier()]
     if not path:
         return bad_request("The body of the request must be a JSON object, sent as application/json.")

@@ -28,9 +28,9 @@ class Block:
 
 
 class BlockForm(ABC):
-    """What both have in common. One choice; ``blocks`` are those that have begun, the last may be open."""
+    """Base of both forms, for one choice. ``blocks`` are those that have begun; the last may be open."""
 
-    has_names = True  # of the events of a stream
+    has_names = True  # whether events of a stream have names
 
     def __init__(self, prefix: str, model: str, n_prompt: int) -> None:
         self.id = f"{prefix}_{uuid.uuid4().hex}"
@@ -49,22 +49,22 @@ class BlockForm(ABC):
         return events
 
     def whole(self, pieces: Sequence[Sequence[Piece]], usage: Json) -> Json:
-        """All in one."""
+        """The whole answer as one object."""
         for piece in pieces[0]:
             self.chunks(piece)
         return self.message(usage)
 
     @abstractmethod
     def opening(self, n_choices: int) -> list[Json]:
-        """The events at the start."""
+        """The events at the start of a stream."""
 
     @abstractmethod
     def closing(self, usage: Json) -> list[Json]:
-        """The events at the end."""
+        """The events at the end of a stream."""
 
     @abstractmethod
     def message(self, usage: Json | None) -> Json:
-        """All that there is so far."""
+        """The answer so far."""
 
     @abstractmethod
     def _begin(self, block: Block) -> list[Json]: ...
@@ -152,7 +152,7 @@ class MessagesForm(BlockForm):
 
 
 class ResponsesForm(BlockForm):
-    """OpenAI's responses. ``asked``: fields of the request that the response repeats."""
+    """OpenAI's responses. ``asked``: the fields of the request that the response repeats."""
 
     def __init__(self, model: str, n_prompt: int, asked: Json) -> None:
         super().__init__("resp", model, n_prompt)

@@ -1,4 +1,4 @@
-"""Requests of Anthropic's messages and OpenAI's responses, each turned into the chat that it asks for."""
+"""Requests of Anthropic's messages and OpenAI's responses, each translated to the equivalent chat request."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class MessagesRequest(_Asked):
     thinking: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
-        """The chat that is asked for. Raises ApiError: it cannot be."""
+        """The equivalent chat request. Raises ApiError: there is none."""
         messages = [{"role": "system", "content": _text(self.system, "system")}] if self.system else []
         for turn in self.messages:
             messages += _turn_messages(turn)
@@ -137,14 +137,14 @@ class ResponsesRequest(_Asked):
     reasoning: dict[str, Any] | None = None
 
     def repeated(self) -> dict[str, Any]:
-        """What the response tells of the request."""
+        """The fields of the request that the response repeats."""
         told = {name: getattr(self, name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")}
         choice = self.tool_choice or "auto"
         parallel = self.parallel_tool_calls is not False
         return told | {"tools": self.tools or [], "tool_choice": choice, "parallel_tool_calls": parallel}
 
     def chat(self) -> ChatRequest:
-        """The chat that is asked for. Raises ApiError: it cannot be."""
+        """The equivalent chat request. Raises ApiError: there is none."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         items: Any = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         for item in items:

@@ -1,4 +1,4 @@
-"""From what a client sends to tokens: chat templates, tools, plain text; in a thread of its own."""
+"""From requests to prompt tokens (chat templates, tools, plain text), in a separate thread."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from moeoffload.serve.tools import calls_grammar, forced_tools
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model is given, and how its answer is read. ``matcher``: see `GrammarCompiler`; ``parser`` makes one for
-    each choice; ``with_marks``: whether special tokens stay in its text; ``one_call``: whether a call ends it."""
+    """The prompt's tokens, and how answers are parsed. ``matcher``: see `GrammarCompiler`; ``parser`` makes one per
+    choice; ``with_marks``: whether special tokens stay in its text; ``one_call``: whether a call ends the answer."""
 
     tokens: list[int]
     matcher: Any = None
@@ -35,9 +35,9 @@ class Prompt:
 
 
 class PromptReader:
-    """Turns requests into tokens. A long prompt takes a while, which the event loop does not have.
+    """Turns requests into tokens in a thread, because a long prompt would block the event loop.
 
-    One thread with a tokenizer of its own: tokenizers are not made for use from several threads at a time.
+    There is one thread with its own tokenizer: tokenizers must not be used from several threads at a time.
     """
 
     def __init__(self, tokenizer: Any, n_vocabulary: int, eos: Sequence[int]) -> None:
@@ -48,16 +48,16 @@ class PromptReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
-        """Ends the thread when it has done what it was asked for."""
+        """Stops the thread after its current task; waiting tasks are cancelled."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read_text(self, text: str) -> list[int]:
-        """Tokens of a prompt for completion. Raises ApiError: it is no valid Unicode."""
+        """The tokens of a completion's prompt. Raises ApiError: the text is not valid Unicode."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, text, True)
 
     async def read_chat(self, request: ChatRequest) -> Prompt:
-        """The messages in the model's chat template, up to where the assistant's answer begins.
-        Raises ApiError: there is no template, it takes no such messages or tools, or no answer can be as it must."""
+        """The prompt from the model's chat template, up to where the assistant's answer begins.
+        Raises ApiError: there is no template, it does not accept these messages or tools, or the grammar is invalid."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._read_chat, request)
 
     async def read_grammar(self, grammar: Grammar | None) -> Any:
@@ -104,7 +104,7 @@ class PromptReader:
         if not self._takes_tools(tools):
             if not forced:
                 raise bad_request("The model's chat template takes no tools.", "tools", "unsupported_parameter")
-            tools = []  # the grammar makes calls of them
+            tools = []  # the grammar enforces calls of them
         messages = [_as_templates_take_it(message) for message in request.messages]
         try:
             text: str = self._tokenizer.apply_chat_template(
@@ -123,7 +123,7 @@ class PromptReader:
 
 
 def _as_templates_take_it(message: Message) -> dict[str, Any]:
-    """Templates know no developers, and most of them want the arguments of calls as objects, not as JSON."""
+    """Most templates know no developer role and expect the arguments of calls as objects, not as JSON."""
     plain = message.model_dump(exclude_none=True)
     if plain["role"] == "developer":
         plain["role"] = "system"

@@ -1,6 +1,6 @@
-"""The choices of one HTTP request: each a ticket of the engine, whose tokens become pieces of text.
+"""The choices of one HTTP request: each is a ticket of the engine, whose tokens become pieces of text.
 
-The engine's thread hands progress over to the event loop; everything else happens there.
+The engine's thread passes progress to the event loop; everything else runs in the event loop.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from moeoffload.serve.request import FinishReason, Progress, SamplingOptions, To
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of one choice: text, what it means, the tokens it is of, and at the end why it ended."""
+    """New output of one choice: text, its parsed parts, its tokens, and at the end the finish reason."""
 
     index: int
     text: str
-    tokens: Sequence[tuple[int, TokenChoice]] = ()  # each with where its text begins, in characters of the choice
+    tokens: Sequence[tuple[int, TokenChoice]] = ()  # each with the offset of its text, in characters of the choice
     finish: FinishReason | None = None
     parts: Sequence[Part] = ()
-    prompt: Sequence[TokenChoice] = ()  # the tokens before the answer, in its first piece, if they were asked for
+    prompt: Sequence[TokenChoice] = ()  # the prompt's tokens, in the first piece, if requested
 
 
 @dataclass
 class Choice:
-    """One choice while it grows."""
+    """One choice while it is generated."""
 
     index: int
     detokenizer: Detokenizer
     stops: StopStrings
     parser: AnswerParser
-    one_call: bool = False  # whether it ends with its first tool call
-    shows_end: bool = False  # whether the token that ends it is told beside the others
+    one_call: bool = False  # whether the answer ends with its first tool call
+    shows_end: bool = False  # whether the token that ends it is listed with the others
     n_calls: int = 0
     n_tokens: int = 0
     reused_tokens: int = 0
@@ -49,16 +49,16 @@ class Choice:
     _decoded: int = 0
     _released: int = 0
     _waiting: deque[tuple[int, TokenChoice]] = field(default_factory=deque)
-    """Tokens whose text is held back, and where it begins; what may be a part of a stop string is not told."""
+    """Tokens whose text is held back because it may be part of a stop string, with the offset of their text."""
 
     def take(self, progress: Progress) -> Piece | None:
-        """The piece that follows from ``progress``; None if nothing can be told yet."""
+        """Takes ``progress`` and returns the next piece; None if nothing can be sent yet."""
         self.reused_tokens = max(self.reused_tokens, progress.reused_tokens)
         self._prompt = progress.prompt or self._prompt
         text = ""
         if progress.choice is not None:
             self.n_tokens += 1
-            # The token that ends an answer is no part of its text.
+            # The token that ends an answer is not part of its text.
             if progress.finish is not FinishReason.STOP or self.shows_end:
                 self._waiting.append((self._decoded, progress.choice))
             if progress.finish is not FinishReason.STOP:
@@ -86,7 +86,7 @@ class Choice:
     def _release(self, text: str, finish: FinishReason | None, parts: Sequence[Part]) -> Piece:
         self._released += len(text)
         tokens = []
-        # All that began before the end of what is told. Without a stop string nothing is left behind at the end.
+        # All tokens that begin before the end of the released text; at the end all, unless a stop string was found.
         while self._waiting and (self._waiting[0][0] < self._released or (finish and not self.stops.found)):
             tokens.append(self._waiting.popleft())
         prompt, self._prompt = self._prompt, ()
@@ -94,10 +94,10 @@ class Choice:
 
 
 class Choices:
-    """Several tickets as one stream of pieces; `close` it."""
+    """Several tickets as one stream of pieces. Must be closed."""
 
     def __init__(self, engine: ServingEngine, make: Callable[[int], Choice]) -> None:
-        """``make`` makes the choice of a number."""
+        """``make`` returns the choice with an index."""
         self._engine = engine
         self._make = make
         self._loop = asyncio.get_running_loop()
@@ -106,33 +106,33 @@ class Choices:
         self.choices: list[Choice] = []
 
     def submit(self, prompt: list[int], options: SamplingOptions) -> None:
-        """Asks the engine for one more choice. Raises ApiError: the engine does not take it."""
+        """Submits one more choice to the engine. Raises ApiError: the engine refuses it."""
         index = len(self.choices)
         try:
             self._tickets.append(self._engine.submit(prompt, options, self._listener(index)))
-        except Exception as error:  # an engine that fails fails one request, not the server
+        except Exception as error:  # a failing engine fails one request, not the server
             raise of_exception(error) from error
         self.choices.append(self._make(index))
 
     def close(self) -> None:
-        """Cancels what still runs. Idempotent."""
+        """Cancels choices that still run. Idempotent."""
         for ticket, choice in zip(self._tickets, self.choices, strict=False):
             if not choice.ended:
                 ticket.cancel()
 
     def give_up(self, error: ApiError) -> None:
-        """Makes the stream of pieces end with ``error``; from the event loop."""
+        """Ends the stream of pieces with ``error``; call it in the event loop."""
         self._news.put_nowait((-1, error))
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """All pieces of all choices as they come. Raises ApiError: the engine failed, or gave the request up."""
+        """Yields the pieces of all choices as they arrive. Raises ApiError: the engine failed, or after `give_up`."""
         n_running = len(self.choices)
         while n_running:
             index, news = await self._news.get()
             if isinstance(news, ApiError):
                 raise news
             choice = self.choices[index]
-            if choice.ended:  # after a stop string, until the engine hears of it
+            if choice.ended:  # ended by a stop string; the engine does not know yet
                 continue
             _check(news)
             piece = choice.take(news)
@@ -153,7 +153,7 @@ class Choices:
 
 def _check(progress: Progress) -> None:
     if progress.finish is FinishReason.ERROR:
-        if isinstance(progress.error, BusyError):  # an expert server has no room: nothing that this client did
+        if isinstance(progress.error, BusyError):  # an expert server is full, which is not this client's fault
             raise unavailable(str(progress.error), progress.error.retry_after_s)
         raise of_exception(progress.error or RuntimeError("the engine told no reason"))
     if progress.finish is FinishReason.CANCELLED:

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections that do not wait for ever for the head of a request."""
+"""HTTP/1.1 connections with a time limit for the head of a request."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_TIMEOUT_S: float = 20.0
-"""A connection on which no request has begun for so long, and for up to twice as long between two, is closed."""
+"""A connection is closed if no request begins within this time; between two requests within up to twice as long."""
 
 
 class IdleConnections:
-    """Closes connections on which nothing happens. ASGI middleware that sees which of them have a request.
+    """Closes idle connections. ASGI middleware that tracks which connections have a request.
 
-    uvicorn closes one that falls silent after an answer, but not one that says nothing, or sends a head letter by
-    letter: such connections would take the places of others.
+    uvicorn closes a connection that is idle after an answer, but not one that sends nothing at all or sends a head
+    byte by byte: such connections would use up the connection limit.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._begun: Counter[Any] = Counter()
-        """By address and port of the client: requests that have begun on its connection."""
+        """Requests that have begun on a connection, by the client's address and port."""
         self._running: Counter[Any] = Counter()
         begun, running = self._begun, self._running
 
         class Connection(H11Protocol):
             def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
                 super().connection_made(transport)
-                # A client that has left at once has no address any more.
+                # A client that has disconnected already has no address.
                 peer = tuple((transport.get_extra_info("peername") or ("gone", id(transport)))[:2])
                 begun[peer] = running[peer] = 0
                 self._peer, self._wire = peer, transport
@@ -42,7 +42,7 @@ class IdleConnections:
                 super().connection_lost(exc)
 
             def _look(self, n_seen: int) -> None:
-                """Closes the connection if it waits for the same request as at the look before."""
+                """Closes the connection if no request is running and none has begun since the previous check."""
                 if not running[self._peer] and begun[self._peer] == n_seen:
                     self._wire.close()
                     return

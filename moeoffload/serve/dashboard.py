@@ -1,4 +1,4 @@
-"""The page of /dashboard: one text without outside resources, put together from the files in page/."""
+"""The page of /dashboard: one HTML text without external resources, assembled from the files in page/."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SCRIPTS: Final = ("draw.js", "view.js")
 
 @functools.cache
 def dashboard_page() -> str:
-    """HTML that asks ``stats``, relative to its own address, every second and shows the figures.
+    """HTML that polls ``stats``, relative to its own address, every second and shows the figures.
 
-    Its content security policy lets nothing run, and nothing be asked, but that.
+    Its content security policy allows only this script and only these requests.
     """
     script = "(() => {\n" + "\n".join(_read(name) for name in _SCRIPTS) + "})();"
     style = _read("dashboard.css")
     page = _read("dashboard.html")
-    # The texts go in last: nothing of them is taken for a mark.
+    # Style and script are inserted last, so that no mark is replaced inside them.
     for mark, text in (
         ("{{script-hash}}", _hash(script)),
         ("{{style-hash}}", _hash(style)),

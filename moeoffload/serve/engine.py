@@ -1,7 +1,7 @@
-"""The engine of many requests: a thread that runs the model one step after the other, with the requests that are there.
+"""The serving engine: a thread that runs the model one step after another over the current requests.
 
-Requests join and leave between steps. A step computes one row for each answer that goes on and, with what is left of
-its rows, parts of prompts.
+Requests join and leave between steps. A step computes one row for each decoding answer and, with the remaining rows,
+parts of prompts.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ class Ticket:
     last_token: float = 0.0
     n_tokens: int = 0
     is_over: bool = False
-    is_complete: bool = False  # all that its client wants was told
-    is_scheduled: bool = False  # whether the batch has been told of it
+    is_complete: bool = False  # its client has everything that it needs
+    is_scheduled: bool = False  # whether it was added to the scheduler
     reused: int | None = None  # None until its first step
 
     def cancel(self) -> None:
-        """Ends it; from any thread, at any time, more than once. Its room is free within one step."""
+        """Ends the request; from any thread, at any time, idempotent. Its KV cache is free within one step."""
         self.engine.cancel(self)
 
     def complete(self) -> None:
-        """As `cancel`, of an answer that has all that its client wants of it: it counts as finished."""
+        """As `cancel`, for an answer of which the client has everything it needs: it counts as finished."""
         self.is_complete = True
         self.engine.cancel(self)
 
 
 class ServingEngine:
-    """Answers requests with an open model, which is its own until `close`. Use it in a ``with`` block, or close it."""
+    """Answers requests with an open model, which it owns until `close`. Use it in a ``with`` block, or close it."""
 
     def __init__(self, offloaded: OffloadedModel, settings: ServeSettings) -> None:
         """Starts the engine's thread, which runs the model once to warm up.
@@ -81,7 +81,7 @@ class ServingEngine:
         self._new: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
         self._changing = threading.Lock()
-        """Guards the three above and the three below; never held across a wait or a step."""
+        """Guards the three attributes above and the three below; never held across a wait or a step."""
         self._draining = False
         self._stopping = False
         self.failure: BaseException | None = None  # what ended the engine for good
@@ -99,17 +99,17 @@ class ServingEngine:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken: warmed up, not draining, not failed."""
+        """Whether requests are accepted: the engine is neither draining, stopping nor failed."""
         return self._thread.is_alive() and not (self.failure or self._draining or self._stopping)
 
     def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> Ticket:
         """Queues a request.
-        Raises PromptError: the prompt is empty or does not fit, or has a token that the model does not; BusyError: the
-        queue is full or the engine drains; says after how many seconds to come again; ServerError: the engine has
+        Raises PromptError: the prompt is empty or does not fit, or has a token outside the vocabulary; BusyError: the
+        queue is full or the engine is draining, with the seconds to wait before a retry; ServerError: the engine has
         failed."""
         if not prompt:
             raise PromptError("the prompt is empty")
-        # A token that the model does not have would fail the step, and with it all requests.
+        # A token outside the vocabulary would fail the step, and with it all requests.
         for token in (min(prompt), max(prompt), *options.bias):
             if not 0 <= token < self.n_vocabulary:
                 raise PromptError(f"token {token} is none of the model's, which are 0 to {self.n_vocabulary - 1}")
@@ -146,13 +146,13 @@ class ServingEngine:
         self._wake.set()
 
     def drain(self, timeout_s: float) -> bool:
-        """Takes no new requests; waits until those taken are done. False if some were not within ``timeout_s``."""
+        """Stops accepting requests and waits for the accepted ones; False if some are not done within ``timeout_s``."""
         with self._idle:
             self._draining = True
             return self._idle.wait_for(lambda: not self._requests, timeout_s)
 
     def close(self) -> None:
-        """Cancels what runs, ends the thread, and gives the model back. Idempotent."""
+        """Cancels running requests, ends the thread and releases the model. Idempotent."""
         self._stopping = True
         self._wake.set()
         self._thread.join(_STOP_TIMEOUT_S)
@@ -165,12 +165,12 @@ class ServingEngine:
         self.close()
 
     def note_refused(self) -> None:
-        """Counts a request that was refused before it came here; from the event loop."""
+        """Counts a request that was refused before `submit`; called in the event loop."""
         with self._changing:
             self.stats.requests.rejected += 1
 
     def _retry_after_s(self) -> float:
-        """When the next of those that run may be done: a mean answer shared among them."""
+        """Estimates when the next running request ends: the mean duration of an answer / ``max_running``."""
         steps, tokens, counts = self.stats.steps, self.stats.tokens, self.stats.requests
         if not counts.finished or not steps.steps:
             return 1.0
@@ -180,8 +180,8 @@ class ServingEngine:
     # -- the engine's thread
 
     def _run(self) -> None:
-        """Runs steps until `close`. The last resort for what nothing else has caught: no request is left without an
-        end, and `failure` says why none is taken any more."""
+        """Runs steps until `close`. If an exception escapes, every request is still ended, and `failure` says why no
+        more are accepted."""
         last = Progress(finish=FinishReason.CANCELLED)
         try:
             self._run_steps()
@@ -204,13 +204,13 @@ class ServingEngine:
                 if not self._step():
                     self._wake.wait(_IDLE_WAIT_S)
                     self._wake.clear()
-            except Exception as error:  # torch and transformers may raise anything; the next request gets its chance
+            except Exception as error:  # torch and transformers may raise anything; later requests still run
                 if not isinstance(error, MoeOffloadError):
                     logger.exception("a step failed")
                 self._fail_all(error)
 
     def _step(self) -> bool:
-        """Computes one step; False if there was nothing to do."""
+        """Computes one step; returns False if there was nothing to do."""
         self._take_changes()
         shares = self._batch.schedule()
         self._count_requests()
@@ -236,7 +236,7 @@ class ServingEngine:
                 continue
             for choice in choices:
                 self._take_token(request, choice, now)
-                if request.is_over:  # what was guessed behind the end does not count
+                if request.is_over:  # tokens accepted after the end do not count
                     break
         return True
 
@@ -307,7 +307,7 @@ class ServingEngine:
         _tell(request, progress)
 
     def _fail_all(self, error: Exception) -> None:
-        """After something unforeseen: nothing in the cache can be trusted."""
+        """Fails all requests after an unexpected error, when the cache cannot be trusted."""
         told = error if isinstance(error, MoeOffloadError) else ServerError(f"internal error: {error}")
         with self._changing:
             left = [request for request in self._requests.values() if request.is_scheduled]
@@ -316,7 +316,7 @@ class ServingEngine:
         self._batch.scheduler.reset()
 
     def _warm_up(self) -> None:
-        """A request of a few tokens: what is compiled or allocated at first is so before the first client comes."""
+        """Runs a request of a few tokens, so that compilation and first allocations happen before the first client."""
         done: list[Progress] = []
         over = threading.Event()
 
@@ -327,7 +327,7 @@ class ServingEngine:
 
         options = SamplingOptions(max_tokens=2, temperature=0, ignore_eos=True)
         self.submit([0] * min(4, self.context_tokens - 2), options, tell)
-        # A dispatch may fail at its deadline, and then experts of a lost server are read.
+        # A dispatch may run into its deadline, after which a lost server's experts are read.
         settings = self._offloaded.settings
         timeout_s = settings.dispatch_timeout_s + settings.load_timeout_s
         if not over.wait(timeout_s):
@@ -339,7 +339,7 @@ class ServingEngine:
 
 
 def _tell(request: Ticket, progress: Progress) -> None:
-    """Tells a client; an exception of its own is no matter of the others."""
+    """Passes progress to a client's callback; its exceptions must not affect other requests."""
     try:
         request.tell(progress)
     except Exception:

@@ -1,4 +1,4 @@
-"""What happens now, from counts that only grow: differences of snapshots (docs/monitoring.md)."""
+"""Current rates, as differences between snapshots of counters that only grow (docs/monitoring.md)."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-NOW_S: Final = 3.0  # rates "now" are over so many seconds
-STEP_S: Final = 10.0  # where the time of steps goes is over so many seconds
-LATENCY_S: Final = 60.0  # latencies and batch sizes are over so many seconds
+NOW_S: Final = 3.0  # window of current rates, in seconds
+STEP_S: Final = 10.0  # window of the parts of a step, in seconds
+LATENCY_S: Final = 60.0  # window of latencies and batch sizes, in seconds
 PARTS: Final = ("dense", "pack", "wire", "queue", "compute", "local", "combine", "other")
-"""Of a step, in the order in which they are shown."""
+"""The parts of a step, in display order."""
 LAYER_PARTS: Final = PARTS[:-1]
-PAUSE_S: Final = 10.0  # the history begins anew when no snapshot was asked for in so many seconds
+PAUSE_S: Final = 10.0  # the history restarts after this many seconds without a snapshot
 _EPSILON_S: Final = 1e-6
 _LEAST_STEP_S: Final = 0.25
 
 
 class History:
-    """The snapshots that were asked for in the last `LATENCY_S`."""
+    """The snapshots that were requested within the last `LATENCY_S` seconds."""
 
     def __init__(self) -> None:
         self._snapshots: deque[dict[str, Any]] = deque()
 
     def add(self, snapshot: dict[str, Any]) -> None:
-        """Takes the newest snapshot. What was before a pause of `PAUSE_S` is forgotten."""
+        """Adds the newest snapshot. After a pause of more than `PAUSE_S` older ones are dropped."""
         kept = self._snapshots
         if kept and not 0 <= snapshot["uptime_s"] - kept[-1]["uptime_s"] <= PAUSE_S:
             kept.clear()
-        # Several clients may ask: one snapshot for each `_LEAST_STEP_S` is enough to go back to.
+        # Several clients may ask: one snapshot per `_LEAST_STEP_S` is enough.
         if len(kept) > 1 and snapshot["uptime_s"] - kept[-2]["uptime_s"] < _LEAST_STEP_S:
             kept.pop()
         kept.append(snapshot)
@@ -41,12 +41,12 @@ class History:
         return self._snapshots[-1]
 
     def before(self, seconds: float) -> dict[str, Any]:
-        """The newest snapshot that is at least so old, or the oldest."""
+        """The newest snapshot that is at least ``seconds`` old, or the oldest."""
         limit = self.newest["uptime_s"] - seconds + _EPSILON_S
         return next((each for each in reversed(self._snapshots) if each["uptime_s"] <= limit), self._snapshots[0])
 
     def batch_members(self) -> dict[str, Any] | None:
-        """Requests in each kernel call of all servers, since each told of them first; None if none did yet."""
+        """Histogram of requests per kernel call, over all servers, since each first reported it; None if none has."""
         first: dict[str, dict[str, Any]] = {}
         told: dict[str, dict[str, Any]] = {}
         for snapshot in self._snapshots:
@@ -61,7 +61,7 @@ class History:
 
 
 def figures(history: History) -> dict[str, Any]:
-    """What the snapshots of ``history`` say of now, as plain data; docs/monitoring.md describes every field."""
+    """Current figures from the snapshots of ``history``, as plain data; docs/monitoring.md describes every field."""
     new, old = history.newest, history.before(NOW_S)
     seconds = new["uptime_s"] - old["uptime_s"]
     older, oldest = history.before(STEP_S), history.before(LATENCY_S)
@@ -92,7 +92,7 @@ def figures(history: History) -> dict[str, Any]:
 
 
 def histogram_difference(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """What came into a histogram between two snapshots; all of it if it began anew (an expert server was restarted)."""
+    """Values added to a histogram between two snapshots; all values if it was reset (a server restarted)."""
     if new["n"] < old["n"]:
         return new
     return {
@@ -104,9 +104,9 @@ def histogram_difference(new: dict[str, Any], old: dict[str, Any]) -> dict[str, 
 
 
 def quantile(histogram: dict[str, Any], share: float) -> float | None:
-    """The value below which ``share`` of the values lie, as Prometheus estimates it: straight within a bucket.
+    """The quantile ``share`` as Prometheus estimates it: by linear interpolation within a bucket.
 
-    None for an empty histogram; the last bound for what lies beyond it.
+    None for an empty histogram; the last bound if the quantile is above it.
     """
     wanted, below, lower = share * histogram["n"], 0, 0.0
     if histogram["n"] <= 0:
@@ -129,7 +129,7 @@ def _layers(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[s
 
 
 def _mean_parts(parts: Sequence[str], new: dict[str, Any], old: dict[str, Any], n: int) -> dict[str, float]:
-    """Seconds of each part of one of the ``n`` steps or calls between two snapshots."""
+    """Mean seconds of each part over the ``n`` steps or calls between two snapshots."""
     return {part: (new[f"{part}_s"] - old[f"{part}_s"]) / n if n else 0.0 for part in parts}
 
 

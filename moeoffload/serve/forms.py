@@ -1,4 +1,4 @@
-"""The JSON of answers, whole and in chunks, as OpenAI's API has it: chats and completions."""
+"""The JSON of answers, whole and in chunks, in the form of OpenAI's API: chats and completions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moeoffload.serve.answer_parser import ToolCall
 from moeoffload.serve.choices import Piece
 from moeoffload.serve.request import TokenChoice
 
-_LEAST_LOGPROB: Final = -9999.0  # what stands for minus infinity, which JSON does not have
+_LEAST_LOGPROB: Final = -9999.0  # stands for minus infinity, which JSON does not have
 
 Json = dict[str, Any]
 
 
 def usage_json(*, prompt: int, cached: int, completion: int) -> Json:
-    """Tokens of one request: of all its prompts (of which ``cached`` were not computed again), of all its choices."""
+    """Token counts of one request: of all its prompts (``cached`` of them from the cache) and of all its choices."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -30,7 +30,7 @@ def usage_json(*, prompt: int, cached: int, completion: int) -> Json:
 
 
 class _Form(ABC):
-    """What both kinds have in common."""
+    """Base of both forms."""
 
     def __init__(self, kind: str, prefix: str, model: str, texts: TokenTexts, with_usage: bool) -> None:
         self._texts = texts
@@ -46,11 +46,11 @@ class _Form(ABC):
     has_names = False  # whether events of a stream have names
 
     def closing(self, usage: Json) -> list[Json]:
-        """The chunk that counts tokens, if it was asked for."""
+        """The chunk with the token counts, if requested."""
         return [self._chunk_head() | {"choices": [], "usage": usage}] if self._with_usage else []
 
     def whole(self, pieces: Sequence[Sequence[Piece]], usage: Json) -> Json:
-        """All in one; ``pieces`` by choice."""
+        """The whole answer; ``pieces`` are by choice."""
         choices = [self._whole(index, mine) for index, mine in enumerate(pieces)]
         return self._head | {"choices": choices, "usage": usage}
 
@@ -66,7 +66,7 @@ class _Form(ABC):
 
 
 class ChatForm(_Form):
-    """Chat completions. ``alternatives``: how many are told for each token; None for no log probabilities."""
+    """Chat completions. ``alternatives``: how many are listed for each token; None for no log probabilities."""
 
     def __init__(self, model: str, texts: TokenTexts, alternatives: int | None, with_usage: bool) -> None:
         super().__init__("chat.completion", "chatcmpl", model, texts, with_usage)
@@ -134,7 +134,7 @@ class ChatForm(_Form):
 
 
 class CompletionForm(_Form):
-    """Text completions. ``echoes``: what stands before each choice's text, and with log probabilities its tokens."""
+    """Text completions. ``echoes``: the text before each choice; log probabilities then include its tokens."""
 
     def __init__(
         self, model: str, texts: TokenTexts, alternatives: int | None, with_usage: bool, echoes: Sequence[str]
@@ -146,7 +146,7 @@ class CompletionForm(_Form):
     def opening(self, n_choices: int) -> list[Json]:
         """See `ChatForm`."""
         if self._alternatives is not None:
-            return []  # the first piece has the prompt and its tokens
+            return []  # the first piece contains the prompt and its tokens
         return [self._chunk(self._choice(index, text, [])) for index, text in enumerate(self._echoes) if text]
 
     def chunks(self, piece: Piece) -> list[Json]:
@@ -168,7 +168,7 @@ class CompletionForm(_Form):
         tokens = self._of_prompt(pieces[0].prompt, n_echo) if pieces else []
         n_prompt = len(tokens)
         tokens += [(n_echo + start, choice) for piece in pieces for start, choice in piece.tokens]
-        first = 1 if n_prompt else 0  # nothing stands before it
+        first = 1 if n_prompt else 0  # the first token has no probability
         return {
             "tokens": [self._texts.of(choice.token)[0] for _, choice in tokens],
             "token_logprobs": [None] * first + [_finite(choice.logprob) for _, choice in tokens[first:]],
@@ -179,7 +179,7 @@ class CompletionForm(_Form):
         }
 
     def _of_prompt(self, choices: Sequence[TokenChoice], n_echo: int) -> list[tuple[int, TokenChoice]]:
-        """Each token with where its text begins; parts of a character begin where it does."""
+        """Each token with the offset of its text; parts of a character have the offset of the character."""
         begin, tokens = 0, []
         for choice in choices:
             tokens.append((min(begin, n_echo), choice))
@@ -188,7 +188,7 @@ class CompletionForm(_Form):
         return tokens
 
     def _best(self, choice: TokenChoice) -> dict[str, float]:
-        """The likeliest tokens, and the chosen one."""
+        """The most likely tokens, and the chosen one."""
         pairs = [*choice.alternatives[: self._alternatives], (choice.token, choice.logprob)]
         return {self._texts.of(token)[0]: _finite(logprob) for token, logprob in pairs}
 

@@ -1,6 +1,6 @@
-"""Answers that have to be in a form: JSON by a schema, or what a regular expression matches. llguidance does the work.
+"""Grammars that constrain answers: JSON schemas and regular expressions, compiled and matched by llguidance.
 
-Everything a client sends is bounded before it is compiled, and what compiling and matching may take is bounded again.
+A client's input is bounded before it is compiled, and the cost of compiling and matching is bounded again.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from moeoffload.text import one_line
 
 MAX_GRAMMAR_BYTES: Final = 64 << 10
 MAX_MULTIPLES: Final = 20_000
-"""The compiler makes a state for each remainder of a ``multipleOf``, and for each pair of them where two meet."""
+"""The compiler makes one state per remainder of a ``multipleOf``, and per pair of remainders where two combine."""
 _LIMITS: Final = {"max_lexer_states": 20_000, "max_grammar_size": 100_000, "verbose_errors": False}
-"""For each answer: 1 to 2 kB for a state. Others are the library's: some 20 ms for a token."""
-_WHITESPACE: Final = r" |\n {0,24}"  # of more, a weak model may fill its answer with nothing else
+"""Limits per answer; a state takes 1 to 2 kB. Other limits are the library's defaults: about 20 ms per token."""
+_WHITESPACE: Final = r" |\n {0,24}"  # with more, a weak model may fill its answer with white space
 _JSON_OPTIONS: Final = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "lenient": False}
-_KEPT: Final = 32  # compiled grammars
+_KEPT: Final = 32  # compiled grammars in the cache
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must be: ``text`` is a JSON schema, a regular expression, or a list of llguidance's grammars;
-    ``param`` is who asked for it. ``opening`` is a Lark grammar of what may stand before ``@body``."""
+    """The form of an answer: ``text`` is a JSON schema, a regular expression, or a list of llguidance grammars;
+    ``param`` is the request's parameter. ``opening`` is a Lark grammar of what may precede ``@body``."""
 
     kind: Literal["json", "regex", "parts"]
     text: str
@@ -41,12 +41,12 @@ class Grammar:
 
     @classmethod
     def json(cls, schema: dict[str, Any], param: str) -> Grammar:
-        """Answers that are valid by ``schema``. Raises ApiError: it is nested too deeply."""
+        """A grammar of answers that are valid by ``schema``. Raises ApiError: it is nested too deeply."""
         return cls._of("json", schema, param)
 
     @classmethod
     def of_parts(cls, parts: list[dict[str, Any]], param: str) -> Grammar:
-        """Answers by the first of ``parts``, which may refer to the others. Raises ApiError: nested too deeply."""
+        """A grammar of ``parts``, of which the first may refer to the others. Raises ApiError: nested too deeply."""
         return cls._of("parts", parts, param)
 
     @classmethod
@@ -58,7 +58,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer and keeps the latest. For one thread."""
+    """Compiles grammars for one tokenizer and caches the latest. For one thread."""
 
     def __init__(self, tokenizer: Any, n_vocabulary: int, eos: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -68,8 +68,8 @@ class GrammarCompiler:
         self._library: Any = None  # llguidance's view of the tokenizer, made for the first grammar
 
     def compile(self, grammar: Grammar) -> Any:
-        """An llguidance matcher at the beginning of ``grammar``; take copies of it.
-        Raises ApiError: it is wrong, too large, or of a kind that the library does not know."""
+        """An llguidance matcher at the start of ``grammar``; callers must copy it.
+        Raises ApiError: the grammar is invalid, too large, or not supported by the library."""
         matcher = self._known.get(grammar)
         if matcher is None:
             matcher = self._known[grammar] = self._compile(grammar)
@@ -101,7 +101,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._of_tokenizer(grammar.param), source, log_level=0, limits=LLParserLimits(**_LIMITS))
         trial = matcher.deep_copy()
         if not matcher.is_error():
-            trial.compute_bitmask()  # some are found to be too complex, or to have no answer, at the first token only
+            trial.compute_bitmask()  # some prove too complex, or to have no answer, only at the first token
         if trial.is_error():
             raise _refused(grammar.param, trial.get_error())
         return matcher
@@ -118,25 +118,25 @@ class GrammarCompiler:
 
 
 class GrammarState:
-    """How far one answer has come in its grammar."""
+    """The position of one answer in its grammar."""
 
     def __init__(self, matcher: Any) -> None:
-        """``matcher`` comes from `GrammarCompiler.compile` and stays as it is."""
+        """``matcher`` comes from `GrammarCompiler.compile` and is not changed."""
         self._matcher = matcher.deep_copy()
 
     def allow(self, scores: torch.Tensor) -> torch.Tensor:
-        """``scores`` (vocabulary,) float32 with minus infinity for all tokens that cannot come next."""
+        """``scores`` (vocabulary,) float32 with minus infinity for all tokens that are not allowed next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=scores.numel(), bitorder="little")
         return scores.masked_fill(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)
 
     def take(self, token: int) -> None:
-        """Goes on by a token."""
+        """Advances by a token."""
         self._matcher.consume_token(token)
 
     @property
     def error(self) -> str:
-        """Why it cannot go on: it became too complex. Empty while it can."""
+        """Why the answer cannot continue (the grammar became too complex); empty while it can."""
         return one_line(self._matcher.get_error(), 200)
 
 

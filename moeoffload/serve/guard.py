@@ -1,4 +1,4 @@
-"""What a request has to pass before it is read: the host it names, the key, room, and the size of its body."""
+"""Checks before a request is processed: its Host header, the key, free capacity, and the size of its body."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from moeoffload.serve.api_errors import ApiError, bad_request, busy, unavailable
 log = logging.getLogger(__name__)
 
 OPEN_PATHS: Final = frozenset(("/", "/health", "/ready", "/dashboard"))
-"""What needs no key: it tells nothing of requests. The page of the dashboard holds no figures, it asks for /stats."""
+"""Paths without a key, which say nothing about requests. The dashboard page holds no figures; it polls /stats."""
 _MOST_BODY_BYTES: Final = 8 << 20
 _BODY_TIMEOUT_S: Final = 60.0
 _DISCARDED_BYTES: Final = 64 << 20
-"""So much of a body that is too large is read and thrown away, so that its sender comes to read the answer."""
+"""Up to this much of an oversized body is read and discarded, so that the client gets to read the answer."""
 
 
 class Guard:
-    """ASGI middleware. Passes on requests with their whole body read; ``stopping`` makes it take no new ones."""
+    """ASGI middleware that passes on requests with their whole body read; with ``stopping`` it refuses new ones."""
 
     def __init__(
         self, app: ASGIApp, *, api_key: str | None, loopback_only: bool, max_open: int, on_busy: Callable[[], None]
     ) -> None:
-        """Clients have to show ``api_key``, if there is one; ``max_open`` bodies are read or answered at a time,
-        ``on_busy`` hears of others.
-        ``loopback_only`` is for loopback without a key: pages of other sites in browsers here are kept out."""
+        """Clients must present ``api_key``, if there is one. At most ``max_open`` requests with a body are open at a
+        time; ``on_busy`` is called for each further one.
+        ``loopback_only`` is for loopback without a key: it refuses web pages of other sites in local browsers."""
         self._app = app
         self._key = api_key.encode() if api_key is not None else None
         self._loopback_only = loopback_only
@@ -60,7 +60,7 @@ class Guard:
             with self._place():
                 body = await self._body(Request(scope, receive))
                 await self._app(scope, _replay(body, receive), send)
-        except ApiError as error:  # of this module: the app answers its own
+        except ApiError as error:  # raised in this module; the app handles its own
             error.headers["Connection"] = "close"  # part of the body may not have been read
             await error.response()(scope, receive, send)
 
@@ -68,7 +68,7 @@ class Guard:
         headers = Headers(scope=scope)
         peer = ":".join(str(part) for part in scope.get("client") or ("unknown",))
         if self._loopback_only:
-            # A name that an attacker's DNS turned into 127.0.0.1, or a page of another site: not this machine's user.
+            # Reject names that an attacker's DNS resolves to 127.0.0.1, and pages of other sites.
             if not _names_loopback(f"//{headers.get('host', '')}"):
                 self._refusals.add(peer, "its Host header is no loopback name")
                 raise ApiError(403, "The Host header must be localhost or a loopback address.", code="invalid_host")
@@ -91,7 +91,7 @@ class Guard:
 
     @contextmanager
     def _place(self) -> Iterator[None]:
-        """One of the bodies that are in memory at a time."""
+        """Reserves one of the ``max_open`` places while open."""
         if self.stopping:
             raise unavailable("The server is stopping and takes no new requests.", 5.0)
         if self._n_open >= self._max_open:
@@ -128,7 +128,7 @@ class Guard:
 
 
 def _told(scope: Scope, send: Send) -> Send:
-    """``send`` that logs how a request is answered; not its query, which may hold a key."""
+    """Wraps ``send`` to log the status of each response, without the query, which may contain a key."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -146,7 +146,7 @@ def _names_loopback(url: str) -> bool:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """What an app receives: the body, then what comes after it, which is that the client leaves."""
+    """A receive function for the app: the body first, then further messages (the client's disconnect)."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

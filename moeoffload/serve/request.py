@@ -1,4 +1,4 @@
-"""What a client asks of the engine, and what the engine tells while it answers."""
+"""Requests to the engine, and the progress that it reports while it answers them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from enum import StrEnum
 from typing import Any, Final
 
 MAX_ALTERNATIVES: Final = 20
-"""Log probabilities of at most so many tokens are given at each position, as in OpenAI's API."""
+"""The maximum number of tokens with log probabilities per position, as in OpenAI's API."""
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended, in OpenAI's words; CANCELLED and ERROR are ours."""
+    """Why an answer ended, in OpenAI's terms; CANCELLED and ERROR are our own."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -23,12 +23,12 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are chosen. Temperature 0 is greedy.
+    """How tokens are sampled. Temperature 0 is greedy.
 
-    ``top_k`` 0 and ``top_p`` 1 leave all tokens in. The same ``seed`` gives the same tokens, whatever else runs; None
-    takes a fresh one. ``alternatives``: None for no log probabilities, else how many besides the chosen token's;
+    ``top_k`` 0 and ``top_p`` 1 keep all tokens. The same ``seed`` gives the same tokens, whatever else runs; None
+    picks a new one. ``alternatives``: None for no log probabilities, else how many besides the chosen token's;
     ``with_prompt``: also those of the prompt. ``max_tokens`` 0 computes the prompt only.
-    ``bias`` is added to the logits of tokens. ``matcher``: what the answer must be, see `GrammarCompiler.compile`.
+    ``bias`` is added to the logits of tokens. ``matcher`` constrains the answer, see `GrammarCompiler.compile`.
     """
 
     max_tokens: int
@@ -58,8 +58,8 @@ class TokenChoice:
 
 @dataclass(frozen=True)
 class Progress:
-    """Something happened to a request: a token, its end, or both. ``error`` says what failed; ``reused_tokens`` is how
-    many tokens of the prompt were taken from the cache; ``prompt`` are its tokens, once, if they were asked for."""
+    """An event of a request: a token, its end, or both. ``error`` says what failed; ``reused_tokens`` counts prompt
+    tokens from the cache; ``prompt`` has the prompt's tokens, once, if requested."""
 
     choice: TokenChoice | None = None
     finish: FinishReason | None = None
@@ -69,4 +69,4 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
-"""Called from the engine's thread, in order, until one with ``finish`` has come; must not block."""
+"""Called in the engine's thread, in order, up to the event with ``finish``; must not block."""

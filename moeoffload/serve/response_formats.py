@@ -1,6 +1,6 @@
-"""How families of models write reasoning and tool calls, as response templates of transformers' `ResponseParser`.
+"""How model families write reasoning and tool calls, as response templates of transformers' `ResponseParser`.
 
-A tokenizer may bring a template of its own (``response_template``); else marks in its chat template tell the family.
+A tokenizer may have its own template (``response_template``); else markers in its chat template identify the family.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NAMED: Final = {"type": "function", "function": {"name": "{name}", "arguments":
 _JSON: Final[Field] = {"content": "json", "content_args": {"allow_non_json": True}, "repeats": True}
 _WHOLE_CALL: Final[Field] = _JSON | {"transform": {"type": "function", "function": "{content}"}}
 _ARGUMENTS: Final[Field] = _JSON | {"transform": _NAMED}
-_NO_MARK: Final = "\x00"  # nothing of a prompt is parsed unless a template says where the answer begins
+_NO_MARK: Final = "\x00"  # never occurs: the prompt is not parsed unless a template says where the answer begins
 
 
 def _tags(pattern: str) -> Field:
@@ -70,7 +70,7 @@ _TOOL_CALLS: Final[tuple[tuple[str, Field], ...]] = (
     ("<|tool_call|>", _WHOLE_CALL | {"open": "<|tool_call|>"}),  # Granite: likewise
     ("<tool_call>", _WHOLE_CALL | {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>"}),  # Hermes, Qwen
 )
-_CONTENT: Final[Field] = {  # without what ends a list of calls
+_CONTENT: Final[Field] = {  # without the end marker of a list of calls
     "close_pattern": r"\s*(?:</minimax:tool_call>|</tool_call>|<｜tool▁calls▁end｜>|<\|tool_calls_section_end\|>)",
     "content": "text",
 }
@@ -102,9 +102,9 @@ text: /(.|\n)*/
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a model writes an answer that is more than a text.
+    """How a model writes reasoning and tool calls.
 
-    ``fields``: those of a response template; ``own`` is a whole one that the tokenizer brings.
+    ``fields`` are those of a response template; ``own`` is the tokenizer's own template, if it has one.
     """
 
     fields: dict[str, Field]
@@ -112,8 +112,8 @@ class AnswerFormat:
     thoughts_are_special: bool
 
     def template(self, prompt: str, with_tools: bool) -> tuple[dict[str, Any], str] | None:
-        """The response template for the answer to a prompt, and what the parser has to know of the prompt's end; None
-        where all is text."""
+        """The response template for the answer to a prompt, and the end of the prompt that the parser needs; None if
+        the answer is plain text."""
         fields = (self.own or {}).get("fields", self.fields)
         used = {name: field for name, field in fields.items() if with_tools or name != "tool_calls"}
         if set(used) <= {"content"}:
@@ -124,7 +124,7 @@ class AnswerFormat:
         return {"start_anchor": _NO_MARK, "fields": used}, "<think>" if self._is_thinking(prompt) else ""
 
     def opening(self, prompt: str) -> str:
-        """What may or must stand before an answer in a form, as rules of a grammar; empty for nothing."""
+        """What may or must precede a constrained answer, as rules of a grammar; empty for nothing."""
         if self.fields is _HARMONY:
             return _HARMONY_LARK
         thinking = self._is_thinking(prompt)
@@ -142,7 +142,7 @@ class AnswerFormat:
 
 
 def answer_format(tokenizer: Any) -> AnswerFormat:
-    """That of a tokenizer's model."""
+    """The answer format of a tokenizer's model."""
     own = getattr(tokenizer, "response_template", None)
     templates = tokenizer.chat_template
     text = templates if isinstance(templates, str) else "".join((templates or {}).values())

@@ -1,4 +1,4 @@
-"""Chooses the next token of each request from its logits. Each request draws from its own random numbers."""
+"""Samples the next token of each request from its logits. Each request has its own random numbers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from moeoffload.serve.grammar import GrammarState
 from moeoffload.serve.request import SamplingOptions, TokenChoice
 
-_SCORED_ROWS: Final = 64  # of a prompt that are in float32 at a time
+_SCORED_ROWS: Final = 64  # rows of a prompt that are converted to float32 at a time
 
 
 class PromptScores:
-    """Log probabilities of the tokens of a prompt, as parts of it are computed."""
+    """Collects log probabilities of a prompt's tokens as parts of it are computed."""
 
     def __init__(self, tokens: Sequence[int], n_alternatives: int) -> None:
         self._tokens = list(tokens)
@@ -24,8 +24,8 @@ class PromptScores:
         self.choices = [TokenChoice(self._tokens[0])]  # the first has no probability
 
     def take(self, past: int, logits: torch.Tensor) -> None:
-        """``logits`` (rows, vocabulary) of the tokens from number ``past`` on; each tells of the token behind it."""
-        del self.choices[past + 1 :]  # a sequence that lost its pages is computed again
+        """Takes ``logits`` (rows, vocabulary) of the tokens from index ``past`` on; a row predicts the next token."""
+        del self.choices[past + 1 :]  # a preempted sequence is computed again
         n_rows = min(len(logits), len(self._tokens) - past - 1)
         for start in range(0, n_rows, _SCORED_ROWS):
             rows = logits[start : min(n_rows, start + _SCORED_ROWS)].float().log_softmax(dim=-1)
@@ -39,7 +39,7 @@ class PromptScores:
 
 
 class Sampler:
-    """Chooses the tokens of one request."""
+    """Samples the tokens of one request."""
 
     def __init__(self, options: SamplingOptions, prompt: Sequence[int] = ()) -> None:
         self._options = options
@@ -48,7 +48,7 @@ class Sampler:
         self._counts: Counter[int] = Counter()
         self._generator: torch.Generator | None = None
         self._grammar = GrammarState(options.matcher) if options.matcher is not None else None
-        self.is_greedy = options.temperature == 0  # whether the likeliest token is taken
+        self.is_greedy = options.temperature == 0  # whether the most likely token is taken
         self.is_plain = (
             self.is_greedy
             and options.alternatives is None
@@ -56,7 +56,7 @@ class Sampler:
             and options.repetition_penalty == 1
             and not (options.frequency_penalty or options.presence_penalty or options.bias)
         )
-        """Whether an argmax over the raw logits is all there is to do."""
+        """Whether sampling is just an argmax over the raw logits."""
         if not self.is_greedy:
             self._generator = torch.Generator()
             if options.seed is None:
@@ -66,13 +66,13 @@ class Sampler:
 
     @property
     def error(self) -> str:
-        """Why the answer cannot go on; what was chosen last does not count then. Empty while it can."""
+        """Why the answer cannot continue, in which case the last token does not count; empty while it can."""
         return self._grammar.error if self._grammar is not None else ""
 
     def choose(self, logits: torch.Tensor) -> TokenChoice:
-        """The next token, from ``logits`` (vocabulary,) float32, which stay as they are.
+        """Samples the next token from ``logits`` (vocabulary,) float32, which are not changed.
 
-        Log probabilities are those of the model, before temperature, penalties and cuts.
+        Log probabilities are those of the model, before temperature, penalties and truncation.
         """
         options = self._options
         scores = self._penalised(logits)
@@ -110,7 +110,7 @@ class Sampler:
         return scores
 
     def _draw(self, scores: torch.Tensor) -> int:
-        """Draws from what top-k and top-p leave. On the CPU, so that a seed means the same on every device."""
+        """Draws a token after min-p, top-k and top-p. On the CPU, so that a seed gives the same on every device."""
         options = self._options
         scores = scores.cpu()
         if options.min_p > 0:
@@ -122,13 +122,13 @@ class Sampler:
             best, tokens = scores.topk(kept)
             probabilities = best.softmax(dim=-1)
             if options.top_p < 1:
-                # The token that reaches top-p still belongs to it.
+                # The token that reaches top-p is still included.
                 before = probabilities.cumsum(dim=-1) - probabilities
                 n_left = max(1, int((before < options.top_p).sum()))
                 probabilities, tokens = probabilities[:n_left], tokens[:n_left]
         else:
             probabilities, tokens = scores.softmax(dim=-1), None
-        # Of exponential times with these rates the first is token i with its probability.
+        # With exponential times at these rates, token i is the first with its probability.
         times = torch.empty_like(probabilities).exponential_(generator=self._generator)
         drawn = int((probabilities / times).argmax())
         return drawn if tokens is None else int(tokens[drawn])

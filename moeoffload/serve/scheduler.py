@@ -1,4 +1,4 @@
-"""Chooses what each step computes: a token for every answer, and with the rows that are left parts of prompts."""
+"""Chooses the rows of each step: one for every decoding answer, and parts of prompts with the remaining rows."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Final
 from moeoffload.serve.block_manager import BlockManager
 from moeoffload.serve.sequence import Sequence, Share
 
-_LEAST_TURN: Final = 32  # rows of a prompt that are computed in its turn at least, if it has them
+_LEAST_TURN: Final = 32  # minimum rows of a prompt in a step, if it has as many
 
 
 class Scheduler:
-    """Sequences that wait and sequences that run, first come, first served. For one thread.
+    """Waiting and running sequences, first come, first served. For one thread.
 
     A sequence gets the pages of its whole prompt when it starts to run, and one more whenever its answer needs it. If
-    there is none, the newest sequence gives its pages back and starts again later, with what it has said.
+    none is free, the newest sequence is preempted: it frees its pages and starts again later, with its tokens so far.
     """
 
     def __init__(self, blocks: BlockManager, step_rows: int, max_running: int) -> None:
-        """``step_rows``: the most tokens of a step; ``max_running``: the most sequences of a step."""
+        """``step_rows`` and ``max_running``: the maximum tokens and sequences of a step."""
         self._blocks = blocks
         self._step_rows = step_rows
         self._max_running = max_running
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in the order in which they came
-        self._is_full = False  # whether pages ran out; then nothing starts until something has ended
+        self.running: list[Sequence] = []  # in order of admission
+        self._is_full = False  # whether pages ran out; then none starts until one has ended
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Drops a sequence, which has ended or is given up."""
+        """Removes a sequence that has ended or was cancelled."""
         if sequence in self.running:
             self.running.remove(sequence)
             self._blocks.free(sequence)
@@ -42,7 +42,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def reset(self) -> None:
-        """Drops all sequences that run, and forgets what is in the cache."""
+        """Drops all running sequences and the contents of the cache."""
         for sequence in self.running:
             self._blocks.free(sequence)
         self.running.clear()
@@ -50,7 +50,7 @@ class Scheduler:
         self._is_full = False
 
     def schedule(self) -> list[Share]:
-        """The shares of the next step; none if nothing is to be done."""
+        """The shares of the next step; empty if there is nothing to do."""
         decoding = [sequence for sequence in self.running if sequence.n_left == 1]
         left = self._step_rows - len(decoding)
         shares = []
@@ -74,16 +74,16 @@ class Scheduler:
         return shares
 
     def commit(self, share: Share, tokens: list[int]) -> None:
-        """Takes over what a step has computed; ``tokens``: the next token, after the guesses that were right."""
+        """Records the results of a step; ``tokens``: the accepted guesses, then the next token."""
         sequence = share.sequence
         sequence.guesses = []
-        # What was computed behind a wrong guess is written anew.
+        # Positions after a rejected guess are overwritten later.
         sequence.n_computed = share.past + len(share.tokens) - share.n_guesses + max(0, len(tokens) - 1)
         sequence.tokens += tokens
         self._blocks.note_computed(sequence)
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Room for the last token of ``sequence``; False if it had to give up its own."""
+        """Allocates a page for the last token of ``sequence`` if needed; False if the sequence itself was preempted."""
         while not self._blocks.grow(sequence, len(sequence.tokens)):
             newest = self.running.pop()
             self._blocks.free(newest)
@@ -95,7 +95,7 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        """Starts sequences that wait, as long as there is room for their prompts."""
+        """Starts waiting sequences as long as there are pages for their prompts."""
         while self.waiting and len(self.running) < self._max_running and not (self._is_full and self.running):
             sequence = self.waiting[0]
             self._blocks.take_prefix(sequence)

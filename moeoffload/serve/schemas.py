@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's parameters that are supported, those that do no harm, and those that are refused."""
+"""Request bodies: OpenAI's parameters that are supported, those that are ignored, and those that are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IGNORED: Final = frozenset(
         "prediction",
     )
 )  # fmt: skip
-"""Parameters that change nothing about what is answered."""
+"""Parameters that do not change the answer."""
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "function_call": ("none",),
@@ -38,11 +38,11 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "web_search_options": (),
     "best_of": (),
 }
-"""Parameters that are known and not supported, with the values that ask for nothing."""
+"""Known but unsupported parameters, with values that have no effect and are therefore accepted."""
 
 
 def _read_content(value: Any) -> Any:
-    """Text, or parts of text, to one text."""
+    """Joins text, or text parts, to one string."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
@@ -57,7 +57,7 @@ def _read_content(value: Any) -> Any:
 
 
 def _read_prompt(value: Any) -> Any:
-    """One or several prompts, each a text or tokens, to a list of them."""
+    """Converts one or several prompts, each text or tokens, to a list."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -90,7 +90,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """How a stream is told."""
+    """Options of a stream."""
 
     include_usage: bool | None = False
 
@@ -100,7 +100,7 @@ class _Closed(_Strict):
 
 
 class JsonSchema(_Closed):
-    """A schema of OpenAI's ``response_format``; answers are always strict."""
+    """A schema of OpenAI's ``response_format``; it is always enforced strictly."""
 
     name: str | None = None
     description: str | None = None
@@ -109,7 +109,7 @@ class JsonSchema(_Closed):
 
 
 class ResponseFormat(_Closed):
-    """OpenAI's form of an answer."""
+    """OpenAI's structured outputs."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -122,7 +122,7 @@ Alternatives = Annotated[
 
 
 class StructuredOutputs(_Closed):
-    """vLLM's form of an answer."""
+    """vLLM's structured outputs."""
 
     json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
     regex: Regex | None = None
@@ -130,7 +130,7 @@ class StructuredOutputs(_Closed):
 
 
 class GenerationRequest(_Strict):
-    """What chats and completions have in common."""
+    """Parameters that chats and completions share."""
 
     model: str
     stream: bool | None = False
@@ -155,7 +155,7 @@ class GenerationRequest(_Strict):
     guided_choice: Alternatives | None = None
 
     def grammar(self) -> Grammar | None:
-        """What the answer must be; None for any text. Raises ApiError: several were asked for."""
+        """The grammar of the answer; None for any text. Raises ApiError: several were given."""
         asked = [
             *_grammars("guided_", self.guided_json, self.guided_regex, self.guided_choice),
             *_of_structured_outputs(self.structured_outputs),
@@ -169,17 +169,17 @@ class GenerationRequest(_Strict):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log probabilities of the prompt are asked for."""
+        """Whether log probabilities of the prompt are requested."""
         return False
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the counts of tokens."""
+        """Whether a stream ends with token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check(self, n_vocabulary: int) -> None:
-        """Refuses parameters that would change the answer and are not supported.
-        Raises ApiError: names the parameter."""
+        """Refuses parameters that would change the answer but are not supported.
+        Raises ApiError, which names the parameter."""
         for name, value in (self.model_extra or {}).items():
             if value is None or name in IGNORED:
                 continue
@@ -195,8 +195,8 @@ class GenerationRequest(_Strict):
     def options(
         self, index: int, max_tokens: int, alternatives: int | None, matcher: Any, defaults: Mapping[str, float]
     ) -> SamplingOptions:
-        """How choice number ``index`` is sampled; each has a seed of its own, that of the first is the request's.
-        ``matcher`` is that of `grammar`, ``defaults`` the model's recommended values."""
+        """The sampling options of choice ``index``; each choice has its own seed, the first one has the request's.
+        ``matcher`` is that of `grammar`, ``defaults`` are the model's recommended values."""
         told = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0} | dict(defaults)
         told |= {name: getattr(self, name) for name in told if getattr(self, name) is not None}
         return SamplingOptions(
@@ -246,7 +246,7 @@ def _of_response_format(asked: ResponseFormat | None) -> Iterator[Grammar]:
 
 
 class Message(_Strict):
-    """One message of a chat. What else it has goes to the chat template as it is."""
+    """One message of a chat. Further fields are passed to the chat template unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str, BeforeValidator(_read_content)] = ""
@@ -269,7 +269,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives are told at each token; None for no log probabilities."""
+        """How many alternatives are listed for each token; None for no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self, n_vocabulary: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs the app: uvicorn, and the stop that lets running requests finish."""
+"""Runs the app with uvicorn, and a graceful stop that lets running requests finish."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from moeoffload.serve.guard import Guard
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 512  # more are answered 503: descriptors are needed to reach expert servers, too
-_LAST_BYTES_S: Final = 5  # the longest wait for responses to be sent when all requests have ended
+MAX_CONNECTIONS: Final = 512  # more get a 503, because expert servers need descriptors, too
+_LAST_BYTES_S: Final = 5  # time for responses to be sent after all requests have ended
 
 
 class HttpServer(uvicorn.Server):
-    """Serves until it is told to stop: at the first signal it lets requests finish, at the second it does not."""
+    """Serves until a signal: the first one lets running requests finish, the second one ends them."""
 
     def __init__(
         self,
@@ -37,14 +37,14 @@ class HttpServer(uvicorn.Server):
         settings: ServeSettings,
         on_ready: Callable[[], None],
     ) -> None:
-        """``on_ready`` is called when requests are taken."""
+        """``on_ready`` is called when requests are accepted."""
         self._app = app
         self._answering = answering
         self._engine = engine
         self._drain_s = settings.drain_seconds
         self._on_ready = on_ready
         self._draining: threading.Thread | None = None
-        self.finished_all = True  # whether all requests that had been taken were answered
+        self.finished_all = True  # whether all accepted requests were answered
         tls = tls_context(settings)
         connections = IdleConnections(app)
         super().__init__(
@@ -55,7 +55,7 @@ class HttpServer(uvicorn.Server):
                 loop="asyncio",
                 lifespan="off",
                 log_config=None,
-                access_log=False,  # it shows queries; the guard logs requests
+                access_log=False,  # it would log queries; the guard logs requests
                 server_header=False,
                 proxy_headers=False,
                 limit_concurrency=MAX_CONNECTIONS,
@@ -72,18 +72,18 @@ class HttpServer(uvicorn.Server):
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal; uvicorn would refuse connections at once, where clients should learn when to come again."""
+        """Handles a signal. uvicorn would refuse connections at once, but clients should get a Retry-After."""
         if self.started:
             self._loop.call_soon_threadsafe(self.stop)
         else:
             self.should_exit = True
 
     def stop(self) -> None:
-        """The first call lets running requests finish, the second ends them; from the event loop."""
+        """Stops: the first call lets running requests finish, the second ends them. Called in the event loop."""
         if self._draining is None:
             log.warning("stopping; running requests have %g s to finish", self._drain_s)
             self._app.stopping = True
-            # Not the event loop, which has to go on; not its executor, which would be waited for at a second signal.
+            # Not in the event loop, which must keep running, nor in its executor, which a second signal would wait for.
             self._draining = threading.Thread(target=self._drain, name="drain", daemon=True)
             self._draining.start()
         else:
@@ -91,7 +91,7 @@ class HttpServer(uvicorn.Server):
 
     def _drain(self) -> None:
         done = self._engine.drain(self._drain_s)
-        with contextlib.suppress(RuntimeError):  # the event loop has ended: a second signal was faster
+        with contextlib.suppress(RuntimeError):  # the event loop has already ended after a second signal
             self._loop.call_soon_threadsafe(self._end, done)
 
     def _end(self, done: bool) -> None:

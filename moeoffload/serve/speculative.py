@@ -1,4 +1,4 @@
-"""Speculative decoding of a few requests at a time: how many tokens are guessed, and which guesses were right."""
+"""Speculative decoding for a few requests at a time: how many tokens are drafted, and which are accepted."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from moeoffload.serve.sequence import Sequence as TokenSequence
 from moeoffload.serve.sequence import Share
 
 IDLE_REQUESTS: Final = 2
-"""With more requests than these each step reads most of the experts anyway, and wrong guesses cost their time."""
+"""The maximum number of requests. With more, a step reads most experts anyway, and rejected tokens cost time."""
 _MOST_GUESSES: Final = FEW_QUERIES // IDLE_REQUESTS - 1
-"""So many that a step of guesses is computed like one token: kernels for few rows do not round by their number."""
+"""The maximum per request, so that verification uses kernels for few rows, whose rounding is batch-invariant."""
 
 
 class Guesser:
-    """Lets greedy sequences guess ahead while there are few, as far as that is measured to pay. For one thread."""
+    """Drafts tokens for greedy sequences while there are few, as far as that is measured to pay. For one thread."""
 
     def __init__(self, offloaded: OffloadedModel) -> None:
         self._offloaded = offloaded
         most, adaptive = min(_MOST_GUESSES, most_guesses(offloaded.settings)), offloaded.settings.adapt_guesses
         self._is_on = most > 0
         self._lengths = {n: GuessLength(most, adaptive=adaptive) for n in range(1, IDLE_REQUESTS + 1)}
-        self._chosen: GuessLength | None = None  # of the step that is next
+        self._chosen: GuessLength | None = None  # for the next step
         self._guess_s = 0.0
 
     def guess(self, running: Sequence[TokenSequence], n_waiting: int) -> None:
-        """Fills in ``guesses`` of the sequences that run, ahead of a step."""
+        """Fills in ``guesses`` of the running sequences before a step."""
         self._chosen = None
         if not self._is_on or len(running) + n_waiting > IDLE_REQUESTS:
             return
@@ -50,7 +50,7 @@ class Guesser:
 
     @contextlib.contextmanager
     def watching(self, shares: Sequence[Share]) -> Iterator[None]:
-        """While the step of ``shares`` is computed."""
+        """Collects hidden states for drafters that need them while the step of ``shares`` is computed."""
         if not self._is_on or len(shares) > IDLE_REQUESTS:
             yield
             return
@@ -67,7 +67,7 @@ class Guesser:
                 drafter.take(share.past, own)
 
     def count(self, shares: Sequence[Share], n_tokens: int, seconds: float) -> None:
-        """Takes note of a step: the tokens that it made certain, and its time."""
+        """Records a step: ``n_tokens`` verified tokens, and its duration."""
         if self._chosen is None or any(len(share.tokens) != 1 + share.n_guesses for share in shares):
             return
         recorder = self._offloaded.recorder
@@ -76,7 +76,7 @@ class Guesser:
         counts.right += n_tokens - len(shares)
         counts.passes += 1
         counts.tokens += n_tokens
-        # Before the first guesses of a sequence its drafter reads the prompt.
+        # A sequence's first draft includes reading the prompt, so its time does not count.
         if all(share.sequence.n_answer > n_tokens + 1 for share in shares):
             self._chosen.count(n_tokens, self._guess_s + seconds)
 
@@ -88,7 +88,7 @@ class Guesser:
 
 
 def accept(verified: Sequence[int], guesses: Sequence[int]) -> list[int]:
-    """The tokens that are certain: ``verified`` are the model's choices at the last token and after each guess."""
+    """The accepted guesses and the next token; ``verified``: the model's choices after the last token and guesses."""
     n_right = 0
     while n_right < len(guesses) and guesses[n_right] == verified[n_right]:
         n_right += 1

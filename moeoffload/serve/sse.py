@@ -1,4 +1,4 @@
-"""Responses that end when their client leaves: plain JSON, or server-sent events."""
+"""Responses that end when their client disconnects: plain JSON, or server-sent events."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from starlette.types import Receive, Scope, Send
 
 from moeoffload.serve.api_errors import of_exception
 
-SEND_TIMEOUT_S: float = 60.0  # A client that takes nothing for so long has left
+SEND_TIMEOUT_S: float = 60.0  # a client that reads nothing for this long is gone
 PING_S: float = 15.0
-"""Proxies close a connection that is silent for long: a comment is sent while there is nothing to say."""
+"""Seconds between comments on an idle stream, because proxies close idle connections."""
 _CLIENT_CLOSED: Final = 499
 
-# At a stop, streams end by themselves: with their answers, or with an error from `Choices.give_up`.
+# At shutdown streams end on their own: with their answers, or with an error from `Choices.give_up`.
 AppStatus.disable_automatic_graceful_drain()
 
 
 async def unless_client_leaves(receive: Receive, work: Awaitable[dict[str, Any]]) -> Response:
-    """The JSON that ``work`` makes, which is cancelled when the client closes its connection."""
+    """The JSON result of ``work``, which is cancelled when the client disconnects."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_until_disconnect(receive))
     try:
@@ -42,7 +42,7 @@ async def _until_disconnect(receive: Receive) -> None:
 
 
 class EventStream(EventSourceResponse):
-    """Sends each chunk as one event, then ``[DONE]``; an error in between is the last event, in OpenAI's form.
+    """Sends each chunk as one event, then ``[DONE]``; an error is the last event, in OpenAI's form.
     With ``named``, events are named after their type, and there is no ``[DONE]``."""
 
     def __init__(
@@ -52,11 +52,11 @@ class EventStream(EventSourceResponse):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI: the connection is this response's until its last event."""
+        """See ASGI. ``on_end`` is called when the stream has ended."""
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
-            pass  # the client has left
+            pass  # the client is gone
         finally:
             self._on_end()
 
@@ -69,7 +69,7 @@ async def _events(
             yield {"event": chunk["type"], "data": _json(chunk)} if named else _json(chunk)
         if not named:
             yield "[DONE]"
-    except Exception as error:  # the status is sent already; of_exception logs what was not made on purpose
+    except Exception as error:  # the status was sent already; of_exception logs unexpected errors
         body = of_exception(error).body()
         yield {"event": "error", "data": _json({"type": "error"} | body)} if named else _json(body)
     finally:

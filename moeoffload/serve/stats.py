@@ -1,6 +1,6 @@
-"""What the engine has done and does now, for /metrics, /stats, the dashboard and ``moeoffload top``.
+"""Counters of the engine, for /metrics, /stats, the dashboard and ``moeoffload top``.
 
-The engine's thread counts; others take a `ServingStats.snapshot`. Counting is a few additions per step.
+The engine's thread counts; other threads take a `ServingStats.snapshot`. Counting is a few additions per step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROW_BOUNDS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 10
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of values up to each bound (inclusive), and beyond the last."""
+    """Counts of values up to each bound (inclusive), and above the last."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(init=False)
@@ -37,7 +37,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class RequestCounts:
-    """Requests by what became of them; running and waiting are as of now."""
+    """Requests by outcome; running and waiting are current."""
 
     running: int = 0
     waiting: int = 0
@@ -49,8 +49,8 @@ class RequestCounts:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens of prompts (of which reused were not computed again), guesses (of which right ones are in answers), and
-    of answers."""
+    """Prompt tokens (``reused`` came from the cache), drafted tokens (``guessed_right`` were accepted) and tokens of
+    answers (``completion``)."""
 
     prompt: int = 0
     reused: int = 0
@@ -61,17 +61,17 @@ class TokenCounts:
 
 @dataclass(slots=True)
 class CacheUse:
-    """Memory of keys and values."""
+    """Use of the KV cache."""
 
     used_tokens: int = 0
-    kept_tokens: int = 0  # of no running request, kept to be reused
+    kept_tokens: int = 0  # of no running request, kept for reuse
     total_tokens: int = 0
     total_bytes: int = 0
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Steps and their seconds; a snapshot adds where these went, from the recorder."""
+    """Steps and their total seconds; a snapshot adds the parts, from the recorder."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -79,7 +79,7 @@ class StepTimes:
 
 @dataclass(slots=True)
 class ServingStats:
-    """All figures of one engine; ``step_rows`` counts the rows (tokens) of each step."""
+    """All counters of one engine; ``step_rows`` counts the rows (tokens) of each step."""
 
     cache: CacheUse = field(default_factory=CacheUse)
     requests: RequestCounts = field(default_factory=RequestCounts)
@@ -91,6 +91,6 @@ class ServingStats:
     started: float = field(default_factory=time.time)
 
     def snapshot(self) -> dict[str, Any]:
-        """All figures as plain data; may be a step old."""
+        """All counters as plain data; may be a step old."""
         now, data = time.time(), asdict(self)
         return {"time": now, "uptime_s": now - data.pop("started")} | data

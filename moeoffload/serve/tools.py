@@ -1,4 +1,4 @@
-"""Tools of a request: what is asked for of them, and the grammar of calls that are forced."""
+"""Tools of a request: the tool choice, and the grammar of forced calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeoffload.serve.api_errors import bad_request, unsupported
 from moeoffload.serve.grammar import Grammar
 
 MAX_TOOLS: Final = 128
-MAX_CALLS: Final = 16  # forced ones of an answer
+MAX_CALLS: Final = 16  # the maximum number of forced calls of an answer
 
 
 class _Strict(BaseModel):
@@ -19,7 +19,7 @@ class _Strict(BaseModel):
 
 
 class Function(_Strict):
-    """What a tool is called, what it does, and the JSON schema of its arguments."""
+    """A tool's name, description, and the JSON schema of its arguments."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -27,7 +27,7 @@ class Function(_Strict):
 
 
 class FunctionTool(_Strict):
-    """A tool, described as OpenAI does."""
+    """A tool in OpenAI's form."""
 
     type: Literal["function"]
     function: Function
@@ -37,7 +37,7 @@ Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
 
 
 def forced_tools(tools: list[FunctionTool] | None, choice: Any) -> list[Function]:
-    """Those of which one must be called; none if the model may choose. Raises ApiError: there is no such choice."""
+    """The functions of which one must be called; empty if the model may choose. Raises ApiError: invalid choice."""
     functions = [tool.function for tool in tools or ()]
     if choice in (None, "auto", "none"):
         return []
@@ -56,7 +56,7 @@ def forced_tools(tools: list[FunctionTool] | None, choice: Any) -> list[Function
 
 
 def calls_grammar(functions: list[Function], parallel: bool) -> Grammar:
-    """An array of calls of ``functions``, of one call if not ``parallel``: what `ForcedCalls` takes."""
+    """The grammar of an array of calls of ``functions``, of one call unless ``parallel``; `ForcedCalls` parses it."""
     parts: list[Any] = []
     calls = []
     for number, function in enumerate(functions):
