@@ -169,8 +169,8 @@ class ServerChannel(ABC):
     def reply(self, slot: ServerSlot, n_bytes: int) -> None:
         """Sends a frame, the first ``n_bytes`` of ``slot.reply``; the slot can then receive the next request.
 
-        From any thread. Never blocks for long and never raises if the host is gone. The buffer must not change until the
-        slot is delivered again.
+        From any thread. Never blocks for long and never raises if the host is gone. The buffer must not change until
+        the slot is delivered again.
         """
         if not HEADER_BYTES <= n_bytes <= len(slot.reply):
             raise CapacityError(f"reply of {n_bytes} bytes; a slot takes {HEADER_BYTES} to {len(slot.reply)}")

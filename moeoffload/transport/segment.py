@@ -118,7 +118,7 @@ class Segment:
 
     @classmethod
     def open(cls, name: str, sizes: ChannelSizes) -> Segment:
-        """Opens a segment that the server created and removes its names, so that a killed process leaves nothing behind.
+        """Opens a segment that the server created and removes its names, so that a killed process leaves nothing.
         Raises ServerError: there is no such segment on this host, or it was not created by this user's server."""
         if not _NAME.fullmatch(name):
             raise ProtocolError(f"{name!r} is not the name of a shared-memory channel")
