@@ -255,7 +255,7 @@ class Lease:
         return int(self._exchange(pb.AttachRequest(accept=accept), "ready").ready.epoch)
 
     def listen(self, on_end: Callable[[str], None], on_drain: Callable[[], None] = lambda: None) -> None:
-        """Registers callbacks: ``on_end(reason)``, once, when the lease ends, and ``on_drain()`` when the server drains.
+        """Registers callbacks: ``on_end(reason)``, once, when the lease ends, ``on_drain()`` when the server drains.
 
         They are called from another thread, or at once from this one if the event has already happened.
         """
