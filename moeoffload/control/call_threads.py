@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future
 from typing import Any, Final
 
 MOST_CALLS: Final = 64
-"""Calls at a time; further ones wait. Calls that send no request end after some seconds."""
+"""Most calls at a time; further ones wait. Calls that send no request end after some seconds."""
 
 
 class CallThreads(Executor):

@@ -1,4 +1,4 @@
-"""Guards every call of the control plane: checks its token, reads its only request in time, reports its errors."""
+"""Guards every call of the control plane: checks its token, limits the wait for its request, reports its errors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _guarded(handler: Any, method: str, first_s: float) -> _Handler:
         arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
         def read() -> None:
-            with contextlib.suppress(Exception):  # gRPC raises an empty one when the call ends
+            with contextlib.suppress(Exception):  # gRPC raises an empty exception when the call ends
                 arrived.put(next(requests, None))
                 return
             arrived.put(None)

@@ -207,7 +207,7 @@ def _collect(requests: Iterator[pb.AttachRequest], events: queue.SimpleQueue[_Ev
             events.put(request)
     except MoeOffloadError as error:
         events.put(error)
-    except Exception:  # gRPC raises an empty one when the call ends
+    except Exception:  # gRPC raises an empty exception when the call ends
         events.put(_GONE)
     else:
         events.put("the host ended the lease")

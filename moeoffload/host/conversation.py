@@ -30,7 +30,7 @@ class Conversation:
         self.turns, self._cache = [], None
 
     def ask(self, text: str, stream: TextIO, watch: Watch | None = None) -> Answer:
-        """Runs one turn: streams the answer to ``text`` to ``stream``. A stopped answer is kept as far as it got.
+        """Runs one turn: writes the answer to ``text`` to ``stream`` as it is generated. A stopped answer is kept.
 
         Any error forgets this turn. Raises PromptError: no answer fits in the model's context, or the chat template
         rejects these messages; ServerError: a server failed; StoppedError: it was stopped before its first token.

@@ -1,4 +1,4 @@
-"""The dispatcher's interface to whoever computes a shard's experts: an expert server, or the host itself."""
+"""The dispatcher's interface to a link that computes a shard's experts: to an expert server, or to the host itself."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def generate(
     cache: DynamicCache | None = None,
     watch: Watch | None = None,
 ) -> Answer:
-    """Streams the completion of ``prompt`` to ``stream``.
+    """Writes the completion of ``prompt`` to ``stream`` as it is generated.
 
     ``cache`` holds the keys and values of a prefix of the prompt, which is not computed again; the rest is added to it.
     Raises ServerError: a server failed; the text written so far stays; StoppedError: stopped before the first token.

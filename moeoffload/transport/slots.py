@@ -57,7 +57,7 @@ class HostChannel(ABC):
         """One ticket per thread that waits for a slot: first come, first served, so that no thread starves."""
         self._n_abandoned = 0
         self._n_inside = 0
-        """Threads inside ``send`` or ``wait``, which use what the transport frees on close."""
+        """Threads inside ``send``, ``wait`` or a cancellation, which use what the transport frees on close."""
         self._closing = False
         self._closed = ""
         """Why the channel is closed; empty while it is open."""

@@ -111,7 +111,7 @@ class Door:
         self._admitted.discard(key)
 
     def stop(self) -> None:
-        """Ends the thread; no peer is admitted any more. Call it before closing the socket, which waits. Idempotent."""
+        """Ends the thread; admits no more peers. Call it before closing the socket, which waits for it. Idempotent."""
         if not self._stopped:
             self._stopped = True
             os.eventfd_write(self._wake_fd, 1)
