@@ -1,4 +1,4 @@
-/* Rows on their way into a frame: written and looked through in one pass, where torch takes a dozen calls. */
+/* Writes rows into a frame and checks them in one pass, for which torch needs a dozen calls. */
 
 #include <stdint.h>
 #include <string.h>
@@ -21,16 +21,16 @@ static void store_half(char *at, uint32_t raw) {
     memcpy(at, &half, sizeof half);
 }
 
-/* To nearest even; what is no number becomes one that is none, too. */
+/* Rounds a float32 to bfloat16, to nearest even; a NaN stays a NaN. */
 static uint32_t round_bf16(uint32_t raw) {
     return (raw & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : (raw + 0x7FFF + (raw >> 16 & 1)) >> 16;
 }
 
-/* Whether the exponent has all bits, in one bit. */
+/* Returns 1 if all bits of the exponent are set (NaN or infinity), else 0. */
 static uint32_t is_special(uint32_t raw, uint32_t exponent) { return (raw & exponent) == exponent; }
 
-/* Writes rows (n_rows, hidden) of one type as another one. Returns the first row that then holds a NaN or an infinity, -1
-   if none does, or -2 if this takes no such pair of types. */
+/* Writes rows (n_rows, hidden) of type `from` as type `to`. Returns the first row that then holds a NaN or an infinity,
+   -1 if none does, or -2 if this pair of types is not supported. */
 int64_t moeoffload_store_rows(const char *rows, int64_t from, char *stored, int64_t to, int64_t n_rows, int64_t hidden) {
     int64_t bad = -1;
     for (int64_t row = n_rows - 1; row >= 0; row--) {

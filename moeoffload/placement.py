@@ -1,4 +1,4 @@
-"""Which server holds which routed expert: one owner for each (layer, expert), within every server's memory."""
+"""Assigns routed experts to servers: one owner for each (layer, expert), within every server's memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class ExpertTable:
-    """The experts of one server: for each MoE layer the expert numbers in slot order (slot = position)."""
+    """The experts of one server: for each MoE layer, the expert numbers in slot order (slot = position)."""
 
     layers: tuple[tuple[int, ...], ...]
 
@@ -35,38 +35,38 @@ class ExpertTable:
 
 @dataclass(frozen=True)
 class MemoryOffer:
-    """What one server offers: ``n_bytes`` for experts, without the memory reserved for its batches."""
+    """The memory that one server offers: ``n_bytes`` for experts, after room for its batches was subtracted."""
 
     name: str
     n_bytes: int
 
 
 def slot_table(held: Sequence[int], n_experts: int) -> torch.Tensor:
-    """(n_experts,) int16: the slot of each expert on a server that holds ``held``, -1 for the others."""
+    """Returns (n_experts,) int16: the slot of each expert on a server that holds ``held``, -1 for the others."""
     table = torch.full((n_experts,), -1, dtype=torch.int16)
     table[list(held)] = torch.arange(len(held), dtype=torch.int16)
     return table
 
 
 def batch_row_bytes(hidden: int, top_k: int, intermediate: int, itemsize: int, n_slots: int) -> int:
-    """Bytes a server needs for each row of its batch capacity.
+    """Returns the bytes that a server needs for each row of its batch capacity.
 
     Counts the request and reply areas of ``n_slots`` slots and one workspace: gathered rows, gate/up and activation
-    values of ``intermediate`` elements and expert outputs for ``top_k`` experts, of ``itemsize`` bytes each.
+    values of ``intermediate`` elements and expert outputs for ``top_k`` experts, with elements of ``itemsize`` bytes.
     """
     workspace = top_k * (2 * hidden + 3 * intermediate) * itemsize + 2 * hidden * 4 + top_k * 12
     return frames_row_bytes(hidden, top_k, n_slots) + workspace
 
 
 def frames_row_bytes(hidden: int, top_k: int, n_slots: int) -> int:
-    """The part of `batch_row_bytes` that request and reply areas take, whatever the payload dtypes."""
+    """Returns the part of `batch_row_bytes` for request and reply areas, enough for any payload dtypes."""
     return n_slots * (2 * hidden * 4 + top_k * 6)
 
 
 def fair_shares(need: float, limits: Sequence[float], speeds: Sequence[float]) -> list[float]:
     """Splits ``need`` in proportion to ``speeds``, except that no share exceeds its limit (water-filling).
 
-    If the limits cannot hold ``need`` the shares equal the limits.
+    If the limits add up to less than ``need``, the shares equal the limits.
     """
     shares = [0.0] * len(limits)
     rest, open_ones = need, list(range(len(limits)))
@@ -91,14 +91,14 @@ def place_experts(
     speeds: Sequence[float] | None = None,
     usage: Sequence[Sequence[int]] | None = None,
 ) -> list[ExpertTable]:
-    """Assigns every expert of every layer to exactly one server.
+    """Gives every expert of every layer to exactly one server.
 
-    Each layer is split in the same way, so that the rows of every layer spread evenly: in proportion to the speeds of
-    the servers (equal parts if they are unknown), less for a server without enough memory. Without ``usage`` a server
-    holds a contiguous range of a layer's experts; with it, experts are chosen so that all servers are expected to
-    finish at the same time.
+    Each layer is split the same way, so that the rows of every layer spread evenly: in proportion to the speeds of the
+    servers (equal parts if they are not known), less where memory does not allow it. Without ``usage`` a server holds a
+    contiguous range of a layer's experts; with it, experts are assigned so that all servers are expected to finish
+    their rows at the same time.
 
-    ``experts`` lists the experts to place for each MoE layer, ``expert_bytes`` the size of one expert of each layer;
+    ``experts`` lists the experts of each MoE layer to place, ``expert_bytes`` the bytes of one expert of each layer;
     ``offers`` and ``speeds`` (in any unit) are by server; ``usage`` is how often each expert of each layer was chosen.
     Raises PlacementError: the experts do not fit; the message holds a table of needed, offered and missing memory.
     """
@@ -113,14 +113,14 @@ def place_experts(
     done = 0
     for layer, (held, size) in enumerate(zip(experts, expert_bytes, strict=True)):
         done += len(held) * size
-        # Error feedback: a server gets back in the next layer what rounding took from it in this one.
+        # Error feedback: what rounding took from a server in one layer is given back in the next.
         wanted = [share * done / need - got if need else 0.0 for share, got in zip(shares, assigned, strict=True)]
         counts = round_to_sum([w / size for w in wanted], len(held), [room // size for room in free])
         if counts is None:
             raise PlacementError(_does_not_fit(need, offers))
         parts = _ranges(held, counts)
         if usage is not None:
-            # A server with rarely used experts may hold more of them, up to the layer's even part of its memory limit.
+            # A server of rarely used experts may hold more of them, up to its memory divided evenly over the layers.
             room = [
                 max(count, min(each // size, int(limit * len(held) * size / need / size)))
                 for count, each, limit in zip(counts, free, limits, strict=True)
@@ -137,10 +137,11 @@ def place_experts(
 def place_replicas(
     tables: Sequence[ExpertTable], expert_bytes: Sequence[int], offers: Sequence[MemoryOffer], n_copies: int
 ) -> list[list[int]]:
-    """For each table the servers that hold it: its own first, then those of its replicas, ``n_copies`` in all.
+    """Returns for each table the servers that hold it: its own first, then those of its replicas, ``n_copies`` in all.
 
-    ``tables`` and ``offers`` are by server. Replicas go to the following servers in turn that have enough memory, which
-    spreads the load of a lost server. Raises PlacementError: too few servers, or too little memory.
+    ``tables`` and ``offers`` are by server. A table's replicas go to the servers that follow its own, as far as they
+    have room, so that servers back up different tables.
+    Raises PlacementError: there are too few servers, or they have too little memory.
     """
     n = len(offers)
     if n_copies > max(1, n):
@@ -160,7 +161,7 @@ def place_replicas(
 
 
 def _ranges(held: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Contiguous parts of ``held`` with ``counts`` experts each."""
+    """Splits ``held`` into contiguous parts of the sizes in ``counts``."""
     ends = list(itertools.accumulate(counts))
     return [tuple(held[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
@@ -168,14 +169,14 @@ def _ranges(held: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]
 def _by_usage(
     held: Sequence[int], usage: Sequence[int], speeds: Sequence[float], room: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Assigns each expert, the most used first, to the server that would finish it first (longest processing time).
+    """Assigns each expert, the most used first, to the server that would finish it soonest (the LPT rule).
 
-    ``room`` is how many experts each server can hold; together at least as many as there are.
+    ``room`` is how many experts each server has memory for, in total at least as many as there are.
     """
     loads = [0.0] * len(room)
     parts: list[list[int]] = [[] for _ in room]
     for expert in sorted(held, key=lambda expert: (-usage[expert], expert)):
-        load = usage[expert] + 1  # an expert that was never chosen may still be chosen later
+        load = usage[expert] + 1  # experts that were never chosen count, too
         open_ones = [i for i in range(len(room)) if len(parts[i]) < room[i]]
         best = min(open_ones, key=lambda i: ((loads[i] + load) / speeds[i], i))
         loads[best] += load
@@ -186,10 +187,10 @@ def _by_usage(
 def choose_local(
     n_experts: Sequence[int], expert_bytes: Sequence[int], n_bytes: int, usage: Sequence[Sequence[int]] | None = None
 ) -> ExpertTable:
-    """The experts that stay on the host: as many as fit into ``n_bytes``.
+    """Returns the experts that stay on the host: as many as fit in ``n_bytes``.
 
-    With ``usage`` (how often each expert of each layer was chosen) the most used ones of all layers; else the same
-    number from every layer, give or take one.
+    With ``usage`` (how often each expert of each layer was chosen) these are the most used ones of all layers; else
+    about the same number of every layer.
     """
     ranked = (
         (-usage[layer][expert] if usage is not None else expert, layer, expert)
@@ -205,7 +206,7 @@ def choose_local(
 
 
 def round_to_sum(wanted: Sequence[float], total: int, limits: Sequence[int]) -> list[int] | None:
-    """Integers near ``wanted`` that sum to ``total`` and respect ``limits``; None if impossible."""
+    """Returns whole numbers near ``wanted`` that add up to ``total`` and respect ``limits``; None if impossible."""
     counts = [max(0, min(int(w), limit)) for w, limit in zip(wanted, limits, strict=True)]
     while sum(counts) > total:
         counts[counts.index(max(counts))] -= 1

@@ -1,4 +1,4 @@
-"""The threads in which gRPC runs calls: one per call, ending with it, and one that waits for the next call."""
+"""The threads in which gRPC runs calls: one per call, which ends with it, and one that waits for the next call."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from concurrent.futures import Executor, Future
 from typing import Any, Final
 
 MOST_CALLS: Final = 64
-"""Calls at a time; further ones wait. Those that say nothing end after some seconds."""
+"""Most calls at a time; further ones wait. Calls that send no request end after some seconds."""
 
 
 class CallThreads(Executor):
-    """Keeps one idle thread, so that calls can be refused when the system gives no more threads.
+    """Keeps one idle thread, so that calls can be refused even when the system allows no more threads.
 
-    A ThreadPoolExecutor would keep every thread that calls have ever needed at the same moment.
+    A ThreadPoolExecutor would never shrink below the most threads that it ever needed at once.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class CallThreads(Executor):
         self._add_thread()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Runs ``fn`` in a thread of its own, or after another call if there is none."""
+        """Runs ``fn`` in a thread of its own, or after another call if no thread is available."""
         done: Future[Any] = Future()
 
         def call() -> None:
@@ -43,7 +43,7 @@ class CallThreads(Executor):
         return done
 
     def end(self, timeout_s: float) -> bool:
-        """Takes no more calls; whether those that run have ended within ``timeout_s`` seconds."""
+        """Lets the threads end; returns whether all running calls have ended within ``timeout_s`` seconds."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -55,7 +55,7 @@ class CallThreads(Executor):
         try:
             threading.Thread(target=self._run, name="call", daemon=True).start()
         except RuntimeError:
-            return  # the system gives none: the threads that there are serve, or refuse, what waits
+            return  # the system allows no more: existing threads serve, or refuse, the waiting calls
         self._n_threads += 1
         self._n_idle += 1
 

@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 
 _END = None
 MAX_UNREAD: Final = 4
-"""Answers to steps of an attach that may wait; the host sends one step at a time."""
+"""Most unread answers to steps of an attach; the host sends one step at a time."""
 LOOK_S: Final = 0.25
-"""How long a connection may take until the host looks why; twice as long each further time, unless it is refused."""
+"""How long a connection may take until the host probes for the reason; doubled each time, unless it is refused."""
 CLOSE_S: Final = 10.0
 """How long to wait for gRPC to close a channel, which takes milliseconds."""
 
 
 class ControlClient:
-    """Talks to one expert server at ``address`` (HOST:PORT). Close it when done; it closes its leases."""
+    """Talks to one expert server at ``address`` (HOST:PORT). Close it when done; that ends its leases."""
 
     def __init__(self, address: str, credentials: HostCredentials | None = None) -> None:
         self.address = address
@@ -48,7 +48,7 @@ class ControlClient:
         self._stub = pb_grpc.ExpertServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._closed = False
         self._closing = threading.Lock()
-        """Held while a call is begun: gRPC does not survive one that is begun on a closed channel."""
+        """Held while a call is started: starting one on a closed channel crashes gRPC."""
 
     @property
     def is_encrypted(self) -> bool:
@@ -56,9 +56,9 @@ class ControlClient:
         return self._credentials.ca is not None
 
     def connect(self, timeout_s: float, refused_s: float | None = None) -> None:
-        """Waits until the server accepts a connection; if it refuses them, says so and waits for ``refused_s`` seconds
-        at most (None: in silence, and as long as otherwise).
-        Raises ServerError: nothing listens there within these times, or one side does not accept the other."""
+        """Waits up to ``timeout_s`` seconds until the server accepts a connection. If connections are refused, logs a
+        warning and waits for at most ``refused_s`` seconds (None: no warning, no shorter limit).
+        Raises ServerError: nothing listens there within these times, or one side rejects the other."""
         deadline = monotonic() + timeout_s
         ready = self._begin(lambda stub, metadata: grpc.channel_ready_future(self._channel))
         try:
@@ -69,7 +69,7 @@ class ControlClient:
                     return
                 except grpc.FutureTimeoutError:
                     pass
-                # gRPC goes on trying, whatever the reason: it may be one that no waiting heals.
+                # gRPC keeps trying whatever the reason, even one that waiting cannot cure.
                 try:
                     reason = why_not(self.address, self._credentials, max(0.1, deadline - monotonic()))
                 except ConnectionRefusedError:
@@ -98,8 +98,8 @@ class ControlClient:
         )
 
     def describe(self, timeout_s: float, *, model_digest: str = "", compute_dtype: str = "") -> pb.DescribeReply:
-        """What the server is and offers.
-        Raises ServerError: it is no expert server, of another protocol version, or draining."""
+        """Returns what the server is and offers.
+        Raises ServerError: it is not an expert server, speaks another protocol version, or is draining."""
         request = pb.DescribeRequest(model_digest=model_digest, compute_dtype=compute_dtype)
         reply: pb.DescribeReply = self._call("Describe", request, timeout_s)
         clean_texts(reply)
@@ -114,23 +114,23 @@ class ControlClient:
         return reply
 
     def attach(self, timeout_s: float) -> Lease:
-        """Opens the lease: everything this host has on the server lives as long as it.
-        Raises BusyError: it has no room now; ServerError: the server refuses, or does not answer within ``timeout_s``.
+        """Opens the lease: everything this host has on the server lives as long as the lease.
+        Raises BusyError: the server has no room now; ServerError: it refuses, or does not answer within ``timeout_s``.
         """
         return Lease(self, timeout_s)
 
     def stats(self, timeout_s: float) -> pb.StatsReply:
-        """Counters of the server since its start. Raises ServerError: it does not answer."""
+        """Returns the server's counters since its start. Raises ServerError: it does not answer."""
         reply: pb.StatsReply = self._call("Stats", pb.StatsRequest(), timeout_s)
         return reply
 
     def drain(self, timeout_s: float) -> int:
-        """Asks the server to take no new hosts and to stop after the last one; returns the leases it still has.
+        """Asks the server to accept no new hosts and to stop after the last one; returns how many leases it still has.
         Raises ServerError: it does not answer."""
         return int(self._call("Drain", pb.DrainRequest(), timeout_s).leases)
 
     def _call(self, method: str, request: Message, timeout_s: float) -> Any:
-        """The reply to a call with one."""
+        """Runs a call with one reply and returns it."""
         call = self._begin(
             lambda stub, metadata: getattr(stub, method).future(request, timeout=timeout_s, metadata=metadata)
         )
@@ -142,7 +142,7 @@ class ControlClient:
             raise ServerError(f"expert server {self.address}: the connection to it was closed") from None
 
     def _begin(self, begin: Callable[[Any, Any], Any]) -> Any:
-        """What ``begin(stub, metadata)`` returns, a call under way. Every call begins here."""
+        """Starts a call and returns it, the result of ``begin(stub, metadata)``. Every call starts here."""
         metadata = self._credentials.metadata(self.address)
         with self._closing:
             if self._closed:
@@ -150,24 +150,24 @@ class ControlClient:
             return begin(self._stub, metadata)
 
     def close(self) -> None:
-        """Closes the connection and with it every lease. Idempotent, also if a signal's handler has raised in it."""
+        """Closes the connection and with it every lease. Idempotent, even if a signal handler raised during it."""
         with self._closing:
             if self._closed:
                 return
             self._closed = True
-            # Handlers of signals run in the main thread: one that raised inside gRPC's close would leave a channel that
-            # the interpreter's end waits for, for ever.
+            # Signal handlers run in the main thread: one that raised inside gRPC's close would leave a channel for
+            # which the interpreter waits forever at exit.
             closing = threading.Thread(target=self._channel.close, name=f"close-{self.address}")
             try:
                 closing.start()
-            except RuntimeError:  # no more threads, or the interpreter ends
+            except RuntimeError:  # no more threads, or the interpreter is shutting down
                 self._channel.close()
             else:
                 closing.join(CLOSE_S)
 
 
 class Lease:
-    """One open Attach stream."""
+    """An open Attach stream; the server keeps what it loaded for this host while the stream is open."""
 
     def __init__(self, client: ControlClient, timeout_s: float) -> None:
         self._client = client
@@ -176,7 +176,7 @@ class Lease:
         self._replies: queue.SimpleQueue[pb.AttachReply | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._listeners: list[tuple[Callable[[str], None], Callable[[], None]]] = []
-        """What to call when it ends, and when the server drains."""
+        """Callbacks for the end of the lease, and for the server's draining."""
         self._draining = False
         self._closed = False
         self._ended = threading.Event()
@@ -199,7 +199,7 @@ class Lease:
             raise
 
     def calibrate(self, model: pb.ModelReference, timeout_s: float) -> list[tuple[int, float]]:
-        """How long calls of some sizes take there with a few experts of ``model``: (rows, seconds).
+        """Has the server time calls of several sizes with a few experts of ``model``; returns (rows, seconds) of each.
         Raises ServerError: the server cannot do it."""
         request = pb.CalibrateRequest(lease_id=self.lease_id, model=model)
         timings = checked_timings(self._client._call("Calibrate", request, timeout_s).timings)
@@ -217,8 +217,9 @@ class Lease:
     ) -> list[float] | None:
         """Makes the experts of ``table`` resident; calls ``progress(loaded bytes, total bytes)`` meanwhile.
 
-        Returns how far the weights of each layer are from the stored ones, if they were packed; see `LoadProgress`.
-        Raises ServerError: the server cannot load them, or holds another model or table than was asked for.
+        Returns how far the packed weights of each layer are from the stored ones, None if they are not packed; see
+        `LoadProgress`.
+        Raises ServerError: the server cannot load them, or holds another model or table than requested.
         """
         layers = [pb.LayerExperts(layer=i, experts=experts) for i, experts in enumerate(table.layers)]
         request = pb.LoadExpertsRequest(lease_id=self.lease_id, model=model, layers=layers)
@@ -248,15 +249,15 @@ class Lease:
         return offer
 
     def accept(self, transport: str, nonce: bytes, reason: str) -> int:
-        """Names the channel this host has opened; returns the epoch that its frames must carry.
+        """Tells the server which channel this host has opened; returns the epoch that its frames must carry.
         Raises ServerError: the server refuses, for instance because the nonce is not the one in its segment."""
         accept = pb.Accept(transport=transport, nonce=nonce, reason=reason)
         return int(self._exchange(pb.AttachRequest(accept=accept), "ready").ready.epoch)
 
     def listen(self, on_end: Callable[[str], None], on_drain: Callable[[], None] = lambda: None) -> None:
-        """Calls ``on_end(reason)`` once when the lease ends, ``on_drain()`` when the server wants its hosts to move on.
+        """Registers callbacks: ``on_end(reason)``, once, when the lease ends, ``on_drain()`` when the server drains.
 
-        From a thread; at once if it has happened.
+        They are called from another thread, or at once from this one if the event has already happened.
         """
         with self._lock:
             if self.end_reason is None:
@@ -268,7 +269,7 @@ class Lease:
             on_end(ended)
 
     def why_ended(self, timeout_s: float) -> str | None:
-        """Why the lease ended; None if it still holds after ``timeout_s`` seconds."""
+        """Returns why the lease ended; None if it still holds after ``timeout_s`` seconds."""
         self._ended.wait(timeout_s)
         return self.end_reason
 
@@ -318,10 +319,10 @@ class Lease:
         except grpc.RpcError as error:
             self._failure = error_of(error, self._client.address, "Attach")
             reason = str(self._failure)
-            error.__traceback__ = None  # the error is the call itself, and would keep this frame, the lease and more
+            error.__traceback__ = None  # the error is the call itself; its traceback would keep this frame alive
         with self._lock:
             self.end_reason = "the lease was closed" if self._closed else reason
-            listeners, self._listeners = self._listeners, []  # they refer to what has the lease
+            listeners, self._listeners = self._listeners, []  # they hold references to the lease's owner
         self._ended.set()
         self._replies.put(None)
         for on_end, _ in listeners:

@@ -1,4 +1,4 @@
-"""What each side of the control plane shows the other: certificates and tokens, read from files.
+"""The credentials of both sides of the control plane: certificates and tokens, read from files.
 
 Secrets are kept out of reprs, and nothing here logs.
 """
@@ -18,26 +18,26 @@ from moeoffload.control.user_token import new_token, numeric_loopback, user_toke
 from moeoffload.errors import SettingError
 
 TOKEN_KEY: Final = "moeoffload-token"
-"""The metadata that carries a token; a call without TLS shows it on the wire."""
+"""The metadata key of a token; without TLS the token is readable on the wire."""
 LEAST_TOKEN: Final = 16
 MOST_TOKEN: Final = 1024
 
 
 @dataclass(frozen=True)
 class HostCredentials:
-    """What a host shows, and whom it trusts; without ``ca`` the connection is plain TCP."""
+    """The credentials that a host presents, and the CA it trusts; without ``ca`` the connection is plain TCP."""
 
     ca: bytes | None = None
     cert: bytes | None = None
     key: bytes | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
     context: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
-    """The same for Python's own TLS, which can say why it failed."""
+    """The same certificates for Python's own TLS, which can report why a handshake failed."""
 
     @classmethod
     def of(cls, settings: HostSettings) -> HostCredentials:
-        """Reads the files of the settings.
-        Raises SettingError: they do not go together, or hold something else than they should."""
+        """Reads the files named in the settings.
+        Raises SettingError: the settings do not go together, or a file does not hold what it should."""
         settings.check_security(settings.experts)
         context = None
         if settings.tls_ca is not None:
@@ -55,7 +55,7 @@ class HostCredentials:
         )
 
     def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-        """A channel to ``address`` (HOST:PORT)."""
+        """Creates a channel to ``address`` (HOST:PORT)."""
         if self.ca is not None:
             tls = grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
             return grpc.secure_channel(address, tls, options=options)
@@ -63,9 +63,9 @@ class HostCredentials:
         return grpc.insecure_channel(f"{bracketed(numeric_loopback(place.host))}:{place.port}", options)
 
     def metadata(self, address: str) -> tuple[tuple[str, str], ...]:
-        """What a call to ``address`` (HOST:PORT) shows: all tokens that this host has for it.
+        """Returns the metadata of a call to ``address`` (HOST:PORT): all tokens that this host has for it.
 
-        To be asked for at each call: a server may start, or start anew, after the channel was made.
+        Called for every call: a server may start, or restart, after the channel was created.
         """
         place = Address.parse(address)
         tokens = [self.token] if self.token is not None else []
@@ -76,26 +76,26 @@ class HostCredentials:
 
 @dataclass(frozen=True)
 class ServerCredentials:
-    """What a server demands of hosts."""
+    """The credentials that a server demands of hosts."""
 
     tls: grpc.ServerCredentials | None = field(default=None, repr=False)
-    """TLS, or None for plain TCP; demands a certificate of the host if the settings name who vouches for hosts."""
+    """TLS, or None for plain TCP; hosts must present a certificate if the settings name a CA for hosts."""
     token: str | None = field(default=None, repr=False)
     same_user: bool = False
-    """The token is made by the server, for processes of its own user on this machine to find."""
+    """Whether hosts are processes of the same user on this machine, for which the server generates a token."""
     encrypt_rows: bool = False
-    """Rows on the stream transport are encrypted too. Not for the same user on one machine: it can read them anyway."""
+    """Whether the stream transport is encrypted. Not for the same user on one machine, who could read it anyway."""
     any_model: bool = False
-    """Hosts may name any model that the server can read: they are the same user and can read it themselves."""
+    """Whether hosts may name any model that the server can read: the same user can read it anyway."""
 
     @classmethod
     def of(cls, settings: ExpertServerSettings) -> ServerCredentials:
-        """Reads the files of the settings.
-        Raises SettingError: they do not go together, or hold something else than they should."""
+        """Reads the files named in the settings.
+        Raises SettingError: the settings do not go together, or a file does not hold what it should."""
         settings.check_security(settings.listen)
         tls = None
         if settings.tls_cert is not None and settings.tls_key is not None:
-            # gRPC would only say that something is wrong with them: Python's ssl reads them first.
+            # Read by Python's ssl first: gRPC would not say what is wrong with them.
             trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             load_pair(trial, settings.tls_cert, settings.tls_key)
             if settings.client_ca is not None:
@@ -116,8 +116,8 @@ class ServerCredentials:
 
 
 def read_token(path: Path, flag: str = "--token-file") -> str:
-    """The token in a file that setting ``flag`` names; white space around it does not count.
-    Raises SettingError: the file cannot be read, or holds no token. The message does not show what it holds."""
+    """Reads the token in the file that setting ``flag`` names, without surrounding white space.
+    Raises SettingError: the file cannot be read, or holds no token. The message does not show its contents."""
     try:
         token = path.read_bytes()[: MOST_TOKEN + 64].decode("ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -142,8 +142,8 @@ def _load_ca(context: ssl.SSLContext, path: Path, flag: str) -> None:
 
 
 def load_pair(context: ssl.SSLContext, cert: Path, key: Path, flags: str = "--tls") -> None:
-    """Makes a certificate and its key, of the settings whose flags begin with ``flags``, those of ``context``.
-    Raises SettingError: they are none, or the key has a password."""
+    """Loads a certificate and its key into ``context``; they come from the settings whose flags begin with ``flags``.
+    Raises SettingError: they are not a certificate and its key, or the key has a password."""
 
     def no_password() -> str:
         raise SettingError(f"{flags}-key: {key} is locked with a password; give a key without one")

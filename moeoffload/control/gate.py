@@ -1,4 +1,4 @@
-"""Stands before every call of the control plane: refuses it, reads its first request in time, reports its errors."""
+"""Guards every call of the control plane: checks its token, limits the wait for its request, reports its errors."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from moeoffload.errors import DeadlineError, ProtocolError
 from moeoffload.refusals import Refusals
 
 FIRST_S: Final = 10.0
-"""Seconds within which a call says what it wants."""
+"""Seconds within which a call must send its request."""
 MOST_TOKENS: Final = 3
-"""Tokens that one call may show: its user's, and what servers of that user have left in two folders."""
+"""Most tokens of a call that are compared: the configured one, and those that servers have left in two folders."""
 _OPEN_SERVICE: Final = f"/{health.SERVICE_NAME}/"
-"""Says no more than whether the server serves, for monitoring."""
+"""The service that needs no token, for monitoring: it only reveals whether the server is serving."""
 
 _Handler: TypeAlias = grpc.RpcMethodHandler  # type: ignore[type-arg]
 
 
 class Gate(grpc.ServerInterceptor):  # type: ignore[misc, type-arg]
-    """Calls without the token are refused before anything of them is read; refusals are counted and logged."""
+    """Refuses calls without the token before any of their requests is read; counts and logs refusals."""
 
     def __init__(self, credentials: ServerCredentials, refusals: Refusals, first_s: float = FIRST_S) -> None:
         self._token = credentials.token.encode() if credentials.token is not None else None
         self._refusals = refusals
         self._first_s = first_s
         self.whose_token = "the one of its --token-file"
-        """For messages: which token a server wants that wants one."""
+        """For messages: which token the server demands."""
 
     def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], _Handler | None],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
-        """The handler of the call, behind this gate."""
+        """Returns the handler of the call, guarded by this gate."""
         handler: Any = continuation(handler_call_details)
         if handler is None:
             return handler
@@ -53,7 +53,7 @@ class Gate(grpc.ServerInterceptor):  # type: ignore[misc, type-arg]
         return _guarded(handler, method.rpartition("/")[2], self._first_s)
 
     def _objection(self, details: grpc.HandlerCallDetails) -> str | None:
-        """Why this call is refused; None if it may go on."""
+        """Returns why this call is refused; None if it may proceed."""
         if self._token is None:
             return None
         shown = [value for key, value in details.invocation_metadata or () if key == TOKEN_KEY]
@@ -76,10 +76,10 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 
 def _guarded(handler: Any, method: str, first_s: float) -> _Handler:
-    """``handler`` with the reading of its requests and with answers to its errors.
+    """Wraps ``handler`` so that its requests are read here, and its errors become gRPC statuses.
 
-    On the wire a call with one request and one with many are the same. gRPC would wait for the only request without
-    end, and write a traceback for bytes that are none.
+    On the wire, calls with one request and with many look the same. gRPC itself would wait forever for the only
+    request, and write a traceback for bytes that cannot be parsed.
     """
 
     def parse(data: bytes) -> Any:
@@ -92,7 +92,7 @@ def _guarded(handler: Any, method: str, first_s: float) -> _Handler:
         arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
         def read() -> None:
-            with contextlib.suppress(Exception):  # gRPC raises an empty one when the call ends
+            with contextlib.suppress(Exception):  # gRPC raises an empty exception when the call ends
                 arrived.put(next(requests, None))
                 return
             arrived.put(None)

@@ -1,4 +1,4 @@
-"""Finds out why a connection to an expert server does not come about: gRPC only says that it does not."""
+"""Finds out why a connection to an expert server fails: gRPC only reports that it does."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from moeoffload.text import one_line
 
 PROBE_S: Final = 1.0
 _LISTEN_S: Final = 0.5
-"""How long a server may take to object to a certificate after the handshake, which TLS 1.3 allows it to."""
+"""How long a server may take to reject a certificate after the handshake, as TLS 1.3 allows."""
 _WRONG_NAME: Final = (62, 64)
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
 _NOT_TLS: Final = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE"}
 
 
 def why_not(address: str, credentials: HostCredentials, timeout_s: float) -> str | None:
-    """Why the server at ``address`` (HOST:PORT) and this host do not accept each other; None if that is not what is
-    wrong. A second or two of ``timeout_s`` are enough. Raises ConnectionRefusedError: nothing listens there."""
+    """Returns why the server at ``address`` (HOST:PORT) and this host reject each other; None if that is not the
+    problem. Takes a second or two of ``timeout_s`` at most. Raises ConnectionRefusedError: nothing listens there."""
     place = Address(address)
     try:
         connection = socket.create_connection((place.host, place.port), min(timeout_s, PROBE_S))

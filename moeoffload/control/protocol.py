@@ -1,4 +1,4 @@
-"""What both sides of the control plane share: its version, channel options and number formats."""
+"""The protocol version, gRPC channel options and dtype names that both sides of the control plane share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from moeoffload.payload import PayloadDtype
 
 PROTOCOL_VERSION: Final = 2
 
-# The largest is the expert table of a model with many layers of many experts: a few hundred KiB.
+# The largest message is the expert table of a model with many layers of many experts: a few hundred KiB.
 MAX_MESSAGE_BYTES: Final = 4 << 20
 MAX_CONNECTIONS: Final = 128
-"""More are closed at once: at most 32 hosts are attached, with one each, and the rest is for health checks."""
+"""Further ones are closed at once. At most 32 hosts are attached, with one connection each; the rest is for health
+checks."""
 MAX_STREAMS: Final = 64
-"""Calls that one connection may have at a time."""
+"""Most concurrent calls of one connection."""
 
-# A dead peer is noticed within ping interval + timeout, also while the connection is idle.
+# A dead peer is noticed within ping interval + timeout, even while the connection is idle.
 KEEPALIVE_S: Final = 5
 KEEPALIVE_TIMEOUT_S: Final = 5
 
@@ -32,15 +33,15 @@ _LIMITS: Final = [
 CLIENT_OPTIONS: Final = [
     *_LIMITS,
     ("grpc.enable_http_proxy", 0),
-    # Each client has a connection of its own: one that hangs must not hold up the next attempt to reach the server.
+    # Each client has its own connection: one that hangs must not block the next attempt to reach the server.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 SERVER_OPTIONS: Final = [
     *_LIMITS,
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),
-    # Without it two servers could listen on one port and share its connections unnoticed.
+    # Otherwise two servers could listen on one port and share its connections unnoticed.
     ("grpc.so_reuseport", 0),
-    # A peer that does not finish its handshake, or makes no more calls, does not keep a descriptor for ever.
+    # A peer that does not finish its handshake, or makes no more calls, must not hold a file descriptor forever.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
@@ -49,5 +50,5 @@ SERVER_OPTIONS: Final = [
 
 
 def dtype_label(dtype: torch.dtype) -> str:
-    """f32, f16 or bf16: how a dtype is written in control messages."""
+    """Returns the name of a dtype in control messages: f32, f16 or bf16."""
     return PayloadDtype.from_torch(dtype).label

@@ -1,7 +1,7 @@
 """The listening control plane: gRPC with its own TLS, the health service and reflection.
 
-gRPC's asyncio server would need fewer threads; it stops accepting calls for good at the first path that is not UTF-8
-(grpcio 1.85).
+gRPC's asyncio server would need fewer threads, but it stops accepting calls for good at the first path that is not
+UTF-8 (grpcio 1.85).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _STOP_S: Final = 2.0
 
 
 class ControlServer:
-    """Listens and serves from `start` to `stop`. ``port`` is the real one, also when 0 was asked for."""
+    """Listens and serves from `start` to `stop`. ``port`` is the actual port, even if port 0 was given."""
 
     def __init__(self, gate: Gate, servicer: ExpertServicer) -> None:
-        # It writes a traceback for every text in the head of a call that is not UTF-8, and goes on.
+        # gRPC logs a traceback for every call header that is not UTF-8, although it goes on.
         logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         self.port = 0
         self._user_token: UserToken | None = None
@@ -60,9 +60,10 @@ class ControlServer:
         """Listens on ``host``:``port`` and serves ``backend``, the standard health service and reflection.
 
         Calls that ``credentials`` do not allow are refused and added to ``refusals``; health checks are open to all. A
-        call has to say what it wants within ``first_s`` seconds, a host goes on attaching within ``step_s``.
-        Raises SettingError: the address cannot be bound; SystemLimitError: there is no place for the token of a server
-        that is for its own user.
+        call must send its request within ``first_s`` seconds, and a host each further step of an attach within
+        ``step_s``.
+        Raises SettingError: the address cannot be bound; SystemLimitError: there is no folder for the token of a server
+        that serves its own user only.
         """
         gate = Gate(credentials, refusals, first_s)
         control = cls(gate, ExpertServicer(backend, first_s, step_s))
@@ -78,7 +79,7 @@ class ControlServer:
         return control
 
     def set_serving(self, serving: bool) -> None:
-        """Tells the health service, for the whole server and for the expert service. From any thread; does not wait."""
+        """Sets the health status of the whole server and of the expert service. From any thread; does not wait."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in (health.OVERALL_HEALTH, SERVICE_NAME):
             self._health.set(service, status)
@@ -90,13 +91,13 @@ class ControlServer:
         self.set_serving(False)
         try:
             ended = self._server.stop(grace_s)
-        except RuntimeError:  # its wait takes a thread, and the system gives none
+        except RuntimeError:  # a graceful stop needs a thread, and the system allows none
             ended = self._server.stop(None)
         if not ended.wait(grace_s + _STOP_S) or not self._calls.end(_STOP_S):
             logging.getLogger(__name__).warning("the control plane did not stop within %g s", grace_s + _STOP_S)
 
     def _bind(self, host: str, port: int, tls: grpc.ServerCredentials | None) -> int:
-        """The port that the server got. Raises SettingError: it is taken, or the address is not of this machine."""
+        """Binds the address; returns the port. Raises SettingError: it is taken, or not an address of this machine."""
         address = f"{bracketed(numeric_loopback(host))}:{port}"
         try:
             if tls is not None:
@@ -107,10 +108,10 @@ class ControlServer:
 
 
 class _Health(health.HealthServicer):  # type: ignore[misc]
-    """Without Watch, with which a peer that shows no token would keep its connection for ever. Check is the way."""
+    """The health service with Check only: with Watch a peer without a token could hold its connection forever."""
 
     def Watch(self, request: object, context: Any, send_response_callback: object = None) -> Iterator[object]:
-        """Is not there."""
+        """Refuses the call."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details("Watch is not offered; use Check")
         return iter(())

@@ -1,4 +1,4 @@
-"""The expert service: gRPC calls in, calls on an `ExpertBackend` out. Each call has a thread of its own."""
+"""The expert service: translates gRPC calls into calls of an `ExpertBackend`. Each call has a thread of its own."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from moeoffload.text import one_line
 logger = logging.getLogger(__name__)
 
 STEP_S: Final = 60.0
-"""Seconds that a host may take between the steps of an attach, beside its calls that run."""
+"""Seconds that a host may take between two steps of an attach, not counting its running calls."""
 MAX_UNREAD: Final = 4
-"""Steps of an attach that may wait while one is done; a host sends one at a time."""
+"""Most steps of an attach that may wait while one is handled; a host sends one at a time."""
 REASON_LENGTH: Final = 200
 _GONE: Final = "the host is gone"
 _Event: TypeAlias = pb.AttachRequest | pb.AttachReply | Exception | str
@@ -42,35 +42,35 @@ class BackendLease(Protocol):
         """Makes experts resident, step by step."""
 
     def activate(self, request: pb.Activate) -> pb.Offer:
-        """Checks what the host wants against what is loaded and opens the server's ends of the channels."""
+        """Checks the host's request against the loaded experts and opens the server's ends of the channels."""
 
     def accept(self, request: pb.Accept) -> pb.Ready:
-        """Keeps the channel the host has chosen, closes the others."""
+        """Keeps the channel that the host has chosen, closes the others."""
 
     def close(self, reason: str) -> None:
         """Frees everything. Idempotent."""
 
 
 class ExpertBackend(Protocol):
-    """What the service needs of the expert server behind it."""
+    """The interface of the expert server behind the service."""
 
     def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
-        """What the server is and offers."""
+        """Returns what the server is and offers."""
 
     def open_lease(self, hello: pb.Hello, peer: str, say: Callable[[pb.AttachReply], None]) -> BackendLease:
-        """A new lease of a host at the address ``peer``; ``say``, from any thread, sends it a message.
+        """Opens a lease for a host at the address ``peer``; ``say`` sends it a message, from any thread.
 
-        The lease ends after a ``closing``.
+        The lease ends after a ``closing`` message.
         """
 
     def find_lease(self, lease_id: str) -> BackendLease:
-        """The open lease with this id."""
+        """Returns the open lease with this id."""
 
     def stats(self) -> pb.StatsReply:
-        """Counters since start."""
+        """Returns the counters since start."""
 
     def drain(self) -> int:
-        """No new leases from now on; returns how many there still are."""
+        """Refuses new leases from now on; returns how many are open."""
 
 
 class ExpertServicer(pb_grpc.ExpertServiceServicer):
@@ -82,7 +82,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         self._step_s = step_s
         self._lock = threading.Lock()
         self._working: dict[str, grpc.ServicerContext] = {}
-        """By lease the call that runs beside its stream: one at a time."""
+        """By lease, the call that runs besides its stream: one at a time."""
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
         """See the proto file."""
@@ -108,7 +108,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
 
     @contextlib.contextmanager
     def _only_call(self, lease_id: str, what: str, context: grpc.ServicerContext) -> Iterator[BackendLease]:
-        """The lease, while a call works for it that has its stream as its end."""
+        """Yields the lease and registers a call as its only one, so that the end of its stream cancels the call."""
         lease = self._backend.find_lease(lease_id)
         with self._lock:
             if lease_id in self._working:
@@ -125,7 +125,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
 
     def Attach(self, requests: Iterator[pb.AttachRequest], context: grpc.ServicerContext) -> Iterator[pb.AttachReply]:
         """See the proto file."""
-        # Requests of the host, messages of the server, or why there will be no more requests: one place to wait.
+        # One queue to wait on: requests of the host, messages of the server, or why there are no more requests.
         events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         threading.Thread(target=_collect, args=(requests, events), name="attach-reader", daemon=True).start()
         lease: BackendLease | None = None
@@ -144,7 +144,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
                 step = event.WhichOneof("step")
                 if lease is None:
                     hello = _checked_hello(event)
-                    # Without the port, which each connection has of its own.
+                    # Without the port, which differs for each connection.
                     peer = str(context.peer()).rpartition(":")[0]
                     lease = self._backend.open_lease(hello, peer, events.put)
                     yield pb.AttachReply(welcome=pb.Welcome(lease_id=lease.lease_id))
@@ -166,8 +166,8 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
                 self._close(lease, reason)
 
     def _next_event(self, events: queue.SimpleQueue[_Event], lease: BackendLease | None, *, ready: bool) -> _Event:
-        """What happens next on the stream of an attach.
-        Raises DeadlineError: the host does not say what it wants, or has a lease and does not come to use it."""
+        """Waits for the next event on the stream of an attach.
+        Raises DeadlineError: the host does not send hello in time, or holds a lease without going on to use it."""
         while True:
             patience_s = None if ready else self._first_s if lease is None else self._step_s
             try:
@@ -182,7 +182,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         with self._lock:
             call = self._working.get(lease.lease_id)
         if call is not None:
-            call.cancel()  # it may wait for a peer that does not take its answers
+            call.cancel()  # it may be blocked by a peer that does not read its replies
         lease.close(reason)
 
 
@@ -199,7 +199,7 @@ def _checked_hello(event: pb.AttachRequest) -> pb.Hello:
 
 
 def _collect(requests: Iterator[pb.AttachRequest], events: queue.SimpleQueue[_Event]) -> None:
-    """Puts the requests of one stream into ``events``, and at last why there are no more."""
+    """Puts the requests of one stream into ``events``, and finally why there are no more."""
     try:
         for request in requests:
             if events.qsize() >= MAX_UNREAD:
@@ -207,7 +207,7 @@ def _collect(requests: Iterator[pb.AttachRequest], events: queue.SimpleQueue[_Ev
             events.put(request)
     except MoeOffloadError as error:
         events.put(error)
-    except Exception:  # gRPC raises an empty one when the call ends
+    except Exception:  # gRPC raises an empty exception when the call ends
         events.put(_GONE)
     else:
         events.put("the host ended the lease")

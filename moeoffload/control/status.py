@@ -1,4 +1,4 @@
-"""How a refusal becomes a gRPC status on the server, and an error with one readable line on the host."""
+"""Converts errors into gRPC statuses on the server, and statuses into errors with one readable line on the host."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from moeoffload.errors import (
 from moeoffload.text import one_line
 
 RETRY_AFTER: Final = "retry-after-ms"
-"""Trailing metadata of a refusal that is only for now."""
+"""Trailing metadata of a temporary refusal."""
 MOST_RETRY_AFTER_S: Final = 60.0
 
 logger = logging.getLogger(__name__)
 
 
 def refusal_of(error: Exception) -> MoeOffloadError:
-    """What a host is told when ``error`` was raised for it: one made on purpose, a limit of the system, or a bug."""
+    """Returns the error that a host gets for ``error``: itself if raised on purpose, a system limit, or a bug."""
     if isinstance(error, MoeOffloadError):
         return error
     if (limit := SystemLimitError.from_exception(error)) is not None:
@@ -38,7 +38,7 @@ def refusal_of(error: Exception) -> MoeOffloadError:
 
 
 def abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
-    """Ends a call with the status of ``error`` and one line of text, and says when to try again if that can help."""
+    """Ends a call with the status of ``error`` and one line of text, and with a retry delay if retrying can help."""
     refusal = refusal_of(error)
     code = grpc.StatusCode.FAILED_PRECONDITION
     if isinstance(refusal, CapacityError):
@@ -51,7 +51,7 @@ def abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
 
 
 def error_of(error: grpc.RpcError, address: str, step: str) -> ServerError:
-    """The error of a host whose call ``step`` on the server at ``address`` ended with ``error``."""
+    """Returns the host's exception for a call ``step`` to the server at ``address`` that ended with ``error``."""
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
     details = one_line((error.details() if isinstance(error, grpc.Call) else None) or code.name)
     where = f"expert server {address}"
@@ -69,7 +69,7 @@ def error_of(error: grpc.RpcError, address: str, step: str) -> ServerError:
 
 
 def _retry_after_s(error: grpc.RpcError) -> float | None:
-    """When the server says that it may have room again, in seconds; None if it does not say."""
+    """Returns after how many seconds the server suggests to retry; None if it does not say."""
     metadata: Iterable[tuple[str, str | bytes]] = (
         error.trailing_metadata() if isinstance(error, grpc.Call) else ()
     ) or ()

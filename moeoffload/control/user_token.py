@@ -1,8 +1,8 @@
-"""The token of a server that is for its own user: a file that only this user can read, one per listening address.
+"""The token of a server that serves its own user only: a file readable by this user only, one per listening address.
 
-The server makes it; hosts of the same user on this machine find it by the address that they call. It lies in
-``$XDG_RUNTIME_DIR/moeoffload`` (or ``/run/user/UID/moeoffload``), else in ``moeoffload-UID`` of the folder for
-temporary files. Folders and files that others own or can read are not used.
+The server writes it; hosts of the same user on this machine find it by the address that they call. It is in
+``$XDG_RUNTIME_DIR/moeoffload`` (or ``/run/user/UID/moeoffload``), else in ``moeoffload-UID`` in the folder for
+temporary files. Folders and files that other users own or can access are not used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_BYTES: Final = 256
 
 
 class UserToken:
-    """The file of a server that listens at ``host``:``port``. Made by `write`; `remove` it at the end."""
+    """The token file of a server that listens at ``host``:``port``. Created by `write`; `remove` it at the end."""
 
     def __init__(self, path: Path, token: str) -> None:
         self.path = path
@@ -28,8 +28,8 @@ class UserToken:
 
     @classmethod
     def write(cls, host: str, port: int, token: str) -> UserToken:
-        """Replaces what an earlier server at this address has left.
-        Raises SystemLimitError: there is no folder that is this user's alone."""
+        """Writes the file; replaces one that an earlier server at this address has left.
+        Raises SystemLimitError: there is no folder that only this user can access."""
         for folder in _folders():
             try:
                 folder.mkdir(mode=0o700, exist_ok=True)
@@ -56,7 +56,7 @@ class UserToken:
 
 
 def user_tokens(host: str, port: int) -> list[str]:
-    """What a host of this user shows to a server at the loopback address ``host``:``port``; most often one token."""
+    """Returns the tokens that a host of this user has for a server at loopback ``host``:``port``; usually one."""
     found = []
     for folder in _folders():
         try:
@@ -70,7 +70,7 @@ def user_tokens(host: str, port: int) -> list[str]:
 
 
 def new_token() -> str:
-    """256 random bits."""
+    """Returns 256 random bits as hex digits."""
     return secrets.token_hex(32)
 
 
@@ -79,12 +79,12 @@ def _name(host: str, port: int) -> str:
 
 
 def numeric_loopback(host: str) -> str:
-    """``host``, with localhost as one address: a token is never shown to who listens on the other one."""
+    """Returns ``host``, with localhost as its IPv4 address, so that no token reaches a listener on the IPv6 one."""
     return "127.0.0.1" if host == "localhost" else host
 
 
 def _folders() -> list[Path]:
-    """Where tokens may lie; the first that can be used is written to, all are read: settings of two shells differ."""
+    """Returns the folders for tokens; the first usable one is written, all are read: environments may differ."""
     uid = os.geteuid()
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}")
     fallback = Path(tempfile.gettempdir()) / f"moeoffload-{uid}"
@@ -101,7 +101,7 @@ def _is_own(status: os.stat_result, is_kind: object) -> bool:
 
 
 def _read(path: Path) -> str | None:
-    """The token in ``path``; None if there is none, or one that another user could have written or read."""
+    """Returns the token in ``path``; None if there is none, or another user could have written or read it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

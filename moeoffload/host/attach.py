@@ -1,4 +1,4 @@
-"""Connecting to one expert server: describe, lease, load, agree, open the channel."""
+"""Connects to one expert server: describe, lease, load, agree, open the channel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OnOpened = Callable[[ControlClient], None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A server that answered: its address, its control client and what it says of itself."""
+    """A server that answered: its address, its control client and its reply to Describe."""
 
     address: str
     credentials: HostCredentials | None
@@ -58,7 +58,7 @@ class AttachPlan:
 
     @property
     def model(self) -> pb.ModelReference:
-        """What servers are told of the model."""
+        """The description of the model that servers get."""
         return pb.ModelReference(
             reference=self.reference,
             revision=self.revision,
@@ -76,8 +76,8 @@ def connect(
     credentials: HostCredentials | None = None,
     refused_s: float | None = None,
 ) -> Candidate:
-    """Reaches the server at ``address`` and asks what it offers to this model; ``refused_s`` as in `ControlClient`.
-    Raises ServerError: it cannot be reached, or is not of this protocol version."""
+    """Connects to the server at ``address`` and asks what it offers for this model; ``refused_s`` as in
+    `ControlClient.connect`. Raises ServerError: it cannot be reached, or speaks another protocol version."""
     client = ControlClient(address, credentials)
     try:
         client.connect(timeout_s, refused_s)
@@ -89,8 +89,8 @@ def connect(
 
 
 def retry_while_busy(attempt: Callable[[], _Result], timeout_s: float) -> _Result:
-    """The result of ``attempt()``; repeats it as long as it is told to come back, up to ``timeout_s`` seconds.
-    Raises BusyError: there was no room in time; and whatever else ``attempt`` raises."""
+    """Returns the result of ``attempt()``, which is retried while it raises BusyError, for up to ``timeout_s`` seconds.
+    Raises BusyError: no room became free in time; and whatever else ``attempt`` raises."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -104,18 +104,18 @@ def retry_while_busy(attempt: Callable[[], _Result], timeout_s: float) -> _Resul
 
 
 def take_lease(candidate: Candidate, timeout_s: float) -> Lease:
-    """Opens a lease on a server; waits up to ``timeout_s`` seconds where it has no room.
-    Raises ServerError: it refuses, or does not answer in time."""
+    """Opens a lease on a server; waits up to ``timeout_s`` seconds while the server has no room.
+    Raises ServerError: the server refuses, or does not answer in time."""
     return retry_while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
 
 
 def attach(
     server: Candidate, table: ExpertTable, plan: AttachPlan, *, kernel: str, timeout_s: float, opened: OnOpened
 ) -> ExpertLink:
-    """Reaches a server, takes a lease, loads the experts of ``table`` and opens the channel.
+    """Connects to a server, takes a lease, loads the experts of ``table`` and opens the channel.
 
-    ``kernel`` is the one that computes ``table`` elsewhere, or did before, and must here; empty if any will do.
-    ``opened`` is given the connection as soon as there is one; closing that ends all of this with an error.
+    ``kernel`` is the kernel that the server must use, since another holder of ``table`` uses it, or this one did
+    before; empty accepts any. ``opened`` gets the connection as soon as it exists; closing it makes this call fail.
     Raises ServerError: the server cannot be reached, refuses or fails; nothing is left open.
     """
     candidate = connect(server.address, plan.checkpoint, timeout_s, server.credentials)
@@ -213,8 +213,8 @@ def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: Attach
 def _open_channel(
     candidate: Candidate, offer: pb.Offer, layout: FrameLayout, settings: HostSettings, keys: StreamKeys
 ) -> tuple[HostChannel, str]:
-    """Opens the first offered channel that works; returns it and the reason for it.
-    Raises ServerError: none works, or the server's sizes are not the agreed ones."""
+    """Opens the first offered channel that works; returns it and why it was chosen.
+    Raises ServerError: none works, or the server's frame sizes are not the agreed ones."""
     host = Address(candidate.address).host
     reason = "as the setting says" if settings.transport is not TransportChoice.AUTO else ""
     last: ServerError | None = None

@@ -1,4 +1,4 @@
-"""A conversation with an open model: keys and values stay from turn to turn, so that a turn computes what is new."""
+"""A conversation with an open model: its KV cache is kept from turn to turn, so a turn computes only new tokens."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from moeoffload.host.generate import Answer, Message, Watch, generate, prepare_c
 from moeoffload.host.session import OffloadedModel
 
 _OTHER_CACHES: Final = ("mamba", "minimaxfor")
-"""In the names of models whose cache is of another class; the later MiniMax-M2 has an ordinary one."""
+"""Parts of the class names of models with a cache class of their own; the later MiniMax-M2 uses the usual one."""
 
 
 class Conversation:
-    """What was said, and the keys and values of it. ``system`` is what a model is told before the first turn."""
+    """The turns so far and their KV cache. ``system`` is the system message that precedes the first turn."""
 
     def __init__(self, offloaded: OffloadedModel, system: str = "") -> None:
         self._offloaded = offloaded
         self.system = system
         self.turns: list[Message] = []
         self._cache: DynamicCache | None = None
-        self._cached = torch.empty(0, dtype=torch.int64)  # (n,) the tokens whose keys and values the cache has
+        self._cached = torch.empty(0, dtype=torch.int64)  # (n,) the tokens in the cache
 
     def clear(self) -> None:
         """Forgets all turns; the system message stays."""
         self.turns, self._cache = [], None
 
     def ask(self, text: str, stream: TextIO, watch: Watch | None = None) -> Answer:
-        """One turn: writes the answer to ``text`` to ``stream`` as it comes. Of a stopped answer what there is is kept.
+        """Runs one turn: writes the answer to ``text`` to ``stream`` as it is generated. A stopped answer is kept.
 
-        Raises, and forgets this turn, PromptError: no answer fits in the model's context, or the chat template does not
-        take these messages; ServerError: a server failed; StoppedError: it was stopped before its first token.
+        Any error forgets this turn. Raises PromptError: no answer fits in the model's context, or the chat template
+        rejects these messages; ServerError: a server failed; StoppedError: it was stopped before its first token.
         """
         asked = [*self.turns, {"role": "user", "content": text}]
         first = [{"role": "system", "content": self.system}] if self.system else []
@@ -52,10 +52,10 @@ class Conversation:
         return answer
 
     def _keep(self, ids: torch.Tensor) -> int:
-        """Leaves in the cache what begins as ``ids`` (n,) do, for at least one token to compute; how many tokens.
+        """Keeps the longest cached prefix of ``ids`` (n,) that leaves a token to compute; returns its length.
 
-        Models whose cache is their own class have none that is kept; others that forget (sliding windows, states of
-        linear attention) keep all of it or nothing.
+        A cache of the model's own class is not kept; one that discards tokens (sliding windows, states of linear
+        attention) is kept whole or not at all.
         """
         if self._cache is not None:
             shared = min(self._cached.numel(), ids.numel() - 1)
@@ -70,7 +70,7 @@ class Conversation:
 
 
 def _new_cache(model: Any) -> DynamicCache | None:
-    """An empty cache where ``model.generate`` would make a `DynamicCache`."""
+    """Returns an empty cache if ``model.generate`` would make a `DynamicCache`, else None."""
     wanted = model.generation_config
     if (
         any(name in type(model).__name__.lower() for name in _OTHER_CACHES)
@@ -82,9 +82,9 @@ def _new_cache(model: Any) -> DynamicCache | None:
 
 
 def _rewind(cache: DynamicCache, n_tokens: int) -> bool:
-    """Forgets all but the first ``n_tokens`` tokens, of which layers may hold more or fewer after a pass that failed.
+    """Crops the cache to its first ``n_tokens`` tokens; after a failed pass layers may differ in length.
 
-    False for a cache with other layers than those of full attention: it cannot be rewound, and is as it was.
+    Returns False, and leaves the cache as it is, if any layer is not full attention: such a cache cannot be rewound.
     """
     if not all(type(layer) is DynamicLayer for layer in cache.layers):
         return False

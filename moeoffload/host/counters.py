@@ -1,4 +1,4 @@
-"""What is counted on the path of every call: plain attributes, so that counting costs next to nothing."""
+"""The counters on the path of every call: plain attributes, so that counting costs next to nothing."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class CallCounters:
     queue_s: float = 0.0
     compute_s: float = 0.0
     wait_s: float = 0.0
-    """How long the host stood still for this server's replies; servers that come later in the order have less."""
+    """How long the host was blocked on this server's replies; less for servers whose replies are taken later."""
 
 
 @dataclass(slots=True)
 class LayerTimes:
-    """Host seconds of the routed experts' calls of one MoE layer, or of all of them.
+    """Host seconds of the routed-expert calls of one MoE layer, or of all of them.
 
-    ``dense_s`` is the dense work since the call before, ``pack_s`` encoding and sending rows, ``local_s`` experts on
-    the host, ``combine_s`` adding up. ``wait_s`` is the waiting for replies; of it, ``wait_queue_s`` and
-    ``wait_compute_s`` were the servers', the rest was on the way.
+    ``dense_s`` is the dense work since the previous call, ``pack_s`` encoding and sending rows, ``local_s`` experts on
+    the host, ``combine_s`` adding up the sums. ``wait_s`` is waiting for replies; ``wait_queue_s`` and
+    ``wait_compute_s`` are the parts of it that servers spent queueing and computing, the rest is transport.
     """
 
     calls: int = 0
@@ -38,13 +38,13 @@ class LayerTimes:
     combine_s: float = 0.0
 
     def clear(self) -> None:
-        """Starts one call."""
+        """Resets the figures for one new call."""
         self.calls = 1
         self.dense_s = self.pack_s = self.local_s = self.combine_s = 0.0
         self.wait_s = self.wait_queue_s = self.wait_compute_s = 0.0
 
     def add(self, other: LayerTimes) -> None:
-        """Adds what ``other`` has."""
+        """Adds the figures of ``other``."""
         self.calls += other.calls
         self.dense_s += other.dense_s
         self.pack_s += other.pack_s
@@ -60,8 +60,8 @@ class PhaseCounters(LayerTimes):
     """One phase (prefill or decode) of a run, in seconds of host time. Every part is measured, none is a remainder.
 
     ``seconds`` is the wall time of the phase: ``forward_s`` in forward passes, ``other_s`` in sampling and streaming
-    between them. ``turn_s`` is the waiting of one chunk of a pipelined prefill for the one before it, ``thread_s`` the
-    time that the second thread of a pipelined prefill took, beyond the wall time.
+    between them. In a pipelined prefill ``turn_s`` is how long chunks waited for the chunk before, and ``thread_s`` the
+    time of the second thread, which comes on top of the wall time.
     """
 
     forwards: int = 0
@@ -76,7 +76,7 @@ class PhaseCounters(LayerTimes):
     pipelined: int = 0
     servers: list[CallCounters] = field(default_factory=list)
     layers: list[LayerTimes] = field(default_factory=list)
-    mark: float = 0.0  # when the running stretch of dense work began; time.perf_counter()
+    mark: float = 0.0  # time.perf_counter() when the current stretch of dense work began
 
     def lap_dense(self, now: float) -> None:
         """Ends a stretch of dense work at ``now`` and begins the next one."""
@@ -84,13 +84,13 @@ class PhaseCounters(LayerTimes):
         self.mark = now
 
     def turn(self, waited_s: float) -> None:
-        """Takes a wait for another chunk out of the running stretch of dense work."""
+        """Excludes a wait for another chunk from the current stretch of dense work."""
         self.turn_s += waited_s
         self.mark += waited_s
 
     @property
     def accounted(self) -> float:
-        """Share of the time of all threads that the parts add up to, 0 to 1."""
+        """Sum of the parts as a share of the time of all threads, 0 to 1."""
         total = self.seconds + self.thread_s
         parts = self.dense_s + self.pack_s + self.local_s + self.wait_s + self.turn_s + self.combine_s + self.other_s
         return parts / total if total else 1.0
@@ -106,7 +106,7 @@ def add_counters(total: PhaseCounters, part: PhaseCounters) -> None:
 
 
 def add_fields(total: CallCounters | LayerTimes, part: CallCounters | LayerTimes) -> None:
-    """Adds the figures of ``part`` to ``total``, of the same class; not those by server or layer."""
+    """Adds the figures of ``part`` to ``total``, of the same class, except those by server or layer."""
     for each in fields(total):
         if each.name not in ("servers", "layers", "mark"):
             setattr(total, each.name, getattr(total, each.name) + getattr(part, each.name))

@@ -1,4 +1,4 @@
-"""How long a dispatch may take: some times as long as others took lately."""
+"""How long a dispatch may take: a multiple of the time that recent dispatches took."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Final
 import numpy as np
 
 LATE_FACTOR: Final = 8.0
-"""A dispatch may take so many times what recent ones of its size took."""
+"""A deadline is this multiple of the longest recent wait, or of the predicted time of all slots if that is longer."""
 RECENT: Final = 0.98
-"""How much of the longest recent wait each reply leaves."""
+"""Each reply decays the longest recent wait by this factor."""
 
 
 class Deadlines:
-    """Those of the dispatches to one server. All times in seconds."""
+    """The deadlines of dispatches to one server. All times in seconds."""
 
     def __init__(self, floor_s: float, ceiling_s: float, n_slots: int, timings: Sequence[tuple[int, float]]) -> None:
-        """``n_slots`` requests may be in flight; ``timings`` are (rows, seconds) of calls that the server has timed."""
+        """``n_slots`` requests may be in flight; ``timings`` are the (rows, seconds) of calls that the server timed."""
         self.ceiling_s = ceiling_s
         self._floor_s = floor_s
         self._n_slots = n_slots
         self._timings = sorted(timings) or [(1, 0.0)]
         self._predicted_s: dict[int, float] = {}
         self._longest_s = 0.0
-        """Of the last waits, forgotten slowly."""
+        """The longest recent wait; it decays with each reply."""
 
     def of(self, n_rows: int) -> float:
-        """The deadline of a dispatch of so many rows: other ones of this host may be before it."""
+        """Returns the deadline of a dispatch of ``n_rows``, with room for this host's other dispatches before it."""
         predicted = self._predicted_s.get(n_rows)
         if predicted is None:
             predicted = self._predicted_s[n_rows] = self._predict(n_rows)
         return min(self.ceiling_s, max(self._floor_s, LATE_FACTOR * max(self._longest_s, self._n_slots * predicted)))
 
     def waited(self, seconds: float) -> None:
-        """Takes one wait for a reply into account."""
+        """Records how long the host waited for one reply."""
         self._longest_s = max(seconds, RECENT * self._longest_s)
 
     def _predict(self, n_rows: int) -> float:

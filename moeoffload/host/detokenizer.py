@@ -1,4 +1,4 @@
-"""Text of a token stream, piece by piece: whole characters only, and nothing of a stop string."""
+"""Turns a token stream into text, piece by piece: whole characters only, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any, Final
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _UNKNOWN: Final = "\ufffd"
-"""What decoders put in the place of bytes that are no UTF-8, also of a character that is not complete yet."""
+"""The character that decoders put in place of invalid UTF-8, including a character that is still incomplete."""
 _LONGEST_HELD: Final = 8
-"""Tokens after which some of them are complete, or never will be: a character of UTF-8 has at most 4 bytes."""
+"""Most tokens held back: a UTF-8 character has at most 4 bytes, so by then one is complete or never will be."""
 _HEX_BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer:
-    """Text of one stream of tokens. The pieces together are what the tokenizer makes of all tokens at once, but for
-    characters that begin behind more than `_LONGEST_HELD` tokens of bytes that are no text."""
+    """Decodes one stream of tokens. The joined pieces equal the tokenizer's decoding of all tokens at once, except for
+    characters that begin after more than `_LONGEST_HELD` tokens of invalid bytes."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # Some tokenizers drop a space at the start of a text: each piece is decoded behind the tokens before it.
+        # Some tokenizers drop a space at the start of a text, so each piece is decoded together with its predecessor.
         self._before: list[int] = []
         self._held: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text that is certain now that ``token`` has come; often that of the token, may be empty."""
+        """Returns the text that ``token`` makes certain; usually the token's own, may be empty."""
         self._held.append(token)
         text = self._decode(self._before + self._held)
         piece = text[len(self._decode(self._before)) :]
@@ -38,7 +38,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """The rest, when no more tokens come: a character that stayed incomplete becomes U+FFFD."""
+        """Returns the rest after the last token: a character that stayed incomplete becomes U+FFFD."""
         held, self._before, self._held = self._held, [], []
         return self._decode(held)
 
@@ -52,18 +52,18 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a text where the first of some strings is complete, and holds back what may be the start of one.
+    """Cuts a text before the stop string that is complete first, and holds back what may be the start of one.
 
-    What comes out does not depend on where the pieces begin and end.
+    The output does not depend on where the pieces begin and end.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.found = False  # whether a stop string has come; nothing comes out any more
+        self.found = False  # whether a stop string was found; nothing is returned after it
 
     def push(self, piece: str) -> str:
-        """The text that is certain to stand before any stop string."""
+        """Returns the text that certainly precedes any stop string."""
         if self.found or not self._stops:
             return "" if self.found else piece
         text = self._held + piece
@@ -77,26 +77,26 @@ class StopStrings:
         return text[: len(text) - n]
 
     def finish(self) -> str:
-        """What was held back, when no more text comes."""
+        """Returns the text that was held back, after the last piece."""
         text, self._held = self._held, ""
         return text
 
     @staticmethod
     def _n_begun(text: str, stop: str) -> int:
-        """Characters at the end of ``text`` that are the start of ``stop``, not all of it."""
+        """Returns how many characters at the end of ``text`` are a proper prefix of ``stop``."""
         return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class TokenTexts:
-    """How single tokens are shown beside their log probabilities."""
+    """Formats single tokens as they are shown beside their log probabilities."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         # Byte-level tokenizers write a letter for each byte.
         self._bytes_of_letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
         self.of = functools.lru_cache(maxsize=65536)(self._of)
-        """(text, UTF-8 bytes) of a token. One that is part of a character has a text like ``bytes:\\xe2\\x82``, as in
-        OpenAI's API; its bytes are None where the tokenizer does not tell."""
+        """Returns (text, UTF-8 bytes) of a token. The text of a partial character is like ``bytes:\\xe2\\x82``, as in
+        OpenAI's API; the bytes are None if the tokenizer does not reveal them."""
 
     def _of(self, token: int) -> tuple[str, tuple[int, ...] | None]:
         text: str = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)

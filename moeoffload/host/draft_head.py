@@ -1,4 +1,4 @@
-"""Loads a checkpoint's own draft head. Its experts stay on the host: it runs between passes and waits for no server."""
+"""Loads a checkpoint's own draft head. Its experts stay on the host: it runs between passes and uses no server."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from moeoffload.placement import ExpertTable
 
 
 def load_draft_head(about: Checkpoint, main: Any, *, fast_dense: bool) -> Any:
-    """transformers' `MtpModel` with the weights of ``about``, see `Checkpoint.draft_head`; its embedding and its output
-    layer are those of ``main``. Raises ModelError: a tensor of it is missing."""
+    """Returns transformers' `MtpModel` with the weights of ``about`` (see `Checkpoint.draft_head`) and the embedding
+    and output layer of ``main``. Raises ModelError: one of its tensors is missing."""
     device = main.device
     with without_expert_parameters(about.experts_classes), torch.device("meta"):
         head = build_head(main, about.dtype)

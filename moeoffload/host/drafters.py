@@ -1,7 +1,7 @@
-"""Drafters: what guesses the next tokens of one sequence, for the model to verify in one pass.
+"""Drafters guess the next tokens of one sequence; the model verifies the guesses in one pass.
 
-A sequence has a drafter of its own, which knows what of it was seen. Guesses decide how fast an answer comes, never
-what it says, so a drafter computes as it likes.
+Each sequence has its own drafter, which keeps track of the tokens it has seen. Guesses decide how fast an answer comes,
+never what it says, so a drafter need not be exact or batch-invariant.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from moeoffload.config import HostSettings
 
 
 class Drafter(ABC):
-    """Guesses tokens of one sequence. For one thread."""
+    """Guesses tokens of one sequence. Not thread-safe."""
 
     wants_hidden: ClassVar[bool] = False
     """Whether `take` is to be called after every pass."""
 
     @abstractmethod
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Up to ``most`` >= 1 tokens that may follow ``tokens``, which begin as at the last call."""
+        """Returns up to ``most`` >= 1 tokens that may follow ``tokens``, a sequence that grows from call to call."""
 
     def take(self, first: int, hidden: torch.Tensor) -> None:  # noqa: B027
-        """Hidden states (n, hidden) behind the last layer of the model, of the tokens from number ``first`` on, wrong
-        guesses among them."""
+        """Takes the model's final hidden states (n, hidden) of the tokens from position ``first`` on, wrong guesses
+        included."""
 
 
 class PromptLookup(Drafter):
-    """Guesses what has followed the last tokens before."""
+    """Guesses the tokens that followed an earlier occurrence of the last tokens."""
 
     def __init__(self, most: int) -> None:
         self._generator = PromptLookupCandidateGenerator(
@@ -51,14 +51,14 @@ class PromptLookup(Drafter):
 
 
 class DraftModel(Drafter):
-    """Guesses what a small model of the same vocabulary would say."""
+    """Guesses the greedy output of a small model with the same vocabulary."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         self._cache.activate_past_recording()
         self._cached: list[int] = []
-        self._n_sure = 0  # of these, tokens that were no guesses
+        self._n_sure = 0  # how many of them were not guesses
 
     @torch.inference_mode()
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
@@ -85,10 +85,10 @@ class DraftModel(Drafter):
 
 
 class DraftHead(Drafter):
-    """Guesses by the model's own multi-token-prediction layer.
+    """Guesses with the model's own multi-token-prediction (MTP) layer.
 
-    Behind the model's hidden state of a token and the token that was chosen there it predicts the one after; further
-    ones from its own hidden states.
+    From the model's hidden state of a token and the token chosen after it, the layer predicts the one after that; it
+    predicts further tokens from its own hidden states.
     """
 
     wants_hidden = True
@@ -98,7 +98,7 @@ class DraftHead(Drafter):
         self._head = head
         self._cache = self._new_cache()
         self._rows: list[torch.Tensor] = []  # hidden states of tokens that the head has not seen
-        self._first = self._end = 0  # the numbers of the first of these tokens, and of the one behind the last
+        self._first = self._end = 0  # positions of the first of these tokens, and after the last
 
     def _new_cache(self) -> DynamicCache:
         cache = DynamicCache(config=self._head.config)
@@ -107,7 +107,7 @@ class DraftHead(Drafter):
 
     def take(self, first: int, hidden: torch.Tensor) -> None:
         """See `Drafter`."""
-        if first > self._end:  # of a beginning that another request has left, or of a busy time, nothing is known
+        if first > self._end:  # a gap: a cached prefix of another request, or steps with many requests
             self._cache = self._new_cache()
             self._rows, self._first, self._end = [], first, first
         self._cut(first)
@@ -115,7 +115,7 @@ class DraftHead(Drafter):
         self._end = max(self._end, first + len(hidden))
 
     def _cut(self, end: int) -> None:
-        """Forgets hidden states from token number ``end`` on."""
+        """Drops the hidden states from position ``end`` on."""
         while self._end > max(end, self._first):
             rows = self._rows.pop()
             self._end -= len(rows)
@@ -149,21 +149,21 @@ class DraftHead(Drafter):
 
 
 def new_drafter(settings: HostSettings, draft: Any) -> Drafter | None:
-    """What guesses for a new sequence, None for no guesses; ``draft`` is `OffloadedModel.draft`."""
+    """Returns the drafter of a new sequence, None for no guesses; ``draft`` is `OffloadedModel.draft`."""
     if draft is not None:
         return DraftHead(draft) if isinstance(draft, MtpModel) else DraftModel(draft)
     return PromptLookup(settings.prompt_lookup) if settings.prompt_lookup else None
 
 
 def most_guesses(settings: HostSettings) -> int:
-    """The most tokens that are guessed at a time."""
+    """Returns the most tokens that are guessed at a time."""
     return settings.draft_tokens if settings.draft is not None else settings.prompt_lookup
 
 
 @contextlib.contextmanager
 def hidden_states_of(model: Any) -> Iterator[list[tuple[int, torch.Tensor]]]:
-    """While open, the yielded list gets an entry of every forward pass: the position of the first token and the hidden
-    states (rows, hidden) behind the last layer."""
+    """While open, appends to the yielded list for every forward pass: the position of the first token and the final
+    hidden states (rows, hidden)."""
     got: list[tuple[int, torch.Tensor]] = []
 
     def on_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:

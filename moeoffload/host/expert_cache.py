@@ -1,4 +1,4 @@
-"""Routed experts on the host for a while: read from the checkpoint when needed, the least recently used go."""
+"""Routed experts cached on the host: read from the checkpoint when needed, the least recently used evicted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeoffload.checkpoint import Checkpoint
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.kernels.packing import packed_parts
 
-READ_BYTES: Final = 256 << 20  # experts are read in groups of at most so many bytes, beside the cache itself
+READ_BYTES: Final = 256 << 20  # experts are read in groups of at most this size, in addition to the cache
 _META: Final = torch.device("meta")
 
 _Shape = tuple[object, ...]
@@ -24,7 +24,7 @@ class ExpertCache:
     """Computes any experts of a model with at most ``n_bytes`` of them in memory. Thread-safe, one call at a time.
 
     A row's sum has the same bits as from a server with the same kernel and device: experts are added in the order of
-    the row, wherever they lie.
+    the row's choices, whichever slots hold them.
     """
 
     def __init__(self, checkpoint: Checkpoint, n_bytes: int, device: torch.device) -> None:
@@ -40,8 +40,8 @@ class ExpertCache:
     ) -> None:
         """Writes the weighted sum of some experts of one layer into ``out`` (n, hidden) float32.
 
-        ``rows`` (n, hidden) in the compute dtype, ``experts`` (n, top_k) int64 with -1 for those to leave out,
-        ``weights`` (n, top_k) float32 or the compute dtype. Raises ModelError: the checkpoint cannot be read.
+        ``rows`` (n, hidden) in the compute dtype, ``experts`` (n, top_k) int64 with -1 for those to skip, ``weights``
+        (n, top_k) float32 or the compute dtype. Raises ModelError: the checkpoint cannot be read.
         """
         with self._lock:
             pool = self._pool(layer)
@@ -69,13 +69,13 @@ class _Pool:
         self._checkpoint = checkpoint
         self._device = device
         self._slots: OrderedDict[tuple[int, int], int] = OrderedDict()
-        # Made and filled outside of inference mode: a tensor of that mode could not be changed outside of it.
+        # Created and filled outside inference mode: an inference tensor could not be changed outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self._module = checkpoint.empty_experts(layer, n_slots, device, in_tiles=True)
             self.kernels: LayerKernels = LayerKernels(self._module, KernelWorkspace())
 
     def slots_of(self, layer: int, needed: Sequence[int]) -> torch.Tensor:
-        """(n_experts + 1,) int64: the slot of each needed expert; the last entry, that of expert -1, is -1."""
+        """Returns (n_experts + 1,) int64: the slot of each needed expert; the last entry, for expert -1, is -1."""
         table = torch.full((self._checkpoint.layers[layer].n_experts + 1,), -1, dtype=torch.int64)
         missing = []
         for expert in needed:
@@ -89,7 +89,7 @@ class _Pool:
         step = max(1, READ_BYTES // self._checkpoint.layers[layer].expert_bytes)
         for at in range(0, len(missing), step):
             self._read(layer, missing[at : at + step], kept)
-        # Here: the table is of the caller's mode, inference or not, and reading is outside of that.
+        # Filled in here, not in `_read`: the table was made in the caller's mode, which may be inference mode.
         for expert in missing:
             table[expert] = self._slots[layer, expert]
         return table.to(self._device)
@@ -114,7 +114,7 @@ class _Pool:
 
 
 def _shape_of(checkpoint: Checkpoint, layer: int) -> _Shape:
-    """Equal for layers that can share a pool: same shapes and formats, and every tensor belongs to single experts."""
+    """Returns a key that is equal for layers that can share a pool: same shapes and formats, all tensors per expert."""
     one, two = (checkpoint.empty_experts(layer, n, _META) for n in (1, 2))
     shapes = [tuple(each.shape) for each in _tensors(one)]
     shared = any(shape == each.shape for shape, each in zip(shapes, _tensors(two), strict=True))
@@ -122,13 +122,13 @@ def _shape_of(checkpoint: Checkpoint, layer: int) -> _Shape:
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    """All tensors of an experts module: its parameters, and what its packed matrices consist of."""
+    """Returns all tensors of an experts module: its parameters, and the data and scales of its packed matrices."""
     packed = [each for part in packed_parts(module) for each in (part.data, part.scales) if each is not None]
     return [*module.parameters(), *packed]
 
 
 def _parts(experts: torch.Tensor, most: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Cuts rows (n, top_k) where they would need more than ``most`` experts: first row, row after the last, experts."""
+    """Splits rows (n, top_k) into parts of at most ``most`` experts: first row, row after the last, experts."""
     needed = [expert for expert in experts.unique().tolist() if expert >= 0]
     if len(needed) <= most:
         yield 0, experts.shape[0], needed

@@ -1,4 +1,4 @@
-"""Computes a lost server's experts on the host: same rows in, same rounding, same sums out."""
+"""Computes a lost server's experts on the host: same rows, same rounding, same sums."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FallbackLink(ShardLink):
     def __init__(
         self, table: ExpertTable, n_experts: list[int], cache: ExpertCache, layout: FrameLayout, dtype: torch.dtype
     ) -> None:
-        """``n_experts`` counts those of each layer; ``layout`` and the compute ``dtype`` are the servers'."""
+        """``n_experts`` counts the experts of each layer; ``layout`` and compute ``dtype`` are those of the servers."""
         super().__init__("this host", table, n_experts, layout, n_slots=2)
         self._cache = cache
         self._dtype = dtype
@@ -38,7 +38,7 @@ class FallbackLink(ShardLink):
         return _LocalFlight(self)
 
     def send(self, flight: Flight, layer: int, start: int, chunk: Chunk, to: CallCounters) -> bool:
-        """See `ShardLink`: takes the rows as a frame would; computed when they are received, while others compute."""
+        """See `ShardLink`: rounds the rows as a frame would; `receive` computes them, while servers compute theirs."""
         assert isinstance(flight, _LocalFlight)
         hidden, ids, weights = chunk
         held = self._held[layer].to(ids.device)[ids]

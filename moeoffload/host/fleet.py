@@ -1,4 +1,4 @@
-"""The expert servers of one run: reaches or starts them, places the experts, attaches to all of them at once."""
+"""The expert servers of one run: connects to them or starts them, places the experts, attaches to all in parallel."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from moeoffload.placement import GIB, ExpertTable, MemoryOffer, batch_row_bytes,
 logger = logging.getLogger(__name__)
 
 LEAST_BATCH_ROWS: Final = 32
-"""Placement leaves at least the room for a batch of this many rows on every server."""
+"""Placement leaves room for a batch of at least this many rows on every server."""
 AGAIN_S: Final = 2.0
-"""How long a server that was lost may take to answer before the next attempt."""
+"""How long a lost server may take to answer an attempt to attach again."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a server's address, its loaded bytes and its total bytes; from several threads, one at a time."""
@@ -51,7 +51,7 @@ class Fleet:
         payloads: Payloads,
         servers: Sequence[ServerSpec] | None,
     ) -> None:
-        """Reaches the servers of the settings, or starts ``servers`` (default: see `default_specs`).
+        """Connects to the servers of the settings, or starts ``servers`` (default: see `default_specs`).
         Raises ServerError: a required server cannot be reached, or one cannot be started."""
         self._checkpoint = checkpoint
         self._settings = settings
@@ -66,7 +66,7 @@ class Fleet:
         try:
             self._candidates = self._find(servers)
             self._pool = ThreadPoolExecutor(max(1, len(self._candidates)), thread_name_prefix="servers")
-            # Runs after the connections are closed, so that no thread can hold it up.
+            # Runs after the connections are closed, so that no thread can block it.
             self._stack.callback(self._pool.shutdown, cancel_futures=True)
             self._connections = self._stack.enter_context(contextlib.ExitStack())
             for candidate in self._candidates:
@@ -112,7 +112,7 @@ class Fleet:
     ) -> None:
         """Places ``experts`` (those of each MoE layer that are not on the host) and starts to load them everywhere.
 
-        ``usage`` is how often each expert was chosen, see `place_experts`.
+        ``usage`` is how often each expert was chosen; see `place_experts`.
         Raises PlacementError: they do not fit; ServerError: a server refuses.
         """
         checkpoint, settings = self._checkpoint, self._settings
@@ -137,22 +137,22 @@ class Fleet:
         offers = [
             MemoryOffer(c.address, c.info.offered_bytes - copies * self._batch_bytes(c)) for c in self._candidates
         ]
-        # Each server gets about as much of others' experts as of its own.
+        # Each server holds about ``copies`` times its own share: its experts and replicas of others'.
         own = [MemoryOffer(offer.name, offer.n_bytes // copies) for offer in offers]
-        # Placement is tried first without speeds: what does not fit is told before anything is loaded.
+        # Placed without speeds first: experts that do not fit are reported before any server loads some to be timed.
         tables = place_experts(experts, sizes, own)
         if len(offers) > 1:
             tables = place_experts(experts, sizes, own, self._speeds(plan), usage)
         holders = place_replicas(tables, sizes, offers, copies)
         cache = self._cache()
-        # Servers that placement gave nothing are left alone.
+        # Servers without experts are not attached to.
         self._attaching = [
             self._pool.submit(self._open_shard, table, [self._candidates[i] for i in servers], plan, cache)
             for table, servers in zip(tables, holders, strict=True)
             if table.n_experts
         ]
-        # What they offer is known, and each attach opens a connection of its own. No signal interrupts these threads.
-        # Not before the others: to close one takes gRPC longer than to attach to a server that holds the experts.
+        # These connections are no longer needed: each attach opens its own. They are closed in the pool's threads,
+        # which no signal interrupts, after the attaches: closing takes gRPC longer than attaching to a warm server.
         for candidate in self._candidates:
             self._pool.submit(candidate.client.close)
 
@@ -160,18 +160,18 @@ class Fleet:
         """Waits until all servers hold what `attach` gave them. Raises ServerError: one of them failed."""
         done, _ = wait(self._attaching, return_when=FIRST_EXCEPTION)
         for future in done:
-            future.result()  # the failure must not wait for servers that still load
+            future.result()  # a failure is raised without waiting for servers that are still loading
         return [future.result() for future in self._attaching]
 
     def _cache(self) -> ExpertCache | None:
-        """Where the experts of lost servers go; None if the settings forbid it."""
+        """Returns the cache in which the host computes experts of lost servers; None if the settings forbid it."""
         settings = self._settings
         if settings.required or not settings.fallback_gib:
             return None
         return ExpertCache(self._checkpoint, int(settings.fallback_gib * GIB), self._device)
 
     def _speeds(self, plan: AttachPlan) -> list[float]:
-        """By which experts are placed."""
+        """Times the servers; returns the speeds that placement uses."""
         with contextlib.ExitStack() as leases:
             servers = []
             for candidate in self._candidates:
@@ -184,7 +184,7 @@ class Fleet:
     def _open_shard(
         self, table: ExpertTable, servers: list[Candidate], plan: AttachPlan, cache: ExpertCache | None
     ) -> Shard:
-        """Attaches to every server that holds ``table``; the first is to compute it."""
+        """Attaches to every server that is to hold ``table``; the first one computes it."""
         settings = self._settings
         n_experts = [layer.n_experts for layer in self._checkpoint.layers]
         holders: list[Holder] = []
@@ -193,7 +193,7 @@ class Fleet:
             for server in servers:
                 link = self._attach(server, table, plan, kernel, settings.connect_timeout_s)
                 links.callback(link.close)
-                # A copy with another kernel rounds differently, so it is none.
+                # Replicas must use the same kernel: another one rounds differently.
                 kernel = link.info.kernel
                 again_s = min(AGAIN_S, settings.connect_timeout_s)
                 again = functools.partial(self._attach, server, table, plan, kernel, again_s)
@@ -210,7 +210,7 @@ class Fleet:
     def _attach(
         self, server: Candidate, table: ExpertTable, plan: AttachPlan, kernel: str, timeout_s: float
     ) -> ExpertLink:
-        """Opens a link; the end of the fleet ends it."""
+        """Opens a link; closing the fleet aborts it."""
         clients: list[ControlClient] = []
 
         def opened(client: ControlClient) -> None:
@@ -236,7 +236,7 @@ class Fleet:
         )
 
     def _stop(self) -> None:
-        """Ends what is being opened and all attempts to reach lost servers."""
+        """Aborts links that are being opened and all attempts to reach lost servers."""
         self._stopping.set()
         with self._open_lock:
             opening = list(self._opening)

@@ -1,4 +1,4 @@
-"""What computes a shard's experts, as the dispatcher sees it: an expert server, or the host itself."""
+"""The dispatcher's interface to a link that computes a shard's experts: to an expert server, or to the host itself."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moeoffload.placement import ExpertTable
 from moeoffload.wire import FrameLayout
 
 Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""hidden (n, hidden), ids (n, top_k) int64 and weights (n, top_k) of some rows of a layer's call."""
+"""hidden (n, hidden), ids (n, top_k) int64 and weights (n, top_k) of some rows of one layer's call."""
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One chunk of rows on its way. ``index`` are the rows sent, None if all of the chunk."""
+    """One chunk of rows in flight. ``index`` holds the rows of the chunk that were sent, None for all."""
 
     link: ShardLink
     layer: int = 0
@@ -27,17 +27,17 @@ class Flight:
     index: torch.Tensor | None = None
     queue_s: float = 0.0
     compute_s: float = 0.0
-    """What the server said of the reply, in seconds."""
+    """Queue and compute time that the server reported with the reply, in seconds."""
 
 
 class ShardLink(ABC):
     """Computes the experts of ``table``. Safe to use from several threads, each with its own flights.
 
     Attributes:
-        layout: of its frames; ``capacity`` is the most rows of a chunk.
+        layout: the layout of its frames; ``capacity`` is the most rows of a chunk.
         n_slots: how many chunks may be in flight.
-        holds_all: by layer: whether the table has all experts.
-        holds_none: by layer: whether the table has no expert.
+        holds_all: by layer, whether the table has all experts.
+        holds_none: by layer, whether the table has no expert.
         n_calls: chunks sent (a server) or computed (the host) so far.
     """
 
@@ -49,7 +49,7 @@ class ShardLink(ABC):
         layout: FrameLayout,
         n_slots: int,
     ) -> None:
-        """``name`` says who computes, in messages; ``n_experts`` counts the experts of each layer."""
+        """``name`` identifies the link in messages; ``n_experts`` counts the experts of each layer."""
         self.name = name
         self.table = table
         self.layout = layout
@@ -60,15 +60,15 @@ class ShardLink(ABC):
 
     @abstractmethod
     def take(self, *, wait: bool) -> Flight | None:
-        """A free flight for `send`; without ``wait``, None if there is none at the moment.
-        Raises DeadlineError: none came free in time; ServerError: the link is closed."""
+        """Returns a free flight for `send`; without ``wait``, None if there is none at the moment.
+        Raises DeadlineError: none became free in time; ServerError: the link is closed."""
 
     @abstractmethod
     def send(self, flight: Flight, layer: int, start: int, chunk: Chunk, to: CallCounters) -> bool:
-        """Sends the rows of one chunk that need these experts; False, and the flight is given back, if none does.
+        """Sends the rows of one chunk that need these experts; returns False, and releases the flight, if none does.
 
-        ``flight`` is from `take`; `release` gives it back, after an error it is given back already. ``layer`` is the
-        number of the MoE layer, ``start`` that of the chunk's first row in the call, which is counted in ``to``.
+        ``flight`` is from `take` and must be released with `release`, except after an error, which releases it.
+        ``layer`` is the number of the MoE layer, ``start`` the chunk's first row within the call; ``to`` counts it.
         Raises PayloadError: a value does not fit the payload dtype; ServerError: the link is closed.
         """
 
@@ -82,4 +82,4 @@ class ShardLink(ABC):
 
     @abstractmethod
     def release(self, flight: Flight) -> None:
-        """Gives a flight back; if its reply was not received it is dropped when it comes."""
+        """Releases a flight; a reply that was not received is dropped when it arrives."""

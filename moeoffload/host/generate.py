@@ -1,4 +1,4 @@
-"""Answers prompts with an open model, streaming the text as it comes."""
+"""Answers prompts with an open model and streams the text."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt as the model takes it: input_ids and attention_mask (1, n) int64, and how many tokens may follow."""
+    """The model's inputs for a prompt: input_ids and attention_mask (1, n) int64, and how many tokens may follow."""
 
     inputs: dict[str, torch.Tensor]
     max_new_tokens: int
 
 
 class Ending(Enum):
-    """Why an answer ended: by an end token, at the most tokens that were allowed, or because it was told to."""
+    """Why an answer ended: by an end token, at the token limit, or because it was asked to stop."""
 
     COMPLETE = auto()
     LIMIT = auto()
@@ -49,7 +49,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer: its text, its tokens (n,) int64, and seconds to its first token and from there to its last one."""
+    """An answer: its text, its tokens (n,) int64, and the seconds to its first token and from there to the last."""
 
     text: str
     tokens: torch.Tensor
@@ -59,20 +59,20 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """The rate of all tokens but the first; 0 if there are none."""
+        """The rate of all tokens after the first; 0 if there are none."""
         return (self.tokens.numel() - 1) / self.further_s if self.further_s else 0.0
 
 
 class StoppedError(Exception):
-    """An answer was told to stop before its first token."""
+    """An answer was stopped before its first token."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Whom `generate` tells how far it is, and whom it asks whether to go on; both from several threads.
+    """Callbacks by which `generate` reports progress and asks whether to stop; called from several threads.
 
-    ``on_prompt`` gets the tokens of the prompt that are computed, and all that are to be; ``should_stop`` is asked at
-    every layer of a prompt, and at every token of an answer.
+    ``on_prompt`` gets the number of prompt tokens computed so far and their total; ``should_stop`` is called at every
+    layer of the prompt and at every token of the answer.
     """
 
     on_prompt: Callable[[float, int], None] = lambda done, total: None
@@ -80,19 +80,19 @@ class Watch:
 
 
 class _Streamer(BaseStreamer):
-    """Writes the text of the completion, nothing else, to ``stream``: of each token as soon as it is certain."""
+    """Writes the text of the completion, and nothing else, to ``stream``, as soon as it is certain."""
 
     def __init__(self, tokenizer: Any, stream: TextIO) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._stream = stream
         self._is_prompt = True
-        self.on_tokens: Callable[[int], None] | None = None  # told how many tokens have come, the prompt's aside
+        self.on_tokens: Callable[[int], None] | None = None  # called with the number of new tokens, not for the prompt
         self.on_first: Callable[[], None] | None = None
         self.text = ""
         self.first_at = self.last_at = 0.0
 
     def put(self, value: torch.Tensor) -> None:
-        """See `BaseStreamer`: the prompt (1, n) first, then tokens of the answer (n,), on the CPU."""
+        """See `BaseStreamer`: gets the prompt (1, n) first, then tokens of the answer (n,), on the CPU."""
         if self._is_prompt:
             self._is_prompt = False
             return
@@ -132,7 +132,7 @@ class _Stop(StoppingCriteria):
 
 
 def prepare_prompt(offloaded: OffloadedModel, prompt: str, *, chat: bool) -> PreparedPrompt:
-    """Tokenizes ``prompt``; with ``chat`` through the tokenizer's chat template, if it has one.
+    """Tokenizes ``prompt``; with ``chat`` it applies the tokenizer's chat template, if there is one.
     Raises PromptError: it has no tokens, or leaves no room for an answer in the model's context."""
     if not prompt.strip():
         raise PromptError("the prompt is empty")
@@ -142,9 +142,9 @@ def prepare_prompt(offloaded: OffloadedModel, prompt: str, *, chat: bool) -> Pre
 
 
 def prepare_chat(offloaded: OffloadedModel, messages: Sequence[Message]) -> PreparedPrompt:
-    """Tokenizes a conversation up to where the answer begins. A tokenizer without a chat template gets plain text: each
-    answer, and what the system message says, ends a line.
-    Raises PromptError: as `prepare_prompt`, or the template does not take these messages."""
+    """Tokenizes a conversation up to where the answer begins. Without a chat template the messages are joined as plain
+    text, with a line break after each answer and after the system message.
+    Raises PromptError: as `prepare_prompt`, or the template rejects these messages."""
     tokenizer = offloaded.tokenizer
     if not tokenizer.chat_template:
         text = "".join(each["content"] + ("" if each["role"] == "user" else "\n") for each in messages)
@@ -181,10 +181,10 @@ def generate(
     cache: DynamicCache | None = None,
     watch: Watch | None = None,
 ) -> Answer:
-    """Writes the completion of ``prompt`` to ``stream`` as it comes.
+    """Writes the completion of ``prompt`` to ``stream`` as it is generated.
 
-    ``cache`` has keys and values of a beginning of the prompt, which is not computed again, and takes the others.
-    Raises ServerError: a server failed, what was written so far stays; StoppedError: stopped before the first token.
+    ``cache`` holds the keys and values of a prefix of the prompt, which is not computed again; the rest is added to it.
+    Raises ServerError: a server failed; the text written so far stays; StoppedError: stopped before the first token.
     """
     settings, tokenizer, watch = offloaded.settings, offloaded.tokenizer, watch or Watch()
     stop = _Stop(watch.should_stop)
@@ -226,7 +226,8 @@ def generate(
 
 @contextlib.contextmanager
 def _watched(offloaded: OffloadedModel, n_tokens: int, watch: Watch) -> Iterator[Callable[[], None]]:
-    """Tells ``watch`` how far a prompt of ``n_tokens`` is; yields what ends that, so that decode steps pay nothing."""
+    """Reports the progress of a prompt of ``n_tokens`` to ``watch``; yields a function that ends this, to be called at
+    the first token, so that decode steps pay nothing."""
     layers = offloaded.checkpoint.layers
     done, lock = 0, threading.Lock()
 

@@ -1,4 +1,4 @@
-"""How many rows of a layer go into one dispatch, and how a long prompt is cut: the mode, and the caps of both sides."""
+"""How many rows of a layer go into one dispatch, and how a long prompt is chunked: the mode, and both sides' caps."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from moeoffload.config import Mode, Pipeline
 from moeoffload.kernels.attention import takes_many
 from moeoffload.native import Features, cpu_features
 
-# Smaller chunks overlap better; but below these sizes the experts' weights are read for too few rows. Measured on CPUs,
-# for 512 to 4,248 tokens.
+# Smaller chunks overlap better, but below these sizes reading the experts' weights serves too few rows. Measured on
+# CPUs with prompts of 512 to 4,248 tokens.
 CHUNK_ROWS: Final = 512
 MASKED_CHUNK_ROWS: Final = 256
-"""Where attention computes what a causal mask then hides, which is less in smaller chunks."""
+"""Used where attention also computes scores that the causal mask then hides: smaller chunks waste less."""
 LEAST_CHUNK_ROWS: Final = 128
 GPU_HOST_CHUNKS: Final = 4
-"""On a GPU host attention takes little, and servers want large products: a prompt is cut into so many chunks."""
+"""Number of chunks on a GPU host, where attention takes little time and servers gain from large products."""
 
 
 def chunk_rows(device: torch.device, dtype: torch.dtype, *, fast_dense: bool) -> int | None:
-    """About how long the chunks of a prompt are on a host; None if there are GPU_HOST_CHUNKS of them."""
+    """Returns the approximate chunk length for prompts on a host; None if they are cut into GPU_HOST_CHUNKS."""
     if device.type != "cpu":
         return None
     skips = fast_dense and takes_many(dtype)
-    # Servers are presumably CPUs like this one: so fast that short chunks would be over before the weights are read.
+    # Servers are presumably CPUs like this one: with a matrix unit, short chunks only wait for weights to be read.
     multiplies = dtype == torch.bfloat16 and Features.MATRIX_UNIT in cpu_features()
     return CHUNK_ROWS if skips or multiplies else MASKED_CHUNK_ROWS
 
@@ -38,17 +38,19 @@ class Granularity:
     mode: Mode
     hot_slice: int
     pipeline: Pipeline = Pipeline.OFF
-    chunk_rows: int | None = CHUNK_ROWS  # see the function of that name
+    chunk_rows: int | None = CHUNK_ROWS  # see `chunk_rows`
 
     def slice_rows(self, capacity: int) -> int:
-        """Most rows in one dispatch to a server whose effective batch capacity is ``capacity``."""
+        """Returns the most rows of one dispatch to a server whose effective batch capacity is ``capacity``."""
         return min(self.hot_slice, capacity) if self.mode is Mode.STREAM else capacity
 
     def pipeline_rows(self, n_rows: int, capacity: int) -> int | None:
-        """Rows of a chunk of a prompt of ``n_rows`` tokens, given the least capacity of all servers; None: do not cut.
+        """Returns the chunk length for a prompt of ``n_rows`` tokens, given the least capacity of all servers; None: do
+        not cut.
 
-        In auto mode there are at least two chunks to overlap, of about even length; else chunks are as large as a
-        dispatch may be. The length never depends on how fast anything was: products are rounded by their shape.
+        Auto mode aims at two or more chunks of about even length, to overlap them; the other modes use the largest
+        chunk that one dispatch may hold. The length never depends on measured speed: the shape of a product affects
+        its rounding.
         """
         if self.pipeline is Pipeline.OFF:
             return None

@@ -1,38 +1,38 @@
-"""How many tokens are worth guessing: measured, while answers are made."""
+"""How many tokens are worth guessing, measured while answers are generated."""
 
 from __future__ import annotations
 
 from typing import Final
 
-_MEMORY: Final = 0.95  # what a pass still counts one pass later
-_TRY: Final = 6  # passes of a try
-_OLD: Final = 0.2  # what all before a try still counts in it
-_AGAIN: Final = 100  # passes between two tries; twice as many after each that has changed nothing
+_MEMORY: Final = 0.95  # weight that a pass keeps with each further pass
+_TRY: Final = 6  # passes of one trial
+_OLD: Final = 0.2  # weight that earlier passes of a number keep when its trial begins
+_AGAIN: Final = 100  # passes between two trials; doubled after a trial that changed nothing, up to _MOST
 _MOST: Final = 1600
 
 
 class GuessLength:
-    """Chooses the number of guesses by which tokens come fastest; 0 where guesses do not pay.
+    """Chooses the number of guesses that yields the most tokens per second; 0 where guesses do not pay.
 
-    Each of a few numbers is tried first, and one of the others now and then: texts differ, and so do times.
+    A few numbers are each tried at first, and one of the others again now and then, since texts and times change.
     """
 
     def __init__(self, most: int, *, adaptive: bool) -> None:
-        """Without ``adaptive`` it is always ``most``."""
+        """Without ``adaptive`` the number is always ``most``."""
         self._numbers = sorted({0, 1, most // 2, most}) if adaptive else [most]
         self._tokens = dict.fromkeys(self._numbers, 0.0)
         self._seconds = dict.fromkeys(self._numbers, 0.0)
         self._to_try = list(self._numbers)
         self._trying: int | None = None
-        self._n_left = 0  # passes until something else is tried
+        self._n_left = 0  # passes until the next trial begins or the current one ends
         self._pause = _AGAIN
-        self._settled = -1  # the best number before the tries
+        self._settled = -1  # the best number before the last trial
         self._n_tries = 0
         self._number = -1
         self._is_new = False
 
     def choose(self) -> int:
-        """The most tokens to guess before the next pass."""
+        """Returns the most tokens to guess before the next pass."""
         if self._n_left == 0:
             self._next_period()
         self._n_left -= 1
@@ -42,9 +42,9 @@ class GuessLength:
         return number
 
     def count(self, n_tokens: int, seconds: float) -> None:
-        """Takes note of a pass, with the guesses before it: the tokens that it made certain, and its time.
+        """Records a pass together with its guesses: the tokens it yielded, and its time.
 
-        The first pass of a number does not count: a drafter has to catch up with what it has not seen.
+        The first pass with a new number is not counted: the drafter first has to catch up with tokens it has not seen.
         """
         if not self._is_new:
             number = self._number
@@ -67,5 +67,5 @@ class GuessLength:
 
     @property
     def _best(self) -> int:
-        """The number of guesses by which tokens came fastest lately."""
+        """The number of guesses that recently yielded the most tokens per second."""
         return max(self._numbers, key=lambda each: self._tokens[each] / (self._seconds[each] or 1))

@@ -1,4 +1,4 @@
-"""One expert server as the host sees it: its lease, its channel, what it holds, and frames to and from it."""
+"""The host's link to one expert server: its lease, its channel, its expert table, and the frames to and from it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ LEAVE_S: Final = 2.0
 LOOK_S: Final = 0.02
 _WEIGHTS_F32: Final = int(Flag.WEIGHTS_F32)
 _ERRORS: Final[dict[int, type[ServerError]]] = {ErrorCode.CAPACITY: CapacityError, ErrorCode.TOO_LATE: DeadlineError}
-"""What error frames become; without one of these codes a ServerError."""
+"""The exceptions for error frames by code; other codes become a ServerError."""
 
 
 @dataclass(frozen=True)
 class LinkInfo:
-    """What was agreed with one server; goes into the report."""
+    """What was agreed with one server, for the report."""
 
     address: str
     device: str
@@ -53,7 +53,7 @@ class LinkInfo:
     n_experts: int
     resident_bytes: int
     weight_errors: list[float] | None = None
-    """Of each layer with experts there: how far packed weights are from the stored ones; None if not packed."""
+    """For each layer with experts there, how far packed weights are from the stored ones; None if not packed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class _RemoteFlight(Flight):
     slot: HostSlot = field(kw_only=True)
     views: SlotViews = field(kw_only=True)
     header: FrameHeader = field(kw_only=True)
-    """Of requests; the fields that all of them share are filled in once."""
+    """The header of requests; the fields that all of them share are filled in once."""
     reply: FrameHeader = field(default_factory=FrameHeader)
     request_id: int = 0
     sent_at: float = 0.0
@@ -71,12 +71,12 @@ class _RemoteFlight(Flight):
 
 
 class ExpertLink(ShardLink):
-    """Sends chunks of rows to one server and takes the sums back.
+    """Sends chunks of rows to one server and receives the sums.
 
     Attributes:
-        client: the connection that its lease is held over.
-        lease: tells when it ends, for whatever reason, and when the server wants to be left.
-        channel: of its frames; counts replies that were late, duplicate or unknown.
+        client: the connection that carries the lease.
+        lease: reports its own end, whatever the reason, and when the server drains.
+        channel: carries the frames; counts replies that were late, duplicate or unknown.
         deadlines: how long dispatches may take.
     """
 
@@ -105,20 +105,20 @@ class ExpertLink(ShardLink):
         self.deadlines = Deadlines(floor_s, ceiling_s, self.n_slots, timings)
         self._leaving = False
         self._slot_of = [slot_table(held, n + 1).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
-        """By layer; the last entry is that of no expert, with which narrow routers' choices are filled up."""
+        """By layer; the last entry, -1, stands for no expert: narrow routers' choices are padded with that number."""
         for slot in channel.slots:
             header = FrameHeader(Kind.DISPATCH, layout.dtype_out, layout.dtype_back, epoch=epoch, top_k=layout.top_k)
             views = SlotViews(layout, slot.request, slot.reply)
             slot.owner = _RemoteFlight(self, slot=slot, views=views, header=header)
         if device.type == "cuda":
             pages = PageLocked((buffer for slot in channel.slots for buffer in (slot.request, slot.reply)), device)
-            # A thread that still copies holds this link, which therefore lives.
+            # A thread that is still copying holds a reference to this link, which keeps the pages locked.
             weakref.finalize(self, pages.close).atexit = False
         lease.listen(lambda reason: channel.close())
 
     @property
     def n_created(self) -> int:
-        """Frames and views made so far; 0 when closed."""
+        """Number of flights and views created so far; 0 once closed."""
         flights = [slot.owner for slot in self.channel.slots]
         return sum(1 + flight.views.n_created for flight in flights if flight is not None)
 
@@ -169,7 +169,7 @@ class ExpertLink(ShardLink):
         return True
 
     def _pack(self, flight: _RemoteFlight, layer: int, start: int, chunk: Chunk) -> tuple[int, torch.Tensor | None]:
-        """Writes the body of a frame; how many rows have an expert here, and which, None if all of the chunk."""
+        """Writes the body of a frame; returns how many rows have an expert here, and which (None: the whole chunk)."""
         hidden, ids, weights = chunk
         slots = self._slot_of[layer].take(ids)
         index = None
@@ -182,7 +182,7 @@ class ExpertLink(ShardLink):
                 index = hit.nonzero().squeeze(1)
                 hidden, slots, weights = hidden[index], slots[index], weights[index]
         views = flight.views.dispatch(hidden.shape[0])
-        # From a GPU: the rows, which are waited for, come behind the others.
+        # From a GPU, the rows are copied last, since only their copy is waited for.
         views.weights.copy_(weights, non_blocking=True)
         views.slots.copy_(slots, non_blocking=True)
         dtype = self.layout.dtype_out
@@ -193,7 +193,7 @@ class ExpertLink(ShardLink):
         """See `ShardLink`."""
         assert isinstance(flight, _RemoteFlight)
         slot = flight.slot
-        # The wait for another reply may have used up the time; a reply that is here counts all the same.
+        # The wait for another reply may have used up the time; a reply that has arrived is accepted even so.
         left_s = max(min(LOOK_S, flight.deadline_s), flight.sent_at + flight.deadline_s - perf_counter())
         header = flight.reply
         try:
@@ -231,7 +231,7 @@ class ExpertLink(ShardLink):
         """Frees the channel and ends the lease, waiting up to ``grace_s`` for the server to confirm. Idempotent."""
         self._leaving = True
         for slot in self.channel.slots:
-            # They refer to each other and to this link: its memory goes now, and not when Python comes to collect it.
+            # Slot, flight and link form a reference cycle: breaking it frees memory now, not at the next collection.
             flight, slot.owner = slot.owner, None
             if flight is not None:
                 flight.views.drop()
@@ -240,11 +240,11 @@ class ExpertLink(ShardLink):
         self.client.close()
 
     def _explain(self, error: ServerError) -> ServerError:
-        """The error with the server's address, and with the lease's reason if that has ended."""
+        """Returns the error with the server's address, or with the reason why the lease ended, if it has."""
         address = self.info.address
         if isinstance(error, DeadlineError):
             return DeadlineError(f"{self.name}: {error}")
-        # A closed channel shows first; why it was closed comes over the lease a moment later.
+        # The closed channel is noticed first; the reason arrives over the lease a moment later.
         is_puzzling = type(error) is ServerError and not self._leaving
         reason = self.lease.why_ended(END_REASON_TIMEOUT_S if is_puzzling else 0)
         if reason is not None:
@@ -261,5 +261,5 @@ class ExpertLink(ShardLink):
 
 
 def _where(layer: int, start: int, index: torch.Tensor | None, row: int) -> str:
-    """Names a row of a frame by its number in the call."""
+    """Names a row of a frame by its number within the call."""
     return f"layer {layer}, row {start + (row if index is None else int(index[row]))}"

@@ -14,7 +14,7 @@ from moeoffload.placement import ExpertTable, slot_table
 
 
 class LocalExperts:
-    """Holds the experts of ``table`` on ``device`` and adds their part of a layer's sum. Thread-safe."""
+    """Holds the experts of ``table`` on ``device`` and computes their part of a layer's sum. Thread-safe."""
 
     def __init__(self, checkpoint: Checkpoint, table: ExpertTable, device: torch.device) -> None:
         """Reads the experts. Raises ModelError: the checkpoint cannot be read."""

@@ -1,4 +1,4 @@
-"""Loads a transformers model without a byte of its routed experts, and ties its experts modules to a dispatcher."""
+"""Loads a transformers model without reading its routed experts, and binds its experts modules to a dispatcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from moeoffload.checkpoint import BUILDING, Checkpoint
 from moeoffload.errors import ModelError
 
-IMPLEMENTATION: Final = "moeoffload"  # name under which transformers knows the function (`experts_implementation`)
+IMPLEMENTATION: Final = "moeoffload"  # the name registered with transformers (`experts_implementation`)
 
 ExpertsCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """hidden (n, hidden), top-k ids (n, top_k) int64, weights (n, top_k) -> (n, hidden) in the dtype of hidden."""
@@ -38,11 +38,11 @@ def remote_experts(
 
 
 class _NoGradient(torch.autograd.Function):
-    """Refuses a backward pass, which would leave out what the experts add to every gradient."""
+    """Refuses a backward pass, whose gradients would lack the contribution of the experts."""
 
     @staticmethod
     def forward(ctx: Any, sums: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        """Returns ``sums`` (n, hidden) as they are."""
+        """Returns ``sums`` (n, hidden) unchanged."""
         return sums.view_as(sums)
 
     @staticmethod
@@ -55,9 +55,9 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, remote_experts)
 
 
 def load_dense_model(checkpoint: Checkpoint, device: torch.device, tensors: Mapping[str, Any] | None = None) -> Any:
-    """The transformers model of ``checkpoint`` on ``device``, with experts modules that have no expert parameters.
+    """Returns the transformers model of ``checkpoint`` on ``device``, with experts modules without parameters.
 
-    Only dense tensors are read, those of ``tensors`` if they are given. The model is in eval mode; its experts modules
+    Only dense tensors are read, or taken from ``tensors`` if given. The model is in eval mode; its experts modules
     cannot run before `bind_experts`.
     Raises ModelError: dense tensors are missing or damaged, or transformers cannot load the model.
     """
@@ -71,7 +71,7 @@ def load_dense_model(checkpoint: Checkpoint, device: torch.device, tensors: Mapp
                 experts_implementation=IMPLEMENTATION,
                 output_loading_info=True,
             )
-        except Exception as error:  # transformers and safetensors raise anything over a damaged checkpoint
+        except Exception as error:  # transformers and safetensors may raise anything for a damaged checkpoint
             raise ModelError(f"{checkpoint.path}: transformers cannot load it: {_one_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:
@@ -82,7 +82,7 @@ def load_dense_model(checkpoint: Checkpoint, device: torch.device, tensors: Mapp
 
 
 def bind_experts(model: nn.Module, checkpoint: Checkpoint, call: Callable[..., torch.Tensor]) -> None:
-    """Ties each experts module of ``model`` to ``call``, which gets the running number of the MoE layer first."""
+    """Binds each experts module of ``model`` to ``call``, whose first argument is the number of the MoE layer."""
     for layer in checkpoint.layers:
         experts: Any = model.get_submodule(layer.module_name)
         experts.moeoffload_call = functools.partial(call, layer.index)
@@ -95,24 +95,24 @@ def _refuse_to_save(folder: Path, *args: object, **kwargs: object) -> None:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The tokenizer beside the checkpoint, or in the GGUF file. Raises ModelError: there is none that can be read."""
+    """Returns the tokenizer beside the checkpoint, or in the GGUF file. Raises ModelError: none can be read."""
     folder = checkpoint.folder
     try:
         if folder is None:
             tokenizer = _gguf_tokenizer(checkpoint.path)
         else:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # depends on the tokenizer's kind
+    except Exception as error:  # of a type that depends on the kind of tokenizer
         raise ModelError(f"{checkpoint.path}: its tokenizer cannot be read: {_one_line(error)}") from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        # For some families transformers makes up an empty tokenizer where there is no file of one.
+        # For some families transformers returns an empty tokenizer if there is no tokenizer file.
         raise ModelError(f"{checkpoint.path}: there is no tokenizer beside the model")
     return tokenizer
 
 
 def _gguf_tokenizer(file: Path) -> Any:
-    """The tokenizer in a GGUF file, whose header was found to be whole before."""
-    # It imports the tokenizers of half a dozen families.
+    """Returns the tokenizer in a GGUF file, whose header was checked before."""
+    # Imported here: it imports the tokenizers of half a dozen families.
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
     architecture, vocabulary, settings = get_gguf_tokenizer(str(file))
@@ -121,7 +121,7 @@ def _gguf_tokenizer(file: Path) -> Any:
 
 
 def eos_tokens(model: Any) -> tuple[int, ...]:
-    """The tokens that end an answer of a transformers model."""
+    """Returns the tokens that end an answer of a transformers model."""
     eos = model.generation_config.eos_token_id
     if eos is None:
         eos = getattr(model.config.get_text_config(), "eos_token_id", None)
@@ -129,8 +129,8 @@ def eos_tokens(model: Any) -> tuple[int, ...]:
 
 
 def recommended_sampling(model: Any) -> dict[str, float]:
-    """What the publisher of a transformers model recommends: temperature (0 is greedy), top_p, top_k, min_p and
-    repetition_penalty, as far as it says so."""
+    """Returns the sampling settings that a model's publisher recommends, as far as given: temperature (0 is greedy),
+    top_p, top_k, min_p and repetition_penalty."""
     config = model.generation_config
     if config.do_sample is False:
         return {"temperature": 0.0}
@@ -140,8 +140,8 @@ def recommended_sampling(model: Any) -> dict[str, float]:
 
 
 def load_draft_model(folder: Path, model: Any) -> Any:
-    """The whole model in ``folder``, on the device and in the dtype of ``model``, to guess its tokens.
-    Raises ModelError: it cannot be loaded, or has another vocabulary."""
+    """Loads the whole model in ``folder``, on the device and in the dtype of ``model``, as its draft model.
+    Raises ModelError: it cannot be loaded, or has another vocabulary size."""
     try:
         draft = AutoModelForCausalLM.from_pretrained(
             folder, dtype=model.dtype, trust_remote_code=False, local_files_only=True
@@ -155,7 +155,7 @@ def load_draft_model(folder: Path, model: Any) -> Any:
 
 
 def _generation_config(folder: Path) -> GenerationConfig:
-    """What the model's publisher recommends for generation, as `from_pretrained` finds it beside weights."""
+    """Returns the publisher's generation settings, as `from_pretrained` finds them beside weights."""
     try:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:
@@ -163,7 +163,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def _one_line(error: Exception) -> str:
-    """The message of an error that others wrote for several lines."""
+    """Returns the message of another package's error in one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -181,7 +181,7 @@ def without_expert_parameters(classes: Sequence[type[nn.Module]]) -> Iterator[No
             original(self, *args, **kwargs)
             for name, _ in list(self.named_parameters(recurse=False)):
                 delattr(self, name)
-            # Without it transformers would initialise parameters that are no longer there.
+            # Otherwise transformers would initialise parameters that are no longer there.
             self._is_hf_initialized = True  # type: ignore[assignment]
 
         return init
@@ -197,7 +197,7 @@ def without_expert_parameters(classes: Sequence[type[nn.Module]]) -> Iterator[No
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Expert tensors are reported as unexpected, rightly so but at length; missing ones are checked by the caller."""
+    """Silences transformers' long report of unexpected (expert) tensors; the caller checks for missing ones."""
     verbosity = transformers_logging.get_verbosity()
     progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

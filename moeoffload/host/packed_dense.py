@@ -1,4 +1,4 @@
-"""The host's linear layers on a CPU with packed weights: as they are stored, or packed in 8 or 4 bits."""
+"""Packs the weights of the host's linear layers on a CPU: kept as they are stored, or packed to 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _COMPARED_ROWS: Final = 8
 
 
 class _Kept:
-    """A stored weight that is read once, and stays as it is stored if it is packed.
+    """A stored weight that is read once and, if stored packed, kept packed.
 
-    Of such a weight transformers is given room, in which only the rows have values that are compared afterwards.
+    For a packed weight transformers gets an uninitialised tensor in which only the rows that are compared afterwards
+    have values.
     """
 
     def __init__(self, tensor: Readable, dtype: torch.dtype) -> None:
@@ -42,8 +43,8 @@ class _Kept:
 
 
 def load_with_packed_linears(checkpoint: Checkpoint, device: torch.device, choice: DenseFormat) -> tuple[Any, str]:
-    """The model of `load_dense_model` with linear layers on the CPU packed, see `pack_linears`; and their formats.
-    Raises ModelError: see `load_dense_model`."""
+    """Returns the model of `load_dense_model` with its linear layers on the CPU packed, and their formats, see
+    `pack_linears`. Raises ModelError: see `load_dense_model`."""
     if device.type != "cpu":
         return load_dense_model(checkpoint, device), ""
     kept = {name: _Kept(tensor, checkpoint.dtype) for name, tensor in checkpoint.dense_tensors().items()}
@@ -54,7 +55,7 @@ def load_with_packed_linears(checkpoint: Checkpoint, device: torch.device, choic
         for name, each in packed.items():
             if type(model.get_submodule(name.rpartition(".")[0])) is not nn.Linear:
                 parameters[name].data = each.unpack(parameters[name].dtype)[0]
-    else:  # transformers made other weights of some
+    else:  # transformers changed some weights while it loaded them
         model = load_dense_model(checkpoint, device)
     return model, pack_linears(model, checkpoint, choice, packed)
 
@@ -62,13 +63,13 @@ def load_with_packed_linears(checkpoint: Checkpoint, device: torch.device, choic
 def pack_linears(
     model: nn.Module, checkpoint: Checkpoint, choice: DenseFormat, stored: Mapping[str, PackedWeights]
 ) -> str:
-    """Replaces linear layers of ``model``, on the CPU, by those whose weights stay packed, or are ``stored`` packed.
+    """Replaces linear layers of ``model`` on the CPU by layers with packed weights.
 
-    A layer whose weights are stored packed, and become the model's without a change, keeps what is stored. The others
-    are packed in the format of ``choice``, but for routers; the head has 8 bits at least.
+    A layer with packed weights in ``stored``, which the model uses unchanged, keeps these. The others, except routers,
+    are packed in the format of ``choice``; the LM head always in 8 bits.
 
     Returns:
-        the formats, joined by ``+``; empty if nothing is packed.
+        The formats, joined by ``+``; empty if nothing is packed.
     """
     blocks = {layer.module_name.rpartition(".")[0]: layer.n_experts for layer in checkpoint.layers}
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -90,7 +91,7 @@ def pack_linears(
 
 
 def _is_same(packed: PackedWeights, weight: torch.Tensor) -> bool:
-    """Whether some rows spread over a layer's weights (out, in) are those that are stored."""
+    """Returns whether some rows, spread over a layer's weights (out, in), equal the stored ones."""
     if packed.shape[1:] != weight.shape:
         return False
     return all(torch.equal(packed.row(row, weight.dtype), weight[row]) for row in _compared(weight))
@@ -101,6 +102,6 @@ def _compared(weight: torch.Tensor) -> list[int]:
 
 
 def _router_widths(name: str, blocks: dict[str, int]) -> tuple[int, ...]:
-    """Numbers of outputs that a router, or the gate of a shared expert, in the same block as experts has."""
+    """Returns the output widths of a router and of a shared expert's gate, if ``name`` is in a block with experts."""
     n_experts = blocks.get(name.rpartition(".")[0])
     return () if n_experts is None else (n_experts, 1)

@@ -1,4 +1,4 @@
-"""What a run did, as data (docs/report.md describes the JSON) and as a table for people."""
+"""The report of a run, as data (docs/report.md describes the JSON) and as tables for a terminal or notebook."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from moeoffload.host.recorder import DECODE, PREFILL, GuessCounts, Recorder, Tok
 from moeoffload.payload import Payloads
 
 REPORT_VERSION: Final = 1
-ACCOUNTED: Final = 0.95  # a phase whose parts add up to less of its time is marked incomplete
+ACCOUNTED: Final = 0.95  # a phase is marked incomplete if its parts add up to a smaller share of its time
 _MIB: Final = 1 << 20
-_WIDTH: Final = 120  # of tables outside of terminals
+_WIDTH: Final = 120  # of tables outside terminals
 _HOST_FIELDS: Final = ("dense", "pack", "local", "wait", "wait_queue", "wait_compute", "turn", "combine", "other")
 _PHASE_FIGURES: Final = ("tokens", "seconds", "tokens_per_s", "calls", "rows", "bytes_out", "bytes_back")
 _SERVER_FACTS: Final = ("transport", "transport_reason", "device", "kernel", "n_experts", "resident_bytes",
@@ -31,7 +31,7 @@ _SERVER_FACTS: Final = ("transport", "transport_reason", "device", "kernel", "n_
 
 
 def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Collects what the report says of the model; ``dense_bytes`` is everything but routed experts."""
+    """Collects the report's facts about the model; ``dense_bytes`` counts everything but routed experts."""
     layers = checkpoint.layers
     return {
         "path": str(checkpoint.path),
@@ -49,7 +49,7 @@ def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def run_facts(settings: HostSettings, payloads: Payloads, device: torch.device) -> dict[str, Any]:
-    """Collects what the report says of the settings, with the payload dtype and the device that were chosen."""
+    """Collects the report's facts about the settings, with the payload dtypes and the device that were chosen."""
     return {
         "mode": settings.mode.value,
         "payload_dtype": payloads.label,
@@ -63,11 +63,12 @@ def run_facts(settings: HostSettings, payloads: Payloads, device: torch.device) 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """One run. Times are seconds, sizes bytes; phases are prefill and decode.
+    """One run. Times are in seconds, sizes in bytes; phases are prefill and decode.
 
-    ``prompt_tokens`` were computed; ``completion_tokens`` are those that forward passes produced: one for each sequence
-    of a prefill, one for each decoded token, unless requests or guesses were packed into them. ``recovery`` has the
-    server events; ``layers``, times by layer, is None without ``profile``, and ``guesses`` if there were none.
+    ``prompt_tokens`` were computed; ``completion_tokens`` were produced by forward passes: one for each sequence of a
+    prefill and one for each decoded token, unless passes held packed requests or guesses, which report their own.
+    ``recovery`` has the server events; ``layers``, times by layer, is None without ``profile``; ``guesses`` is None if
+    there were none.
     """
 
     model: dict[str, Any]
@@ -89,7 +90,7 @@ class Report:
         links: Sequence[ExpertLink],
         recovery: dict[str, Any],
     ) -> Report:
-        """Takes the figures of ``recorder`` and ``links`` as they stand."""
+        """Builds a report from the present figures of ``recorder`` and ``links``."""
         totals, told = recorder.phases, recorder.tokens
         servers = [
             asdict(link.info)
@@ -106,25 +107,25 @@ class Report:
         return cls(model, run, *tokens, phases, servers, recovery, guesses, layers if recorder.profile else None)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data, in the form docs/report.md describes."""
+        """Returns the report as plain data, in the form docs/report.md describes."""
         data = {name: value for name, value in vars(self).items() if value is not None}
         return {"report_version": REPORT_VERSION, "moeoffload_version": __version__} | data
 
     def table(self) -> RenderableType:
-        """Tables for a terminal: the phases, then the servers."""
+        """Returns tables for a terminal: the phases, then the servers."""
         phases = _table(self.title, {name: _phase_cells(phase) for name, phase in self.phases.items()})
         guesses = [_table(None, {"guesses": self.guesses})] if self.guesses else []
         return Group(phases, *self.server_tables(), *guesses)
 
     def server_tables(self) -> list[Table]:
-        """Tables of the servers, and of server events if there were any."""
+        """Returns tables of the servers, and of server events if there were any."""
         servers = {server["address"]: _server_cells(server) for server in self.servers}
         events = {"faults": {name: n for name, n in self.recovery.items() if name != "events" and n}}
         return [table for table in (_table(None, servers), _table(None, events)) if table.row_count]
 
     @property
     def title(self) -> str:
-        """The model and how it was set up, in a line."""
+        """The model and the main settings, in one line."""
         model, run = self.model, self.run
         weights = f"experts in {model['expert_format']}, {model['bits_per_weight']:.3g} bits a weight"
         return f"{model['model_type']} · {weights} · mode {run['mode']} · payload {run['payload_dtype']}"
@@ -137,12 +138,12 @@ class Report:
 
 
 def as_text(table: RenderableType) -> str:
-    """What `print` shows of a table."""
+    """Returns what `print` shows of a table."""
     return _printed(table).export_text().rstrip()
 
 
 def as_html(table: RenderableType) -> str:
-    """What a notebook shows of a table."""
+    """Returns what a notebook shows of a table."""
     return _printed(table).export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
@@ -169,7 +170,7 @@ def _server_cells(server: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(title: str | None, columns: dict[str, dict[str, Any]]) -> Table:
-    """A table for a terminal: by column its cells by row; all columns have the same rows."""
+    """Returns a table for a terminal; ``columns`` maps each column to its cells by row, the same rows in all."""
     table = Table("", title=title)
     for name in columns:
         table.add_column(name, justify="right")

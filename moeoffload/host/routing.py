@@ -1,4 +1,4 @@
-"""Routing statistics: how often each expert of each layer was chosen; what stays on the host follows from them."""
+"""Routing statistics: how often each expert of each layer was chosen. They decide which experts stay on the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_BYTES: Final = 64 << 20
 
 
 class RoutingStats(BaseModel):
-    """The file: one list of counts for each MoE layer, over ``tokens`` tokens of one model."""
+    """The file format: one list of counts for each MoE layer, over ``tokens`` tokens of one model."""
 
     model_config = ConfigDict(strict=True)
     version: Literal[1]
@@ -26,7 +26,7 @@ class RoutingStats(BaseModel):
 
 
 class RoutingCounter:
-    """Counts choices; `count` is called with the ids of every layer's call."""
+    """Counts how often experts are chosen; `count` is called with the ids of every layer's call."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._digest = checkpoint.digest
@@ -48,8 +48,8 @@ class RoutingCounter:
 
 
 def read_routing_stats(path: Path, checkpoint: Checkpoint) -> list[list[int]]:
-    """The counts of a file that `RoutingCounter.write` made: how often each expert of each layer was chosen.
-    Raises SettingError: the file is not one, or is of another model."""
+    """Reads a file that `RoutingCounter.write` made: how often each expert of each layer was chosen.
+    Raises SettingError: the file is not in this format, or is of another model."""
     try:
         with path.open("rb") as stream:
             data = RoutingStats.model_validate_json(stream.read(MAX_BYTES + 1)[:MAX_BYTES])

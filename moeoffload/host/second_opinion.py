@@ -1,4 +1,4 @@
-"""The rows of a chunk computed again by a second holder of the same experts, to check a reply."""
+"""Checks a reply: a second holder of the same experts computes the rows of the chunk again."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import Shard
 
 ROUNDINGS: Final = 8.0
-"""Sums of one row may differ by this many roundings of its largest value: kernels add in different orders."""
+"""Two sums of a row may differ by this many roundings of its largest value: kernels add in different orders."""
 
 
 class Verification:
-    """Computes a ``share`` (0 to 1) of the replies a second time and compares.
+    """Has a ``share`` (0 to 1) of the replies computed a second time and compares them.
 
-    ``eps`` is that of the coarsest of the payloads and the model.
+    ``eps`` is the largest machine epsilon among the payload dtypes and the model's dtype.
     """
 
     def __init__(self, share: float, eps: float, events: ServerEvents) -> None:
@@ -31,7 +31,7 @@ class Verification:
         self._unused = CallCounters()
 
     def check(self, shard: Shard, flight: Flight, part: torch.Tensor, rows: Chunk) -> None:
-        """Compares ``part`` (n_rows, hidden), which answered ``flight`` of a call with ``rows``, with another holder's.
+        """Compares ``part`` (n_rows, hidden), the reply to ``flight`` of a call with ``rows``, with another holder's.
         Raises DisagreementError: they differ by more than rounding explains."""
         if self._random.random() >= self._share:
             return
@@ -57,7 +57,8 @@ class Verification:
             )
 
     def _compute(self, checker: ShardLink, flight: Flight, rows: Chunk) -> torch.Tensor | None:
-        """What ``checker`` computes of the rows of ``flight``, in float32; None if it has no slot at the moment."""
+        """Returns the sums that ``checker`` computes for the rows of ``flight``, in float32; None if it has no free
+        slot."""
         hidden, ids, weights = rows
         part = slice(flight.start, flight.start + flight.chunk_rows)
         again = checker.take(wait=False)

@@ -1,4 +1,4 @@
-"""Server events of a run (lost, returned, drained, ...): counted for the report, one line each in the log."""
+"""Server events of a run (lost, returned, drained, ...): counted for the report, and logged."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ class ServerEvents:
         self._counts = dict.fromkeys(("lost", "returned", "drained", "verified", "replica_calls", "stale"), 0)
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self._away: Counter[str] = Counter()
-        """By server how many parts of the experts it is not used for: one line in the log is enough for all of them."""
+        """By server, the number of shards that other links compute for it now; one warning covers all of them."""
 
     def count(self, what: str, n: int = 1) -> None:
-        """``n`` more of ``what``; ``stale`` are replies that came late, twice or unasked."""
+        """Adds ``n`` to the count of ``what``; ``stale`` counts replies that came late, twice or unasked."""
         with self._lock:
             self._counts[what] += n
 
     def lost(self, server: str, why: str, instead: str) -> None:
-        """A server is not used from now on."""
+        """Records that a server is no longer used."""
         self._log(server, 1, "%s; its experts are computed by %s", why, instead)
         self._note("lost", server, why)
 
     def drained(self, server: str, instead: str) -> None:
-        """A server asked to be left."""
+        """Records that a server is draining and no longer used."""
         self._log(server, 1, "expert server %s is draining; its experts are computed by %s", server, instead)
         self._note("drained", server, "it is draining")
 
     def returned(self, server: str, away_s: float) -> None:
-        """A server is used again."""
+        """Records that a server is used again."""
         self._log(server, -1, "expert server %s is back after %.1f s", server, away_s)
         self._note("returned", server, "it answers again", away_s)
 
     def _log(self, server: str, n_more: int, message: str, *values: object) -> None:
-        """One line when the first part of the experts leaves ``server``, and when the last one is back."""
+        """Logs a warning when the first shard moves away from ``server``, and when the last one is back."""
         with self._lock:
             self._away[server] += n_more
             is_news = self._away[server] == max(0, n_more)
@@ -69,7 +69,7 @@ class ServerEvents:
             self._events.append(Event(perf_counter() - self._started, server, what, why, seconds))
 
     def to_json(self, **more: int) -> dict[str, Any]:
-        """For the report; ``more`` is what links that are open have counted."""
+        """Returns the report's figures; ``more`` are the counts of links that are still open."""
         with self._lock:
             counts = {name: count + more.pop(name, 0) for name, count in self._counts.items()}
             return counts | more | {"events": [asdict(event) for event in self._events]}

@@ -1,7 +1,7 @@
-"""One part of the experts and all links that can compute it: its server, servers with a replica, the host itself.
+"""One shard of the experts and all links that can compute it: its server, servers with a replica, the host itself.
 
-The parts stay the same for the whole run, whichever link computes them. So a part's sums are rounded and added as if
-nothing had happened, and a run that loses servers gives the tokens of one that does not.
+The shards stay the same for the whole run, whichever link computes them. So a shard's sums are always rounded and added
+in the same way, and a run that loses servers gives the same tokens as one that does not.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ Attach = Callable[[], ExpertLink]
 
 
 class Holder:
-    """A server that has, or had, a shard. ``link`` is None while it cannot be used."""
+    """A server that holds, or held, a shard. ``link`` is None while it cannot be used."""
 
     def __init__(self, address: str, attach: Attach, link: ExpertLink) -> None:
         self.address = address
         self.attach = attach
         self.link: ExpertLink | None = link
         self.known = link
-        """The last link, also while it is lost; for the report."""
+        """The last link, even while the server is lost; for the report."""
 
 
 class Shard:
-    """Who computes one part of the experts now, and who is next. Thread-safe.
+    """Selects the link that computes one part of the experts. Thread-safe.
 
     Attributes:
         table: the experts.
-        current: who computes them; read for every call, without a lock.
+        current: the link that computes them; read for every call, without a lock.
     """
 
     def __init__(
         self, table: ExpertTable, holders: Sequence[Holder], fallback: FallbackLink | None, return_wait_s: float,
         events: ServerEvents, stopping: threading.Event,
     ) -> None:  # fmt: skip
-        """``holders`` in the order of preference, all attached; without ``fallback`` the host itself never computes.
+        """``holders`` are in order of preference, all attached; without ``fallback`` the host never computes them.
 
         ``return_wait_s`` is how long a call waits for a lost server to return when no other link is left.
         """
@@ -78,12 +78,12 @@ class Shard:
         return self.holders[0].known
 
     def checker(self, link: ShardLink) -> ShardLink | None:
-        """Who can compute again what ``link`` has computed: a replica, or the host."""
+        """Returns a link that can check ``link``'s result: a replica, or the host; None if there is none."""
         other = next((holder.link for holder in self.holders if holder.link not in (None, link)), None)
         return other if other is not None else self.fallback if self.fallback is not link else None
 
     def replace(self, lost: ShardLink, error: ServerError) -> ShardLink:
-        """Who computes from now on, after ``lost`` has failed with ``error``.
+        """Returns the link that computes from now on, after ``lost`` failed with ``error``.
         Raises ServerError: no link is left, and none came back in time."""
         deadline = perf_counter() + (0.0 if isinstance(error, DeadlineError) else self._return_wait_s)
         with self._lock:
@@ -96,7 +96,7 @@ class Shard:
             return link
 
     def retire(self, leaving: ExpertLink) -> None:
-        """A server wants to be left: others compute from now on, what is in flight is finished first."""
+        """Moves away from a draining server: another link computes from now on; flights already sent are finished."""
         with self._lock:
             holder = self._holder_of(leaving)
             if holder is None or self._stopping.is_set():
@@ -104,7 +104,7 @@ class Shard:
             holder.link = None
             chosen = self._choose()
             if chosen is None:
-                holder.link = leaving  # it has until its own limit to finish the run
+                holder.link = leaving  # the run may go on there until the server's drain limit
                 logger.warning("%s is draining, and nobody else can compute its experts", leaving.name)
                 return
             if self.current is leaving:
@@ -113,7 +113,7 @@ class Shard:
             self._start_mending(holder, leaving, leaving.deadlines.of(leaving.layout.capacity))
 
     def close(self) -> None:
-        """Frees all links; the stopping event was set before. Idempotent."""
+        """Closes all links; the caller has set the stopping event. Idempotent."""
         with self._lock:
             self._returned.notify_all()
             links = [holder.link for holder in self.holders if holder.link is not None]
@@ -160,7 +160,7 @@ class Shard:
             return "no other server holds its experts, and the settings forbid that the host computes them"
         return "nobody else can compute its experts"
 
-    # -- from threads of their own
+    # -- called from other threads
 
     def _watch(self, link: ExpertLink) -> None:
         link.lease.listen(lambda why: self._ended(link, why), lambda: self.retire(link))
@@ -170,7 +170,7 @@ class Shard:
             self._lose(link, why)
 
     def _mend(self, holder: Holder, link: ExpertLink, finish_s: float) -> None:
-        """Closes a link once its flights have landed, then tries to attach to the server again until it is back."""
+        """Closes a link once its flights are done, then tries to attach to the server again until it is back."""
         gone_at = perf_counter()
         while not link.channel.is_idle and perf_counter() - gone_at < finish_s and not self._stopping.wait(IDLE_POLL_S):
             pass
@@ -183,7 +183,7 @@ class Shard:
             except MoeOffloadError as error:
                 why = str(error)
                 if why != told:
-                    logger.info("not back yet: %s", why)  # the error itself would hold what it failed in
+                    logger.info("not back yet: %s", why)  # not the error: its traceback would keep objects alive
                 told, pause_s = why, min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             except Exception:
@@ -217,7 +217,7 @@ class Shard:
 
 
 def event_figures(shards: Sequence[Shard], events: ServerEvents) -> dict[str, Any]:
-    """Adds what open links have counted to the counted events; the report's part about faults."""
+    """Returns the report's part about faults: the recorded events plus the counts of open links."""
     links = [(holder.link, holder is shard.holders[0]) for shard in shards for holder in shard.holders]
     return events.to_json(
         stale=sum(link.channel.n_stale for link, _ in links if link is not None),

@@ -1,4 +1,4 @@
-"""Expert servers that the host starts on its own machine: one process each, gone when the host is gone."""
+"""Expert servers that the host starts on its own machine: one process each, which ends when the host ends."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ STOP_TIMEOUT_S: Final = 10.0
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What one spawned server gets that the settings do not say."""
+    """The options of one spawned server that do not come from the settings."""
 
     device: str
     transport: TransportChoice = TransportChoice.AUTO
 
 
 def default_specs(settings: HostSettings, host_device: torch.device) -> list[ServerSpec]:
-    """One server for each spare GPU (the one of ``gpu`` if that is set), or one on the CPU."""
+    """Returns one server for each spare GPU (only GPU ``gpu`` if that is set), or one on the CPU."""
     if settings.gpu is not None:
         return [ServerSpec(f"cuda:{settings.gpu}")]
     used = host_device.index if host_device.type == "cuda" else None
@@ -42,7 +42,7 @@ def default_specs(settings: HostSettings, host_device: torch.device) -> list[Ser
 
 
 class SpawnedServers:
-    """Starts servers and stops them on `close`. Logs go to ``work_dir``, a temporary folder if the setting is empty."""
+    """Starts servers and stops them on `close`. Logs go to ``work_dir``, or to a temporary folder if it is not set."""
 
     def __init__(self, settings: HostSettings, specs: Sequence[ServerSpec]) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -78,7 +78,7 @@ class SpawnedServers:
             ("--memory-gib", settings.server_memory_gib),
         ):
             command += [option, str(value)] if value is not None else []
-        # A name that means one thing for the host means another for its servers: they get theirs as options only.
+        # A variable meant for the host may mean something else to a server: servers get their settings as options only.
         names = {name for info in ExpertServerSettings.infos() for name in info.env_names}
         environment = {name: value for name, value in os.environ.items() if name not in names}
         log = log_path.open("wb")
@@ -90,13 +90,13 @@ class SpawnedServers:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=environment,
-                # Ctrl-C in the terminal reaches the host alone, which then stops its servers in order.
+                # Ctrl-C in the terminal reaches the host alone, which then stops its servers.
                 start_new_session=True,
             )
         )
 
     def close(self) -> None:
-        """Stops all servers; kills what does not stop in time. Idempotent."""
+        """Stops all servers; kills those that do not stop in time. Idempotent."""
         for process in self._processes:
             if process.stdin is not None:
                 process.stdin.close()
@@ -119,9 +119,9 @@ class SpawnedServers:
 
 
 def _ready_address(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
-    """Reads the line that a server prints when it is ready.
-    Raises SettingError: it refused its settings, which are the host's; ServerError: it ended otherwise; both hold its
-    last words; DeadlineError: it did not become ready in time."""
+    """Returns the address in the line that a server prints when it is ready.
+    Raises SettingError: the server refused its settings, which the host gave it; ServerError: it ended for another
+    reason (both quote the last line of its log); DeadlineError: it was not ready in time."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)

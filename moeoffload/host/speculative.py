@@ -1,4 +1,4 @@
-"""Speculative decoding: a pass verifies several guessed tokens at a time, and the text is what it would be without."""
+"""Speculative decoding: a pass verifies several guessed tokens at a time; the text is the same as without guesses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moeoffload.host.guess_length import GuessLength
 
 
 def check_can_verify(config: Any) -> None:
-    """Raises ModelError: what a model of ``config`` keeps of a wrong guess cannot be taken back."""
+    """Raises ModelError: the cache of a model of ``config`` cannot be rolled back after a wrong guess."""
     if not DynamicCache(config=config.get_text_config(decoder=True)).is_croppable:
         raise ModelError(
             f"tokens cannot be guessed for {config.model_type}: its linear attention keeps a state, from which wrong "
@@ -25,10 +25,10 @@ def check_can_verify(config: Any) -> None:
 
 
 class VerifiedGeneration:
-    """What ``model.generate`` takes as ``custom_generate``: guesses from the second token on, verified in each pass.
+    """The ``custom_generate`` argument of ``model.generate``: guesses from the second token on, verified in each pass.
 
-    The prompt has a pass of its own: kernels go by the number of rows, so that with guesses behind them its rows could
-    be rounded in another way. Sampling draws one random number for each token, as without guesses.
+    The prompt gets a pass without guesses: kernels are chosen by the number of rows, so added guesses could change how
+    its rows are rounded. Sampling draws one random number for each token, as without guesses.
     """
 
     def __init__(self, drafter: Drafter, lengths: GuessLength, streamer: Any) -> None:
@@ -56,7 +56,7 @@ class VerifiedGeneration:
                 if n_passes:
                     guesses = self._guess(input_ids, generation_config.max_length - input_ids.shape[1] - 1)
                 logits = _forward(model, torch.cat([input_ids, input_ids.new_tensor([guesses])], dim=1), cache, guesses)
-                for first, rows in sorted(hidden, key=lambda each: each[0]):  # chunks of a prompt run side by side
+                for first, rows in sorted(hidden, key=lambda each: each[0]):  # chunks of a prompt may end in any order
                     self._drafter.take(first, rows)
                 hidden.clear()
                 n_new = 0
@@ -71,8 +71,8 @@ class VerifiedGeneration:
                 if n_passes:
                     cache.crop(n_new - 1 - len(guesses))
                 else:
-                    cache.activate_past_recording()  # not before: a long prompt would be kept whole by sliding layers
-                if n_passes > 1:  # before the first guesses a drafter reads the prompt
+                    cache.activate_past_recording()  # not before: sliding layers would keep a whole long prompt
+                if n_passes > 1:  # the drafter reads the prompt before its first guesses
                     self._lengths.count(n_new, perf_counter() - started)
                 n_passes += 1
         self._streamer.end()
@@ -84,7 +84,7 @@ class VerifiedGeneration:
 
 
 def _forward(model: Any, tokens: torch.Tensor, cache: Any, guesses: list[int]) -> torch.Tensor:
-    """Logits (1, 1 + guesses, vocabulary) of the last tokens, after a pass over those that the cache does not have."""
+    """Runs a pass over the tokens that are not in the cache; returns the last logits (1, 1 + guesses, vocabulary)."""
     past, length = cache.get_seq_length(), tokens.shape[1]
     n_rows = 1 + len(guesses)
     keep = {"logits_to_keep": n_rows} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
@@ -100,5 +100,5 @@ def _forward(model: Any, tokens: torch.Tensor, cache: Any, guesses: list[int]) -
 
 
 def _choose(scores: torch.Tensor, is_sampled: bool) -> torch.Tensor:
-    """The next token (1,) int64, as transformers chooses it from processed scores (1, vocabulary)."""
+    """Returns the next token (1,) int64, chosen as in transformers from processed scores (1, vocabulary)."""
     return torch.multinomial(scores.softmax(dim=-1), num_samples=1)[0] if is_sampled else scores.argmax(dim=-1)

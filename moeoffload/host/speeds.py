@@ -1,11 +1,11 @@
-"""How fast servers are, measured, and the speeds by which experts are therefore placed.
+"""Measures how fast servers are, and derives the speeds by which experts are placed.
 
-Parts in proportion to speed make servers busy for the same time over many rows. A single row chooses experts by chance
-and waits for the last server, so slower servers get a bit less than their part.
+Over many rows, shares in proportion to speed keep all servers busy for the same time. A single row chooses experts at
+random and waits for the last server, so slower servers get a bit less than their proportional share.
 
-Times are measured on machines that do other work, too. So servers count as equally fast unless they clearly differ, and
-the others' speeds are rounded to a coarse scale: the same servers get the same experts on another day, and with them
-the same rounding of sums.
+The machines may do other work during the measurement. So servers count as equally fast unless they clearly differ, and
+other speeds are rounded to a coarse scale: the same servers then get the same experts in every run, and their sums the
+same rounding.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 Timings = Sequence[tuple[int, float]]
-"""Rows and seconds of calls of some sizes."""
+"""(rows, seconds) of calls of several sizes."""
 
 Measure = Callable[[], Timings]
-"""Times calls of some sizes on one server: the shortest times that it has seen so far."""
+"""Times calls of several sizes on one server; returns the shortest times that the server has seen so far."""
 
 STABLE: Final = 1.15
 """Two rounds of timing agree if no time of the first is more than this factor above that of the second."""
 MOST_ROUNDS: Final = 4
 DOUBT_S: Final = 1.5
-"""Servers that seem to differ are timed on for so long: other work on a machine slows one of them down for seconds."""
+"""Servers that seem to differ are timed for at least this long: other work can slow a machine down for seconds."""
 EQUAL: Final = 1.36
-"""Servers whose times differ by less are equal: two times of one server, each wrong by 15 %, differ by 1.15 / 0.85."""
+"""Servers whose times differ by a smaller factor count as equal: two times of one server, each wrong by 15 %, differ by
+1.15 / 0.85."""
 STEPS_PER_OCTAVE: Final = 2
-"""Larger factors are rounded to powers of two and the middles between them."""
+"""Larger factors are rounded to powers of two and the geometric means between them."""
 POWER: Final = 1.2
-"""A server that takes f times as long gets 1 / f**POWER of the fastest one's part. Where f is 4, that is about the best
-for calls of 1 to 256 rows together: many rows take 5 % longer than with even parts, and few rows less."""
+"""A server that takes f times as long gets 1 / f**POWER of the fastest one's share. For f = 4 this is about the best
+compromise for calls of 1 to 256 rows: many rows take 5 % longer than with proportional shares, few rows less time."""
 
 
 def measure(servers: Sequence[Measure], names: Sequence[str]) -> tuple[list[Timings], float]:
-    """Timings of each server, and below which factor they are to count as equal, see `slowness`.
+    """Returns the timings of each server, and the factor below which servers count as equal, see `slowness`.
 
-    Servers are timed one after the other, since they may share a device, and in rounds, so that a moment in which the
-    machine was busy does not make one of them slow; those that seem to differ for some time, before it is believed.
-    Where rounds go on to differ, that is logged, and servers that differ by less than the rounds did count as equal.
+    Servers are timed one after the other, since they may share a device, and in rounds, so that a short burst of other
+    work does not make one of them look slow. If they seem to differ, timing goes on for at least DOUBT_S. If rounds
+    keep differing, that is logged, and servers that differ by less than the rounds did count as equal.
     Raises ServerError: a server cannot be timed.
     """
     best: list[dict[int, float]] = [{} for _ in servers]
@@ -69,9 +70,9 @@ def measure(servers: Sequence[Measure], names: Sequence[str]) -> tuple[list[Timi
 
 
 def slowness(timings: Sequence[Timings], equal: float = EQUAL) -> list[float]:
-    """How many times longer than the fastest server each server takes, rounded as the module says; 1 for the fastest.
+    """Returns how many times longer than the fastest server each server takes, rounded to the module's scale.
 
-    The sizes that all have are compared, each counting the same; factors below ``equal`` are 1.
+    Compares the sizes that all servers have, with equal weight; factors below ``equal`` become 1.
     """
     sizes = set.intersection(*({rows for rows, _ in each} for each in timings))
     times = [[s / rows for rows, s in each if not sizes or rows in sizes] for each in timings]
@@ -81,5 +82,5 @@ def slowness(timings: Sequence[Timings], equal: float = EQUAL) -> list[float]:
 
 
 def placement_speeds(timings: Sequence[Timings], equal: float = EQUAL) -> list[float]:
-    """Speeds of servers, the fastest 1, for `moeoffload.placement.place_experts`; arguments as for `slowness`."""
+    """Returns server speeds, 1 for the fastest, for `placement.place_experts`; arguments as for `slowness`."""
     return [float(factor**-POWER) for factor in slowness(timings, equal)]

@@ -35,13 +35,13 @@ __all__ = [
 def open_channel(
     offer: ChannelOffer, *, host: str, timeout_s: float, keys: StreamKeys | None = None, encrypted: bool = False
 ) -> HostChannel:
-    """Opens the host's end of what a server offered; a channel that is returned is known to work.
+    """Opens the host's end of an offered channel; a returned channel is known to work.
 
     ``host`` is the name or address under which this machine reaches the server, ``keys`` are the CURVE keys of this
-    attach, ``encrypted`` refuses a channel without encryption: they are for the stream alone. It takes ``timeout_s``
-    at most.
-    Raises DeadlineError: the server did not answer within ``timeout_s``; ServerError: the offer cannot be opened:
-    unknown transport, or shared memory that is not on this host.
+    attach, ``encrypted`` refuses a channel without encryption; all three apply to the stream transport only. Takes at
+    most ``timeout_s`` seconds.
+    Raises DeadlineError: the server did not answer within ``timeout_s``; ServerError: the offer cannot be opened, for
+    instance an unknown transport, or shared memory that is not on this host.
     """
     if offer.transport == "shared":
         return open_shared(offer)

@@ -1,10 +1,10 @@
-"""What all transports share: the life of a request, the sizes of a channel, its slots, the server's end.
+"""The parts that all transports share: the life cycle of a request, the channel's sizes and slots, the server's end.
 
 A host has one `HostChannel` (in `slots`) per expert server; the server has one `ServerChannel` per attached host.
-A channel has a fixed number of slots, so that several requests are in flight; replies carry the request id and may come
-in any order. All slots and their buffers are made once, when the channel is opened.
+A channel has a fixed number of slots, so several requests can be in flight; replies carry the request id and may arrive
+in any order. All slots and their buffers are created once, when the channel is opened.
 
-The life of a request::
+The life cycle of a request::
 
     host                                    server
     acquire a slot, fill slot.request
@@ -13,8 +13,9 @@ The life of a request::
     wait, read slot.reply             <-    reply
     release the slot
 
-Every ``acquire`` is followed by exactly one ``release``, whatever was raised in between. A release before the reply is
-here tells the server so (`ServerChannel.is_cancelled`); the slot is free when the late reply has come and was dropped.
+Every ``acquire`` is followed by exactly one ``release``, whatever was raised in between. A release before the reply has
+arrived is signalled to the server (`ServerChannel.is_cancelled`); the slot becomes free once the late reply has arrived
+and was dropped.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class ServerSlot:
 
 @dataclass(frozen=True, slots=True)
 class ChannelSizes:
-    """How large a channel is: agreed at attach, checked there against the limits of both sides.
-    Raises ProtocolError: a value is out of range; names it. Both sides build this from numbers of the other one."""
+    """The sizes of a channel: agreed at attach and checked there against the limits of both sides.
+    Raises ProtocolError: a value is out of range; names it. Each side builds this from the other side's numbers."""
 
     n_slots: int
     request_bytes: int
@@ -80,7 +81,7 @@ class ChannelSizes:
     reply_bytes: int
     """Largest reply frame, header included."""
     shared_bytes: int = 0
-    """Least size of a shared memory segment; the server's alone, which may reserve more than the frames need."""
+    """Least size of a shared-memory segment; used by the server only, which may reserve more than the frames need."""
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
@@ -94,10 +95,10 @@ class ChannelSizes:
 
 @dataclass(frozen=True, slots=True)
 class ChannelOffer:
-    """What the server tells the host over the control plane so that it can open its end.
+    """The data with which the host opens its end; the server sends it over the control plane.
 
-    ``parameters`` are transport-specific strings (names of the segment, an endpoint, secrets of this attach); they are
-    kept out of ``repr`` so that no secret reaches a log.
+    ``parameters`` are transport-specific strings (name of the segment, port, secrets of this attach); they are kept out
+    of ``repr`` so that no secret reaches a log.
     """
 
     transport: str
@@ -106,21 +107,21 @@ class ChannelOffer:
 
 
 Work = Callable[[], None]
-"""What a thread that has handed over all that has arrived does before it waits again."""
+"""Work for a reader thread, to be done after it has delivered the requests that have arrived."""
 
 Deliver = Callable[["ServerChannel", ServerSlot], Work | None]
 """Called from a thread of the transport, once per received request. Must return quickly (it enqueues) and not raise.
 
-If it returns work, the same thread does it soon, without any lock: a small request is then computed with no hop to
-another thread.
+If it returns work, the same thread soon does it, without holding a lock: a small request is then computed without a hop
+to another thread.
 """
 
 OnFailure = Callable[[str], None]
-"""Told that a thread of the transport has ended with an error that it did not foresee, and with which."""
+"""Called with the text of an unforeseen error that has ended a thread of the transport."""
 
 
 def ignore_failure(text: str) -> None:
-    """The `OnFailure` of channels without a server around them; the failure itself is logged."""
+    """Does nothing: the `OnFailure` of channels used without a server; the failure itself is logged."""
     del text
 
 
@@ -128,9 +129,9 @@ class ServerChannel(ABC):
     """The server's end of the data plane to one attached host.
 
     Attributes:
-        offer: what the host needs to open its end; for the control plane.
-        nonce: as `HostChannel.nonce`: equal on both ends exactly if they share memory.
-        n_dropped: requests refused or dropped by the transport, and replies whose host was gone.
+        offer: the data with which the host opens its end; for the control plane.
+        nonce: as `HostChannel.nonce`; equal on both ends exactly if they share memory.
+        n_dropped: requests that the transport refused or dropped, and replies whose host was gone.
     """
 
     name: str
@@ -143,7 +144,7 @@ class ServerChannel(ABC):
         self._deliver_to = deliver
         self._busy = [False] * len(slots)
         self._lock = threading.Lock()
-        """Held for the few non-blocking steps of a reply, so that close() cannot take the buffers away meanwhile."""
+        """Held for the few non-blocking steps of a reply, so that close() cannot free the buffers meanwhile."""
         self._delivering = threading.RLock()
         """Held while `Deliver` runs; reentrant, since it may close the channel."""
         self._closed = False
@@ -152,24 +153,24 @@ class ServerChannel(ABC):
 
     @abstractmethod
     def is_cancelled(self, slot: ServerSlot) -> bool:
-        """Whether the host has said that it does not wait for the reply to the request in ``slot`` any more."""
+        """Returns whether the host has signalled that it no longer waits for the reply to the request in ``slot``."""
 
     @abstractmethod
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
-        """Sends without blocking for long; called with ``_lock`` held. Does not raise because the host is gone."""
+        """Sends without blocking for long; called with ``_lock`` held. Does not raise if the host is gone."""
 
     @abstractmethod
     def _close(self) -> None:
-        """Wakes the host, frees everything; called once, when no delivery runs."""
+        """Wakes the host and frees everything; called once, when no delivery is running."""
 
     def opened(self) -> None:  # noqa: B027 (most transports have nothing to do)
-        """The control plane says that the host opened its end; names and other means to open it are given up."""
+        """Removes the names that served to open the host's end; the server calls it once the host has opened that."""
 
     def reply(self, slot: ServerSlot, n_bytes: int) -> None:
-        """Sends a frame, the first ``n_bytes`` of ``slot.reply``; the slot then takes the next request.
+        """Sends a frame, the first ``n_bytes`` of ``slot.reply``; the slot can then receive the next request.
 
-        From any thread. Never blocks for long and never raises because the host is gone. The buffer must stay as it is
-        until the slot is delivered again.
+        From any thread. Never blocks for long and never raises if the host is gone. The buffer must not change until
+        the slot is delivered again.
         """
         if not HEADER_BYTES <= n_bytes <= len(slot.reply):
             raise CapacityError(f"reply of {n_bytes} bytes; a slot takes {HEADER_BYTES} to {len(slot.reply)}")
@@ -182,19 +183,19 @@ class ServerChannel(ABC):
             self._send_reply(slot, n_bytes)
 
     def close(self) -> None:
-        """Stops delivery, frees everything, wakes the host. Idempotent. No `Deliver` call starts after it returned.
+        """Stops delivery, frees everything, wakes the host. Idempotent. No `Deliver` call starts after it returns.
 
-        Waits for a `Deliver` call that is running: do not call it under a lock that `Deliver` takes.
+        Waits for a running `Deliver` call: do not call it while holding a lock that `Deliver` takes.
         """
         with self._lock:
             first, self._closed = not self._closed, True
         with self._delivering:
-            pass  # a delivery that was running has ended, and the next one sees that the channel is closed
+            pass  # a running delivery has ended, and the next one sees that the channel is closed
         if first:
             self._close()
 
     def _deliver(self, slot: ServerSlot, n_bytes: int) -> None:
-        """Hands a received request of a checked length on."""
+        """Delivers a received request whose length was checked."""
         with self._delivering:
             if self._closed:
                 return
@@ -210,7 +211,7 @@ class ServerChannel(ABC):
                     self._refuse(slot, peek_request_id(slot.request), ErrorCode.INTERNAL, text)
 
     def do_work(self) -> None:
-        """Does what the deliveries so far have asked for; called by the thread that delivered, without any lock."""
+        """Does the work that deliveries have returned; called by the thread that delivered, without holding a lock."""
         work, self._work = self._work, None
         if work is not None:
             work()
@@ -226,7 +227,7 @@ class ServerChannel(ABC):
 def write_error_frame(
     header: FrameHeader, frame: memoryview, request_id: int, code: ErrorCode, text: str, row: int = 0
 ) -> int:
-    """Writes an error frame into ``frame``, the text cut to what fits; returns its length in bytes."""
+    """Writes an error frame into ``frame``, with the text truncated to fit; returns its length in bytes."""
     header.kind, header.request_id, header.code, header.rows = Kind.ERROR, request_id, code, row
     header.body_bytes = write_error_text(frame, text)
     header.pack_into(frame)

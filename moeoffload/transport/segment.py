@@ -1,17 +1,17 @@
 """The memory and the semaphores that a host and a server share, and their names.
 
-Layout: a control page, then one 4096-aligned request area and one reply area per slot::
+Layout: a control area, then the request areas and the reply areas, one of each per slot, all aligned to 4096 bytes::
 
-    0    magic, version, slots, bytes of a request, of a reply and of everything, nonce
+    0    magic, version, slots, bytes of a request, of a reply and of the whole segment, nonce
     128  the server closed the channel        192  the host closed the channel
-    256  one 64-byte line per request on its way: slot, bytes, request id, bell (a ring; a semaphore counts its entries)
+    256  one 64-byte line per request in flight: slot, bytes, request id, bell (a ring; a semaphore counts its entries)
     ...  one 64-byte line per slot: bytes, request id, bell of its reply (one semaphore per slot); and, written by the
-         host, the id of a request whose reply it does not wait for any more
+         host, the id of a request whose reply it no longer waits for
 
 The ring entry is written before the semaphore is posted, under a lock of the host, and read after a token was taken:
 the n-th token belongs to the n-th entry, and the semaphore orders memory on every architecture. The bell is written
-after the post, for a reader that looks instead of sleeping: the number of the entry from 1 on, the id of the reply. No
-two lines share a cache line.
+after the post, for a reader that spins instead of sleeping: the number of the ring entry, counted from 1, or the
+request id of the reply. No two lines share a cache line.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Segment:
     """One side's mapping of the shared memory, with its semaphores. `create` or `open` it; ``close`` once.
 
     Attributes:
-        words: the control page as 64-bit words.
-        nonce: the same 16 random bytes on both sides.
+        words: the control area as 64-bit words.
+        nonce: 16 random bytes, the same on both sides.
         requests, replies: the areas, each exactly as long as the largest frame.
-        request_semaphore, reply_semaphores: see the module's text.
+        request_semaphore, reply_semaphores: see the module's docstring.
     """
 
     def __init__(self, name: str, sizes: ChannelSizes, fd: int, *, create: bool) -> None:
@@ -96,20 +96,20 @@ class Segment:
 
     @classmethod
     def create(cls, sizes: ChannelSizes) -> Segment:
-        """Makes a new segment with a random name, all of its memory reserved.
+        """Creates a segment with a random name and reserves all of its memory.
         Raises ServerError: /dev/shm has too little room; the message says how much is needed and available."""
         name = f"/moeoffload-{os.getpid()}-{secrets.token_hex(16)}"
         needed = max(segment_bytes(sizes), sizes.shared_bytes)
-        # Asked first: reserving would fill the memory that other processes need before it failed.
+        # Checked first: a reservation that fails would first fill memory that other processes need.
         if needed > shared_room():
             raise _no_room(needed)
         shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
         try:
-            os.posix_fallocate(shm.fd, 0, needed)  # else a full /dev/shm would be a SIGBUS later
+            os.posix_fallocate(shm.fd, 0, needed)  # otherwise a full /dev/shm would cause a SIGBUS later
             return cls(name, sizes, shm.fd, create=True)
         except BaseException as error:
             unlink(name, sizes.n_slots)
-            # Too few descriptors are another matter; posix_ipc gives that no number.
+            # Not a lack of file descriptors, for which posix_ipc may set no errno.
             if isinstance(error, OSError) and error.errno not in (None, errno.EMFILE, errno.ENFILE):
                 raise _no_room(needed) from error
             raise
@@ -118,8 +118,8 @@ class Segment:
 
     @classmethod
     def open(cls, name: str, sizes: ChannelSizes) -> Segment:
-        """Opens what the server created and takes its names away, so that nothing is left when a process is killed.
-        Raises ServerError: there is no such segment on this host, or it is not one that this user's server made."""
+        """Opens a segment that the server created and removes its names, so that a killed process leaves nothing.
+        Raises ServerError: there is no such segment on this host, or it was not created by this user's server."""
         if not _NAME.fullmatch(name):
             raise ProtocolError(f"{name!r} is not the name of a shared-memory channel")
         try:
@@ -146,28 +146,28 @@ class Segment:
         return segment
 
     def ring_at(self, n: int) -> int:
-        """Word at which the n-th request announces itself: slot, bytes, request id, bell."""
+        """Returns the index of the first word of the n-th request's line: slot, bytes, request id, bell."""
         return _RING + n % self._sizes.n_slots * _LINE_WORDS
 
     def reply_at(self, slot: int) -> int:
-        """Word at which the reply of a slot announces itself: bytes, request id, bell, cancelled request id."""
+        """Returns the index of the first word of a slot's reply line: bytes, request id, bell, cancelled request id."""
         return _RING + (self._sizes.n_slots + slot) * _LINE_WORDS
 
     def address_of(self, word: int) -> int:
-        """Where a word lies in this process; mapped as long as there is a view on the memory."""
+        """Returns the address of a word in this process; valid as long as there is a view of the memory."""
         return self._address + word * _WORD
 
     def unlink(self) -> None:
-        """Takes the names away; what is open stays usable. Idempotent, also across the two sides."""
+        """Removes the names; open mappings stay usable. Idempotent, even if both sides call it."""
         if self._linked:
             self._linked = False
             unlink(self.name, self._sizes.n_slots)
 
     def close(self) -> None:
-        """Frees names and semaphores. No thread may use them any more.
+        """Frees names and semaphores. No thread may still use them.
 
-        The memory itself (and the descriptor that Python keeps for it) goes when the last view on it is dropped:
-        unmapping it under a tensor would be a crash.
+        The memory itself (and the descriptor that Python keeps for it) is freed when the last view of it is dropped:
+        unmapping it under a tensor would crash the process.
         """
         self.unlink()
         for semaphore in (self.request_semaphore, *self.reply_semaphores):
@@ -175,7 +175,7 @@ class Segment:
 
 
 def segment_bytes(sizes: ChannelSizes) -> int:
-    """Bytes of a whole segment."""
+    """Returns the size of a whole segment in bytes."""
     control = _aligned(_RING * _WORD + 2 * sizes.n_slots * 64)
     return control + sizes.n_slots * (_aligned(sizes.request_bytes) + _aligned(sizes.reply_bytes))
 
@@ -190,10 +190,10 @@ def unlink(name: str, n_slots: int) -> None:
 
 
 def sweep_stale_segments(min_age_s: float = 60.0) -> int:
-    """Removes what servers of this user left behind that were killed before a host opened their segment.
+    """Removes what this user's servers left behind that were killed before a host opened their segment.
 
-    Only names whose process is dead and that are older than ``min_age_s`` seconds go: a process of another container
-    looks dead from here although it is not. Returns how many names were removed.
+    Removes only names whose process is dead and that are older than ``min_age_s`` seconds, since a process in another
+    container looks dead from here. Returns how many names were removed.
     """
     n_removed = 0
     youngest = time.time() - min_age_s
@@ -216,7 +216,7 @@ def _semaphore_names(name: str, n_slots: int) -> list[str]:
 
 
 def shared_room() -> int:
-    """Bytes of shared memory that are free on this machine."""
+    """Returns the free shared memory of this machine in bytes."""
     room = os.statvfs(SHM_FOLDER)
     return room.f_bavail * room.f_frsize
 

@@ -1,6 +1,6 @@
-"""Both ends on one machine: frames stay where they were written, in memory that both processes map.
+"""Both ends of the shared-memory transport: frames stay where they were written, in memory that both processes map.
 
-A request or reply costs its sender one ring entry or line and one semaphore post, the other side one token. See
+A request or reply costs its sender one ring entry or line and one semaphore post, and its receiver one token. See
 `segment` for the layout and `spin` for how a thread waits.
 """
 
@@ -30,7 +30,7 @@ from moeoffload.wire import HEADER_BYTES, ErrorCode
 
 MOST_SPARE: Final = 8
 READ_POLL_S: Final = 0.5
-"""A sleeping thread looks this often whether the other side closed, should the wake-up be lost with its process."""
+"""How often a sleeping thread checks whether the other side closed, in case the wake-up was lost with its process."""
 
 
 class SharedHostEnd(HostChannel):
@@ -50,7 +50,7 @@ class SharedHostEnd(HostChannel):
         self._bells = [segment.address_of(at + 2) for at in self._reply_at]
         self._n_sent = 0
         self._awaited = [0] * sizes.n_slots
-        """Per slot the request id whose reply is to come."""
+        """Per slot, the id of the request whose reply is expected."""
         self._spin = AdaptiveSpin()
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
@@ -67,7 +67,7 @@ class SharedHostEnd(HostChannel):
             words[at + 3] = self._n_sent
 
     def _drop_spare_replies(self, index: int) -> None:
-        """Drops the reply before, should it come once more: nothing was asked for since."""
+        """Drops repetitions of the previous reply: this slot has had no request since."""
         semaphore = self._segment.reply_semaphores[index]
         for _ in range(MOST_SPARE):  # a server may have posted any number
             if not semaphore.value:
@@ -85,7 +85,7 @@ class SharedHostEnd(HostChannel):
             left_s = deadline - perf_counter()
             if left_s <= 0:
                 raise DeadlineError
-            # A token without its reply is the wake-up of a close(), or of a reply that came twice: look again.
+            # A token without the awaited reply comes from a close(), or from a reply that was sent twice: look again.
             if self._spin.acquire(semaphore, bell, awaited, left_s if left_s < READ_POLL_S else READ_POLL_S):
                 if self._words[at + 1] == awaited:
                     return self._words[at]
@@ -120,7 +120,7 @@ class SharedServerEnd(ServerChannel):
     name = "shared"
 
     def __init__(self, sizes: ChannelSizes, deliver: Deliver, *, on_failure: OnFailure = ignore_failure) -> None:
-        """Creates the segment and starts to deliver; should that end with an error, the channel is closed.
+        """Creates the segment and starts the reader thread; if that ends with an error, the channel is closed.
         Raises ServerError: /dev/shm has too little room for it."""
         segment = Segment.create(sizes)
         areas = zip(segment.requests, segment.replies, strict=True)
@@ -131,13 +131,13 @@ class SharedServerEnd(ServerChannel):
         self._words = segment.words
         self._reply_at = [segment.reply_at(index) for index in range(sizes.n_slots)]
         self._taken = [0] * sizes.n_slots
-        """Per slot the request id that is being worked on."""
+        """Per slot, the id of the request that is being worked on."""
         self._spin = AdaptiveSpin()
         self._on_failure = on_failure
         self._reader = start_thread("shared-reader", self._read, self._failed)
 
     def opened(self) -> None:
-        """The host has opened its end: the names are given up (the host has tried that, too)."""
+        """Removes the names, now that the host has opened its end (the host has removed them, too)."""
         self._segment.unlink()
 
     def is_cancelled(self, slot: ServerSlot) -> bool:
@@ -169,7 +169,7 @@ class SharedServerEnd(ServerChannel):
     def _take(self, at: int) -> None:
         index, n_bytes, request_id = self._words[at], self._words[at + 1], self._words[at + 2]
         if index >= len(self.slots) or self._busy[index]:
-            self.n_dropped += 1  # not a host that keeps to the rules; there is no slot to answer in
+            self.n_dropped += 1  # the host breaks the protocol; there is no slot to answer in
             return
         slot = self.slots[index]
         self._taken[index] = request_id
@@ -186,21 +186,21 @@ class SharedServerEnd(ServerChannel):
         try:
             self._segment.reply_semaphores[slot.index].release()
         except OSError:
-            self.n_dropped += 1  # the host has filled its semaphore up to the brim; it has tokens enough
+            self.n_dropped += 1  # the host has filled its semaphore to the limit; it does not lack tokens
         self._words[at + 2] = request_id
 
     def _close(self) -> None:
         self._words[SERVER_CLOSED] = 1
         for semaphore in (self._segment.request_semaphore, *self._segment.reply_semaphores):
-            with suppress(OSError):  # full: a thread that waits for it is awake anyway
+            with suppress(OSError):  # full: no thread is asleep on it
                 semaphore.release()
         if self._reader is not threading.current_thread():
             self._reader.join()  # it frees the segment
 
 
 def open_shared(offer: ChannelOffer) -> SharedHostEnd:
-    """Opens the host's end of what a `SharedServerEnd` offers and takes the names of its memory away.
-    Raises ServerError: the memory is not on this host, or not one that a server of this user made."""
+    """Opens the host's end of the channel that a `SharedServerEnd` offers and removes the names of its memory.
+    Raises ServerError: the memory is not on this host, or was not created by a server of this user."""
     name = offer.parameters.get("segment")
     if name is None:
         raise ProtocolError("the offer of a shared-memory channel does not name its segment")

@@ -1,4 +1,4 @@
-"""The host's end of a channel: which slot is free, sent or abandoned, whose turn it is, who closed.
+"""The host's end of a channel: the state of each slot, the queue of waiting threads, and closing by either side.
 
 The transports add how bytes move and how a thread waits for them. No method here holds a lock across a wait.
 """
@@ -16,20 +16,20 @@ from moeoffload.transport.base import ChannelSizes, HostSlot
 from moeoffload.wire import HEADER_BYTES, peek_request_id
 
 LATE_POLL_S: Final = 0.005
-"""How often a thread that finds all slots taken, some of them abandoned, looks for late replies."""
+"""How often a thread that waits for a slot looks for late replies, while some slots are abandoned."""
 CLOSE_POLL_S: Final = 0.25
-"""How often a thread that finds all slots taken looks whether the server closed the channel."""
+"""How often a thread that waits for a slot checks whether the server closed the channel."""
 
 
 class SlotState(IntEnum):
-    """Where a host slot is in its life."""
+    """States of a host slot."""
 
     FREE = 0
     HELD = 1
     """Acquired; nothing in flight."""
     SENT = 2
     ABANDONED = 3
-    """Released before its reply was here: free as soon as the late reply has come."""
+    """Released before its reply arrived: becomes free when the late reply has arrived."""
 
 
 class HostChannel(ABC):
@@ -37,7 +37,7 @@ class HostChannel(ABC):
 
     Attributes:
         name: shared or stream.
-        nonce: random bytes that only a process which shares the server's memory can know; empty on other transports.
+        nonce: random bytes known only to processes that share the server's memory; empty on other transports.
         n_stale: late, duplicate or unknown replies that were dropped.
     """
 
@@ -54,50 +54,50 @@ class HostChannel(ABC):
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
         self._line: list[object] = []
-        """One ticket per thread that waits for a slot: first come, first served, or one thread could wait forever."""
+        """One ticket per thread that waits for a slot: first come, first served, so that no thread starves."""
         self._n_abandoned = 0
         self._n_inside = 0
-        """Threads inside ``send`` or ``wait``, which use what the transport frees on close."""
+        """Threads inside ``send``, ``wait`` or a cancellation, which use what the transport frees on close."""
         self._closing = False
         self._closed = ""
         """Why the channel is closed; empty while it is open."""
 
-    # -- what a transport provides
+    # -- implemented by each transport
 
     @abstractmethod
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
-        """Hands a checked frame over."""
+        """Sends a checked frame; calls `_mark_sent`."""
 
     @abstractmethod
     def _await_reply(self, slot: HostSlot, deadline: float) -> int:
         """Waits until ``deadline`` (perf_counter seconds); returns the length of the reply, not checked yet.
-        Raises DeadlineError: there was none; the text does not matter; ServerError: see `_check_open`."""
+        Raises DeadlineError: there was no reply (its text is not used); ServerError: see `_check_open`."""
 
     @abstractmethod
     def _cancel(self, slot: HostSlot, request_id: int) -> None:
-        """Tells the server that the reply to this request is not waited for; neither blocks nor raises."""
+        """Tells the server that the host no longer waits for the reply to this request; neither blocks nor raises."""
 
     @abstractmethod
     def _take_late(self, slot: HostSlot) -> bool:
-        """Without blocking: whether the reply of this abandoned slot has arrived; if so, it is consumed."""
+        """Consumes the reply of this abandoned slot if it has arrived; returns whether it has. Does not block."""
 
     @abstractmethod
     def _wake(self) -> None:
-        """Makes every thread in ``_await_reply`` look at `_check_open` again."""
+        """Makes every thread in ``_await_reply`` call `_check_open` again."""
 
     @abstractmethod
     def _dispose(self) -> None:
         """Frees everything; called once, when no thread is inside."""
 
     def _closed_by_peer(self) -> bool:
-        """Whether the server has closed the channel, where that can be seen without waiting."""
+        """Returns whether the server has closed the channel, if the transport can see that without waiting."""
         return False
 
     # -- the channel
 
     def acquire(self, timeout_s: float) -> HostSlot:
-        """A free slot; waits up to ``timeout_s`` seconds for one to be released.
-        Raises DeadlineError: none came free in time; ServerError: the channel is closed, by either side."""
+        """Returns a free slot; waits up to ``timeout_s`` seconds for one to be released.
+        Raises DeadlineError: none became free in time; ServerError: the channel is closed, by either side."""
         deadline = perf_counter() + timeout_s
         ticket: object | None = None
         try:
@@ -107,7 +107,7 @@ class HostChannel(ABC):
                 with self._lock:
                     self._check_open()
                     if self._free_slots and (not self._line or self._line[0] is ticket):
-                        slot = self._free_slots.pop()  # the last one released: its buffers are still in the cache
+                        slot = self._free_slots.pop()  # the one released last: its buffers are still in the CPU's cache
                         self._states[slot.index] = SlotState.HELD
                         return slot
                     left_s = deadline - perf_counter()
@@ -127,18 +127,18 @@ class HostChannel(ABC):
                     self._released.notify_all()
 
     def next_id(self, slot: HostSlot) -> int:
-        """The request id that the next frame sent from ``slot`` must carry.
+        """Returns the request id that the next frame sent from ``slot`` must carry.
 
-        Never 0, equal to ``slot.index`` modulo the number of slots; the same until that frame is sent, then a new one.
+        Never 0, and equal to ``slot.index`` modulo the number of slots; it stays the same until that frame is sent.
         """
         return self._ids[slot.index]
 
     def send(self, slot: HostSlot, n_bytes: int) -> None:
         """Sends the first ``n_bytes`` of ``slot.request``, a whole frame; its request id must be ``next_id(slot)``.
 
-        The buffer must stay as it is until ``wait`` returns.
+        The buffer must not be changed until ``wait`` returns.
         Raises CapacityError: the frame is longer than the slot or shorter than a header; ProtocolError: the frame
-        carries another request id; ServerError: the channel is closed, or the frame could not be handed over.
+        carries another request id; ServerError: the channel is closed, or the frame could not be sent.
         """
         index = slot.index
         if self._states[index] != SlotState.HELD:
@@ -155,8 +155,8 @@ class HostChannel(ABC):
             self._leave()
 
     def wait(self, slot: HostSlot, timeout_s: float) -> int:
-        """Waits for the reply to what was sent from ``slot``; returns its length in bytes, in ``slot.reply``.
-        Raises DeadlineError: no reply within ``timeout_s`` seconds, and it can be waited for again; ProtocolError: the
+        """Waits for the reply to the request sent from ``slot``; returns its length in bytes, in ``slot.reply``.
+        Raises DeadlineError: no reply within ``timeout_s`` seconds; ``wait`` may be called again; ProtocolError: the
         reply has an impossible length; ServerError: the channel was closed, by either side."""
         index = slot.index
         if self._states[index] != SlotState.SENT:
@@ -175,10 +175,10 @@ class HostChannel(ABC):
         return n_bytes
 
     def release(self, slot: HostSlot) -> None:
-        """Gives a slot back; once after each ``acquire``, whether or not something was sent or received.
+        """Releases a slot; call it once after each ``acquire``, whether or not something was sent or received.
 
-        If a reply is still to come, the server is told that it is not waited for, and the slot comes free only when the
-        late reply has arrived (which is dropped and counted in ``n_stale``), so nothing is overwritten.
+        If a reply is still expected, the server is told that the host no longer waits for it, and the slot becomes free
+        only when the late reply has arrived (it is dropped and counted in ``n_stale``), so nothing is overwritten.
         """
         with self._lock:
             state = self._states[slot.index]
@@ -206,7 +206,7 @@ class HostChannel(ABC):
             self._closed = self._closed or "it was closed"
             self._released.notify_all()
             if self._n_inside:
-                self._wake()  # the last thread to leave frees
+                self._wake()  # the last thread to leave frees everything
                 return
         self._dispose()
 
@@ -218,9 +218,10 @@ class HostChannel(ABC):
     # -- for the transports
 
     def _mark_sent(self, slot: HostSlot) -> None:
-        """For ``_send``: from here on a reply may come.
+        """Marks a slot as sent; for ``_send``, before a reply to it can be received.
 
-        Done before the bytes go: the reply can be quick, and after Ctrl-C, at any time, an id must not be used twice.
+        Shared memory does so before it hands the frame over, so that Ctrl-C never lets an id be used twice; the stream
+        does so after the last piece, under the lock that receiving needs.
         """
         self._ids[slot.index] += len(self.slots)
         self._states[slot.index] = SlotState.SENT
@@ -252,7 +253,7 @@ class HostChannel(ABC):
             self._released.notify_all()
 
     def _collect_late(self) -> None:
-        """Takes abandoned slots back whose reply has arrived meanwhile; never blocks."""
+        """Frees abandoned slots whose late reply has arrived; never blocks."""
         with self._lock:
             for slot in () if self._closing else self.slots:
                 if self._states[slot.index] == SlotState.ABANDONED and self._take_late(slot):

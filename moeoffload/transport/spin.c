@@ -1,8 +1,9 @@
-/* Waits for a word or a file descriptor to change without sleeping, for a bounded time, and tells when another thread of this system wants the core.
+/* Waits for a word or a file descriptor to change without sleeping, for a bounded time, and reports when another thread
+   of this system wants the core.
 
-   A sleeping thread is woken 20 to 50 microseconds late; one that spins sees news within one. It yields the core all the
-   time, so that a peer on the same core works on, and gives up when the system says that it was displaced for long:
-   time that a hypervisor took was not wanted by another thread of this system. */
+   A sleeping thread is woken 20 to 50 microseconds late; a spinning one sees a change within one. It keeps yielding the
+   core, so that a peer on the same core can work, and gives up if it lost the core for long and the kernel counts an
+   involuntary context switch: without one, the time was taken by a hypervisor, not by a thread of this system. */
 
 #define _GNU_SOURCE
 #include <poll.h>
@@ -13,8 +14,8 @@
 
 enum seen { NOTHING = 0, NEWS = 1, CROWDED = 2 };
 
-#define LOOKS 16   /* at a word between two readings of the clock */
-#define ROUNDS 64  /* readings of the clock between two questions how often the thread was displaced */
+#define LOOKS 16   /* at the word between two clock readings */
+#define ROUNDS 64  /* clock readings between two queries of the number of involuntary context switches */
 
 static int64_t now_ns(void) {
     struct timespec time;
@@ -36,7 +37,7 @@ static void pause_core(void) {
 #endif
 }
 
-/* What is waited for; `look` says whether it is there. */
+/* The awaited event; `look` returns whether it has happened. */
 struct awaited {
     int (*look)(const struct awaited *);
     const int64_t *word;
@@ -69,7 +70,7 @@ static int spin(const struct awaited *awaited, int64_t limit_ns, int64_t crowded
         const int64_t now = now_ns();
         const int is_crowded = now - before > crowded_ns && times_displaced() != displaced;
         if (is_crowded || now - started > limit_ns) {
-            if (awaited->look(awaited))  /* the peer had the core, and was quick */
+            if (awaited->look(awaited))  /* the peer had the core and may have been quick */
                 return NEWS;
             return is_crowded ? CROWDED : NOTHING;
         }
@@ -79,13 +80,13 @@ static int spin(const struct awaited *awaited, int64_t limit_ns, int64_t crowded
     }
 }
 
-/* Until the int64 at `word` is `value`: what its writer wrote before can be read then. Returns an enum seen. */
+/* Spins until the int64 at `word` is `value`; what its writer wrote before is visible then. Returns an enum seen. */
 int moeoffload_spin(const int64_t *word, int64_t value, int64_t limit_ns, int64_t crowded_ns) {
     const struct awaited awaited = {.look = word_has_value, .word = word, .value = value};
     return spin(&awaited, limit_ns, crowded_ns);
 }
 
-/* Until poll(2) would tell of one of `descriptors`. Returns an enum seen. */
+/* Spins until poll(2) reports one of `descriptors`. Returns an enum seen. */
 int moeoffload_spin_poll(struct pollfd *descriptors, int n, int64_t limit_ns, int64_t crowded_ns) {
     const struct awaited awaited = {.look = can_be_read, .descriptors = descriptors, .n_descriptors = n};
     return spin(&awaited, limit_ns, crowded_ns);

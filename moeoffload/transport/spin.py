@@ -1,8 +1,8 @@
-"""Waiting for a peer: first spin for a while, if that has paid off lately, then sleep on a semaphore or in poll(2).
+"""Waiting for a peer: spin for a while, if that has paid off recently, then sleep on a semaphore or in poll(2).
 
-A spin lasts a few times as long as recent waits took, never longer than a limit: in a generation that is the whole
-wait, and an idle channel costs a dozen spins and then nothing. After a spin that met other threads on its core come
-waits without one, twice as many each time. Without the C library (see `spin.c`) every wait sleeps.
+A spin lasts up to a few times as long as recent waits took, never longer than a limit: during generation that covers
+the whole wait; an idle channel costs a dozen spins and then nothing. After a spin during which another thread wanted
+the core, the next waits do not spin, twice as many each time. Without the C library (see `spin.c`) every wait sleeps.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import posix_ipc
 from moeoffload.native import native_library
 
 SPIN_LIMIT_S: Final = 10e-3
-"""Default of the longest spin in seconds: the experts of one layer for a few rows take less."""
+"""Default limit of a spin in seconds: computing one layer's experts for a few rows takes less."""
 CROWDED_S: Final = 1e-3
-"""A thread that does not get its core back from ``sched_yield`` for so long shares it with a busy one."""
+"""A thread that does not get its core back from ``sched_yield`` for this long shares the core with a busy thread."""
 NOTHING, NEWS, CROWDED = 0, 1, 2
-"""Why a spin ended: its time was over, there is news, other threads want the core."""
+"""Why a spin ended: its time was over, the awaited event happened, or another thread wants the core."""
 _CROWDED_NS: Final = int(CROWDED_S * 1e9)
 _WEIGHT: Final = 0.125
-"""Of the newest wait in the mean of recent waits."""
+"""Weight of the newest wait in the mean of recent waits."""
 _LONGEST: Final = 1.25
-"""Limits that a long wait counts as: after a pause of any length three short waits are slept through."""
+"""A long wait counts as at most this many limits, so that after a pause only about three short waits do not spin."""
 _MAX_REST: Final = 64
-"""Most waits without a spin after one that met others."""
+"""Most waits without a spin after a crowded one."""
 _HELD_BACK: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1})
-"""Signals that wait until a sleep is over: posix_ipc drops what a signal's handler raises, so Ctrl-C would be lost."""
+"""Signals blocked during a sleep: posix_ipc drops what a signal handler raises, so Ctrl-C would be lost."""
 
 
 def _library() -> Any:
-    """The library with the functions of `spin.c`, which release the interpreter lock; None if it was not built."""
+    """Returns the library with the functions of `spin.c`, which release the GIL; None if it was not built."""
     library = native_library()
     if library is not None:
         library.moeoffload_spin.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
@@ -45,7 +45,7 @@ def _library() -> Any:
 
 
 class Readable:
-    """File descriptors that are waited for until one of them can be read."""
+    """File descriptors to wait for until one of them is readable."""
 
     class _PollFd(ctypes.Structure):
         _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
@@ -59,12 +59,12 @@ class Readable:
 
 
 class AdaptiveSpin:
-    """How one thread at a time waits; it learns from how long recent waits were. All times in seconds."""
+    """Waits for one thread at a time and adapts to how long recent waits took. All times in seconds."""
 
     __slots__ = ("_library", "_limit_s", "_mean_s", "_n_crowded", "_rest")
 
     def __init__(self, limit_s: float = SPIN_LIMIT_S) -> None:
-        """A limit of 0 never spins; nor does a machine with one core, where only a sleeper lets its peer work."""
+        """A limit of 0 disables spinning; so does a single core, on which a spin would keep the peer from working."""
         self._library = _library()
         self._limit_s = limit_s if self._library is not None and (os.cpu_count() or 1) > 1 else 0.0
         self._mean_s = self._limit_s / 2
@@ -72,19 +72,19 @@ class AdaptiveSpin:
 
     @property
     def budget_s(self) -> float:
-        """How long to spin now: four times the mean of recent waits, or 0 if those were longer than the limit."""
+        """How long to spin now: about four times the mean of recent waits, or 0 if that mean is above the limit."""
         if self._rest or self._mean_s >= self._limit_s:
             return 0.0
         return min(self._limit_s, 4 * self._mean_s + 10e-6)
 
     def learn(self, waited_s: float) -> None:
-        """Takes one wait into the mean."""
+        """Adds one wait to the mean."""
         self._mean_s += _WEIGHT * (min(waited_s, _LONGEST * self._limit_s) - self._mean_s)
         if self._rest:
             self._rest -= 1
 
     def met(self, seen: int) -> None:
-        """Draws the conclusion from the end of one spin."""
+        """Records why a spin ended: after a crowded one, the next waits do not spin."""
         if seen != CROWDED:
             self._n_crowded = 0
             return
@@ -92,12 +92,12 @@ class AdaptiveSpin:
         self._n_crowded = min(self._n_crowded + 1, 8)
 
     def acquire(self, semaphore: posix_ipc.Semaphore, bell: int, value: int, timeout_s: float) -> bool:
-        """Takes one token of ``semaphore``; False if there was none within ``timeout_s`` (or a signal came).
+        """Takes one token of ``semaphore``; returns False if there was none within ``timeout_s`` (or a signal arrived).
 
         Args:
-            semaphore: its poster writes the bell afterwards.
-            bell: address of the int64 to look at meanwhile.
-            value: what the bell shows when the token is there.
+            semaphore: its poster writes the bell after posting.
+            bell: address of the int64 to watch while spinning.
+            value: value of the bell once the token is there.
             timeout_s: 0 does not wait.
         """
         started = perf_counter()
@@ -117,7 +117,7 @@ class AdaptiveSpin:
         return True
 
     def poll(self, readable: Readable, timeout_s: float) -> list[tuple[int, int]]:
-        """What of ``readable`` can be read, as `select.poll.poll` says it; nothing after ``timeout_s``."""
+        """Returns which of ``readable`` can be read, as `select.poll.poll` does; nothing after ``timeout_s``."""
         started = perf_counter()
         budget_s = min(self.budget_s, timeout_s)
         if budget_s > 0:
@@ -137,6 +137,6 @@ def _sleep(semaphore: posix_ipc.Semaphore, timeout_s: float) -> None:
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         except BaseException:
-            # Another thread may have taken the signal: its handler then raises here before anything was set.
+            # Another thread may have received the signal: its handler then raises here, before the mask was set.
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             raise

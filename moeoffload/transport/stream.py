@@ -1,7 +1,7 @@
 """The host's end of the stream transport: a ZeroMQ DEALER over TCP, for servers on other machines.
 
 Any number of threads may wait, each for its own slot. One of them leads: it waits for the socket and receives for all,
-so a single waiting thread has no hop to another one. The others sleep until a reply is here, or one has to lead.
+so a single waiting thread needs no hop to another one. The others sleep until a reply arrives or one has to lead.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from moeoffload.transport.zmq_socket import (
 from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
 
 SEND_TIMEOUT_S: Final = 2.0
-"""How long a send waits for room, when the connection is lost and all that may be queued for it is queued."""
+"""How long a send waits for room when the connection is lost and its send queue is full."""
 RETRY_S: Final = 0.002
 PROBE_S: Final = 0.25
-"""Between two questions to the server whether an abandoned slot, or a new channel, is known to it."""
+"""Interval of probes: cancellations that ask the server about an abandoned slot or a new channel."""
 
 
 class StreamHostEnd(HostChannel):
@@ -53,11 +53,11 @@ class StreamHostEnd(HostChannel):
         self._using = threading.Condition(threading.Lock())
         """Guards the socket and everything below; never held while the socket is waited for."""
         self._awaited = [0] * sizes.n_slots
-        """Per slot the request id whose reply is to come, or 0."""
+        """Per slot, the id of the request whose reply is expected, or 0."""
         self._arrived = [0] * sizes.n_slots
-        """Per slot the bytes of a reply that was not taken yet, or 0."""
+        """Per slot, the bytes of a reply that has arrived and was not taken yet, or 0."""
         self._is_led = False
-        """A thread waits for the socket; it is told when another one has received something."""
+        """Whether a thread is waiting for the socket; it is woken when another thread has received something."""
         self._control = memoryview(bytearray(HEADER_BYTES))
         self._probed_at = [0.0] * sizes.n_slots
         self._probed_ids = [0] * sizes.n_slots
@@ -71,7 +71,7 @@ class StreamHostEnd(HostChannel):
             raise ServerError(f"{endpoint} is not an address that can be connected to: {error}") from error
 
     def greet(self, timeout_s: float) -> None:
-        """Asks for a request that was never sent and waits for the answer, so that the channel is known to work.
+        """Checks that the channel works: cancels a request that was never sent and waits for the answer.
         Raises DeadlineError: no answer within ``timeout_s`` seconds."""
         deadline = perf_counter() + timeout_s
         request_id = self._awaited[0] = self._ids[0]
@@ -79,7 +79,7 @@ class StreamHostEnd(HostChannel):
         while (left_s := deadline - perf_counter()) > 0:
             with self._using:
                 self._ask(0, request_id)
-            with suppress(DeadlineError):  # the connection may have broken under it; a second answer is dropped
+            with suppress(DeadlineError):  # the connection may have broken meanwhile; a second answer is dropped
                 self._await_reply(self.slots[0], perf_counter() + min(PROBE_S, left_s))
                 return
         raise DeadlineError(f"no answer from {self._endpoint} within {timeout_s:g} s")
@@ -94,10 +94,10 @@ class StreamHostEnd(HostChannel):
                 self._arrived[slot.index] = 0
                 at = self._wire.send(request_id, slot.request, n_bytes, None, at)
                 if at == n_bytes:
-                    self._probed_at[slot.index] = perf_counter()  # no question before the reply had its time
+                    self._probed_at[slot.index] = perf_counter()  # the first probe only PROBE_S later
                     self._mark_sent(slot)
                     if self._is_led:
-                        self._receive_all()  # sending may have used up the signal that the leader waits for
+                        self._receive_all()  # sending may have consumed the signal that the leader waits for
                     return
             if perf_counter() >= deadline:
                 raise ServerError(f"{self._endpoint} has taken nothing for {SEND_TIMEOUT_S:g} s")
@@ -119,10 +119,10 @@ class StreamHostEnd(HostChannel):
                         raise DeadlineError
                     self._lead(left_s)
             finally:
-                self._using.notify_all()  # another one has to lead now
+                self._using.notify_all()  # another thread has to lead now
 
     def _lead(self, timeout_s: float) -> None:
-        """Waits for the socket, or for who does already. ``_using`` is held."""
+        """Waits for the socket, or, if another thread leads, to be notified by it. Called with ``_using`` held."""
         if self._is_led:
             self._using.wait(timeout_s)
             return
@@ -135,8 +135,8 @@ class StreamHostEnd(HostChannel):
             self._is_led = False
 
     def _receive_all(self, own: int = -1) -> None:
-        """Takes in what has arrived, up to the reply for slot ``own``, and tells threads that wait for it.
-        ``_using`` is held."""
+        """Receives what has arrived, up to the reply for slot ``own``, and notifies waiting threads.
+        Called with ``_using`` held."""
         wire = self._wire
         news = False
         while wire.readable():
@@ -150,14 +150,14 @@ class StreamHostEnd(HostChannel):
             elif self._receive_piece(*tag):
                 news = True
                 if tag[0] % len(self.slots) == own:
-                    break  # the next to lead looks whether there is more
+                    break  # the next leader receives the rest
         if news:
             self._using.notify_all()
             if self._is_led:
                 self._wire.wake()
 
     def _receive_piece(self, request_id: int, at: int, frame_bytes: int) -> bool:
-        """Takes one piece in; whether the reply it belongs to is complete."""
+        """Receives one piece; returns whether the reply it belongs to is complete."""
         index = request_id % len(self.slots)
         incoming = self._incoming[index]
         if request_id != self._awaited[index]:
@@ -169,7 +169,7 @@ class StreamHostEnd(HostChannel):
             piece = incoming.expects(request_id, at, frame_bytes)
         if piece is None:
             self._wire.skip()
-            # Nothing stale: the answer to a question that crossed the reply it asked for, or to one that was repeated.
+            # Not stale: the answer to a probe that crossed the reply, or to a repeated probe.
             self.n_stale += at == 0 and request_id != self._probed_ids[index]
             return False
         whole = incoming.took(self._wire.receive_piece(piece))
@@ -177,7 +177,7 @@ class StreamHostEnd(HostChannel):
 
     def _complete(self, index: int, n_bytes: int) -> bool:
         self._awaited[index] = 0
-        self._arrived[index] = n_bytes or 1  # none at all is as impossible as one byte: `wait` says so
+        self._arrived[index] = n_bytes or 1  # 0 means no reply; a broken one counts as 1 byte, which `wait` refuses
         return True
 
     def _collect_late(self) -> None:
@@ -191,9 +191,9 @@ class StreamHostEnd(HostChannel):
         super()._collect_late()
 
     def _ask_for_lost(self) -> None:
-        """Asks for the replies of abandoned slots that may have been lost with a connection.
+        """Probes abandoned slots whose replies may have been lost with a connection.
 
-        The server sends a cancellation back only when it has no such request (any more); so the slot is free then.
+        The server sends a cancellation back only if it does not have the request (any more), so the slot is free then.
         """
         now = perf_counter()
         for index, request_id in enumerate(self._awaited):
@@ -201,14 +201,14 @@ class StreamHostEnd(HostChannel):
                 self._ask(index, request_id)
 
     def _ask(self, index: int, request_id: int) -> None:
-        """Sends a cancellation, if there is room; ``_using`` is held."""
+        """Sends a cancellation, if there is room. Called with ``_using`` held."""
         self._probed_at[index], self._probed_ids[index] = perf_counter(), request_id
         FrameHeader(Kind.CANCEL, request_id=request_id).pack_into(self._control)
         self._wire.send(request_id, self._control, HEADER_BYTES, None)
 
     def _cancel(self, slot: HostSlot, request_id: int) -> None:
         with self._using:
-            if self._awaited[slot.index] == request_id:  # else its reply is here
+            if self._awaited[slot.index] == request_id:  # else its reply has arrived
                 self._ask(slot.index, request_id)
                 if self._is_led:
                     self._receive_all()  # as in `_send`
@@ -229,10 +229,10 @@ class StreamHostEnd(HostChannel):
 def open_stream(
     offer: ChannelOffer, host: str, *, timeout_s: float, keys: StreamKeys | None = None, encrypted: bool = False
 ) -> StreamHostEnd:
-    """Opens the host's end of a stream channel; what is returned is known to work.
+    """Opens the host's end of a stream channel; a returned channel is known to work.
 
-    ``host`` is the name or address under which this machine reaches the server, ``keys`` are those of this attach, used
-    if the offer holds the server's key; ``encrypted`` refuses an offer without one.
+    ``host`` is the name or address under which this machine reaches the server; ``keys`` belong to this attach and are
+    used if the offer holds the server's key; ``encrypted`` refuses an offer without one.
     Raises DeadlineError: no answer in time: nothing listens there, or the server does not know this channel;
     ServerError: the offer or the address is not valid.
     """

@@ -1,6 +1,6 @@
-"""CURVE keys of the stream transport, and the door of a listener: it admits only the keys of hosts that are attached.
+"""CURVE keys of the stream transport, and the `Door` of a listener, which admits only the keys of attached hosts.
 
-Each attach has a fresh key pair, made by the host; its public half, and the server's, travel over the control plane.
+The host makes a fresh key pair for each attach; its public half, and the server's, travel over the control plane.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from moeoffload.transport.zmq_socket import PIECE_BYTES
 KEY_CHARACTERS: Final = 40
 """A key is 32 bytes, written as 40 characters of Z85."""
 _SEAL_BYTES: Final = 33
-"""What CURVE adds to a message: command name, nonce, flags and the authenticator."""
+"""Bytes that CURVE adds to a message: command name, nonce, flags and authenticator."""
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 _DOMAIN: Final = "moeoffload"
 _COMINGS_AND_GOINGS: Final = zmq.Event.ACCEPTED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
-"""And never HANDSHAKE_FAILED_PROTOCOL: under a monitor of that event libzmq 4.3.5 does not close a connection when the
-seal of a message is broken; it stops to read it, and in the end aborts the process."""
+"""Must not contain HANDSHAKE_FAILED_PROTOCOL: with a monitor of that event libzmq 4.3.5 does not close a connection on
+which a message fails authentication; it stops reading from it and in the end aborts the process."""
 
 OnRefused = Callable[[str, str], None]
-"""Told the peer and the reason."""
+"""Called with the refused peer and the reason."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class StreamKeys:
 
     @classmethod
     def new(cls) -> StreamKeys:
-        """A fresh pair."""
+        """Makes a fresh pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
 
 def check_key(text: str, of_whom: str) -> bytes:
-    """A public key from the other side, as ZeroMQ takes it. Raises ProtocolError: it is none."""
+    """Returns a public key from the other side in ZeroMQ's form. Raises ProtocolError: it is not a key."""
     try:
         key = text.encode("ascii")
         if len(key) != KEY_CHARACTERS or len(z85.decode(key)) != 32:
@@ -60,7 +60,7 @@ def check_key(text: str, of_whom: str) -> bytes:
 
 
 def encrypt_host_end(socket: zmq.Socket[bytes], keys: StreamKeys, server: bytes) -> None:
-    """Lets a socket that is not connected yet talk to the owner of the key ``server`` alone."""
+    """Makes a socket that is not connected yet talk only to the owner of the key ``server``."""
     _admit_sealed_pieces(socket)
     socket.setsockopt(zmq.CURVE_SERVERKEY, server)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
@@ -72,16 +72,16 @@ def _admit_sealed_pieces(socket: zmq.Socket[bytes]) -> None:
 
 
 class Door:
-    """Answers ZeroMQ's question (ZAP, https://rfc.zeromq.org/spec/27/) whether a key may come in. One thread.
+    """Answers ZeroMQ's authentication requests (ZAP, https://rfc.zeromq.org/spec/27/) in a thread of its own.
 
-    pyzmq's ThreadAuthenticator answers it too, but does not tell which peer was refused.
+    pyzmq's ThreadAuthenticator does so too, but does not report which peer was refused.
 
     Attributes:
-        public_key: of the listener, Z85 text; the pair is made for it alone.
+        public_key: the listener's key as Z85 text; the key pair is made for this listener alone.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_refused: OnRefused, on_failure: OnFailure) -> None:
-        """Makes a socket that is not bound yet speak CURVE only, and admit no key so far."""
+        """Makes a socket that is not bound yet accept CURVE only; no key is admitted yet."""
         keys = StreamKeys.new()
         self.public_key = keys.public
         self._on_refused = on_refused
@@ -94,24 +94,24 @@ class Door:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no answer: no admission
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer nobody is admitted
         self._connections = socket.get_monitor_socket(_COMINGS_AND_GOINGS)
         self._shaking_hands: set[int] = set()
-        """Descriptors of connections that are open and for which no key was seen yet."""
+        """File descriptors of open connections for which no key was seen yet."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopped = False
         self._thread = start_thread("stream-door", self._answer, on_failure)
 
     def admit(self, key: str) -> None:
-        """From now on who has the secret half of ``key`` may connect."""
+        """Admits connections from the owner of the secret half of ``key`` from now on."""
         self._admitted.add(key)
 
     def expel(self, key: str) -> None:
-        """No new connection with ``key``. Messages of those that are open must be dropped by their key."""
+        """Refuses new connections with ``key``. The caller must drop messages of connections that are open with it."""
         self._admitted.discard(key)
 
     def stop(self) -> None:
-        """Ends the thread; from now on no peer gets in. Before the socket is closed, which waits for it. Idempotent."""
+        """Ends the thread; admits no more peers. Call it before closing the socket, which waits for it. Idempotent."""
         if not self._stopped:
             self._stopped = True
             os.eventfd_write(self._wake_fd, 1)
@@ -133,9 +133,9 @@ class Door:
             self._follow_connections()
             if self._questions in ready:
                 question = self._questions.recv_multipart()
-                self._follow_connections()  # who asks has been accepted before
-                # Neither the question nor the event of success says whose it is: the few others that shake hands at
-                # this moment are forgotten too, and their failure goes without a word.
+                self._follow_connections()  # the connection of this question was accepted before
+                # Neither the question nor the success event identifies the connection: the few others that are in a
+                # handshake at this moment are forgotten too, and their failure is not reported.
                 self._shaking_hands.clear()
                 self._questions.send_multipart(self._decide(question))
 

@@ -1,10 +1,10 @@
 """The server's end of the stream transport: one ZeroMQ ROUTER over TCP for all hosts, one thread that reads it.
 
-Every attach gets an unguessable routing id; what comes under another one is dropped. With encryption every attach has a
-key, too, and what comes under its routing id with another key is dropped.
+Every attach gets an unguessable routing id; messages with an unknown one are dropped. With encryption every attach also
+has a key, and messages with its routing id but another key are dropped.
 
-A request is received into the slot with the number of the host's slot (request id modulo slots): a host uses a slot
-again only when it has the whole reply.
+A request is received into the slot with the number of the host's slot (request id modulo slots): a host reuses a slot
+only after it has received the whole reply.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, is_cancel, pee
 
 READ_POLL_S: Final = 0.5
 READ_AHEAD: Final = 16
-"""Messages read before work that has come is done, though there is more to read: a host may send junk without end."""
+"""Messages read before pending work is done even if there is more to read: a host may send junk without end."""
 FAREWELL_MS: Final = 200
-"""How long a closing listener tries to tell its hosts so."""
+"""How long a closing listener tries to notify its hosts."""
 QUEUED_OUT: Final = 1 << 15
-"""Pieces on their way to one host: never reached by replies, but by the errors a host provokes and does not read."""
+"""Pieces queued for one host: replies never reach this limit, but errors that a host provokes and does not read may."""
 _ERROR_BYTES: Final = 256
 
 
@@ -61,18 +61,19 @@ class StreamServerEnd(ServerChannel):
         """The host's public CURVE key; empty without encryption."""
         self.routing_id = new_routing_id()
         self.is_stolen = False
-        """A peer with another key has used the routing id; nothing is sent there until the host speaks again."""
+        """Whether a peer with another key has used the routing id; nothing is sent until the host sends again."""
         parameters = {"port": str(listener.port), "routing_id": self.routing_id.hex()}
         self.offer = ChannelOffer(self.name, sizes, parameters | ({"server_key": listener.public_key} if key else {}))
         self._listener = listener
         self._unknown = memoryview(bytearray(HEADER_BYTES))
-        """A cancellation that is sent back."""
+        """Buffer for a cancellation that is sent back."""
         self._incoming = [IncomingFrame(request) for request, _ in buffers]
         self._cancelled = [0] * sizes.n_slots
-        """Per slot the id of the last request that the host has cancelled."""
+        """Per slot, the id of the last request that the host has cancelled."""
 
     def receive(self, wire: FrameSocket, request_id: int, at: int, frame_bytes: int) -> tuple[ServerSlot, int] | None:
-        """Takes one piece in; the slot and the frame's bytes if the frame is now complete or wrong, else None."""
+        """Receives one piece; returns the slot and the frame's bytes if the frame is now complete or invalid, else
+        None."""
         slot = self.slots[request_id % len(self.slots)]
         incoming = self._incoming[slot.index]
         if not HEADER_BYTES <= frame_bytes <= len(slot.request):
@@ -90,16 +91,16 @@ class StreamServerEnd(ServerChannel):
         return (slot, frame_bytes) if whole else None
 
     def is_busy(self, request_id: int) -> bool:
-        """Whether the slot of this request still has another one."""
+        """Returns whether the slot of this request still holds a request that was not answered."""
         return self._busy[request_id % len(self.slots)]
 
     def is_working_on(self, request_id: int) -> bool:
-        """Whether the slot of this request has that very one."""
+        """Returns whether the slot of this request is working on this very request."""
         index = request_id % len(self.slots)
         return self._busy[index] and self._incoming[index].request_id == request_id
 
     def cancel(self, request_id: int) -> None:
-        """The host does not wait for the reply to this request, which is being worked on, any more."""
+        """Records that the host no longer waits for the reply to this request, which is being worked on."""
         self._cancelled[request_id % len(self.slots)] = request_id
 
     def is_cancelled(self, slot: ServerSlot) -> bool:
@@ -107,7 +108,7 @@ class StreamServerEnd(ServerChannel):
         return self._cancelled[slot.index] == self._incoming[slot.index].request_id
 
     def received(self, slot: ServerSlot, n_bytes: int) -> None:
-        """Hands a request on, if it is one: ``n_bytes`` may be more or less than a slot takes."""
+        """Delivers a request, refuses an invalid frame or returns a cancellation; ``n_bytes`` may not fit the slot."""
         request_id = self._incoming[slot.index].request_id
         if n_bytes > len(slot.request):
             text = f"a frame of {n_bytes} bytes does not fit into a slot of {len(slot.request)} bytes"
@@ -117,7 +118,7 @@ class StreamServerEnd(ServerChannel):
         elif n_bytes > HEADER_BYTES or not is_cancel(slot.request):
             self._deliver(slot, n_bytes)
         else:
-            with self._lock:  # not from the slot's buffer: its last reply may be on its way
+            with self._lock:  # copied, since the slot's last reply may still be being sent
                 if not self._closed:
                     self._unknown[:] = slot.request[:HEADER_BYTES]
                     self._listener.send(self, request_id, self._unknown, HEADER_BYTES)
@@ -130,11 +131,11 @@ class StreamServerEnd(ServerChannel):
 
 
 class StreamListener:
-    """Where the hosts of a server connect to.
+    """The socket that all hosts of a server connect to.
 
     Attributes:
-        port: the TCP port, also when a free one was asked for.
-        n_unknown: messages that were dropped since no channel has their routing id or key.
+        port: the actual TCP port, even if port 0 was given.
+        n_unknown: messages that were dropped because no channel has their routing id or key.
     """
 
     def __init__(
@@ -146,10 +147,10 @@ class StreamListener:
         on_refused: OnRefused = lambda peer, reason: None,
         on_failure: OnFailure = ignore_failure,
     ) -> None:
-        """Binds to the interface with the address ``host`` (``*``: all) and starts to read. Port 0 is a free one.
+        """Binds to the interface with the address ``host`` (``*``: all) and starts to read. Port 0 picks a free one.
 
-        ``encrypted`` speaks CURVE only, with the keys of open channels only. ``on_refused`` hears which peers were
-        refused, from any thread; ``on_failure`` that no host is served over this any more.
+        ``encrypted`` accepts only CURVE with the keys of open channels. ``on_refused`` is called for refused peers,
+        from any thread; ``on_failure`` when the listener has failed and serves no host any more.
         Raises SettingError: the address cannot be bound.
         """
         self.n_unknown = 0
@@ -167,8 +168,8 @@ class StreamListener:
         self._header = FrameHeader()
         self._door = Door(self._wire.socket, on_refused, on_failure) if encrypted else None
         try:
-            # A send to a host that is not connected is an error, not silence; one that comes back takes over from its
-            # dead connection.
+            # A send to a host that is not connected fails instead of being dropped silently; a host that reconnects
+            # replaces its dead connection.
             self._wire.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._wire.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self._wire.socket.bind(f"tcp://{bracketed(host)}:{port or '*'}")
@@ -184,13 +185,13 @@ class StreamListener:
 
     @property
     def public_key(self) -> str:
-        """The CURVE key by which hosts know this listener; empty without encryption."""
+        """The CURVE key by which hosts recognise this listener; empty without encryption."""
         return self._door.public_key if self._door is not None else ""
 
     def open_channel(self, sizes: ChannelSizes, deliver: Deliver, key: str = "") -> StreamServerEnd:
-        """The server's end for one more host; its ``offer`` goes over the control plane. ``key`` is the host's public
-        CURVE key, of no use without encryption.
-        Raises ProtocolError: this listener encrypts and the key is none; ServerError: the listener is closed, or
+        """Opens the server's end for one more host; its ``offer`` goes over the control plane. ``key`` is the host's
+        public CURVE key, ignored without encryption.
+        Raises ProtocolError: this listener encrypts and the key is not valid; ServerError: the listener is closed, or
         another open channel has this key."""
         if self._door is not None:
             check_key(key, "host")
@@ -227,7 +228,7 @@ class StreamListener:
     # -- for the channels
 
     def send(self, channel: StreamServerEnd, request_id: int, frame: memoryview, n_bytes: int) -> bool:
-        """Sends one frame to one host, from any thread; False, and it is counted, if that is not connected."""
+        """Sends one frame to one host, from any thread; returns False, and counts it, if the host is not connected."""
         with self._using:
             sent = 0
             if not self._closing and not channel.is_stolen:
@@ -237,7 +238,7 @@ class StreamListener:
             return sent == n_bytes
 
     def forget(self, channel: StreamServerEnd) -> None:
-        """Tells the host of a closed channel so, and drops from now on what it sends."""
+        """Notifies the host of a closed channel and drops what it sends from now on."""
         with self._using:
             self._channels.pop(channel.routing_id, None)
             if self._door is not None:
@@ -252,12 +253,12 @@ class StreamListener:
         self._wire.send(request_id, self._error, n_bytes, routing_id)
 
     def _wake_reader(self) -> None:
-        """Sending may have used up the signal that the reader waits for. ``_using`` is held."""
+        """Wakes the reader: sending may have consumed the signal that it waits for. Called with ``_using`` held."""
         if self._reader_waits and self._wire.readable():
             self._wire.wake()
 
     def _failed(self, text: str) -> None:
-        """The reader has ended with an error: hosts are told that their channels are closed."""
+        """Closes all channels, which notifies their hosts: the reader has ended with an error."""
         for channel in list(self._channels.values()):
             channel.close()
         self._on_failure(text)
@@ -288,7 +289,7 @@ class StreamListener:
                 self._wire.wait(READ_POLL_S)
 
     def _receive(self) -> tuple[StreamServerEnd, ServerSlot, int] | None:
-        """Takes one message in; None if no frame is complete with it, or it was dropped or answered here."""
+        """Receives one message; returns None if it completes no frame, or was dropped or answered here."""
         wire = self._wire
         n_bytes = wire.begin(self._routing_id)
         channel = self._channels.get(bytes(self._routing_id)) if n_bytes == ROUTING_ID_BYTES else None
@@ -315,7 +316,7 @@ class StreamListener:
         n_bytes = wire.receive_piece(self._scratch)
         cancels = n_bytes == HEADER_BYTES and is_cancel(self._scratch)
         if channel.is_working_on(tag[0]):
-            if cancels:  # else the same request once more; its reply will do for both
+            if cancels:  # else the same request again; one reply answers both
                 channel.cancel(tag[0])
         elif tag[1] == 0 and not cancels:
             channel.n_dropped += 1

@@ -1,13 +1,13 @@
-"""What both ends of the stream transport do with a ZeroMQ socket: options, pieces of frames, waiting, waking.
+"""The ZeroMQ socket at either end of the stream transport: its options, pieces of frames, waiting, waking.
 
-A frame travels in pieces of 1 MiB, each a message of its own: after the routing id of the host a tag (request id,
-offset and bytes of the whole frame) and the piece. Since the tag comes first, the piece is received straight into the
-buffer of its slot. A 16 MiB frame as one message takes five times as long, since nothing overlaps and every buffer on
-the way is new memory; and no peer can make ZeroMQ allocate more than a piece. Request id 0: the channel is closed.
+A frame travels in pieces of 1 MiB, each a message of its own: the routing id of the host, a tag (request id, offset and
+bytes of the whole frame) and the piece. Since the tag comes first, the piece is received straight into its slot's
+buffer. A 16 MiB frame sent as one message takes five times as long, since nothing overlaps and every buffer on the way
+is new memory; with pieces no peer can make ZeroMQ allocate more than one. Request id 0: the channel is closed.
 
 A ZeroMQ socket is not thread-safe, so its owner guards it with a lock held only for steps that do not block. A thread
-that waits does so without the lock on the socket's file descriptor, which signals only *changes*: a thread that used
-the socket looks at ``readable`` before waiting, and wakes the thread that waits if there is something to read for it.
+waits, without the lock, on the socket's file descriptor, which signals only *changes*: a thread that used the socket
+checks ``readable`` before it waits, and wakes the waiting thread if there is something for that one to read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLOSED_ID: Final = 0
 ROUTING_ID_BYTES: Final = 32
 PIECE_BYTES: Final = 1024 * 1024
 _QUEUED_IN: Final = 16
-"""Pieces from one peer that wait to be read; then TCP holds the peer back."""
+"""Most pieces of one peer that wait to be read; beyond that TCP applies backpressure."""
 _HEARTBEAT_MS: Final = 5_000
 _DEAD_AFTER_MS: Final = 20_000
 _HANDSHAKE_MS: Final = 5_000
@@ -39,25 +39,25 @@ _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
 _PAGE: Final = 4096
 _DESCRIPTORS: Final = 24
-"""What a socket may open until it is bound or connected and has talked to a peer, with encryption, and some more."""
+"""File descriptors that an encrypted socket may need to bind or connect and to talk to a peer, with some to spare."""
 
 
 class FrameSocket:
-    """A DEALER or ROUTER with a context of its own, and a way to wait for it that another thread can interrupt.
+    """A DEALER or ROUTER with its own context; another thread can interrupt a wait for it.
 
-    Nothing here blocks except ``wait``. The owner's lock is held for everything but ``wait`` and ``wake``.
+    Nothing here blocks except ``wait``. The owner holds its lock for everything but ``wait`` and ``wake``.
     """
 
     def __init__(self, kind: int, *, n_queued_out: int) -> None:
-        """Makes the socket; with ``n_queued_out`` pieces on their way to one peer, no more are taken.
+        """Creates the socket; it queues up to ``n_queued_out`` pieces for one peer.
         Raises OSError: there are too few file descriptors."""
         _check_descriptors()
         context = zmq.Context(io_threads=1)
         self.socket = context.socket(kind)
-        # Not IMMEDIATE: it would drop messages that have arrived but were not read when the connection broke.
+        # Not IMMEDIATE: it would drop messages that have arrived but were not read when the connection breaks.
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, PIECE_BYTES),  # a peer that sends more is cut off before anything is allocated
+            (zmq.MAXMSGSIZE, PIECE_BYTES),  # a peer that sends more is disconnected before anything is allocated
             (zmq.SNDHWM, n_queued_out),
             (zmq.RCVHWM, _QUEUED_IN),
             (zmq.IPV6, 1),
@@ -72,7 +72,7 @@ class FrameSocket:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._news = Readable(self.socket.fileno(), self._wake_fd)
         self._spin = AdaptiveSpin()
-        # Should the owner forget to close: a context that is collected before its socket waits for it, forever.
+        # In case the owner forgets to close: a context that is collected before its socket waits for it forever.
         self._close = weakref.finalize(self, _close, self.socket, context, self._wake_fd)
         self._close.atexit = False
         self._tag_in = memoryview(bytearray(TAG.size))
@@ -80,15 +80,16 @@ class FrameSocket:
         self._nothing = bytearray()
 
     def readable(self) -> bool:
-        """Whether a whole message can be received now."""
+        """Returns whether a whole message can be received now."""
         return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # type: ignore[operator, arg-type]
 
     def begin(self, buffer: memoryview) -> int:
-        """Receives the first part of the next message, cut to what fits; returns its true length."""
+        """Receives the first part of the next message, truncated to fit; returns its full length."""
         return self.socket.recv_into(buffer, flags=_NOBLOCK)
 
     def receive_tag(self) -> tuple[int, int, int] | None:
-        """Request id, offset and frame bytes of the message at hand; None if it has no tag, it is then skipped."""
+        """Returns request id, offset and frame bytes of the current message; skips it and returns None if it has no
+        tag."""
         n_bytes = self.socket.recv_into(self._tag_in, flags=_NOBLOCK)
         if n_bytes == TAG.size and self.socket.getsockopt(zmq.RCVMORE):
             return TAG.unpack(self._tag_in)  # type: ignore[return-value]
@@ -96,7 +97,7 @@ class FrameSocket:
         return None
 
     def receive_owned_tag(self) -> tuple[tuple[int, int, int] | None, str]:
-        """As `receive_tag`, with the CURVE key of the peer whose connection the message came on."""
+        """As `receive_tag`, and also returns the CURVE key of the connection that the message came on."""
         frame = self.socket.recv(_NOBLOCK, copy=False)
         key = str(frame.get("User-Id"))
         if len(frame) == TAG.size and self.socket.getsockopt(zmq.RCVMORE):
@@ -105,18 +106,18 @@ class FrameSocket:
         return None, key
 
     def receive_piece(self, buffer: memoryview) -> int:
-        """The piece of the message at hand, cut to what fits; returns its true length. Further parts are skipped."""
+        """Receives the piece of the current message, truncated to fit; returns its full length. Skips further parts."""
         n_bytes = self.socket.recv_into(buffer, flags=_NOBLOCK)
         self.skip()
         return n_bytes
 
     def skip(self) -> None:
-        """Drops what is left of the message at hand."""
+        """Drops the rest of the current message."""
         while self.socket.getsockopt(zmq.RCVMORE):
             self.socket.recv_into(self._nothing, flags=_NOBLOCK)
 
     def send(self, request_id: int, frame: memoryview, n_bytes: int, routing_id: bytes | None, at: int = 0) -> int:
-        """Sends the first ``n_bytes`` of a frame, from byte ``at`` on; returns up to where copies were taken."""
+        """Sends the first ``n_bytes`` of a frame, from byte ``at`` on; returns up to which byte ZeroMQ took copies."""
         while at < n_bytes:
             TAG.pack_into(self._tag_out, 0, request_id, at, n_bytes)
             try:  # only the first part of a message can be refused
@@ -130,23 +131,23 @@ class FrameSocket:
         return n_bytes
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until something happens on the socket, ``wake`` is called or the time is over. One thread at a time."""
+        """Waits until something happens on the socket, ``wake`` is called or the time is up. One thread at a time."""
         if any(fd == self._wake_fd for fd, _ in self._spin.poll(self._news, timeout_s)):
             os.eventfd_read(self._wake_fd)
 
     def wake(self) -> None:
-        """Ends a ``wait`` at once, or the next one."""
+        """Ends the current ``wait`` at once, or else the next one."""
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Closes socket, threads and descriptors; messages not yet sent get ``linger_ms`` to go."""
+        """Closes socket, threads and descriptors; messages not yet sent have ``linger_ms`` to leave."""
         if self._close.alive:
             self.socket.setsockopt(zmq.LINGER, linger_ms)
             self._close()
 
 
 def _check_descriptors() -> None:
-    """Raises OSError if there are too few file descriptors for a socket: ZeroMQ would end the process, or hang."""
+    """Raises OSError: there are too few file descriptors for a socket; ZeroMQ would abort the process, or hang."""
     spare: list[int] = []
     try:
         for _ in range(_DESCRIPTORS):
@@ -163,10 +164,10 @@ def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], w
 
 
 class IncomingFrame:
-    """A receive buffer into which a frame comes piece by piece, in order.
+    """A buffer that receives a frame piece by piece, in order.
 
     Attributes:
-        request_id: of the frame that is coming in.
+        request_id: request id of the frame that is being received.
     """
 
     __slots__ = ("_at", "_frame_bytes", "_pieces", "request_id")
@@ -177,7 +178,7 @@ class IncomingFrame:
         self._frame_bytes = self._at = 0
 
     def expects(self, request_id: int, at: int, frame_bytes: int) -> memoryview | None:
-        """Where this piece goes; None if it is not the next one. The frame is known to fit."""
+        """Returns the place for this piece; None if it is not the next one. The frame is known to fit."""
         if at == 0:
             self.request_id, self._frame_bytes, self._at = request_id, frame_bytes, 0
         elif (request_id, at, frame_bytes) != (self.request_id, self._at, self._frame_bytes):
@@ -185,22 +186,23 @@ class IncomingFrame:
         return self._pieces[at // PIECE_BYTES] if at < frame_bytes else None
 
     def took(self, n_bytes: int) -> bool | None:
-        """A piece of ``n_bytes`` was received: whether the frame is whole; None if the piece was too short or long."""
+        """Records that a piece of ``n_bytes`` was received; returns whether the frame is complete, None if the piece
+        has the wrong length."""
         expected = min(PIECE_BYTES, self._frame_bytes - self._at)
         self._at += PIECE_BYTES
         if n_bytes != expected:
-            self._at = self._frame_bytes = 0  # no further piece fits this
+            self._at = self._frame_bytes = 0  # no further piece of it is accepted
             return None
         return self._at >= self._frame_bytes
 
 
 def new_routing_id() -> bytes:
-    """An id that cannot be guessed. ZeroMQ keeps ids that start with a zero byte to itself."""
+    """Returns an id that cannot be guessed. ZeroMQ reserves ids that start with a zero byte."""
     return b"m" + secrets.token_bytes(ROUTING_ID_BYTES - 1)
 
 
 def slot_buffers(sizes: ChannelSizes) -> list[tuple[memoryview, memoryview]]:
-    """Request and reply buffer of every slot, page-aligned as in shared memory; freed with the last view."""
+    """Returns request and reply buffers of all slots, page-aligned as in shared memory; freed with their last view."""
     request_step, reply_step = (-(-n // _PAGE) * _PAGE for n in (sizes.request_bytes, sizes.reply_bytes))
     memory = memoryview(mmap.mmap(-1, sizes.n_slots * (request_step + reply_step)))
     buffers = []

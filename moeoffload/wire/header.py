@@ -7,12 +7,12 @@ Layout (offset, size, field)::
     5  1  kind                 32  8  body_bytes              56  4  code        (error frames) wire.ErrorCode
     6  1  dtype_out            40  8  timeout_us              60  4  checksum    CRC-32 of bytes 0..59
     7  1  dtype_back
-    8  8  request_id           ``timeout_us`` is how long the sender waits from now on, since clocks of two machines
-    16 4  epoch                differ; 0 means no limit. The server does not compute what has waited longer than that,
-    20 2  layer                nor what a CANCEL frame with the same request id came for before it was begun.
+    8  8  request_id           ``timeout_us`` is relative to the time of sending, since clocks of two machines differ;
+    16 4  epoch                0 means no limit. The server does not compute a request that has waited longer, nor one
+    20 2  layer                for which a CANCEL frame with its request id arrived before computation began.
     22 2  top_k
 
-`RULES` says which kinds a side takes and which fields must be as agreed; `FrameReader` is the only code that checks.
+`RULES` lists the kinds that each side accepts and the fields that must be as agreed; only `FrameReader` checks them.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ assert _FIELDS.size + _CHECKSUM.size == HEADER_BYTES
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """Kinds of frames."""
 
     DISPATCH = 1
     COMBINE = 2
     ERROR = 3
     CANCEL = 4
-    """The host does not wait for the reply to this request any more. A server that has no such request (any more) sends
-    it back: the host's slot is free, or, for a request that was never sent, the channel works."""
+    """The host no longer waits for the reply to this request. A server that does not have the request (any more) sends
+    the frame back: the host's slot is free or, for a request that was never sent, the channel works."""
 
 
 class Role(Enum):
-    """Who reads a frame."""
+    """The side that reads a frame."""
 
     HOST = "host"
     SERVER = "server"
 
 
 class Rule(NamedTuple):
-    """What a received frame of one kind has to be."""
+    """Requirements on a received frame of one kind."""
 
     agreed: tuple[str, ...] = ()
     """Fields that must be as agreed at attach."""
     row_bytes: str = ""
-    """The layout's name for the bytes of a row; without it the length of the body is free."""
+    """The layout's attribute with the bytes of a row; if empty, the body may have any length."""
 
 
 RULES: Final = {
@@ -71,11 +71,11 @@ RULES: Final = {
         Kind.ERROR: Rule(),
     },
 }
-"""By reader and kind. Cancellations are the transports', see `is_cancel`."""
+"""By reader and kind. Cancellations are handled by the transports, see `is_cancel`."""
 
 
 class Agreed(Protocol):
-    """What `RULES` name of a `FrameLayout`."""
+    """The part of `FrameLayout` that `FrameReader` needs besides the fields named in `RULES`."""
 
     @property
     def capacity(self) -> int:
@@ -87,7 +87,7 @@ class Flag(IntFlag):
 
     NONE = 0
     WEIGHTS_F32 = 1
-    """The model's routing weights are float32; without it they are of the compute dtype (and travel as float32)."""
+    """The model's routing weights are float32; without the flag they have the compute dtype (but travel as float32)."""
 
 
 class ErrorCode(IntEnum):
@@ -100,7 +100,7 @@ class ErrorCode(IntEnum):
     BUSY = 5
     DRAINING = 6
     TOO_LATE = 7
-    """The host had stopped to wait before the request was begun; it was not computed."""
+    """The host had stopped waiting before computation began; the request was not computed."""
     INTERNAL = 8
 
 
@@ -138,7 +138,7 @@ class FrameHeader:
 
     def unpack_from(self, buffer: memoryview) -> None:
         """Reads a header from the first 64 bytes of ``buffer`` into this object.
-        Raises ProtocolError: naming the field, if the bytes are too few, of another protocol or damaged."""
+        Raises ProtocolError: the bytes are too few, of another protocol or damaged; the message names the field."""
         if len(buffer) < HEADER_BYTES:
             raise ProtocolError(f"frame of {len(buffer)} bytes is shorter than its {HEADER_BYTES}-byte header")
         (
@@ -170,9 +170,9 @@ class FrameReader:
         }
 
     def read(self, header: FrameHeader, frame: memoryview, n_bytes: int) -> None:
-        """Reads the header of the first ``n_bytes`` of ``frame`` into ``header``.
-        Raises CapacityError: more rows than agreed; ProtocolError: anything else that is not as `RULES` say; names the
-        field."""
+        """Reads the header of the frame in the first ``n_bytes`` of ``frame`` into ``header``.
+        Raises CapacityError: more rows than agreed; ProtocolError: any other violation of `RULES`; the message names
+        the field."""
         header.unpack_from(frame)
         rule = self._rules.get(header.kind)
         if rule is None:
@@ -195,7 +195,7 @@ class FrameReader:
 
 
 def is_cancel(frame: memoryview) -> bool:
-    """Whether the frame in ``frame`` (at least 64 bytes) has a valid header of a cancellation."""
+    """Returns whether ``frame`` (at least 64 bytes) begins with a valid header of a cancellation."""
     header = FrameHeader()
     try:
         header.unpack_from(frame)
@@ -205,5 +205,5 @@ def is_cancel(frame: memoryview) -> bool:
 
 
 def peek_request_id(buffer: memoryview) -> int:
-    """The request id of the frame in ``buffer`` (at least 64 bytes), without looking at anything else."""
+    """Returns the request id of the frame in ``buffer`` (at least 64 bytes) without checking anything."""
     return int(_REQUEST_ID.unpack_from(buffer)[0])

@@ -1,4 +1,4 @@
-"""Where the segments of dispatch and combine frames lie, and views on them.
+"""The positions of the segments in dispatch and combine frames, and views of them.
 
 A dispatch body is ``rows`` (n, columns) in the payload dtype, ``weights`` (n, top_k) float32 and ``slots`` (n, top_k)
 int16, back to back without padding. A combine body is ``rows`` (n, hidden). A slot is the server-local number of an
@@ -37,7 +37,7 @@ class DispatchViews(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FrameLayout:
-    """What two sides agree on at attach: every size of every frame follows from it.
+    """The values that both sides agree on at attach; they determine the size of every frame.
 
     ``hidden`` is the model's hidden size, ``capacity`` the most rows one frame may hold.
     """
@@ -49,7 +49,7 @@ class FrameLayout:
     capacity: int
     dispatch_row_bytes: int = field(init=False, compare=False)
     combine_row_bytes: int = field(init=False, compare=False)
-    """Bytes of a row in a dispatch and in a combine body, computed once since every frame asks for them."""
+    """Bytes of a row in a dispatch body and in a combine body, computed once since every frame needs them."""
 
     def __post_init__(self) -> None:
         routes = self.top_k * (WEIGHT_BYTES + SLOT_BYTES)
@@ -81,7 +81,7 @@ class FrameLayout:
         return HEADER_BYTES + max(self.capacity * self.combine_row_bytes, MAX_ERROR_TEXT_BYTES)
 
     def dispatch_views(self, frame: memoryview, rows: int) -> DispatchViews:
-        """Tensors over the dispatch body in ``frame`` (which starts at the header); nothing is copied."""
+        """Returns tensors over the dispatch body in ``frame`` (which starts at the header); nothing is copied."""
         n_routes = rows * self.top_k
         weights_at = HEADER_BYTES + rows * self.dtype_out.row_bytes(self.hidden)
         slots_at = weights_at + n_routes * WEIGHT_BYTES
@@ -92,7 +92,7 @@ class FrameLayout:
         )
 
     def combine_view(self, frame: memoryview, rows: int) -> torch.Tensor:
-        """Tensor (rows, columns) over the combine body in ``frame``; nothing is copied."""
+        """Returns a tensor (rows, columns) over the combine body in ``frame``; nothing is copied."""
         return _view(frame, self.dtype_back.torch_dtype, HEADER_BYTES, rows, self.dtype_back.columns(self.hidden))
 
 
@@ -101,13 +101,13 @@ def _view(frame: memoryview, dtype: torch.dtype, offset: int, rows: int, columns
 
 
 def write_error_text(frame: memoryview, text: str) -> int:
-    """Writes ``text`` as the body of an error frame, cut to what fits; returns its length in bytes."""
+    """Writes ``text`` as the body of an error frame, truncated to fit; returns its length in bytes."""
     data = text.encode(errors="replace")[: min(len(frame) - HEADER_BYTES, MAX_ERROR_TEXT_BYTES)]
     frame[HEADER_BYTES : HEADER_BYTES + len(data)] = data
     return len(data)
 
 
 def read_error_text(frame: memoryview, body_bytes: int) -> str:
-    """The text of an error frame as one line; never reads beyond the frame nor more than the allowed length."""
+    """Returns the text of an error frame as one line; reads neither beyond the frame nor beyond the allowed length."""
     end = min(len(frame), HEADER_BYTES + min(body_bytes, MAX_ERROR_TEXT_BYTES))
     return one_line(bytes(frame[HEADER_BYTES:end]).decode(errors="replace"), MAX_ERROR_TEXT_BYTES)

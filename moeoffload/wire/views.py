@@ -1,4 +1,4 @@
-"""Tensors over the buffers of one slot, kept by row count so that decode steps make none."""
+"""Tensors over the buffers of one slot, cached by row count so that decode steps create none."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moeoffload.errors import ServerError
 from moeoffload.wire.layout import DispatchViews, FrameLayout
 
 SMALL_ROWS: Final = 16
-"""Decode and verify steps repeat a few small row counts for ever; prefill brings large ones of any number."""
+"""Views of at most this many rows are cached: decode and verify steps repeat a few small counts, prefill's vary."""
 _T = TypeVar("_T")
 
 
 class _ByRows(Generic[_T]):
-    """Views over one buffer; those of few rows are kept."""
+    """Views of one buffer; those of few rows are cached."""
 
     def __init__(self, make: Callable[[memoryview, int], _T], buffer: memoryview) -> None:
         self._make = make
@@ -25,16 +25,16 @@ class _ByRows(Generic[_T]):
         self.n_created = 0
 
     def get(self, rows: int) -> _T:
-        """The view of ``rows`` rows; raises ServerError if the buffer was dropped."""
+        """Returns the view of ``rows`` rows. Raises ServerError: the buffer was dropped."""
         view = self._kept.get(rows)
         if view is None:
-            # A view made in inference mode could not be written to outside of it.
+            # A view created in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
                 view = self._make(_check(self._buffer), rows)
             if rows <= SMALL_ROWS:
                 self._kept[rows] = view
                 self.n_created += 1
-            if not self._buffer:  # dropped while it was made: this one would stay
+            if not self._buffer:  # dropped meanwhile by another thread: do not keep this view
                 self._kept.clear()
                 _check(self._buffer)
         return view
@@ -45,11 +45,11 @@ class _ByRows(Generic[_T]):
 
 
 class SlotViews:
-    """Views on one slot's request and reply buffers.
+    """Views of one slot's request and reply buffers.
 
     Attributes:
-        dispatch: ``dispatch(rows)`` are the views on a dispatch body of so many rows in the request buffer.
-        combine: ``combine(rows)`` is the view (rows, hidden) on a combine body in the reply buffer.
+        dispatch: ``dispatch(rows)`` returns the views of a dispatch body with ``rows`` rows in the request buffer.
+        combine: ``combine(rows)`` returns the view (rows, columns) of a combine body in the reply buffer.
 
     Both raise ServerError if another thread has dropped the buffers.
     """
@@ -62,11 +62,11 @@ class SlotViews:
 
     @property
     def n_created(self) -> int:
-        """How many views were made that are kept."""
+        """How many cached views were created."""
         return self._dispatch.n_created + self._combine.n_created
 
     def drop(self) -> None:
-        """Lets go of the buffers, so that their memory can be unmapped. From any thread."""
+        """Drops the references to the buffers, so that their memory can be unmapped. From any thread."""
         self._dispatch.drop()
         self._combine.drop()
 
