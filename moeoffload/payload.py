@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Payload dtypes: how hidden rows are encoded between host and expert servers, and the checks for lossy values."""
-=======
 """Payload dtypes: how hidden rows are encoded between host and expert servers, and the checks of their values."""
->>>>>>> w2
 
 from __future__ import annotations
 
@@ -25,19 +21,11 @@ class PayloadDtype(IntEnum):
     F16 = 2
     BF16 = 3
     F8 = 4
-<<<<<<< HEAD
-    """e4m3; a row's values are followed by one float32 scale per `F8_GROUP` values."""
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The torch dtype with the same bit layout; for F8, whose rows hold values and scales, uint8."""
-=======
     """e4m3 values of a row, followed by a float32 scale for each group of `F8_GROUP` values."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype with the same bit layout; uint8 for F8, whose rows are values and scales."""
->>>>>>> w2
         return _TORCH[self]
 
     @property
@@ -60,13 +48,8 @@ class PayloadDtype(IntEnum):
 
     @classmethod
     def from_torch(cls, dtype: torch.dtype) -> PayloadDtype:
-<<<<<<< HEAD
-        """The payload dtype that holds ``dtype`` without loss.
-        Raises PayloadError if no payload dtype holds it (float64, float8)."""
-=======
         """Returns the payload dtype that carries ``dtype`` without loss.
         Raises PayloadError: no payload dtype does (float64, float8)."""
->>>>>>> w2
         for code, torch_dtype in _TORCH.items():
             if torch_dtype == dtype:
                 return code
@@ -79,22 +62,14 @@ class PayloadDtype(IntEnum):
 
 
 class Payloads(NamedTuple):
-<<<<<<< HEAD
-    """The payload dtypes of rows to servers and of sums back."""
-=======
     """The payload dtypes of rows sent to servers and of sums sent back."""
->>>>>>> w2
 
     out: PayloadDtype
     back: PayloadDtype
 
     @property
     def label(self) -> str:
-<<<<<<< HEAD
-        """One label if both are equal, else both."""
-=======
         """One name if both are the same, else both names."""
->>>>>>> w2
         same = self.out is self.back
         return self.out.label if same else f"{self.out.label} out, {self.back.label} back"
 
@@ -108,31 +83,18 @@ _TORCH: Final = {
 _CODES: Final = {dtype: int(code) for code, dtype in _TORCH.items() if code is not PayloadDtype.F8}
 F8_GROUP: Final = 128
 _FEW_ROWS: Final = 16
-<<<<<<< HEAD
-"""Up to this many rows are encoded by one thread, in C; more by torch."""
-=======
 """Up to this many rows are written in C, by one thread; more by torch."""
->>>>>>> w2
 _LARGEST_F8: Final = 448.0
 
 
 def _scales_at(hidden: int) -> int:
-<<<<<<< HEAD
-    """Byte offset of the scales in an F8 row."""
-=======
     """Returns the offset of the scales in an F8 row, in bytes."""
->>>>>>> w2
     return -(-hidden // 4) * 4
 
 
 def store_rows(rows: torch.Tensor, stored: torch.Tensor) -> int | None:
-<<<<<<< HEAD
-    """Encodes ``rows`` (n, hidden) of any float dtype into ``stored`` (n, columns), whose dtype selects the encoding.
-    Returns the index of the first encoded row that is not finite, or None."""
-=======
     """Writes ``rows`` (n, hidden) of any float dtype into ``stored`` (n, columns), encoded by the dtype of ``stored``.
     Returns the first row that is not finite there, or None."""
->>>>>>> w2
     if stored.dtype is not torch.uint8:
         if rows.shape[0] <= _FEW_ROWS:
             bad = _store_few(rows, stored)
@@ -155,11 +117,7 @@ def store_rows(rows: torch.Tensor, stored: torch.Tensor) -> int | None:
 
 @functools.cache
 def _store_in_c() -> Any:
-<<<<<<< HEAD
-    """The function of ``payload.c``; None if the C library was not built."""
-=======
     """Returns the function of ``payload.c``; None if the C library was not built."""
->>>>>>> w2
     library = native_library()
     if library is None:
         return None
@@ -184,11 +142,7 @@ def _store_few(rows: torch.Tensor, stored: torch.Tensor) -> int:
 
 
 def load_rows(stored: torch.Tensor, rows: torch.Tensor) -> None:
-<<<<<<< HEAD
-    """Decodes ``stored``, which `store_rows` wrote, into ``rows`` (n, hidden) of any float dtype."""
-=======
     """Decodes what `store_rows` has written to ``stored`` into ``rows`` (n, hidden) of any float dtype."""
->>>>>>> w2
     if stored.dtype is not torch.uint8:
         rows.copy_(stored)
         return
@@ -201,13 +155,8 @@ def load_rows(stored: torch.Tensor, rows: torch.Tensor) -> None:
 def first_bad_row(rows: torch.Tensor) -> int | None:
     """Returns the index of the first row of ``rows`` (n, hidden) that holds a NaN or an infinity, or None.
 
-<<<<<<< HEAD
-    The sum of finite f32 values is almost always finite, so one reduction settles the common case; only if it is not
-    finite are the values checked one by one.
-=======
     The sum of finite values is almost always finite, so one reduction decides the common case; values are checked one
     by one only if the sum is not finite.
->>>>>>> w2
     """
     if rows.shape[0] == 0 or torch.isfinite(rows.sum(dtype=torch.float32)):
         return None
@@ -216,11 +165,7 @@ def first_bad_row(rows: torch.Tensor) -> int | None:
 
 
 def describe_bad_row(source: torch.Tensor, dtype: PayloadDtype) -> str:
-<<<<<<< HEAD
-    """Says what is wrong with one row (hidden,) that failed the check after encoding to ``dtype``."""
-=======
     """Describes what is wrong with a row (hidden,) that was not finite after encoding to ``dtype``."""
->>>>>>> w2
     if not bool(torch.isfinite(source).all()):
         return "holds a value that is not finite"
     return f"holds {float(source.float().abs().max()):.6g}, beyond the range of {dtype.label}"

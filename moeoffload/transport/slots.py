@@ -218,10 +218,10 @@ class HostChannel(ABC):
     # -- for the transports
 
     def _mark_sent(self, slot: HostSlot) -> None:
-        """Marks a slot as sent; for ``_send``, before a reply to it can be received.
+        """Marks a slot as sent; for ``_send``, before it hands anything over.
 
-        Shared memory does so before it hands the frame over, so that Ctrl-C never lets an id be used twice; the stream
-        does so after the last piece, under the lock that receiving needs.
+        A reply can be quick; and Ctrl-C can interrupt sending at any point, after which an id must not be used again: the
+        server would take the next request for a repetition, and the host the old reply for the new one.
         """
         self._ids[slot.index] += len(self.slots)
         self._states[slot.index] = SlotState.SENT

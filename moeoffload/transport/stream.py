@@ -85,19 +85,21 @@ class StreamHostEnd(HostChannel):
         raise DeadlineError(f"no answer from {self._endpoint} within {timeout_s:g} s")
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
+        with self._using:
+            self._check_open()
+            self._awaited[slot.index] = request_id
+            self._arrived[slot.index] = 0
+            self._probed_at[slot.index] = perf_counter()  # no question before the reply had its time
+            self._mark_sent(slot)
         at = 0
         deadline = perf_counter() + SEND_TIMEOUT_S
         while True:
             with self._using:
                 self._check_open()
-                self._awaited[slot.index] = request_id
-                self._arrived[slot.index] = 0
                 at = self._wire.send(request_id, slot.request, n_bytes, None, at)
                 if at == n_bytes:
-                    self._probed_at[slot.index] = perf_counter()  # the first probe only PROBE_S later
-                    self._mark_sent(slot)
                     if self._is_led:
-                        self._receive_all()  # sending may have consumed the signal that the leader waits for
+                        self._receive_all()  # sending may have used up the signal that the leader waits for
                     return
             if perf_counter() >= deadline:
                 raise ServerError(f"{self._endpoint} has taken nothing for {SEND_TIMEOUT_S:g} s")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -279,3 +281,21 @@ def test_a_server_slot_is_answered_once(open_ends: OpenEnds) -> None:
 def test_sizes_out_of_range_are_named(sizes: tuple[int, int, int], named: str) -> None:
     with pytest.raises(ProtocolError, match=named):
         ChannelSizes(*sizes)
+
+
+@pytest.mark.parametrize("transport", ["stream", "stream encrypted"])
+def test_threads_and_descriptors_return_to_the_start(transport: str) -> None:
+    def use() -> None:
+        with both_ends(transport, echo, ChannelSizes(2, 2**20, 2**20)) as ends:
+            for n_bytes in (10, 2**20 - HEADER_BYTES):
+                assert len(call(ends.host, bytes(n_bytes))) == n_bytes
+
+    def counts() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    use()  # makes what is made once per process
+    before = counts()
+    for _ in range(3):
+        use()
+    eventually(lambda: counts() == before)

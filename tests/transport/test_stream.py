@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import zmq
@@ -28,7 +29,7 @@ from moeoffload.transport import (
     open_stream,
 )
 from moeoffload.transport.stream import PROBE_S
-from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG
+from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG, FrameSocket
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind
 
 from .conftest import both_ends
@@ -354,6 +355,26 @@ def test_a_send_that_nobody_takes_ends(listener: StreamListener, monkeypatch: py
     host.close()
 
 
+def test_ctrl_c_at_the_end_of_a_send_gives_no_request_the_reply_of_another(
+    listener: StreamListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sends = FrameSocket.send
+
+    def interrupted(*args: Any) -> int:
+        sends(*args)
+        raise KeyboardInterrupt
+
+    host = connected(opened(listener, sizes=replace(SIZES, n_slots=1)))
+    slot = host.acquire(SOON_S)
+    monkeypatch.setattr(FrameSocket, "send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        send(host, slot, b"first")
+    monkeypatch.undo()
+    host.release(slot)
+    assert call(host, b"other") == b"other"
+    host.close()
+
+
 def test_a_host_that_is_forgotten_frees_itself(listener: StreamListener) -> None:
     channels = []
     for _ in range(2):
@@ -364,21 +385,3 @@ def test_a_host_that_is_forgotten_frees_itself(listener: StreamListener) -> None
     del host
     gc.collect()
     assert [channel() for channel in channels] == [None, None]
-
-
-@pytest.mark.parametrize("transport", ["stream", "stream encrypted"])
-def test_threads_and_descriptors_return_to_the_start(transport: str) -> None:
-    def use() -> None:
-        with both_ends(transport, echo, ChannelSizes(2, 2**20, 2**20)) as ends:
-            for n_bytes in (10, 2**20 - HEADER_BYTES):
-                assert len(call(ends.host, bytes(n_bytes))) == n_bytes
-
-    def counts() -> tuple[int, int]:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-    use()  # makes what is made once per process
-    before = counts()
-    for _ in range(3):
-        use()
-    eventually(lambda: counts() == before)
