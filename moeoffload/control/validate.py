@@ -50,5 +50,5 @@ def checked_parameters(channel: pb.ChannelOffer) -> dict[str, str]:
     checked_items("channel parameters", len(channel.parameters))
     for name, value in channel.parameters.items():
         if len(name) > MAX_PARAMETER or len(value) > MAX_PARAMETER:
-            raise ProtocolError(f"channel parameter {one_line(name, 32)!r} has {len(value)} characters")
+            raise ProtocolError(f"channel parameter {one_line(name, 32)!r} has {max(len(name), len(value))} characters")
     return dict(channel.parameters)
