@@ -56,8 +56,7 @@ class HostLease:
         say: Callable[[pb.AttachReply], None],
         on_close: Callable[[HostLease], None],
     ) -> None:
-        """``host`` is the name that the host at address ``peer`` gives itself; ``roots`` say which models it may
-        name."""
+        """``host`` is the name that the host at ``peer`` gives itself; ``roots`` decide which models it may name."""
         self.lease_id = secrets.token_hex(16)
         self.host = host
         self.limited_as = ""
