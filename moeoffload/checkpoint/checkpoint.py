@@ -113,7 +113,7 @@ class Checkpoint:
         dense: Path | None = None,
         config_text: str = "",
     ) -> Checkpoint:
-        """Open a folder in the transformers format, a hub id, or a GGUF file; reads headers only.
+        """Opens a folder in the transformers format, a hub id, or a GGUF file; reads headers only.
 
         Args:
             model: folder, hub id such as ``"org/name"``, or a file (any part) that ends in ``.gguf``.
@@ -163,11 +163,11 @@ class Checkpoint:
         return tuple(dict.fromkeys(type(mould) for mould in self._moulds.values()))
 
     def dense_tensors(self) -> Mapping[str, Readable]:
-        """Return all tensors but the routed experts by name; each is read (and unpacked) when it is accessed."""
+        """Returns all tensors but the routed experts by name; each is read (and unpacked) when it is accessed."""
         return self._dense(self.dtype)
 
     def draft_head(self) -> Checkpoint:
-        """Return the checkpoint's own multi-token-prediction layer as a checkpoint of one layer.
+        """Returns the checkpoint's own multi-token-prediction layer as a checkpoint of one layer.
         Raises ModelError: it has none, or none that can be used."""
         head, source = draft_head_of(self._source, self.dtype)
         return Checkpoint(source, self.dtype, self.expert_format, head)
@@ -181,7 +181,7 @@ class Checkpoint:
         in_tiles: bool = False,
         buffers: CopyBuffers | None = None,
     ) -> nn.Module:
-        """Build the model's own experts module of MoE layer ``layer`` with only ``experts``, in this order.
+        """Builds the model's own experts module of MoE layer ``layer`` with only ``experts``, in this order.
 
         Parameters have the first dimension ``len(experts)``, the compute dtype and no gradient; ``num_experts`` is
         ``len(experts)``; the module is in eval mode with its own config whose experts implementation is ``eager``, and
@@ -215,7 +215,7 @@ class Checkpoint:
         in_tiles: bool = False,
         buffers: CopyBuffers | None = None,
     ) -> nn.Module:
-        """Read experts in the formats in which they are stored."""
+        """Reads experts in the formats in which they are stored."""
         if buffers is not None and not buffers.serve(device):
             buffers = None
         # Inference mode off: other threads could not write to inference tensors.
@@ -246,7 +246,7 @@ class Checkpoint:
         )
 
     def _pieces(self, module_name: str) -> dict[str, tuple[Piece, ...]]:
-        """Return the matrices of an experts module that are packed in memory, by parameter name."""
+        """Returns the matrices of an experts module that are packed in memory, by parameter name."""
         if self.expert_format is not None:
             return quantised_pieces(self._moulds[module_name], FORMATS[self.expert_format])
         return self._stored_pieces(module_name)
@@ -309,7 +309,7 @@ class Checkpoint:
                 (parameter[group] if recipe.per_expert else parameter).copy_(values)
 
     def _rooms(self, module: nn.Module, layer: ExpertLayer, recipe: Recipe) -> list[tuple[Piece, PackedWeights]]:
-        """Return the destinations of rows of packed matrices, or of plain ones that need no conversion; empty if the
+        """Returns the destinations of rows of packed matrices, or of plain ones that need no conversion; empty if the
         recipe's matrices must be converted."""
         prefix, mould = f"{layer.module_name}.", self._moulds[layer.module_name]
         if recipe.pieces:
@@ -336,7 +336,7 @@ def _fill_rows(
     reader: TensorReader,
     buffers: CopyBuffers | None,
 ) -> None:
-    """Fill in several experts in parallel: reading and copying do not hold the interpreter lock."""
+    """Fills in several experts in parallel: reading and copying do not hold the interpreter lock."""
     pieces, outs = [piece for piece, _ in rooms], [out for _, out in rooms]
 
     def fill(places: Sequence[PackedWeights], slot: int, expert: int) -> None:

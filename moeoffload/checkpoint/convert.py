@@ -70,7 +70,7 @@ class Recipe:
         return total // (len(first[1]) if "*" in first[0] else first[1][0].shape[0])
 
     def read(self, reader: TensorReader, experts: Sequence[int]) -> dict[str, list[torch.Tensor]]:
-        """Read only the bytes of ``experts``; return the source tensors by pattern, in their stored dtypes."""
+        """Reads only the bytes of ``experts``; return the source tensors by pattern, in their stored dtypes."""
         if not self.per_expert:
             return {pattern: [reader.read(each.plain) for each in weights] for pattern, weights in self.sources.items()}
         return {
@@ -81,11 +81,11 @@ class Recipe:
         }
 
     def weights_of(self, expert: int) -> dict[str, StoredWeight]:
-        """Return the stored weights that hold ``expert``, by pattern."""
+        """Returns the stored weights that hold ``expert``, by pattern."""
         return {pattern: each[expert if "*" in pattern else 0] for pattern, each in self.sources.items()}
 
     def convert(self, tensors: dict[str, list[torch.Tensor]], shapes: Any, config: Any) -> dict[str, torch.Tensor]:
-        """Convert source tensors to parameters by full name; ``shapes.get_parameter(name)`` gives the required shape.
+        """Converts source tensors to parameters by full name; ``shapes.get_parameter(name)`` gives the required shape.
 
         Raises ModelError naming the parameter when the tensors do not fit together or do not give the required shape.
         """
@@ -118,7 +118,7 @@ class Shapes:
             self._parameters[f"{module_name}.{name}"] = torch.empty(shape, dtype=parameter.dtype, device="meta")
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """Return a meta tensor with the shape of the parameter ``name``."""
+        """Returns a meta tensor with the shape of the parameter ``name``."""
         return self._parameters[name]
 
 
@@ -128,7 +128,7 @@ def make_recipes(
     weights: WeightIndex,
     mapping: Sequence[WeightTransform] | None = None,
 ) -> tuple[dict[str, list[Recipe]], list[StoredWeight]]:
-    """Return the recipes of all parameters of every experts module, and the stored weights of the rest of ``model``.
+    """Returns the recipes of all parameters of every experts module, and the stored weights of the rest of ``model``.
 
     ``model`` is the whole model on the meta device; ``mapping`` converts stored weights to its parameters and is by
     default transformers' own for the family. Raises ModelError naming the parameter when stored weights are missing,
@@ -151,12 +151,12 @@ def make_recipes(
 
 
 def dense_weights(model: nn.Module, experts: dict[str, nn.Module], weights: WeightIndex) -> list[StoredWeight]:
-    """Return the stored weights of ``model`` except those of its experts, which may be missing."""
+    """Returns the stored weights of ``model`` except those of its experts, which may be missing."""
     return _match(model, experts, _owners(experts), weights, None)[1]
 
 
 def _owners(experts: dict[str, nn.Module]) -> dict[str, str]:
-    """Map the full name of each experts parameter to the name of its module."""
+    """Maps the full name of each experts parameter to the name of its module."""
     return {
         f"{name}.{parameter}": name for name, module in experts.items() for parameter, _ in module.named_parameters()
     }
@@ -169,7 +169,7 @@ def _match(
     weights: WeightIndex,
     mapping: Sequence[WeightTransform] | None,
 ) -> tuple[dict[str, Recipe], list[StoredWeight]]:
-    """Group the stored weights by the expert parameters that they become, as transformers does when it loads."""
+    """Groups the stored weights by the expert parameters that they become, as transformers does when it loads."""
     known = model.state_dict()
     prefix = model.base_model_prefix
     mapping = get_model_conversion_mapping(model) if mapping is None else mapping
@@ -249,7 +249,7 @@ def _check_recipe(recipe: Recipe, name: str, module: nn.Module, config: Any) -> 
 def plan_rows(
     recipe: Recipe, name: str, module: Any, config: Any, plans: Plans, *, must: bool = True
 ) -> dict[str, tuple[Piece, ...]]:
-    """Return the packed rows of a recipe's matrices by target; ``plans`` caches them for recipes that are alike.
+    """Returns the packed rows of a recipe's matrices by target; ``plans`` caches them for recipes that are alike.
     Raises ModelError: its conversion does more than move rows; without ``must`` the result is then empty."""
     leaves = {target: target.removeprefix(f"{name}.") for target in recipe.targets}
     if not set(leaves.values()) & set(_MATRICES):

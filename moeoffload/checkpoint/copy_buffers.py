@@ -46,7 +46,7 @@ class CopyBuffers:
     def in_parts(
         self, outs: Sequence[PackedWeights], experts: Sequence[int]
     ) -> Iterator[tuple[list[PackedWeights], Sequence[int]]]:
-        """Yield, until all are done, room in a buffer and those of ``experts`` that fit into it.
+        """Yields, until all are done, room in a buffer and those of ``experts`` that fit into it.
 
         ``outs`` have room for all experts on one device, not in tiles. The caller fills the yielded room; when it asks
         for the next part, copying to ``outs`` begins. `settle` waits for the copies.
@@ -81,7 +81,7 @@ class CopyBuffers:
         self._streams.clear()
 
     def _free_buffer(self) -> torch.Tensor:
-        """Return the other buffer after waiting for the copy from it."""
+        """Returns the other buffer after waiting for the copy from it."""
         self._turn = 1 - self._turn
         wait, self._waits[self._turn] = self._waits[self._turn], None
         if wait is not None:
@@ -120,7 +120,7 @@ def _tensors(weights: PackedWeights) -> list[torch.Tensor]:
 
 
 def _carve(buffer: torch.Tensor, outs: Sequence[PackedWeights], n_experts: int) -> list[PackedWeights]:
-    """Return room in ``buffer`` for ``n_experts`` of each of ``outs``, one after the other."""
+    """Returns room in ``buffer`` for ``n_experts`` of each of ``outs``, one after the other."""
     rooms, at = [], 0
     for out in outs:
         parts = []

@@ -30,7 +30,7 @@ _VOLATILE_KEYS = frozenset(
 
 
 def digest_checkpoint(values: dict[str, Any], index: TensorIndex) -> str:
-    """Return the hex SHA-256 of config.json (``values``), the tensor index and blocks of 4 KiB of every tensor.
+    """Returns the hex SHA-256 of config.json (``values``), the tensor index and blocks of 4 KiB of every tensor.
 
     Independent of the sharding.
 
@@ -60,7 +60,7 @@ def _digest_tensor(reader: TensorReader, tensor: StoredTensor) -> bytes:
 
 
 def _blocks(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield start and size in bytes of a tensor's sampled blocks: within the tensor, and the same for every copy."""
+    """Yields start and size in bytes of a tensor's sampled blocks: within the tensor, and the same for every copy."""
     n_between = min(_MOST_BETWEEN, nbytes // _SPACING_BYTES)
     last = max(0, nbytes - _BLOCK_BYTES)
     for position in range(n_between + 2):

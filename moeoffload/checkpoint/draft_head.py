@@ -23,7 +23,7 @@ _LAYER: Final = 0
 
 
 def draft_head_of(source: Source, dtype: torch.dtype) -> tuple[nn.Module, Source]:
-    """Return the draft head of a model on the meta device, and ``source`` limited to its weights.
+    """Returns the draft head of a model on the meta device, and ``source`` limited to its weights.
 
     Raises ModelError: the checkpoint has none; the message names the tensors that were looked for.
     """
@@ -49,7 +49,8 @@ def draft_head_of(source: Source, dtype: torch.dtype) -> tuple[nn.Module, Source
 
 
 def build_head(main: Any, dtype: torch.dtype) -> Any:
-    """Build transformers' one-layer `MtpModel` for ``main``, whose embedding and head it shares; weights are undefined.
+    """Builds transformers' one-layer `MtpModel` for ``main``, whose embedding and head it shares; weights are
+    undefined.
     Raises ModelError: transformers cannot build one for this family."""
     config = main.config.get_text_config()
     # If a family's config does not state the layer's kind, it has that of the last decoder layer.

@@ -39,7 +39,7 @@ _ROUTER: Final = re.compile(r"blk\.(\d+)\.ffn_gate_inp\.weight")
 
 
 def open_gguf(path: Path, dense: Path | None, config_text: str) -> Source:
-    """Open the model in ``path`` and its other parts; reads headers only.
+    """Opens the model in ``path`` and its other parts; reads headers only.
 
     Args:
         path: a GGUF file.
@@ -80,7 +80,7 @@ def open_gguf(path: Path, dense: Path | None, config_text: str) -> Source:
 
 
 def _dtype_of(gguf: GgufFile) -> torch.dtype:
-    """Return bfloat16 for packed weights, else the dtype of the matrices; norms are float32 in every file."""
+    """Returns bfloat16 for packed weights, else the dtype of the matrices; norms are float32 in every file."""
     types = {tensor.dtype for tensor in gguf.tensors if len(tensor.shape) > 1 and not _ROUTER.match(tensor.name)}
     if types <= {"F32"}:
         return torch.float32

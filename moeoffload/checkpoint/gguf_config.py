@@ -92,7 +92,7 @@ def is_complete(architecture: str) -> bool:
 
 
 def config_values(gguf: GgufFile) -> dict[str, Any]:
-    """Return the values that config.json would have.
+    """Returns the values that config.json would have.
 
     Raises ModelError when the metadata is incomplete, or the architecture is not supported without ``--dense``.
     """

@@ -51,7 +51,7 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
-        """Read the header of ``path`` and of the other parts of its model.
+        """Reads the header of ``path`` and of the other parts of its model.
 
         Raises ModelError when a part is missing, damaged, truncated, or has contents that no model has.
         """
@@ -86,7 +86,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def _parts(path: Path) -> tuple[Path, ...]:
-    """Return all files of the model to which ``path`` belongs."""
+    """Returns all files of the model to which ``path`` belongs."""
     name = _PART_NAME.fullmatch(path.name)
     if name is None:
         return (path,)
@@ -120,7 +120,7 @@ class _Header:
         self._left = min(self._size, _MAX_HEADER_BYTES)
 
     def read(self) -> tuple[dict[str, Any], list[StoredTensor]]:
-        """Return the metadata and the tensors; checks that each tensor lies within the file."""
+        """Returns the metadata and the tensors; checks that each tensor lies within the file."""
         if self._take(4) != _MAGIC:
             raise ModelError(f"{self._file}: is no GGUF file")
         version, n_tensors, n_values = self._unpack("<IQQ")
@@ -175,7 +175,7 @@ class _Header:
         return [number for (number,) in struct.iter_unpack(form, data)] if count <= _MAX_KEPT_NUMBERS else count
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Return name, shape, type and offset of the next tensor."""
+        """Returns name, shape, type and offset of the next tensor."""
         name = self._text()
         (n_dimensions,) = self._unpack("<I")
         if n_dimensions > _MAX_DIMENSIONS:
@@ -204,7 +204,7 @@ class _Header:
 
 @cache
 def type_sizes() -> dict[int, tuple[str, int, int]]:
-    """Map the number of each type of ggml to its name, weights per block and bytes per block."""
+    """Maps the number of each type of ggml to its name, weights per block and bytes per block."""
     from gguf.constants import GGML_QUANT_SIZES
 
     return {kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}

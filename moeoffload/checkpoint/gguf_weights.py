@@ -49,7 +49,7 @@ _BIASES: Final = {"gate_up_proj": "gate_up_proj_bias", "up_proj": "up_proj_bias"
 
 
 def expert_weights(gguf: GgufFile, experts: Mapping[str, nn.Module]) -> WeightIndex:
-    """Return the stored weights of the experts modules, each named after its module: ``{module}.ffn_up_exps.weight``.
+    """Returns the stored weights of the experts modules, each named after its module: ``{module}.ffn_up_exps.weight``.
 
     Raises ModelError for a type that experts are not computed from, and for unsupported tensors of experts.
     """
@@ -67,7 +67,7 @@ def expert_weights(gguf: GgufFile, experts: Mapping[str, nn.Module]) -> WeightIn
 
 
 def expert_mapping(experts: Mapping[str, nn.Module]) -> list[WeightTransform]:
-    """Return transformers' conversion steps from `expert_weights` to the parameters of the modules."""
+    """Returns transformers' conversion steps from `expert_weights` to the parameters of the modules."""
     steps: dict[tuple[str, ...], WeightTransform] = {}
     for module in experts.values():
         for parameter, _ in module.named_parameters(recurse=False):
@@ -77,7 +77,7 @@ def expert_mapping(experts: Mapping[str, nn.Module]) -> list[WeightTransform]:
 
 
 def _steps(module: Any, parameter: str) -> Iterator[WeightTransform]:
-    """Yield the conversions to one parameter of an experts module: one for each way to store its weights."""
+    """Yields the conversions to one parameter of an experts module: one for each way to store its weights."""
     matrix = parameter.removesuffix("_bias")
     if matrix not in _BIASES:
         return  # reported as missing later, when the module is checked for completeness
@@ -99,7 +99,7 @@ def _convert(source: str, target: str, operations: Sequence[ConversionOps]) -> W
 
 
 def _layer_of(module_name: str) -> int:
-    """Return the decoder layer of an experts module; llama.cpp numbers its blocks as transformers does."""
+    """Returns the decoder layer of an experts module; llama.cpp numbers its blocks as transformers does."""
     numbers = _LAYER.findall(module_name)
     if len(numbers) != 1:
         raise ModelError(f"{module_name}: its layer in a GGUF file is not known")
@@ -126,7 +126,7 @@ def _sections(kind: BlockType, parts: Parts) -> dict[str, torch.Tensor]:
 
 
 def _as_bytes(tensor: StoredTensor) -> StoredTensor:
-    """Return the tensor as uint8: the bytes of its rows."""
+    """Returns the tensor as uint8: the bytes of its rows."""
     n_rows = max(1, int(np.prod(tensor.shape[:-1])))
     return replace(tensor, dtype="U8", shape=(*tensor.shape[:-1], tensor.nbytes // n_rows))
 
@@ -161,7 +161,7 @@ class DenseTensor:
         return values.reshape(self.shape).to(self.dtype)
 
     def packed(self) -> PackedWeights | None:
-        """Return the stored matrix, (1, out, in), if it is packed and becomes the parameter without conversion."""
+        """Returns the stored matrix, (1, out, in), if it is packed and becomes the parameter without conversion."""
         is_packed = self.stored.dtype in BLOCK_TYPES and self.stored.dtype not in DTYPES
         if self.converter is not None or not is_packed or self.stored.shape != self.shape or len(self.shape) != 2:
             return None
@@ -170,7 +170,7 @@ class DenseTensor:
 
 
 def dense_tensors(gguf: GgufFile, config: Any, shapes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, DenseTensor]:
-    """Return the dense parameters in the file by name; ``shapes`` has the shapes of all the model's dense parameters
+    """Returns the dense parameters in the file by name; ``shapes`` has the shapes of all the model's dense parameters
     and buffers."""
     name = gguf.architecture
     sources = _by_list(name, config, shapes) if name in FAMILIES else _by_conversions(gguf, config, shapes)
@@ -216,7 +216,7 @@ def _by_conversions(gguf: GgufFile, config: Any, shapes: Mapping[str, Any]) -> _
 
 
 def _unpack(reader: TensorReader, tensor: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Read the weights of a tensor of any type as ``dtype``."""
+    """Reads the weights of a tensor of any type as ``dtype``."""
     if tensor.dtype in DTYPES:
         return reader.read(tensor).to(dtype)
     from gguf.quants import dequantize

@@ -47,7 +47,8 @@ class ExpertLayer:
 
 
 def build_meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Build the transformers model of ``config`` on the meta device: real classes, names, shapes and dtypes, no memory.
+    """Builds the transformers model of ``config`` on the meta device: real classes, names, shapes and dtypes, no
+    memory.
 
     Uses AutoModelForCausalLM, or AutoModelForImageTextToText for configs that only it knows.
     Raises ModelError when transformers has no such model or cannot build it.
@@ -64,7 +65,7 @@ def build_meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the routed experts modules of ``model`` by name, in model order.
+    """Returns the routed experts modules of ``model`` by name, in model order.
 
     Raises ModelError when there is none: not a Mixture-of-Experts model, or one whose experts transformers does not
     route through its experts interface.
@@ -88,12 +89,12 @@ def is_experts_module(module: nn.Module) -> bool:
 
 
 def n_experts_of(module: nn.Module) -> int:
-    """Return the number of routed experts of an experts module."""
+    """Returns the number of routed experts of an experts module."""
     return int(cast(Any, module).num_experts)
 
 
 def per_expert_parameters(module: nn.Module) -> dict[str, torch.Size]:
-    """Return name and whole shape of an experts module's parameters whose first dimension is the expert.
+    """Returns name and whole shape of an experts module's parameters whose first dimension is the expert.
 
     The experts share all other parameters, also those of submodules (a norm after the experts).
     """
@@ -103,22 +104,22 @@ def per_expert_parameters(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def expert_size_of(module: nn.Module) -> dict[str, int]:
-    """Return the number of elements of one expert's parameters, by name."""
+    """Returns the number of elements of one expert's parameters, by name."""
     return {name: shape[1:].numel() for name, shape in per_expert_parameters(module).items()}
 
 
 def intermediate_of(module: nn.Module) -> int:
-    """Return the elements of a row between the projections of an expert: the input width of its down projection."""
+    """Returns the elements of a row between the projections of an expert: the input width of its down projection."""
     return module.get_parameter("down_proj").shape[1 if cast(Any, module).is_transposed else 2]
 
 
 def row_width_of(module: nn.Module) -> int:
-    """Return the elements of an expert's input and output row: the output width of its down projection."""
+    """Returns the elements of an expert's input and output row: the output width of its down projection."""
     return module.get_parameter("down_proj").shape[2 if cast(Any, module).is_transposed else 1]
 
 
 def top_k_of(model: nn.Module, experts_name: str) -> int:
-    """Return how many experts the router beside ``experts_name`` picks per row. Raises ModelError if unknown."""
+    """Returns how many experts the router beside ``experts_name`` picks per row. Raises ModelError if unknown."""
     block = model.get_submodule(experts_name.rpartition(".")[0])
     stated = [getattr(module, "top_k", None) for module in block.modules()]
     # A few routers have no attribute for it and look it up in the config at every call.
@@ -131,7 +132,7 @@ def top_k_of(model: nn.Module, experts_name: str) -> int:
 
 
 def dense_bytes_of(model: nn.Module, experts: dict[str, nn.Module]) -> int:
-    """Return the bytes of all parameters and buffers except those per routed expert; tied weights count once."""
+    """Returns the bytes of all parameters and buffers except those per routed expert; tied weights count once."""
     routed = {id(module.get_parameter(name)) for module in experts.values() for name in per_expert_parameters(module)}
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return sum(tensor.nbytes for key, tensor in tensors.items() if key not in routed)

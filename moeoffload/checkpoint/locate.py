@@ -19,7 +19,7 @@ _UNWANTED_FILES = ["*/*", "consolidated*"]
 
 
 def locate(model: str | Path, revision: str | None = None) -> Path:
-    """Return the local folder of ``model``: a folder, or a hub id such as ``"org/name"`` (local cache, then download).
+    """Returns the local folder of ``model``: a folder, or a hub id such as ``"org/name"`` (local cache, then download).
 
     A file that ends in ``.gguf`` is itself a model and returned as an absolute path; one that ends in ``.safetensors``
     stands for its folder.
@@ -42,7 +42,7 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
 
 
 def locate_cached(model: str, revision: str | None = None) -> Path | None:
-    """Return the folder of a hub id if it is complete in the local cache, else None; downloads nothing and looks at no
+    """Returns the folder of a hub id if it is complete in the local cache, else None; downloads nothing and looks at no
     other folder. Raises ModelError: ``revision`` is not a valid name."""
     check_revision(revision)
     if not is_hub_id(model):
@@ -56,7 +56,7 @@ def locate_cached(model: str, revision: str | None = None) -> Path | None:
 
 
 def _from_cache(model: str, revision: str | None) -> Path | None:
-    """Return the cached snapshot of a hub id at a revision, both already checked; None unless it is complete."""
+    """Returns the cached snapshot of a hub id at a revision, both already checked; None unless it is complete."""
     try:
         config = try_to_load_from_cache(model, CONFIG_FILE, revision=revision)
     except (OSError, ValueError):

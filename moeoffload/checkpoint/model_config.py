@@ -25,7 +25,7 @@ _QUANTISATION_KEYS = ("quantization_config", "compression_config")
 
 
 def read_config(folder: Path) -> Any:
-    """Return the transformers config of ``folder`` without its quantisation; never runs code in a checkpoint.
+    """Returns the transformers config of ``folder`` without its quantisation; never runs code in a checkpoint.
 
     Raises ModelError when config.json is missing, damaged or of an unknown model_type.
     """
@@ -44,7 +44,7 @@ def read_config(folder: Path) -> Any:
 
 
 def config_of(values: dict[str, Any], where: str) -> Any:
-    """Return the transformers config of the values of a config.json; ``where`` names their origin in errors.
+    """Returns the transformers config of the values of a config.json; ``where`` names their origin in errors.
 
     Raises ModelError when the model_type is unknown, or its class does not accept the values.
     """
@@ -59,8 +59,8 @@ def config_of(values: dict[str, Any], where: str) -> Any:
 
 
 def parse_config(text: str, most_characters: int) -> dict[str, Any]:
-    """Return the values of a config.json received as text. Raises ModelError when it is too long, not a JSON object, or
-    has lists with numbers above `_MAX_COUNT`."""
+    """Returns the values of a config.json received as text. Raises ModelError when it is too long, not a JSON object,
+    or has lists with numbers above `_MAX_COUNT`."""
     if len(text) > most_characters:
         raise ModelError(f"the host's config has more than {most_characters} characters")
     try:
@@ -95,7 +95,7 @@ def _refuse_wrong(where: str, raw: dict[str, Any]) -> None:
 
 
 def refuse_empty_claims(config: Any, index: TensorIndex) -> None:
-    """Refuse a config that claims far more layers or experts than the files hold, before anything is built from it.
+    """Refuses a config that claims far more layers or experts than the files hold, before anything is built from it.
 
     Each layer has at least one stored tensor; each expert of a layer has a tensor, or a row of one for all experts.
     Raises ModelError.
@@ -119,13 +119,13 @@ def refuse_empty_claims(config: Any, index: TensorIndex) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its class name if it has none."""
+    """Returns the first line of an error's message, or its class name if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the config itself and its nested sections (text, vision, quantisation)."""
+    """Yields the config itself and its nested sections (text, vision, quantisation)."""
     yield config
     yield from (value for value in config.values() if isinstance(value, dict))
 
@@ -135,7 +135,7 @@ def _is_count(key: str, value: object, of: str = "") -> bool:
 
 
 def quantisation(folder: Path) -> dict[str, Any] | None:
-    """Return the quantization_config of config.json, or None if it has none.
+    """Returns the quantization_config of config.json, or None if it has none.
 
     Raises ModelError when it is not supported.
     """
@@ -158,7 +158,7 @@ def quantisation(folder: Path) -> dict[str, Any] | None:
 
 
 def without_quantisation(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a config.json without the settings of quantisation."""
+    """Returns the values of a config.json without the settings of quantisation."""
     return {
         key: without_quantisation(value) if isinstance(value, dict) else value
         for key, value in raw.items()
@@ -167,7 +167,7 @@ def without_quantisation(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_quantisation(config: Any) -> Any:
-    """Remove the quantisation from a config, so that the model is built with plain weights, however they are stored."""
+    """Removes the quantisation from a config, so that the model is built with plain weights however it is stored."""
     for section in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for key in _QUANTISATION_KEYS:
             if getattr(section, key, None) is not None:

@@ -56,7 +56,7 @@ class Piece:
         return self.form.n_bytes(self.n_out, self.n_in)
 
     def empty(self, n_experts: int, device: torch.device, *, in_tiles: bool = False) -> PackedWeights:
-        """Allocate this piece for ``n_experts`` experts, with undefined values."""
+        """Allocates this piece for ``n_experts`` experts, with undefined values."""
         return PackedWeights.empty(self.form, n_experts, self.n_out, self.n_in, device, in_tiles=in_tiles)
 
     def fill(
@@ -67,7 +67,7 @@ class Piece:
         weights: Sequence[StoredWeight],
         expert: int,
     ) -> None:
-        """Write the rows of one expert to ``out[slot]``; ``weights`` are its stored weights in the recipe's order.
+        """Writes the rows of one expert to ``out[slot]``; ``weights`` are its stored weights in the recipe's order.
 
         Raises ModelError when bytes are missing or values do not fit.
         """
@@ -94,7 +94,7 @@ class Piece:
             out.put(slot, room)
 
     def _place(self, room: PackedWeights, slot: int, source: Source, packing: Packing) -> torch.Tensor | None:
-        """Return the contiguous place for the codes of a whole stored weight, or None if there is none."""
+        """Returns the contiguous place for the codes of a whole stored weight, or None if there is none."""
         if room.in_tiles or not isinstance(source.rows, slice) or source.taken != slice(0, packing.rows_first[0], 1):
             return None
         place = room.section("codes")[slot, source.rows]
@@ -102,7 +102,7 @@ class Piece:
 
 
 def as_packed(weight: StoredWeight, is_transposed: bool) -> tuple[StoredWeight, Packing]:
-    """Return a weight and its packing; a plain one gets rows of its own dtype. Raises ModelError for other dtypes."""
+    """Returns a weight and its packing; a plain one gets rows of its own dtype. Raises ModelError for other dtypes."""
     if weight.packing is not None:
         return weight, weight.packing
     dtype = weight.plain.torch_dtype
@@ -114,7 +114,7 @@ def as_packed(weight: StoredWeight, is_transposed: bool) -> tuple[StoredWeight, 
 
 
 def trace(weights: Mapping[str, StoredWeight]) -> dict[str, list[torch.Tensor]]:
-    """Return for each pattern an expert's weight whose elements encode their own weight number, row and column."""
+    """Returns for each pattern an expert's weight whose elements encode their own weight number, row and column."""
     n_rows, n_columns = _bounds(weights.values())
     dtype = torch.int32 if len(weights) * n_rows * n_columns < 1 << 31 else torch.int64
     traced = {}
@@ -127,7 +127,7 @@ def trace(weights: Mapping[str, StoredWeight]) -> dict[str, list[torch.Tensor]]:
 
 
 def plan(target: str, traced: torch.Tensor, weights: Sequence[StoredWeight]) -> tuple[Piece, ...]:
-    """Return the pieces of a matrix.
+    """Returns the pieces of a matrix.
 
     Args:
         target: name of the parameter, for errors.
@@ -158,7 +158,7 @@ def plan(target: str, traced: torch.Tensor, weights: Sequence[StoredWeight]) -> 
 
 
 def _pieces(target: str, by_format: Mapping[PackedFormat, list[Source]], n_in: int) -> tuple[Piece, ...]:
-    """Return one piece for all rows if they have one format, else one per format, whose rows must be neighbours."""
+    """Returns one piece for all rows if they have one format, else one per format, whose rows must be neighbours."""
     pieces: list[tuple[int, Piece]] = []
     for form, sources in by_format.items():
         rows = torch.cat([torch.as_tensor(source.rows) for source in sources])
@@ -188,13 +188,13 @@ def _keeps_blocks(source: Source, n: int) -> bool:
 
 
 def _bounds(weights: Iterable[StoredWeight]) -> tuple[int, int]:
-    """Return the largest number of rows and of columns of any weight."""
+    """Returns the largest number of rows and of columns of any weight."""
     rows, columns = zip(*(weight.shape[-2:] for weight in weights), strict=True)
     return max(rows), max(columns)
 
 
 def _as_slice(rows: Rows) -> Rows:
-    """Return the rows as a slice if they are evenly spaced, so that they need not be gathered."""
+    """Returns the rows as a slice if they are evenly spaced, so that they need not be gathered."""
     numbers = torch.as_tensor(rows)
     first = int(numbers[0])
     step = int(numbers[1]) - first if len(numbers) > 1 else 1
@@ -209,7 +209,7 @@ def _whole_tiles(rows: Rows) -> bool:
 
 
 def _blocks(rows: Rows, n: int) -> slice:
-    """Return the blocks of ``n`` rows that consecutive rows touch."""
+    """Returns the blocks of ``n`` rows that consecutive rows touch."""
     assert isinstance(rows, slice)
     return slice(rows.start // n, -(-rows.stop // n))
 

@@ -26,7 +26,7 @@ def refuse_packed(path: Path, recipes: Mapping[str, Sequence[Recipe]], name: str
 
 
 def quantised_pieces(mould: nn.Module, form: PackedFormat) -> dict[str, tuple[Piece, ...]]:
-    """Return the matrices of an experts module in ``form``, by parameter name."""
+    """Returns the matrices of an experts module in ``form``, by parameter name."""
     module: Any = mould
     pieces: dict[str, tuple[Piece, ...]] = {}
     for name, shape in per_expert_parameters(mould).items():

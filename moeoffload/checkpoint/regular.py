@@ -10,7 +10,7 @@ from moeoffload.errors import ModelError
 
 
 def open_regular(path: Path) -> int:
-    """Return a descriptor of ``path`` for reading; the caller closes it.
+    """Returns a descriptor of ``path`` for reading; the caller closes it.
     Raises ModelError: it is not a regular file; OSError: it cannot be opened."""
     # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -21,7 +21,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Return the contents of ``path``.
+    """Returns the contents of ``path``.
     Raises ModelError: it is not a regular file, or has more than ``most_bytes`` bytes; OSError: it cannot be read."""
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(most_bytes + 1)

@@ -22,10 +22,10 @@ class Readable(Protocol):
     """A tensor whose values are read when they are accessed."""
 
     def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
-        """Return the values, for ``tensor[...]``, in the compute dtype or the stored one."""
+        """Returns the values, for ``tensor[...]``, in the compute dtype or the stored one."""
 
     def packed(self) -> PackedWeights | None:
-        """Return the stored matrix, (1, out, in), if it is packed and becomes the parameter without conversion."""
+        """Returns the stored matrix, (1, out, in), if it is packed and becomes the parameter without conversion."""
 
 
 Dense = Callable[[torch.dtype], Mapping[str, Readable]]
@@ -60,7 +60,7 @@ class Source:
 
 
 def open_folder(folder: Path) -> Source:
-    """Open a folder in the transformers format. Raises ModelError as `Checkpoint.open` does."""
+    """Opens a folder in the transformers format. Raises ModelError as `Checkpoint.open` does."""
     config = read_config(folder)
     index = TensorIndex.open(folder)
     refuse_empty_claims(config, index)
@@ -74,5 +74,5 @@ def open_folder(folder: Path) -> Source:
 
 
 def as_dense(weights: list[StoredWeight]) -> Dense:
-    """Return the `Dense` of the stored weights of a transformers folder."""
+    """Returns the `Dense` of the stored weights of a transformers folder."""
     return lambda dtype: {weight.name: DenseTensor(weight, dtype) for weight in weights}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def stamp_of(files: Iterable[Path]) -> str:
-    """Return a digest that changes when one of the files is written, replaced or removed.
+    """Returns a digest that changes when one of the files is written, replaced or removed.
 
     A write within the same clock tick of the file system may go unnoticed. All names (links) of a file give the same.
     """

@@ -82,7 +82,7 @@ class TensorIndex:
 
     @classmethod
     def open(cls, folder: Path) -> TensorIndex:
-        """Read the headers of all safetensors files of ``folder`` and check them against the file sizes.
+        """Reads the headers of all safetensors files of ``folder`` and check them against the file sizes.
 
         Raises ModelError when there are none, when a file of the index is missing, or when one is damaged or truncated.
         """
@@ -107,7 +107,7 @@ class TensorIndex:
         return len(self._tensors)
 
     def main_dtype(self) -> torch.dtype | None:
-        """Return the floating-point dtype of most bytes of the checkpoint, or None if it has none."""
+        """Returns the floating-point dtype of most bytes of the checkpoint, or None if it has none."""
         held: dict[torch.dtype, int] = {}
         for tensor in self:
             dtype = DTYPES.get(tensor.dtype)
@@ -141,7 +141,7 @@ class TensorReader:
         self._descriptors.clear()
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """Read the whole tensor to new CPU memory in its stored dtype. Raises ModelError when bytes are missing."""
+        """Reads the whole tensor to new CPU memory in its stored dtype. Raises ModelError when bytes are missing."""
         result = empty_weights(tensor.shape, tensor.torch_dtype)
         self._read_into(tensor, 0, _bytes_of(result))
         return result
@@ -149,7 +149,7 @@ class TensorReader:
     def read_part(
         self, tensor: StoredTensor, role: str, row: int | None, into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Read the tensor or one row of it, to ``into`` or to a buffer that this thread's next read for ``role``
+        """Reads the tensor or one row of it, to ``into`` or to a buffer that this thread's next read for ``role``
         reuses.
 
         The buffer is reused because allocating new memory would take longer than reading. ``into`` is contiguous uint8
@@ -168,8 +168,8 @@ class TensorReader:
     def _room(
         self, role: str, dtype: torch.dtype, shape: tuple[int, ...], n_bytes: int
     ) -> tuple[torch.Tensor, memoryview]:
-        """Return this thread's buffer for ``role`` as a tensor of the dtype and shape, and its bytes. Views are cached:
-        making one releases the interpreter lock, and getting that back takes longer than reading a small tensor."""
+        """Returns this thread's buffer for ``role`` as a tensor of the dtype and shape, and its bytes. Views are
+        cached: making one releases the interpreter lock, which takes longer to get back than reading a small tensor."""
         rooms, views = self._scratch.rooms, self._scratch.views
         room = rooms.get(role)
         if room is None or room.nbytes < n_bytes:
@@ -183,7 +183,7 @@ class TensorReader:
         return views[key]
 
     def read_rows(self, tensor: StoredTensor, rows: Sequence[int]) -> torch.Tensor:
-        """Read ``tensor[rows]`` to CPU memory in its stored dtype, shape ``(len(rows), *tensor.shape[1:])``.
+        """Reads ``tensor[rows]`` to CPU memory in its stored dtype, shape ``(len(rows), *tensor.shape[1:])``.
 
         Reads only the bytes of these rows. Raises ModelError when bytes are missing.
         """
@@ -194,7 +194,7 @@ class TensorReader:
         return result
 
     def read_bytes(self, tensor: StoredTensor, start: int, size: int) -> bytes:
-        """Read ``size`` bytes of the tensor from its byte ``start`` on. Raises ModelError when bytes are missing."""
+        """Reads ``size`` bytes of the tensor from its byte ``start`` on. Raises ModelError when bytes are missing."""
         data = os.pread(self._descriptor(tensor.file), size, tensor.offset + start)
         if len(data) != size:
             raise _cut_short(tensor)
@@ -220,7 +220,7 @@ class TensorReader:
 
 
 def read_json(path: Path, most_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
-    """Return the JSON object in ``path``. Raises ModelError when it cannot be read or is not an object."""
+    """Returns the JSON object in ``path``. Raises ModelError when it cannot be read or is not an object."""
     try:
         value = json.loads(read_regular(path, most_bytes).decode("utf-8"))
     except OSError as error:
@@ -293,7 +293,7 @@ def _parse_entry(file: Path, start: int, name: str, entry: dict[str, Any]) -> St
 
 
 def _number(value: Any) -> int:
-    """Return a length or position of a header. Raises ValueError for what else JSON allows: text, fractions,
+    """Returns a length or position of a header. Raises ValueError for what else JSON allows: text, fractions,
     infinities, integers of any size."""
     if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
         raise ValueError(value)
@@ -301,7 +301,7 @@ def _number(value: Any) -> int:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
+    """Returns the memory of a contiguous tensor."""
     return memoryview(cast(Any, tensor.flatten().view(torch.uint8).numpy()))
 
 

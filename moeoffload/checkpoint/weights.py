@@ -45,7 +45,7 @@ class StoredWeight:
     def read_parts(
         self, reader: TensorReader, expert: int = 0, into: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Read the parts of one matrix: that of ``expert`` if one weight holds all experts.
+        """Reads the parts of one matrix: that of ``expert`` if one weight holds all experts.
 
         The same thread's next call overwrites them, except ``weight`` if it was read ``into`` a tensor. Raises
         ModelError when bytes are missing.
@@ -57,7 +57,7 @@ class StoredWeight:
         }
 
     def unpack(self, reader: TensorReader, dtype: torch.dtype) -> torch.Tensor:
-        """Read the whole weight: packed ones as ``dtype``, others in their stored dtype.
+        """Reads the whole weight: packed ones as ``dtype``, others in their stored dtype.
 
         Raises ModelError when bytes are missing.
         """
@@ -70,7 +70,7 @@ class StoredWeight:
         return (matrices[0] if len(self.shape) == 2 else torch.stack(matrices)).contiguous()
 
     def read_packed(self, reader: TensorReader, expert: int = 0) -> PackedWeights:
-        """Read one matrix of a packed weight, (1, out, in). Raises ModelError when bytes are missing."""
+        """Reads one matrix of a packed weight, (1, out, in). Raises ModelError when bytes are missing."""
         assert self.packing is not None
         n_out, n_in = self.packing.rows_first
         packed = PackedWeights.empty(self.packing.packed, 1, n_out, n_in, torch.device("cpu"))
@@ -82,7 +82,7 @@ class StoredWeight:
         return packed
 
     def sections(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Apply `Packing.sections` to the parts of a matrix. Raises ModelError when their values do not fit."""
+        """Applies `Packing.sections` to the parts of a matrix. Raises ModelError when their values do not fit."""
         assert self.packing is not None
         try:
             return self.packing.sections(parts)
@@ -102,8 +102,8 @@ class DenseTensor:
             return self.weight.unpack(reader, self.dtype)
 
     def packed(self) -> PackedWeights | None:
-        """Return the stored matrix, (1, out, in), if it is packed as (out, in), else None. Raises ModelError when bytes
-        are missing."""
+        """Returns the stored matrix, (1, out, in), if it is packed as (out, in), else None. Raises ModelError when
+        bytes are missing."""
         packing = self.weight.packing
         if packing is None or packing.is_transposed or len(self.weight.shape) != 2:
             return None
@@ -119,7 +119,7 @@ class WeightIndex:
 
     @classmethod
     def of(cls, index: TensorIndex, settings: Mapping[str, Any] | None) -> WeightIndex:
-        """Return the weights in ``index``; ``settings`` is the quantization_config, None if the checkpoint has none.
+        """Returns the weights in ``index``; ``settings`` is the quantization_config, None if the checkpoint has none.
 
         Raises ModelError naming the tensor when parts of a weight are missing or do not fit.
         """

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def read_format(name: str) -> str | None:
-    """Return the format to pack experts in; None: as they are stored. Raises ServerError for an unknown format."""
+    """Returns the format to pack experts in; None: as they are stored. Raises ServerError for an unknown format."""
     if name and name not in FORMATS:
         raise ServerError(f"expert format is {one_line(name, 24)!r} (host), known here are {', '.join(FORMATS)}")
     return name or None
 
 
 def read_payload(field: str, label: str) -> PayloadDtype:
-    """Return the payload dtype that the host named; ``field`` is for the error message."""
+    """Returns the payload dtype that the host named; ``field`` is for the error message."""
     try:
         return PayloadDtype[label.upper()]
     except KeyError:
@@ -59,7 +59,7 @@ def check_model(model: pb.ModelReference, checkpoint: Checkpoint) -> None:
 
 
 def check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> ExpertTable:
-    """Return a load request's expert table, checked against the model: known layers and experts, each at most once."""
+    """Returns a load request's expert table, checked against the model: known layers and experts, each at most once."""
     if len(request.layers) != len(checkpoint.layers):
         raise ServerError(f"expert table has {len(request.layers)} layers, the model has {len(checkpoint.layers)}")
     tables: list[tuple[int, ...]] = []
@@ -79,7 +79,7 @@ def check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> Exper
 def check_activate(
     request: pb.Activate, checkpoint: Checkpoint, table: ExpertTable
 ) -> tuple[PayloadDtype, PayloadDtype]:
-    """Return the payload dtypes out and back; raises ServerError, naming the field that differs from what is loaded."""
+    """Returns the payload dtypes out and back. Raises ServerError naming the field that differs from what is loaded."""
     compare("model digest", request.model_digest, checkpoint.digest)
     compare("expert table", request.table_digest, table.digest)
     compare("compute dtype", request.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
@@ -96,7 +96,7 @@ def check_activate(
 
 
 def check_transport(wanted: str, offered: list[str]) -> list[str]:
-    """Return the offered transports that match ``wanted``: one name, or all of them for ``auto``."""
+    """Returns the offered transports that match ``wanted``: one name, or all of them for ``auto``."""
     found = [name for name in offered if wanted in ("auto", name)]
     if not found:
         raise ServerError(f"transport is {wanted} (host), this server offers {', '.join(offered)}")

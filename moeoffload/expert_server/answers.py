@@ -35,7 +35,7 @@ class Answers:
         """Kernel workspace for small batches between the slices of a long call."""
 
     def admit(self, request: Request) -> LayerKernels | None:
-        """Return the experts that a request needs; None if it was refused or its host has left."""
+        """Returns the experts that a request needs; None if it was refused or its host has left."""
         if request[1].owner.host.closed:
             return None
         try:
@@ -197,5 +197,5 @@ def _bad_slots(experts: LayerKernels) -> RequestError:
 
 
 def _bad_sums(context: SlotContext, call: KernelInput, row: int) -> RequestError:
-    """Return the error for a row of sums that does not fit the payload dtype."""
+    """Returns the error for a row of sums that does not fit the payload dtype."""
     return RequestError(ErrorCode.PAYLOAD, describe_bad_row(call.out[row], context.host.layout.dtype_back), row)

@@ -64,7 +64,7 @@ class HostArena:
         self.n_created = 1
 
     def part(self, start: int, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
-        """Return views of the buffers for ``n_rows`` rows from ``start`` on."""
+        """Returns views of the buffers for ``n_rows`` rows from ``start`` on."""
         key = (start, n_rows, weights_dtype)
         part = self._kept.get(key)
         if part is None:

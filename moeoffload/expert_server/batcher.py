@@ -72,7 +72,7 @@ class Batch:
         return context
 
     def rows_of(self, share: HostShare) -> int:
-        """Return the number of rows of one host's members."""
+        """Returns the number of rows of one host's members."""
         return sum(
             n_rows for (_, slot), n_rows in zip(self.members, self.rows, strict=True) if slot.owner.host.share is share
         )

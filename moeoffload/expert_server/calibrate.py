@@ -26,7 +26,7 @@ GAIN: Final = 1.05
 
 
 def best_rows(seconds: Callable[[int], float], usual: int, most: int) -> int:
-    """Return the batch capacity of a GPU, at most ``most`` rows: ``usual``, or the largest size up to which each step
+    """Returns the batch capacity of a GPU, at most ``most`` rows: ``usual``, or the largest size up to which each step
     pays (see `GAIN`).
 
     ``seconds(rows)`` times a call of that many rows; the search ends at a size that runs out of memory.
@@ -54,7 +54,7 @@ def time_layer(
     pause: Callable[[], float] | None = None,
     sizes: Sequence[int] = SIZES,
 ) -> list[tuple[int, float]]:
-    """Return (rows, seconds) of calls of several ``sizes``, each of at most ``capacity`` rows.
+    """Returns (rows, seconds) of calls of several ``sizes``, each of at most ``capacity`` rows.
 
     Each row is routed to ``top_k`` different ones of the layer's ``n_experts``; as in a run, only those held here are
     computed, and rows without any are left out. The fastest repeat of a size counts, so that disturbances do not. Runs

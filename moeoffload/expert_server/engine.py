@@ -178,7 +178,7 @@ class Engine:
                 )
 
     def _pick(self) -> HostShare | None:
-        """Return the host whose turn it is, considering all requests that have arrived by now; None if none waits."""
+        """Returns the host whose turn it is, considering all requests that have arrived by now; None if none waits."""
         if self.shares.n_leases > 1:
             os.sched_yield()  # as in `_give_way`: lets reader threads queue what they have received
         return self.shares.pick()

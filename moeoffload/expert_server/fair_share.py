@@ -74,7 +74,7 @@ class FairShares(Generic[T]):
         """The clock of the served hosts, where a new or idle host starts."""
 
     def join(self, key: str) -> Share[T]:
-        """Return the share of the host ``key``, the same for all its leases; `leave` gives it back."""
+        """Returns the share of the host ``key``, the same for all its leases; `leave` gives it back."""
         with self.lock:
             self.n_leases += 1
             for share in self.all:
@@ -107,7 +107,7 @@ class FairShares(Generic[T]):
         return False
 
     def pick(self) -> Share[T] | None:
-        """Return the host whose turn it is; None if no request is queued."""
+        """Returns the host whose turn it is; None if no request is queued."""
         least = self._least(None)
         if least is None:
             return None
@@ -140,7 +140,7 @@ class FairShares(Generic[T]):
             return (share, share.small.popleft()) if share.small else None
 
     def _least(self, running: Share[T] | None) -> Share[T] | None:
-        """Return the share with the lowest clock among those with queued requests: any request if ``running`` is None,
+        """Returns the share with the lowest clock among those with queued requests: any request if ``running`` is None,
         else a small request of another host."""
         best = None
         for share in self.all:

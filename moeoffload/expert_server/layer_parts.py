@@ -58,7 +58,7 @@ class LayerParts(LayerKernels):
         self._places = places.to(self._devices[0])
 
     def kernel_for(self, n_rows: int) -> str:
-        """Return the names of the kernels that serve a call of ``n_rows`` rows."""
+        """Returns the names of the kernels that serve a call of ``n_rows`` rows."""
         names = " and ".join(self._kernels_for(n_rows))
         return f"{names} on {len(self._parts)} devices" if len(self._parts) > 1 else names
 
@@ -107,7 +107,7 @@ class LayerParts(LayerKernels):
 
 
 def _joined_error(parts: Sequence[LayerKernels]) -> float | None:
-    """Return the `LayerKernels.weight_error` of all parts together; assumes that all weights are equally large."""
+    """Returns the `LayerKernels.weight_error` of all parts together; assumes that all weights are equally large."""
     known = [(part.n_experts, part.weight_error) for part in parts if part.weight_error is not None]
     if len(known) < len(parts):
         return None

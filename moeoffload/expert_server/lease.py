@@ -115,7 +115,7 @@ class HostLease:
         return pb.CalibrateReply(timings=[pb.Timing(rows=rows, seconds=shortest[rows]) for rows, _ in timings])
 
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
-        """Return this server's copy of the host's model."""
+        """Returns this server's copy of the host's model."""
         reference = self._settings.model or self._roots.resolve(model.reference, model.revision or None)
         return self._server.models.open(model, reference)
 
@@ -161,7 +161,7 @@ class HostLease:
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
     def _fast_part_of(self, checkpoint: Checkpoint, parts: list[tuple[int, tuple[int, ...]]], tiers: Tiers) -> float:
-        """Return the fraction of the experts to load that goes to the device, after evicting other warm experts."""
+        """Returns the fraction of the experts to load that goes to the device, after evicting other warm experts."""
         missing = [part for part in parts if LayerKey.of(checkpoint, *part) not in self._store]
         if not missing:
             return 1.0
@@ -261,7 +261,7 @@ class HostLease:
         return int(capacity)
 
     def _best_capacity(self, checkpoint: Checkpoint, most: int) -> int:
-        """Return the measured best batch capacity, at most ``most``; releases the memory reserved beyond it."""
+        """Returns the measured best batch capacity, at most ``most``; releases the memory reserved beyond it."""
         layer, kernels = next(iter(self._modules.items()))
         how = checkpoint.top_k, most, checkpoint.layers[layer].n_experts, self._engine.kernel_workspace
         known = self._store.best_rows.setdefault(kernels, {})
@@ -275,7 +275,7 @@ class HostLease:
         return known[most]
 
     def _no_room(self, text: str) -> CapacityError:
-        """Return a `BusyError` if other hosts are attached, whose memory may become free, else a `CapacityError`."""
+        """Returns a `BusyError` if other hosts are attached, whose memory may become free, else a `CapacityError`."""
         if len(self._engine.shares.all) > 1:
             return BusyError(f"{text} (busy: other hosts use this server)", RETRY_AFTER_S)
         return CapacityError(text)

@@ -22,7 +22,7 @@ class ModelRoots:
     on_refused: Callable[[str], None]
 
     def resolve(self, reference: str, revision: str | None) -> str | Path:
-        """Return what to open for a host's ``reference``: a folder or file, or the reference itself if all is allowed.
+        """Returns what to open for a host's ``reference``: a folder or file, or the reference itself if all is allowed.
         Raises ModelError: the revision is not a valid name, or the reference is not allowed, whether or not such a
         model exists, so that a host learns nothing about other folders."""
         # The whole package: if one thread imports a part while another imports all, transformers returns half a module.
@@ -50,7 +50,7 @@ class ModelRoots:
         return folder
 
     def _inside(self, reference: str) -> Path | None:
-        """Return the folder with all links resolved, or a GGUF file, if it is a root or below one; else None.
+        """Returns the folder with all links resolved, or a GGUF file, if it is a root or below one; else None.
 
         A GGUF file keeps its name even if that is a link to another file below a root, as in a hub cache.
         """

@@ -23,8 +23,8 @@ class OpenModels:
         self._lock = threading.Lock()
 
     def open(self, model: pb.ModelReference, reference: str | Path) -> Checkpoint:
-        """Return the model at ``reference`` (folder, file or hub id), which must match the host's ``model``; reopens it
-        if its files have changed. Raises ModelError: it cannot be read; ServerError: the host's model differs."""
+        """Returns the model at ``reference`` (folder, file or hub id), which must match the host's ``model``; reopens
+        it if its files have changed. Raises ModelError: it cannot be read; ServerError: the host's model differs."""
         from moeoffload.checkpoint import Checkpoint
         from moeoffload.checkpoint.locate import locate
 

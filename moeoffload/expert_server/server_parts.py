@@ -60,7 +60,7 @@ class ServerParts:
         return max(self.settings.usual_rows, min(self.most_rows, shared_room() // 2 // frames_bytes))
 
     def batch_room(self, wanted: int) -> int:
-        """Return the bytes left for batches; evicts warm experts if a device of several has less than ``wanted``."""
+        """Returns the bytes left for batches; evicts warm experts if a device of several has less than ``wanted``."""
         room = self.store.free_bytes
         if self.tiers is not None:
             room = min(room, self.tiers.free)

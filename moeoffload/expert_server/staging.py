@@ -108,7 +108,7 @@ class DeviceArena:
         self._is_busy = False
 
     def _views(self, n_rows: int, weights_dtype: torch.dtype) -> _Staged:
-        """Return views for a number of rows; cached for decode-shaped calls."""
+        """Returns views for a number of rows; cached for decode-shaped calls."""
         staged = self._kept.get((n_rows, weights_dtype))
         if staged is not None:
             return staged
@@ -129,7 +129,7 @@ class DeviceArena:
         return staged
 
     def _sections(self, n_rows: int) -> tuple[int, int, int]:
-        """Return the byte offsets of weights and slots in a dispatch body of ``n_rows`` rows, and its length."""
+        """Returns the byte offsets of weights and slots in a dispatch body of ``n_rows`` rows, and its length."""
         layout = self._layout
         weights_at = _aligned(n_rows * layout.dtype_out.row_bytes(layout.hidden))
         slots_at = weights_at + _aligned(n_rows * layout.top_k * torch.float32.itemsize)

@@ -36,7 +36,7 @@ class LayerKey:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> LayerKey:
-        """Return the key of experts that are read from a checkpoint."""
+        """Returns the key of experts that are read from a checkpoint."""
         dtype = PayloadDtype.from_torch(checkpoint.dtype).label
         return cls(checkpoint.digest, dtype, layer, experts, checkpoint.stamp)
 
@@ -91,7 +91,7 @@ class ExpertStore:
         return min(self.budget_bytes - self.resident_bytes - self._reserved_bytes, self._free_now() + self.warm_bytes)
 
     def offered_bytes(self, model_digest: str, compute_dtype: str) -> int:
-        """Return the bytes that a host with this model may fill: the free ones, and those of its model in use."""
+        """Returns the bytes that a host with this model may fill: the free ones, and those of its model in use."""
         mine = (model_digest, compute_dtype)
         shared = self._sum(lambda key, each: each.n_users > 0 and (key.model_digest, key.compute_dtype) == mine)
         return self.free_bytes + shared
@@ -104,7 +104,7 @@ class ExpertStore:
         return key in self._residents
 
     def acquire(self, key: LayerKey, n_bytes: int, build: Callable[[], LayerKernels]) -> LayerKernels:
-        """Return the experts of ``key``, built by ``build`` unless they are resident. Each call needs a `release`.
+        """Returns the experts of ``key``, built by ``build`` unless they are resident. Each call needs a `release`.
         Raises CapacityError: they do not fit into the budget."""
         with self._loading:
             with self._lock:

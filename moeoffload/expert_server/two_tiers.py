@@ -68,7 +68,7 @@ class Tiers:
         return self.fast_budget - self.used
 
     def share(self, n_bytes: int) -> float:
-        """Return the fraction of ``n_bytes`` of experts that fits into the fast memory, less `FOR_BATCHES`."""
+        """Returns the fraction of ``n_bytes`` of experts that fits into the fast memory, less `FOR_BATCHES`."""
         return max(0.0, min(1.0, self.free * (1 - FOR_BATCHES) / max(1, n_bytes)))
 
     def count(self, owner: LayerKernels | Stage, n_bytes: int) -> None:
@@ -77,12 +77,12 @@ class Tiers:
         weakref.finalize(owner, self._add, -n_bytes)
 
     def stats(self) -> pb.TierStats:
-        """Return the counts that hosts are sent."""
+        """Returns the counts that hosts are sent."""
         counts = {"fast_routes": self.fast_routes, "slow_routes": self.slow_routes, "moves": self.moves}
         return pb.TierStats(fast_bytes=self.used, **counts)
 
     def stage(self, checkpoint: Checkpoint, layer: int, device: torch.device, kernel: KernelChoice) -> Stage:
-        """Return a buffer on the device for some experts, shared by all layers of the same shape and format."""
+        """Returns a buffer on the device for some experts, shared by all layers of the same shape and format."""
         about = checkpoint.layers[layer]
         key = checkpoint.digest, about.n_weights, about.expert_bytes, about.intermediate, about.format
         with self._lock:
@@ -113,7 +113,7 @@ class Stage:
         self._copy_s = 0.0
 
     def copy_s(self, module: nn.Module) -> float:
-        """Return the seconds to copy one expert, measured once with an expert of ``module``."""
+        """Returns the seconds to copy one expert, measured once with an expert of ``module``."""
         for _ in range(0 if self._copy_s else 2):  # the first one warms up
             started = perf_counter()
             self.fill(module, [0])
@@ -160,7 +160,7 @@ class TwoTierLayer(LayerParts):
         self._called_s = self._moved_s = 0.0
 
     def kernel_for(self, n_rows: int) -> str:
-        """Return the names of the kernels that serve a call of ``n_rows`` rows."""
+        """Returns the names of the kernels that serve a call of ``n_rows`` rows."""
         return f"two tiers of {' and '.join(self._kernels_for(n_rows))}"
 
     def in_slices(
@@ -288,14 +288,14 @@ def build_layer(
 
 
 def _contents(module: nn.Module) -> list[Weights]:
-    """Return what a module holds per expert: parameters and packed matrices, always in the same order."""
+    """Returns what a module holds per expert: parameters and packed matrices, always in the same order."""
     about: Any = module
     plain = (each.data for each in module.parameters() if each.shape[:1] == (about.num_experts,))
     return [*plain, *packed_parts(module)]
 
 
 def _take(values: Weights, slot: int, *, copy: bool = False) -> Weights:
-    """Return the weights of one expert; with ``copy`` in new CPU memory."""
+    """Returns the weights of one expert; with ``copy`` in new CPU memory."""
     if isinstance(values, PackedWeights):
         return values.take(slot) if copy else values.one(slot)
     return values[slot].to(_CPU, copy=True) if copy else values[slot]

@@ -32,7 +32,7 @@ def check(settings: Mapping[str, Any]) -> None:
 
 
 def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """Return how a weight in this module's layout is packed. Raises ValueError, in one line, if parts do not fit."""
+    """Returns how a weight in this module's layout is packed. Raises ValueError, in one line, if parts do not fit."""
     n_in, n_out = parts["weight"].shape[0], 8 * parts["weight"].shape[1]
     if n_in % 8:
         raise ValueError(f"its rows have {n_in} weights, needed is a multiple of 8")

@@ -41,7 +41,7 @@ def check(settings: Mapping[str, Any]) -> None:
 
 
 def _pack_words(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """Pack (..., out, words) int32 of 4-bit or 8-bit integers; the shape of the scales determines which."""
+    """Packs (..., out, words) int32 of 4-bit or 8-bit integers; the shape of the scales determines which."""
     *lead, n_out, n_words = parts["weight"].shape
     n_groups = parts["scale"].shape[-1]
     for n_bits, size in _int_groups(settings):
@@ -63,7 +63,7 @@ def _pack_words(parts: Parts, settings: Mapping[str, Any]) -> Packing:
 
 
 def _pack_int8(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """Pack (..., out, in) int8, with a scale for each row or each group of a row."""
+    """Packs (..., out, in) int8, with a scale for each row or each group of a row."""
     *lead, n_out, n_in = parts["weight"].shape
     n_groups = parts["scale"].shape[-1]
     for n_bits, size in _int_groups(settings):
@@ -83,7 +83,7 @@ def _weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _int_groups(settings: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """Yield bits and group size (0: a whole row) of the config's groups of integer weights."""
+    """Yields bits and group size (0: a whole row) of the config's groups of integer weights."""
     for weights in _weights(settings):
         n_bits, size = weights.get("num_bits"), weights.get("group_size") or 0
         if weights.get("type", "int") != "int" or n_bits not in (4, 8) or type(size) is not int:

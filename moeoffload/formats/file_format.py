@@ -66,7 +66,7 @@ class FileFormat:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert (rows, n) of any dtype to (rows, bytes) uint8: a view if contiguous, or if elements have one byte."""
+    """Converts (rows, n) of any dtype to (rows, bytes) uint8: a view if contiguous, or if elements have one byte."""
     if tensor.dtype.itemsize == 1 or (tensor.is_contiguous() and tensor.stride(-1) == 1):
         return tensor.view(torch.uint8)
     # Flattened first: a transposed tensor of one column counts as contiguous but cannot be viewed as bytes.

@@ -27,7 +27,8 @@ _BLOCK: Final = (128, 128)
 
 
 def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """Return how FP8 weights (..., out, in) with their scales are packed; ``settings`` may state ``weight_block_size``.
+    """Returns how FP8 weights (..., out, in) with their scales are packed; ``settings`` may state
+    ``weight_block_size``.
     Raises ValueError, in one line, for scales of an unknown dtype or shape."""
     weight, scale = parts["weight"], parts["scale"]
     if scale.dtype not in _IN_ROW:

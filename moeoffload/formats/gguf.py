@@ -48,7 +48,7 @@ class BlockType:
 
 
 def split_rows(rows: torch.Tensor, kind: BlockType) -> Parts:
-    """Split rows of a file, (n, bytes) uint8, into their sections, (n, bytes) uint8, see `PackedFormat.sections`."""
+    """Splits rows of a file, (n, bytes) uint8, into their sections, (n, bytes) uint8, see `PackedFormat.sections`."""
     step = max(1, _AT_ONCE // rows.shape[-1])
     pieces = [
         {name: part.flatten(-2) for name, part in kind.split(piece.unflatten(-1, (-1, kind.n_bytes))).items()}
@@ -109,7 +109,7 @@ def _iq4_xs(blocks: torch.Tensor) -> Parts:
 
 
 def _factors(blocks: torch.Tensor) -> Parts:
-    """Split the first 16 bytes of Q4_K and Q5_K: two float16 factors, then eight scales and eight offsets of 6 bits."""
+    """Splits the first 16 bytes of Q4_K and Q5_K: two float16 factors, then eight 6-bit scales and eight offsets."""
     first, second, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     return {
         "factors": blocks[..., :2],
@@ -120,7 +120,7 @@ def _factors(blocks: torch.Tensor) -> Parts:
 
 
 def _in_order(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Reorder 4-bit codes, (..., n) uint8, so that neighbouring codes share a byte, the first in the low half.
+    """Reorders 4-bit codes, (..., n) uint8, so that neighbouring codes share a byte, the first in the low half.
 
     In the input, of each ``width`` bytes the low halves are the first ``width`` codes and the high halves the next.
     """
@@ -130,7 +130,7 @@ def _in_order(codes: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _transpose_bits(words: torch.Tensor) -> torch.Tensor:
-    """Transpose 8 bytes of 8 bits in each int64: bit b of byte a goes to bit a of byte b (Hacker's Delight, 7-3)."""
+    """Transposes 8 bytes of 8 bits in each int64: bit b of byte a goes to bit a of byte b (Hacker's Delight, 7-3)."""
     for shift, mask in ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)):
         swapped = (words ^ words >> shift) & mask
         words = words ^ swapped ^ swapped << shift
@@ -138,7 +138,7 @@ def _transpose_bits(words: torch.Tensor) -> torch.Tensor:
 
 
 def _transpose_pairs(words: torch.Tensor) -> torch.Tensor:
-    """Transpose the 4 bytes of 4 pairs of bits in each int32, as `_transpose_bits` does bits."""
+    """Transposes the 4 bytes of 4 pairs of bits in each int32, as `_transpose_bits` does bits."""
     for shift, mask in ((6, 0x00CC00CC), (12, 0x0000F0F0)):
         swapped = (words ^ words >> shift) & mask
         words = words ^ swapped ^ swapped << shift

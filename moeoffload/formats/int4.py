@@ -17,7 +17,7 @@ SCALES: Final = {torch.float16: Scales.F16, torch.bfloat16: Scales.BF16, torch.f
 
 
 def int4_format(scale: torch.Tensor, group: int, *, with_zeros: bool) -> PackedFormat:
-    """Return the format of 4-bit codes in which 8, or with ``with_zeros`` the group's zero, stands for the value 0.
+    """Returns the format of 4-bit codes in which 8, or with ``with_zeros`` the group's zero, stands for the value 0.
     Raises ValueError for scales of another dtype, or a group size that is not a multiple of 16."""
     if scale.dtype not in SCALES:
         raise ValueError(f"its scales are stored as {scale.dtype}")
@@ -30,7 +30,7 @@ def int4_format(scale: torch.Tensor, group: int, *, with_zeros: bool) -> PackedF
 def pack_grouped(
     parts: Parts, shape: tuple[int, int], size: object, sections: Sections, *, with_zeros: bool
 ) -> Packing:
-    """Return how a weight of ``shape`` (out, in) with scales (groups, out) and zeros (groups, out / 8) is packed;
+    """Returns how a weight of ``shape`` (out, in) with scales (groups, out) and zeros (groups, out / 8) is packed;
     ``size`` -1: one group. Raises ValueError, in one line, for a group size or parts that do not fit."""
     n_out, n_in = shape
     group = n_in if size == -1 else size
@@ -43,7 +43,7 @@ def pack_grouped(
 
 
 def nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Split (rows, n) uint8 into (rows, 2 * n) uint8 of 0 to 15, low halves first."""
+    """Splits (rows, n) uint8 into (rows, 2 * n) uint8 of 0 to 15, low halves first."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 

@@ -24,7 +24,7 @@ _CHECKS: Final[dict[str, Callable[[Mapping[str, Any]], None]]] = {
 
 
 def file_formats(settings: Mapping[str, Any]) -> tuple[FileFormat, ...]:
-    """Return the formats that tensors of a checkpoint with these settings may have.
+    """Returns the formats that tensors of a checkpoint with these settings may have.
 
     Raises ValueError, in one line, for an unknown method or for settings of it that are not supported.
     """

@@ -23,7 +23,7 @@ _SCALES: Final = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def pack_bytes(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """Return how bytes (..., out, in / 2) and scales (..., out, in / 32) are packed."""
+    """Returns how bytes (..., out, in / 2) and scales (..., out, in / 32) are packed."""
     *lead, n_out, n_bytes = parts["weight"].shape
     _check_dtype(parts["scale"])
     check_shape("scale", parts["scale"], *lead, n_out, n_bytes // 16)
@@ -31,7 +31,7 @@ def pack_bytes(parts: Parts, settings: Mapping[str, Any]) -> Packing:
 
 
 def pack_blocks(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """Return how blocks (experts, out, in / 32, 16) of a weight that the model has as (experts, in, out) are packed."""
+    """Returns how blocks (experts, out, in / 32, 16) of a weight (experts, in, out) of the model are packed."""
     if parts["weight"].dim() != 4 or parts["weight"].shape[-1] != 16:
         raise ValueError(f"its blocks have shape {tuple(parts['weight'].shape)}, needed is (experts, out, in / 32, 16)")
     n_experts, n_out, n_groups, _ = parts["weight"].shape

@@ -59,7 +59,7 @@ class PackedWeights:
         *,
         in_tiles: bool = False,
     ) -> PackedWeights:
-        """Allocate uninitialised weights, to be written through `section` or by `write_rows`."""
+        """Allocates uninitialised weights, to be written through `section` or by `write_rows`."""
         data = empty_weights((n_experts, n_out, form.row_bytes(n_in)), torch.uint8, device)
         if not in_tiles:
             data[..., form.used_bytes(n_in) :] = 0
@@ -84,7 +84,7 @@ class PackedWeights:
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def section(self, name: str) -> torch.Tensor:
-        """Return a view of a section of all rows, (n_experts, n_out, bytes) uint8; see `PackedFormat.sections`."""
+        """Returns a view of a section of all rows, (n_experts, n_out, bytes) uint8; see `PackedFormat.sections`."""
         assert not self.in_tiles, "rows in tiles have no sections"
         return self.data[..., self.format.sections(self.n_in)[name]]
 
@@ -97,13 +97,13 @@ class PackedWeights:
             self.section(name)[expert, rows] = values
 
     def one(self, expert: int) -> PackedWeights:
-        """Return a view of one expert, (1, n_out, n_in)."""
+        """Returns a view of one expert, (1, n_out, n_in)."""
         place = slice(expert, expert + 1)
         scales = None if self.scales is None else self.scales[place]
         return PackedWeights(self.format, self.n_in, self.data[place], scales, self.in_tiles)
 
     def take(self, expert: int) -> PackedWeights:
-        """Return a copy of one expert, (1, n_out, n_in), on the CPU."""
+        """Returns a copy of one expert, (1, n_out, n_in), on the CPU."""
         one = self.one(expert)
         scales = None if one.scales is None else one.scales.to("cpu", copy=True)
         return PackedWeights(self.format, self.n_in, one.data.to("cpu", copy=True), scales, self.in_tiles)
@@ -122,7 +122,7 @@ class PackedWeights:
             self.scales[expert].copy_(one.scales[0])
 
     def unpack(self, dtype: torch.dtype, experts: slice | torch.Tensor = slice(None)) -> torch.Tensor:
-        """Return the weights of ``experts`` as (n, n_out, n_in) of ``dtype``, the values that kernels compute with.
+        """Returns the weights of ``experts`` as (n, n_out, n_in) of ``dtype``, the values that kernels compute with.
 
         This is the fallback if no kernel supports the format.
         """
@@ -138,7 +138,7 @@ class PackedWeights:
         return out
 
     def row(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return one row of the first matrix, (n_in) of ``dtype``."""
+        """Returns one row of the first matrix, (n_in) of ``dtype``."""
         start = number // self._together * self._together
         return self._floats(0, start, min(start + self._together, self.shape[1]))[number - start].to(dtype)
 
@@ -154,7 +154,7 @@ class PackedWeights:
             self.in_tiles = True
 
     def _floats(self, expert: int, start: int, end: int) -> torch.Tensor:
-        """Return rows of one expert, (end - start, n_in) float32; ``start`` is a multiple of `_together`."""
+        """Returns rows of one expert, (end - start, n_in) float32; ``start`` is a multiple of `_together`."""
         form, n_in = self.format, self.n_in
         rows = self.data[expert, start:end]
         if self.in_tiles:
@@ -178,7 +178,7 @@ class PackedWeights:
     def _scales(
         self, expert: int, start: int, end: int, parts: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return scales and the offsets to subtract (or None), (rows, n_groups) float32 each."""
+        """Returns scales and the offsets to subtract (or None), (rows, n_groups) float32 each."""
         form = self.format
         if self.scales is not None:
             rows = torch.arange(start, end, device=self.device) // form.shared_rows
@@ -201,7 +201,7 @@ class PackedWeights:
 
 
 def _values(form: PackedFormat, parts: dict[str, torch.Tensor], n_in: int) -> torch.Tensor:
-    """Return the values of codes before scaling, (rows, n_in) float32."""
+    """Returns the values of codes before scaling, (rows, n_in) float32."""
     codes = parts["codes"].contiguous()
     if form.codes is Codes.FP8:
         return codes.view(torch.float8_e4m3fn).float()
@@ -216,6 +216,6 @@ def _values(form: PackedFormat, parts: dict[str, torch.Tensor], n_in: int) -> to
 
 
 def _fields(packed: torch.Tensor, n_bits: int) -> torch.Tensor:
-    """Split (rows, bytes) into (rows, bytes * 8 / n_bits) uint8: fields of ``n_bits``, lowest bits first."""
+    """Splits (rows, bytes) into (rows, bytes * 8 / n_bits) uint8: fields of ``n_bits``, lowest bits first."""
     shifts = torch.arange(0, 8, n_bits, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & ((1 << n_bits) - 1)).flatten(-2)

@@ -82,11 +82,11 @@ class PackedFormat:
     shared_rows: int = 1
 
     def n_groups(self, n_in: int) -> int:
-        """Return the number of groups of a row."""
+        """Returns the number of groups of a row."""
         return -(-n_in // self.group) if self.group else 1
 
     def sections(self, n_in: int) -> dict[str, slice]:
-        """Return the places of the sections of a row, in bytes, in their order.
+        """Returns the places of the sections of a row, in bytes, in their order.
 
         ``codes``: plain weights, 8-bit codes, 4-bit codes (the first of two in the low half), or the low 4 bits of 5-
         and 6-bit codes.
@@ -116,7 +116,7 @@ class PackedFormat:
         return places
 
     def row_bytes(self, n_in: int) -> int:
-        """Return the bytes of a row with its scales, except shared ones.
+        """Returns the bytes of a row with its scales, except shared ones.
 
         Rows of codes are padded with zeros to a multiple of 4: GPUs copy only whole, aligned words asynchronously, and
         without padding rows of Q6_K or MXFP4 of many models would not be aligned.
@@ -125,10 +125,10 @@ class PackedFormat:
         return n_bytes if self.codes in PLAIN_CODES else -(-n_bytes // _WORD_BYTES) * _WORD_BYTES
 
     def used_bytes(self, n_in: int) -> int:
-        """Return the bytes of a row without padding."""
+        """Returns the bytes of a row without padding."""
         return max(place.stop for place in self.sections(n_in).values())
 
     def n_bytes(self, n_out: int, n_in: int) -> int:
-        """Return the bytes of a matrix with its scales."""
+        """Returns the bytes of a matrix with its scales."""
         shared = -(-n_out // self.shared_rows) * self.n_groups(n_in) * 4 if self.shared_rows > 1 else 0
         return n_out * self.row_bytes(n_in) + shared

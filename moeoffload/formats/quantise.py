@@ -45,7 +45,7 @@ def quantise(weights: torch.Tensor, form: PackedFormat) -> PackedWeights:
 
 
 def squared_errors(weights: torch.Tensor, packed: PackedWeights) -> tuple[float, float]:
-    """Return the sum of squared errors of ``packed`` and the sum of squares of ``weights`` (n_experts, n_out, n_in)."""
+    """Returns the sum of squared errors of ``packed``, and that of squares of ``weights`` (n_experts, n_out, n_in)."""
     wrong = total = 0.0
     for expert in range(weights.shape[0]):
         exact = weights[expert].float()

@@ -57,13 +57,13 @@ def can_tile(form: PackedFormat, n_out: int, n_in: int) -> bool:
 
 
 def _power_up(number: int) -> int:
-    """Return the smallest power of 2 that is at least ``number``; numbers below 1 are returned as they are."""
+    """Returns the smallest power of 2 that is at least ``number``; numbers below 1 are returned as they are."""
     return 1 << (number - 1).bit_length() if number > 0 else number
 
 
 @functools.cache
 def integer_levels(levels: tuple[float, ...] | None) -> tuple[tuple[int, ...], int, float] | None:
-    """Return levels as unsigned bytes, the byte of the value 0 (0 or a power of 2), and the value of a step; None if
+    """Returns levels as unsigned bytes, the byte of the value 0 (0 or a power of 2), and the value of a step; None if
     the levels are not multiples of 1 or 0.5 in that range."""
     if levels is None:
         return None
@@ -112,7 +112,7 @@ def make_tiles(form: PackedFormat, n_in: int, data: torch.Tensor) -> None:
 
 
 def read_tiles(form: PackedFormat, n_in: int, tiles: torch.Tensor) -> torch.Tensor:
-    """Convert tiles (n, row_bytes), contiguous, back to packed rows (n, row_bytes); n is a multiple of TILE_ROWS."""
+    """Converts tiles (n, row_bytes), contiguous, back to packed rows (n, row_bytes); n is a multiple of TILE_ROWS."""
     out = torch.zeros_like(tiles)
     rows = _rows(form, n_in, {name: out[:, place] for name, place in form.sections(n_in).items()}, len(out))
     _library().moe_read_tiles(ctypes.byref(rows), tiles.data_ptr(), TILE_ROWS * tiles.shape[1], len(out) // TILE_ROWS)

@@ -20,7 +20,7 @@ _MASKS: Final = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
 
 
 def transpose_words(words: torch.Tensor) -> torch.Tensor:
-    """Transpose (in / 8, out) int32, each word eight weights of one row of the result, to (out, in / 8), contiguous."""
+    """Transposes (in / 8, out) int32, each word eight weights of an output row, to (out, in / 8), contiguous."""
     if (function := _function()) is None or not words.is_contiguous():
         return words.t().contiguous()
     out = _scratch(words.shape[1], words.shape[0])
@@ -29,7 +29,7 @@ def transpose_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def transpose_codes(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
-    """Transpose (in, out / 8) int32, each word one weight of eight rows, the i-th row in nibble ``places[i]``, to
+    """Transposes (in, out / 8) int32, each word one weight of eight rows, the i-th row in nibble ``places[i]``, to
     (out, in / 8), contiguous, with the first weight in the lowest bits."""
     n_in, n_columns = words.shape
     if (function := _function()) is None or not words.is_contiguous():
@@ -59,7 +59,7 @@ def _function() -> Any:
 
 
 def _exchanged(words: torch.Tensor) -> torch.Tensor:
-    """Exchange nibble i of word k with nibble k of word i in (n, 8, m) int32, beginning with halves of words."""
+    """Exchanges nibble i of word k with nibble k of word i in (n, 8, m) int32, beginning with halves of words."""
     words = words.clone()
     for distance, mask in _MASKS:
         first, second = words.unflatten(1, (-1, 2, distance)).unbind(2)

@@ -40,7 +40,7 @@ class Activation:
 
 
 def recognise(experts: nn.Module) -> Activation | None:
-    """Return the formula whose results equal those of ``experts`` bit by bit for values of all sizes and signs.
+    """Returns the formula whose results equal those of ``experts`` bit by bit for values of all sizes and signs.
 
     None if there is none.
 
@@ -67,7 +67,7 @@ def recognise(experts: nn.Module) -> Activation | None:
 
 
 def _probe(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return (n,) values of both signs and all sizes within the range of f16, densest where the functions bend."""
+    """Returns (n,) values of both signs and all sizes within the range of f16, densest where the functions bend."""
     sizes = torch.cat((torch.logspace(-14, 15, 59, base=2), torch.linspace(0.1, 12, 40)))
     return torch.cat((sizes, -sizes, torch.zeros(1))).to(device, dtype)
 

@@ -34,7 +34,7 @@ def cpu_attention(
     scale: float | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Compute scaled dot-product attention on the CPU, without gradient; only if the C library was built.
+    """Computes scaled dot-product attention on the CPU, without gradient; only if the C library was built.
 
     Args:
         query: (batch, heads, queries, dim) bfloat16, float16 or float32; any strides, but the last dimension must be

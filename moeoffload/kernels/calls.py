@@ -141,7 +141,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
 
 @functools.cache
 def library() -> Any:
-    """Return the loaded library with its functions declared; None, with one warning, if it was not built.
+    """Returns the loaded library with its functions declared; None, with one warning, if it was not built.
 
     Calls of its functions release the interpreter lock.
     """

@@ -38,8 +38,7 @@ _thread = _Thread()
 def product(
     x: torch.Tensor, addresses: tuple[int, int], n_out: int, weight_bytes: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the C library's product of rows ``x`` (..., in) and the matrix (out, in) at ``addresses``, which are those
-    of `KernelMatrix.addresses`."""
+    """Returns the C library's product of rows ``x`` (..., in) and a matrix (out, in), see `KernelMatrix.addresses`."""
     dtype, n_in = x.dtype, x.shape[-1]
     n_rows = x.numel() // n_in
     x = x.contiguous()

@@ -61,7 +61,7 @@ class LayerKernels:
         self.is_batch_invariant = is_tiled and self._tiled.is_batch_invariant
 
     def kernel_for(self, n_rows: int) -> str:
-        """Return the name of the kernel that serves a call of ``n_rows`` rows."""
+        """Returns the name of the kernel that serves a call of ``n_rows`` rows."""
         if self._few_rows is not None and n_rows <= self._few_rows.most_rows:
             return self._few_rows.name
         return "grouped" if self.falls_back else "tiled"

@@ -26,12 +26,12 @@ class ExpertsLayout:
 
 
 def n_experts_of(experts: nn.Module) -> int:
-    """Return the number of experts that the module holds."""
+    """Returns the number of experts that the module holds."""
     return first_tensor(up_weight(experts)).shape[0]
 
 
 def hidden_of(experts: nn.Module) -> int:
-    """Return the number of elements of an expert's input and output row."""
+    """Returns the number of elements of an expert's input and output row."""
     module: Any = experts
     down: Weights = module.down_proj
     if isinstance(down, tuple):
@@ -40,7 +40,7 @@ def hidden_of(experts: nn.Module) -> int:
 
 
 def why_not(experts: nn.Module) -> str | None:
-    """Return why the C kernels cannot compute the module's projections; None if they can."""
+    """Returns why the C kernels cannot compute the module's projections; None if they can."""
     module: Any = experts
     up, down = up_weight(module), module.down_proj
     device = first_tensor(up).device.type
@@ -55,7 +55,7 @@ def why_not(experts: nn.Module) -> str | None:
 
 
 def why_not_weights(up: Weights, down: Weights) -> str | None:
-    """Return why no C or Triton kernel computes plain weights of such dtypes and shapes; None if one may."""
+    """Returns why no C or Triton kernel computes plain weights of such dtypes and shapes; None if one may."""
     if isinstance(up, tuple) or isinstance(down, tuple):
         return "packed weights"
     if down.dtype != up.dtype:
@@ -87,13 +87,13 @@ def lay_out(experts: nn.Module) -> ExpertsLayout:
 
 
 def up_weight(module: Any) -> Weights:
-    """Return the weight of the first projection."""
+    """Returns the weight of the first projection."""
     weight: Weights = module.gate_up_proj if module.has_gate else module.up_proj
     return weight
 
 
 def rows_first(weight: torch.Tensor, module: Any) -> torch.Tensor:
-    """Return a weight of the module as (experts, out, in), detached from its gradient."""
+    """Returns a weight of the module as (experts, out, in), detached from its gradient."""
     return weight.detach().transpose(-2, -1) if module.is_transposed else weight.detach()
 
 

@@ -41,7 +41,7 @@ _ULPS: Final = 2
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: NormKind) -> torch.Tensor:
-    """Return rows ``x`` (..., dim) divided by their root mean square, times ``weight`` (dim), on the CPU, no gradient.
+    """Returns rows ``x`` (..., dim) divided by their root mean square, times ``weight`` (dim), on the CPU, no gradient.
 
     ``x``, ``weight`` and the contiguous result have the same dtype: bfloat16, float16 or float32. ``epsilon`` is added
     to the mean of the squares. Raises ValueError: dtypes or sizes do not match.
@@ -68,7 +68,7 @@ class FusedNorm(nn.Module):
     fused_kind: NormKind
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Map (..., dim) to (..., dim) of the same dtype."""
+        """Maps (..., dim) to (..., dim) of the same dtype."""
         weight: Any = self._parameters["weight"]
         if (
             args
@@ -122,7 +122,7 @@ def _fused(cls: Any, epsilon: float, kind: NormKind) -> type[nn.Module]:
 
 
 def _find_kind(module: nn.Module, weight: nn.Parameter, epsilon: float) -> NormKind | None:
-    """Return the kind whose results on random rows, with a random weight, equal the module's; None if there is none."""
+    """Returns the kind that gives the module's results on random rows, with a random weight; None if there is none."""
     random = torch.Generator().manual_seed(0)
     dim, dtype = weight.numel(), weight.dtype
     twin = object.__new__(type(module))

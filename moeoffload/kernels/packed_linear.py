@@ -36,7 +36,7 @@ class PackedLinear(nn.Module):
         self._matrices: dict[torch.dtype, KernelMatrix] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (..., in) of a compute dtype to (..., out) of the same dtype."""
+        """Maps (..., in) of a compute dtype to (..., out) of the same dtype."""
         no_kernel = why_not_dtype(x.dtype) or (self.weight.in_tiles and x.dtype is torch.float32)
         if self.falls_back or x.shape[-1] != self.in_features or no_kernel or not x.is_cpu:
             return nn.functional.linear(x, self.weight.unpack(x.dtype)[0], self.bias)

@@ -26,25 +26,25 @@ _MOST_PARTS: Final = 2
 
 
 def first_tensor(weights: Weights) -> torch.Tensor:
-    """Return the tensor in which the weights begin; its device is that of the weights."""
+    """Returns the tensor in which the weights begin; its device is that of the weights."""
     return weights[0].data if isinstance(weights, tuple) else weights
 
 
 def packed_parts(experts: nn.Module) -> list[PackedWeights]:
-    """Return the packed matrices of an experts module, sorted by attribute name."""
+    """Returns the packed matrices of an experts module, sorted by attribute name."""
     values = (vars(experts)[name] for name in sorted(vars(experts)))
     return [part for parts in values if isinstance(parts, tuple) for part in parts if isinstance(part, PackedWeights)]
 
 
 def dtype_of(experts: nn.Module) -> torch.dtype:
-    """Return the compute dtype of an experts module."""
+    """Returns the compute dtype of an experts module."""
     module: Any = experts
     dtype: torch.dtype = module.compute_dtype if isinstance(module.down_proj, tuple) else module.down_proj.dtype
     return dtype
 
 
 def why_not_packed(parts: tuple[PackedWeights, ...]) -> str | None:
-    """Return why the C kernels do not support weights packed like this; None if they do."""
+    """Returns why the C kernels do not support weights packed like this; None if they do."""
     if len(parts) > _MOST_PARTS:
         return f"{len(parts)} parts"
     return next((reason for part in parts if (reason := _why_not_format(part.format))), None)
@@ -102,7 +102,7 @@ class KernelMatrix:
         self._addresses = 0, ctypes.addressof(self._parts)
 
     def addresses(self) -> tuple[int, int]:
-        """Return the address of plain weights and that of the `Matrix` structures of packed ones; one of them is 0."""
+        """Returns the address of plain weights and that of the `Matrix` structures of packed ones; one of them is 0."""
         return self._addresses
 
 
@@ -136,5 +136,5 @@ def _describe(part: PackedWeights) -> Matrix:
 
 
 def why_not_dtype(dtype: torch.dtype) -> str | None:
-    """Return why no C or Triton kernel computes in ``dtype``; None if one does."""
+    """Returns why no C or Triton kernel computes in ``dtype``; None if one does."""
     return None if dtype in COMPUTE_DTYPES else f"dtype {dtype}"

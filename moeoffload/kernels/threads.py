@@ -19,20 +19,20 @@ _MAPS: Final = Path("/proc/self/maps")
 
 
 def threads_for(n_bytes: int) -> int:
-    """Return the number of threads for reading ``n_bytes`` of weights, at most torch's number of threads."""
+    """Returns the number of threads for reading ``n_bytes`` of weights, at most torch's number of threads."""
     n_threads = torch.get_num_threads()
     return 1 if n_threads == 1 else max(1, min(n_threads, n_bytes // _BYTES_PER_THREAD))
 
 
 def openmp_runtime(maps: str) -> str | None:
-    """Return the path of the OpenMP runtime in the text of ``/proc/self/maps``, or None; it may contain spaces."""
+    """Returns the path of the OpenMP runtime in the text of ``/proc/self/maps``, or None; it may contain spaces."""
     found = re.search(r"(/.*/lib(?:gomp|omp|iomp5)\b[^/\n]*\.so[^/\n]*)$", maps, re.MULTILINE)
     return None if found is None else found[1]
 
 
 @functools.cache
 def parallel_address() -> int:
-    """Return the address of ``GOMP_parallel`` in the OpenMP runtime that torch has loaded.
+    """Returns the address of ``GOMP_parallel`` in the OpenMP runtime that torch has loaded.
 
     0 if there is none: kernels then run in the calling thread, and one warning is logged.
     """

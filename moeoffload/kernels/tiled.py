@@ -128,7 +128,7 @@ class TiledExperts:
             yield
 
     def _piece(self, begin: int, last: int, most: float) -> tuple[int, float]:
-        """Return the end of a piece of an expert's routes and its cost, in times of reading the matrix once; the cost
+        """Returns the end of a piece of an expert's routes and its cost, in times of reading the matrix once; the cost
         is about ``most`` at most, but a piece has at least PIECE_ROUTES routes if there are that many."""
         at_once = ROUTES_A_READ[self.shape.uses_matrix_unit]
         end = min(last, begin + PIECE_ROUTES * max(1, int(most * at_once / PIECE_ROUTES)))
@@ -176,6 +176,6 @@ class TiledExperts:
 
 
 def _contiguous(inputs: Inputs) -> Inputs:
-    """Return contiguous inputs; the call holds only their addresses, so the caller keeps them alive while it runs."""
+    """Returns contiguous inputs; the call holds only their addresses, so the caller keeps them alive while it runs."""
     rows, slots, weights, out = inputs
     return rows.contiguous(), slots.contiguous(), weights.contiguous(), out

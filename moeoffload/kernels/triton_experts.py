@@ -46,7 +46,7 @@ _NATIVE_GROUPED: Final = ((9, 0), (10, 0))
 
 
 def few_rows_kernel(experts: nn.Module) -> TritonExperts | None:
-    """Return the kernel for calls of up to `TritonExperts.most_rows` rows of these experts.
+    """Returns the kernel for calls of up to `TritonExperts.most_rows` rows of these experts.
 
     None if it does not support them; on a GPU the reason is logged once.
     """
@@ -59,7 +59,7 @@ def few_rows_kernel(experts: nn.Module) -> TritonExperts | None:
 
 
 def why_not_triton(experts: nn.Module) -> str | None:
-    """Return why `TritonExperts` cannot compute these experts; None if it can: then ``auto`` uses it."""
+    """Returns why `TritonExperts` cannot compute these experts; None if it can: then ``auto`` uses it."""
     module: Any = experts
     device = first_tensor(module.down_proj).device
     if device.type != "cuda":
@@ -71,7 +71,7 @@ def why_not_triton(experts: nn.Module) -> str | None:
 
 @functools.cache
 def why_no_program_runs(device: torch.device) -> str | None:
-    """Return why Triton cannot run a program on a device, found by trying once; None if it can.
+    """Returns why Triton cannot run a program on a device, found by trying once; None if it can.
 
     An installed Triton still needs a C compiler and Python's headers.
     """
@@ -94,7 +94,7 @@ def why_no_program_runs(device: torch.device) -> str | None:
 
 
 def why_not_computed(experts: nn.Module) -> str | None:
-    """Return why the programs cannot compute such experts on any device; None if they can."""
+    """Returns why the programs cannot compute such experts on any device; None if they can."""
     module: Any = experts
     if module.has_post_expert_norm:
         return "a norm after each expert"
@@ -123,7 +123,7 @@ def _warn_once(reason: str) -> None:
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make ``device`` current: Triton launches on the current device, wherever the arguments are."""
+    """Makes ``device`` current: Triton launches on the current device, wherever the arguments are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -270,7 +270,7 @@ class TritonExperts:
                 self(rows, slots, torch.zeros(n_rows, top_k, dtype=dtype, device=self.device), out)
 
     def _different(self, top_k: int, max_rows: int) -> Iterator[int]:
-        """Yield each number of rows whose call needs programs that no call of fewer rows needs."""
+        """Yields each number of rows whose call needs programs that no call of fewer rows needs."""
         seen = set()
         for n_rows in range(1, min(max_rows, MAX_ROWS + self.n_experts) + 1):
             sizes = (self._columns(n_rows * top_k, n) for n in (self._up_columns, self.hidden))
@@ -279,7 +279,7 @@ class TritonExperts:
                 yield n_rows
 
     def _columns(self, n_routes: int, columns: int) -> int:
-        """Return the weight columns of a tile, assuming one expert per route: the CPU does not know how many are
+        """Returns the weight columns of a tile, assuming one expert per route: the CPU does not know how many are
         hit."""
         n_groups = min(n_routes, self.n_experts)
         for n_columns in self._tile_columns:
@@ -304,7 +304,7 @@ def _matrices(weights: Weights, module: Any) -> list[tuple[Matrix, RowFormat | N
 
 
 def _power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least n and at least 2."""
+    """Returns the smallest power of two that is at least n and at least 2."""
     return max(2, 1 << (n - 1).bit_length())
 
 

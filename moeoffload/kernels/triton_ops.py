@@ -57,7 +57,7 @@ class SortedRoutes(NamedTuple):
 
 @triton.jit
 def _rounded(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return float32 values rounded to ``dtype``, as float32."""
+    """Returns float32 values rounded to ``dtype``, as float32."""
     if INTERPRETED and dtype == tl.bfloat16:  # the interpreter truncates
         bits = values.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -75,7 +75,7 @@ def _first_of_expert(
     top_k_padded: tl.constexpr,
     tile_rows: tl.constexpr,
 ) -> tl.tensor:
-    """Return a route's expert, for each row its first position that names the expert, whether the row names it,
+    """Returns a route's expert, for each row its first position that names the expert, whether the row names it,
     (tile_rows,) each, and whether this is the expert's first route.
 
     A slot that does not exist counts as absent: whatever a peer sent, no memory beyond the weights is read.
@@ -100,7 +100,7 @@ def _tile_of_expert(
     n_experts_padded: tl.constexpr,
     tile_rows: tl.constexpr,
 ) -> tl.tensor:
-    """Return the same for tile number ``tile``, counted over all experts; the last value: whether the tile exists."""
+    """Returns the same for tile number ``tile``, counted over all experts; the last value: whether the tile exists."""
     index = tl.arange(0, n_experts_padded)
     end = tl.load(by_expert.ends + index, mask=index < n_experts, other=0)
     start = tl.load(by_expert.ends + index - 1, mask=(index > 0) & (index < n_experts), other=0)
@@ -127,7 +127,7 @@ def _routing(
     n_experts_padded: tl.constexpr,
     tile_rows: tl.constexpr,
 ) -> tl.tensor:
-    """Return this instance's expert, positions and mask of its rows, (tile_rows,) each, and whether it has work."""
+    """Returns this instance's expert, positions and mask of its rows, (tile_rows,) each, and whether it has work."""
     if by_expert is None:
         return _first_of_expert(slots, tl.program_id(0), n_rows, top_k, n_experts, top_k_padded, tile_rows)
     else:  # needed: Triton would also compile code after the return
@@ -147,7 +147,8 @@ def _product(
     form: tl.constexpr,
     depth: tl.constexpr,
 ) -> tl.tensor:
-    """Multiply rows ``operand_row`` of operand (any, length) by columns of an expert's matrix: (rows, columns) float32.
+    """Multiplies rows ``operand_row`` of operand (any, length) by columns of an expert's matrix: (rows, columns)
+    float32.
 
     Results are zero for rows that are not members and columns that do not exist; neither is read.
     """
@@ -190,7 +191,7 @@ def _biased(
     exists: tl.tensor,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Round the sums, add the columns of an expert's bias (n_experts, n_all) if there is one, and round again."""
+    """Rounds the sums, adds the columns of an expert's bias (n_experts, n_all) if there is one, and rounds again."""
     values = _rounded(sums, dtype)
     if bias is not None:
         added = tl.load(bias + expert * n_all + column, mask=exists, other=0.0)
@@ -200,7 +201,7 @@ def _biased(
 
 @triton.jit
 def _function(values: tl.tensor, name: tl.constexpr) -> tl.tensor:
-    """Apply an activation function in float32; NaN stays NaN."""
+    """Applies an activation function in float32; NaN stays NaN."""
     if name == "silu":
         return values / (1.0 + tl.exp(-values))
     if name == "gelu":
@@ -217,7 +218,7 @@ def _function(values: tl.tensor, name: tl.constexpr) -> tl.tensor:
 def _gated(
     gate: tl.tensor, up: tl.tensor, limit: tl.tensor, alpha: tl.tensor, name: tl.constexpr, dtype: tl.constexpr
 ) -> tl.tensor:
-    """Apply a gated formula of `moeoffload.kernels.activation.Activation`, rounding after each operation like torch."""
+    """Applies a gated formula of `moeoffload.kernels.activation.Activation`, rounding as torch's operations do."""
     if name == "clamped_swiglu":
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -254,7 +255,8 @@ def up_program(
     is_gated: tl.constexpr,
     is_interleaved: tl.constexpr,
 ) -> None:
-    """Compute gate and up projection and activation; grid (routes or row tiles, tiles of ``n_columns`` weight columns).
+    """Computes gate and up projection and activation; grid (routes or row tiles, tiles of ``n_columns`` weight
+    columns).
 
     rows (n_rows, hidden); slots (n_rows, top_k) int64; by_expert: `SortedRoutes`, or None for few rows; first: `Matrix`
     with inter columns, or twice as many if it holds gate and up; second: the `Matrix` of up if first is gate alone,
@@ -313,7 +315,7 @@ def down_program(
     n_columns: tl.constexpr,
     depth: tl.constexpr,
 ) -> None:
-    """Compute the down projection; grid (routes or row tiles, tiles of ``n_columns`` columns).
+    """Computes the down projection; grid (routes or row tiles, tiles of ``n_columns`` columns).
 
     activated (positions, inter); matrix: `Matrix` with hidden columns; bias (n_experts, hidden) or None; down
     (positions, hidden), written; the rest as for `up_program`.
@@ -343,7 +345,7 @@ def sum_program(
     top_k_padded: tl.constexpr,
     n_columns: tl.constexpr,
 ) -> None:
-    """Compute the weighted sum of each row in the order of its slots; grid (rows, tiles of ``n_columns`` columns).
+    """Computes the weighted sum of each row in the order of its slots; grid (rows, tiles of ``n_columns`` columns).
 
     down (positions, hidden); weights (n_rows, top_k) float32 or the dtype of down; out (n_rows, hidden) float32,
     written.

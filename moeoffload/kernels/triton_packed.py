@@ -61,7 +61,7 @@ class RowFormat(NamedTuple):
 
 
 def why_not_levels(parts: tuple[PackedWeights, ...]) -> str | None:
-    """Return why no program supports the 4-bit codes of these parts; None if one does, or they have none."""
+    """Returns why no program supports the 4-bit codes of these parts; None if one does, or they have none."""
     for form in (part.format for part in parts):
         levels = form.levels or (0.0,)
         is_known = _is_linear(levels) or levels == MXFP4.levels
@@ -71,7 +71,7 @@ def why_not_levels(parts: tuple[PackedWeights, ...]) -> str | None:
 
 
 def row_format(packed: PackedWeights) -> RowFormat:
-    """Return the format of the rows of ``packed``, for which `why_not_levels` returns None."""
+    """Returns the format of the rows of ``packed``, for which `why_not_levels` returns None."""
     form, sections = packed.format, packed.format.sections(packed.n_in)
     high, factors, min_factors, scales, offsets = (
         sections[name].start if name in sections else 0
@@ -104,7 +104,7 @@ def _is_linear(levels: tuple[float, ...]) -> bool:
 
 @triton.jit
 def _halves(each: tl.tensor, n_bits: tl.constexpr) -> tl.tensor:
-    """Split (rows, n) into (rows, 2 n): the low ``n_bits`` of each number, then its other bits."""
+    """Splits (rows, n) into (rows, 2 n): the low ``n_bits`` of each number, then its other bits."""
     return tl.reshape(tl.join(each & ((1 << n_bits) - 1), each >> n_bits), (each.shape[0], 2 * each.shape[1]))
 
 
@@ -117,7 +117,7 @@ def _fields(
     n_bits: tl.constexpr,
     depth: tl.constexpr,
 ) -> tl.tensor:
-    """Return fields ``start`` to ``start + depth`` of ``n_bits`` each, lowest bits first: (rows, depth) uint8."""
+    """Returns fields ``start`` to ``start + depth`` of ``n_bits`` each, lowest bits first: (rows, depth) uint8."""
     n_fields: tl.constexpr = 8 // n_bits
     byte = start // n_fields + tl.arange(0, depth // n_fields)
     exists = row_exists[:, None] & (byte < (form.n_in + n_fields - 1) // n_fields)[None, :]
@@ -139,7 +139,7 @@ def _values(
     form: tl.constexpr,
     depth: tl.constexpr,
 ) -> tl.tensor:
-    """Return the values of the codes before scaling, (rows, depth) float32."""
+    """Returns the values of the codes before scaling, (rows, depth) float32."""
     if form.codes == _FP8:
         code = _fields(at, row_exists, start, form, 8, depth)
         if target_info.cuda_capability_geq(8, 9):
@@ -177,7 +177,7 @@ def _values(
 def _plain(
     at: tl.tensor, row_exists: tl.tensor, start: tl.tensor, form: tl.constexpr, dtype: tl.constexpr, depth: tl.constexpr
 ) -> tl.tensor:
-    """Return weights that are stored as floats, (rows, depth) float32."""
+    """Returns weights that are stored as floats, (rows, depth) float32."""
     step = start + tl.arange(0, depth)
     exists = row_exists[:, None] & (step < form.n_in)[None, :]
     at = at.to(tl.pointer_type(dtype), bitcast=True)
@@ -193,7 +193,7 @@ def _numbers(
     dtype: tl.constexpr,
     form: tl.constexpr,
 ) -> tl.tensor:
-    """Return numbers ``index`` (n,) of a section of the rows that begin at ``row_at`` (rows,): (rows, n) float32."""
+    """Returns numbers ``index`` (n,) of a section of the rows that begin at ``row_at`` (rows,): (rows, n) float32."""
     size: tl.constexpr = dtype.primitive_bitwidth // 8
     at = row_at[:, None] + section
     if section % size == 0 and form.row_bytes % size == 0:
@@ -218,7 +218,7 @@ def _scales(
     form: tl.constexpr,
     n: tl.constexpr,
 ) -> tl.tensor:
-    """Return the scales of ``n`` groups from weight ``start`` on, and the offsets to subtract: (rows, n) float32."""
+    """Returns the scales of ``n`` groups from weight ``start`` on, and the offsets to subtract: (rows, n) float32."""
     group = start // form.group + tl.arange(0, n)
     exists = row_exists[:, None] & (group < form.n_groups)[None, :]
     offset = 0.0
@@ -248,7 +248,7 @@ def _scales(
 
 @triton.jit
 def _spread(each: tl.tensor, depth: tl.constexpr) -> tl.tensor:
-    """Expand (rows, n) to (rows, depth), repeating each number depth / n times."""
+    """Expands (rows, n) to (rows, depth), repeating each number depth / n times."""
     n_rows: tl.constexpr = each.shape[0]
     n: tl.constexpr = each.shape[1]
     return tl.reshape(tl.broadcast_to(each[:, :, None], (n_rows, n, depth // n)), (n_rows, depth))
@@ -264,7 +264,7 @@ def unpacked(
     form: tl.constexpr,
     depth: tl.constexpr,
 ) -> tl.tensor:
-    """Return weights ``start`` to ``start + depth`` of rows of one expert: (rows, depth) float32, not rounded.
+    """Returns weights ``start`` to ``start + depth`` of rows of one expert: (rows, depth) float32, not rounded.
 
     Weights beyond a row's end are arbitrary but finite if the scales are; rows that do not exist are not read.
 

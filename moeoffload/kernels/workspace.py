@@ -70,11 +70,11 @@ class Arena:
         self.fits[shape] = max(n_rows, most_rows), max(n_routes, most_routes)
 
     def most_threads(self, shape: LayerShape) -> int:
-        """Return the number of threads for which there is scratch memory."""
+        """Returns the number of threads for which there is scratch memory."""
         return self.buffers["scratch"].numel() // shape.scratch_bytes if shape.scratch_bytes else sys.maxsize
 
     def values(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Return the beginning of the projections' output buffer as a matrix of the given shape and dtype."""
+        """Returns the beginning of the projections' output buffer as a matrix of the given shape and dtype."""
         n_bytes = shape[0] * shape[1] * dtype.itemsize
         return self.buffers["values"][:n_bytes].view(dtype).view(shape)
 
@@ -101,7 +101,7 @@ class KernelWorkspace:
         return sum(buffer.numel() for arena in (self._small, self._large) for buffer in arena.buffers.values())
 
     def arena(self, shape: LayerShape, n_rows: int, top_k: int) -> Arena:
-        """Return the arena for a call, large enough for it."""
+        """Returns the arena for a call, large enough for it."""
         is_small = n_rows <= SMALL_ROWS
         arena = self._small if is_small else self._large
         most_rows, most_routes = arena.fits.get(shape, (-1, -1))

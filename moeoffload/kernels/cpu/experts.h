@@ -1,4 +1,4 @@
-// Definitions shared by the C files of the experts and of linear layers. Matrix is also declared in kernels/calls.py.
+// Definitions shared by the C files of the experts and of linear layers.
 
 #pragma once
 
