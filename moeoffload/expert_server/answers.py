@@ -45,8 +45,7 @@ class Answers:
             return None
 
     def serve(self, request: Request, pause: Pause | None) -> None:
-        """Computes and answers one request. Without ``pause`` it interrupts a long call and is itself not
-        interrupted."""
+        """Computes and answers one request; without ``pause`` it interrupts a long call and is not interrupted."""
         slot = request[1]
         context: SlotContext = slot.owner
         if context.host.closed:

@@ -93,8 +93,7 @@ class LayerParts(LayerKernels):
         """See `LayerKernels.in_slices`."""
         self._check_slots(slots)
         places = self._places[:, slots.to(self._places.device)]
-        # First all copies, since a copy waits for work queued before it; then the other devices' parts, then the
-        # first's.
+        # First all copies (a copy waits for work queued before it), then the other devices' parts, then the first's.
         calls = [(rows.to(to), at.to(to), weights.to(to)) for to, at in zip(self._devices, places, strict=True)]
         sums = [torch.empty(out.shape, dtype=out.dtype, device=device) for device in self._devices[1:]]
         sums.insert(0, out if self._devices[0] == out.device else torch.empty_like(out, device=self._devices[0]))
