@@ -1,4 +1,4 @@
-"""Finds and reads the routed experts of any transformers checkpoint, a subset at a time."""
+"""Finds and reads the routed experts of transformers checkpoints and GGUF files, a subset at a time."""
 
 from moeoffload.checkpoint.checkpoint import Checkpoint
 from moeoffload.checkpoint.layout import BUILDING, ExpertLayer

@@ -1,4 +1,4 @@
-"""A checkpoint as hosts and expert servers see it: its MoE layers, any subset of their experts as a module."""
+"""A checkpoint as hosts and expert servers use it: describes its MoE layers and builds any subset of their experts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from moeoffload.formats.quantise import FORMATS
 from moeoffload.formats.tiles import multiplies_tiles
 from moeoffload.huge_pages import empty_weights
 
-# Experts are converted in groups, so that beside the finished experts only a few times this many bytes are held.
+# Experts are converted in groups, which needs only a few times this many bytes beside the finished experts.
 _GROUP_BYTES = 16 << 20
 _CPU = torch.device("cpu")
 _MOST_THREADS = 8
@@ -52,24 +52,24 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", to
 
 
 class Checkpoint:
-    """A Mixture-of-Experts model on disk. Made by :meth:`open`; holds no weights.
+    """A Mixture-of-Experts model on disk. Created by :meth:`open`; holds no weights.
 
     Attributes:
         path: the local folder, or the GGUF file.
-        folder: where tokenizer and generation config are; None if the GGUF file itself has them.
-        config_text: config.json, if a server that has only the GGUF file needs to be sent it.
+        folder: the folder with tokenizer and generation config; None if the GGUF file itself has them.
+        config_text: the config.json that must be sent to a server that has only the GGUF file; else empty.
         config: the transformers config as ``AutoConfig`` reads it (for multimodal models the whole one).
         model_type: its ``model_type``.
-        model_class: the transformers class in whose ``named_modules()`` the layers' names are found.
-        dtype: compute dtype: the one given to ``open``, else the config's, else that of most stored bytes, else
-            float32.
-        hidden_size: elements of a row that enters and leaves a routed expert. It is the text model's ``hidden_size``
-            but in the few families whose experts work on a narrower, projected row.
+        model_class: the transformers class whose ``named_modules()`` has the layers' names.
+        dtype: compute dtype: the one given to ``open``, else the config's, else the source's own, else that of most
+            stored bytes, else float32.
+        hidden_size: elements of a routed expert's input and output row. It is the text model's ``hidden_size`` except
+            in the few families whose experts work on a narrower, projected row.
         top_k: routed experts per row.
         layers: the MoE layers in model order.
         dense_bytes: bytes of everything but the routed experts, in the compute dtype.
-        expert_format: what experts are packed in while they are read, see `open`.
-        stamp: of the files with weights when it was opened: changes when one of them does, see `stamp_of`.
+        expert_format: the format that experts are quantised to while they are read, see `open`.
+        stamp: `stamp_of` the files at opening; it changes when one of them changes.
     """
 
     def __init__(
@@ -92,8 +92,7 @@ class Checkpoint:
         if source.path.is_dir():
             self._files += [source.path / name for name in (CONFIG_FILE, INDEX_FILE)]
         self.stamp = stamp_of(self._files)
-        # The modules stay on the meta device and are the moulds from which subsets are cast; the rest of the model
-        # goes.
+        # The experts modules stay on the meta device as moulds for subsets; the rest of the model is dropped.
         self._moulds = experts
         self._recipes, self._dense = source.sort(model, experts)
         self._plans: Plans = {}
@@ -114,21 +113,21 @@ class Checkpoint:
         dense: Path | None = None,
         config_text: str = "",
     ) -> Checkpoint:
-        """Open a folder in the transformers format, a hub id, or a GGUF file; reads headers only.
+        """Opens a folder in the transformers format, a hub id, or a GGUF file; reads headers only.
 
         Args:
             model: folder, hub id such as ``"org/name"``, or a file (any part) that ends in ``.gguf``.
-            dtype: compute dtype (float32, float16, bfloat16 or float64); None takes the checkpoint's.
+            dtype: compute dtype (float32, float16, bfloat16 or float64); None: the checkpoint's.
             revision: branch, tag or commit of a hub id.
-            expert_format: a name of `formats.quantise.FORMATS`, in which experts are packed while they are read; None
-                leaves them as they are stored.
+            expert_format: name in `formats.quantise.FORMATS` of the format that experts are quantised to while they are
+                read; None leaves them as they are stored.
             dense: folder with the config and the dense tensors of the model in a GGUF file.
-            config_text: that config alone, for experts only.
+            config_text: that config alone, if only experts are needed.
 
         Raises:
             ModelError: no such model, damaged or missing files, weights of an unknown format, not a Mixture-of-Experts
                 model, a family whose experts transformers does not route through its experts interface, or ``dense`` of
-                another model. One line says which.
+                another model. The message is one line.
         """
         path = locate(model, revision)
         if is_gguf(path):
@@ -143,8 +142,8 @@ class Checkpoint:
     def digest(self) -> str:
         """Hex SHA-256 of config, tensor names, dtypes and shapes, and a sample of every tensor's bytes.
 
-        Equal for copies, other places and other shardings of the same checkpoint; the compute dtype does not enter.
-        Experts that are packed while they are read have another one for each format.
+        Equal for copies, other places and other shardings of the same checkpoint, and independent of the compute dtype.
+        Differs for each ``expert_format``.
         """
         stored = digest_checkpoint(self._source.values, self._source.index)
         return (
@@ -155,7 +154,7 @@ class Checkpoint:
 
     @property
     def is_current(self) -> bool:
-        """Whether its files are still those that were opened."""
+        """Whether the files are unchanged since they were opened."""
         return stamp_of(self._files) == self.stamp
 
     @property
@@ -164,11 +163,11 @@ class Checkpoint:
         return tuple(dict.fromkeys(type(mould) for mould in self._moulds.values()))
 
     def dense_tensors(self) -> Mapping[str, Readable]:
-        """Everything but the routed experts by stored name, to be read one by one; packed weights are unpacked then."""
+        """Returns all tensors but the routed experts by name; each is read (and unpacked) when it is accessed."""
         return self._dense(self.dtype)
 
     def draft_head(self) -> Checkpoint:
-        """The checkpoint's own multi-token-prediction layer, as a checkpoint of one layer.
+        """Returns the checkpoint's own multi-token-prediction layer as a checkpoint of one layer.
         Raises ModelError: it has none, or none that can be used."""
         head, source = draft_head_of(self._source, self.dtype)
         return Checkpoint(source, self.dtype, self.expert_format, head)
@@ -182,16 +181,15 @@ class Checkpoint:
         in_tiles: bool = False,
         buffers: CopyBuffers | None = None,
     ) -> nn.Module:
-        """The model's own experts module of MoE layer ``layer`` with only ``experts``, in this order.
+        """Builds the model's own experts module of MoE layer ``layer`` with only ``experts``, in this order.
 
         Parameters have the first dimension ``len(experts)``, the compute dtype and no gradient; ``num_experts`` is
-        ``len(experts)``; the module is in eval mode with a config of its own whose experts implementation is ``eager``,
-        and has the compute dtype as ``compute_dtype``. Matrices that the checkpoint holds packed are tuples of
-        `PackedWeights`, (n_experts, out, in), instead of parameters: one, or two whose rows follow each other; with
-        ``in_tiles`` they are in tiles at once, where the CPU multiplies these. Matrices that stay as they are stored go
-        to a GPU through ``buffers``. Beside the result about 150 MiB are held at most (more when a single expert is
-        larger).
-        Raises ModelError: no such layer or expert, or bytes of the checkpoint that cannot be read.
+        ``len(experts)``; the module is in eval mode with its own config whose experts implementation is ``eager``, and
+        its ``compute_dtype`` is the compute dtype. Packed matrices are tuples of `PackedWeights`, (n_experts, out, in),
+        instead of parameters: one, or two whose rows follow each other; with ``in_tiles`` they are read straight into
+        tiles if the CPU multiplies tiles. Matrices that are not converted go to a GPU through ``buffers``. Needs at
+        most about 150 MiB of memory beside the result (more if a single expert is larger).
+        Raises ModelError: no such layer or expert, or the checkpoint cannot be read.
         """
         if not 0 <= layer < len(self.layers):
             raise ModelError(f"layer {layer}: this model has MoE layers 0..{len(self.layers) - 1}")
@@ -217,10 +215,10 @@ class Checkpoint:
         in_tiles: bool = False,
         buffers: CopyBuffers | None = None,
     ) -> nn.Module:
-        """The experts as they are stored."""
+        """Reads experts in the formats in which they are stored."""
         if buffers is not None and not buffers.serve(device):
             buffers = None
-        # Tensors of inference mode could be filled by no other thread.
+        # Inference mode off: other threads could not write to inference tensors.
         with TensorReader() as reader, torch.inference_mode(False), torch.no_grad():
             module = self._cast(about, len(experts), device, self._stored_pieces(about.module_name), in_tiles)
             try:
@@ -232,7 +230,7 @@ class Checkpoint:
         return module
 
     def empty_experts(self, layer: int, n_experts: int, device: torch.device, *, in_tiles: bool = False) -> nn.Module:
-        """As `build_experts`, with room for any ``n_experts`` experts; the values of its parameters are undefined."""
+        """As `build_experts`, for any ``n_experts`` experts and with undefined values."""
         about = self.layers[layer]
         return self._cast(about, n_experts, device, self._pieces(about.module_name), in_tiles)
 
@@ -248,7 +246,7 @@ class Checkpoint:
         )
 
     def _pieces(self, module_name: str) -> dict[str, tuple[Piece, ...]]:
-        """The matrices of an experts module that are packed in memory, by the names of their parameters."""
+        """Returns the matrices of an experts module that are packed in memory, by parameter name."""
         if self.expert_format is not None:
             return quantised_pieces(self._moulds[module_name], FORMATS[self.expert_format])
         return self._stored_pieces(module_name)
@@ -270,7 +268,7 @@ class Checkpoint:
     ) -> nn.Module:
         mould = self._moulds[layer.module_name]
         module: Any = copy.deepcopy(mould)
-        # Whatever this process registered as its experts implementation must not be entered again from here.
+        # Calls must not enter the experts implementation that this process may have registered.
         module.config._experts_implementation = "eager"
         module.num_experts = n_experts
         module.compute_dtype = self.dtype
@@ -311,7 +309,8 @@ class Checkpoint:
                 (parameter[group] if recipe.per_expert else parameter).copy_(values)
 
     def _rooms(self, module: nn.Module, layer: ExpertLayer, recipe: Recipe) -> list[tuple[Piece, PackedWeights]]:
-        """Where the rows of packed matrices go, or of plain ones that stay as they are; none if they are converted."""
+        """Returns the destinations of rows of packed matrices, or of plain ones that need no conversion; empty if the
+        recipe's matrices must be converted."""
         prefix, mould = f"{layer.module_name}.", self._moulds[layer.module_name]
         if recipe.pieces:
             packed = {target: getattr(module, target.removeprefix(prefix)) for target in recipe.pieces}
@@ -337,7 +336,7 @@ def _fill_rows(
     reader: TensorReader,
     buffers: CopyBuffers | None,
 ) -> None:
-    """Several experts at a time: reading and copying do not hold the interpreter's lock."""
+    """Fills in several experts in parallel: reading and copying do not hold the interpreter lock."""
     pieces, outs = [piece for piece, _ in rooms], [out for _, out in rooms]
 
     def fill(places: Sequence[PackedWeights], slot: int, expert: int) -> None:

@@ -1,9 +1,9 @@
-"""How the stored tensors become the parameters of an experts module, for any choice of experts.
+"""Converts stored tensors to the parameters of an experts module, for any subset of experts.
 
-transformers holds a list of renamings and conversions per family (stack the experts' tensors, join gate and up,
-transpose, interleave). The same list and the same operations are used here, on the asked experts' tensors only: all
-operations that keep experts apart give the same bits for a subset as for the whole. One that mixes experts is refused
-by name.
+transformers has a list of renamings and conversions per family (stack the experts' tensors, join gate and up,
+transpose, interleave). This module applies the same list and operations to the requested experts' tensors only:
+operations that keep experts apart give the same bits for a subset as for the whole. An operation that mixes experts is
+refused by name.
 
 Sources: ``transformers.core_model_loading.convert_and_load_state_dict_in_model`` (the order of steps, the meaning of a
 position in a list) and ``transformers.conversion_mapping`` (the lists).
@@ -46,12 +46,12 @@ _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 
 @dataclass
 class Recipe:
-    """The stored weights that give one parameter of an experts module (or several), and the conversion between them.
+    """The stored weights of one or several parameters of an experts module, and their conversion.
 
-    ``targets`` are full parameter names; ``sources`` maps each pattern of the converter to its weights in natural
-    order: either one per expert, or a single one whose first dimension is the expert. ``converter`` is None when
-    a weight is the parameter as it is; its pattern is "" then. ``per_expert`` is False for a parameter that all experts
-    share; it is taken whole. ``pieces``: for each target its packed rows, if the module's matrices are packed.
+    ``targets`` are full parameter names. ``sources`` maps each pattern of the converter to its weights in natural
+    order: one per expert, or a single one whose first dimension is the expert. ``converter`` is None if a weight needs
+    no conversion; its pattern is then "". ``per_expert`` is False for a parameter that all experts share, which is read
+    whole. ``pieces`` holds for each target its packed rows, if the module's matrices are packed.
     """
 
     targets: tuple[str, ...]
@@ -62,7 +62,7 @@ class Recipe:
 
     @property
     def expert_bytes(self) -> int:
-        """Stored bytes of one expert, or of the whole when the experts share it."""
+        """Stored bytes of one expert, or of the whole parameter if the experts share it."""
         total = sum(tensor.nbytes for tensors in self.sources.values() for tensor in tensors)
         if not self.per_expert:
             return total
@@ -70,7 +70,7 @@ class Recipe:
         return total // (len(first[1]) if "*" in first[0] else first[1][0].shape[0])
 
     def read(self, reader: TensorReader, experts: Sequence[int]) -> dict[str, list[torch.Tensor]]:
-        """The source tensors of ``experts`` by pattern, in their stored dtypes; only these experts' bytes are read."""
+        """Reads only the bytes of ``experts``; return the source tensors by pattern, in their stored dtypes."""
         if not self.per_expert:
             return {pattern: [reader.read(each.plain) for each in weights] for pattern, weights in self.sources.items()}
         return {
@@ -81,13 +81,13 @@ class Recipe:
         }
 
     def weights_of(self, expert: int) -> dict[str, StoredWeight]:
-        """The stored weights by pattern that hold ``expert``."""
+        """Returns the stored weights that hold ``expert``, by pattern."""
         return {pattern: each[expert if "*" in pattern else 0] for pattern, each in self.sources.items()}
 
     def convert(self, tensors: dict[str, list[torch.Tensor]], shapes: Any, config: Any) -> dict[str, torch.Tensor]:
-        """Full parameter name -> tensor. ``shapes`` answers ``get_parameter(name)`` with the shape that is wanted.
+        """Converts source tensors to parameters by full name; ``shapes.get_parameter(name)`` gives the required shape.
 
-        Raises ModelError naming the parameter when the tensors do not fit together or do not give the wanted shape.
+        Raises ModelError naming the parameter when the tensors do not fit together or do not give the required shape.
         """
         if self.converter is None:
             ((tensor,),) = tensors.values()
@@ -108,7 +108,7 @@ class Recipe:
 
 
 class Shapes:
-    """Stands in for the model where a conversion asks for a parameter's shape: here that of ``n_experts`` experts."""
+    """Replaces the model in conversions that look up a parameter's shape; gives the shape for ``n_experts`` experts."""
 
     def __init__(self, module_name: str, module: nn.Module, n_experts: int):
         per_expert = per_expert_parameters(module)
@@ -118,7 +118,7 @@ class Shapes:
             self._parameters[f"{module_name}.{name}"] = torch.empty(shape, dtype=parameter.dtype, device="meta")
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """A meta tensor with the shape of the parameter ``name``."""
+        """Returns a meta tensor with the shape of the parameter ``name``."""
         return self._parameters[name]
 
 
@@ -128,11 +128,11 @@ def make_recipes(
     weights: WeightIndex,
     mapping: Sequence[WeightTransform] | None = None,
 ) -> tuple[dict[str, list[Recipe]], list[StoredWeight]]:
-    """For every experts module the recipes that give all its parameters, and the weights of the rest of ``model``.
+    """Returns the recipes of all parameters of every experts module, and the stored weights of the rest of ``model``.
 
-    ``model`` is the whole model on the meta device; ``mapping`` converts stored weights into its parameters, by default
-    transformers' own for the family. Raises ModelError naming the parameter when stored weights are missing, have
-    another shape or dtype than needed, or would have to be mixed across experts.
+    ``model`` is the whole model on the meta device; ``mapping`` converts stored weights to its parameters and is by
+    default transformers' own for the family. Raises ModelError naming the parameter when stored weights are missing,
+    have a wrong shape or dtype, or would have to be mixed across experts.
     """
     owners = _owners(experts)
     by_target, dense = _match(model, experts, owners, weights, mapping)
@@ -151,12 +151,12 @@ def make_recipes(
 
 
 def dense_weights(model: nn.Module, experts: dict[str, nn.Module], weights: WeightIndex) -> list[StoredWeight]:
-    """The weights of ``model`` but for its experts, of which there may be none."""
+    """Returns the stored weights of ``model`` except those of its experts, which may be missing."""
     return _match(model, experts, _owners(experts), weights, None)[1]
 
 
 def _owners(experts: dict[str, nn.Module]) -> dict[str, str]:
-    """The experts module of each of their parameters, by full names."""
+    """Maps the full name of each experts parameter to the name of its module."""
     return {
         f"{name}.{parameter}": name for name, module in experts.items() for parameter, _ in module.named_parameters()
     }
@@ -169,7 +169,7 @@ def _match(
     weights: WeightIndex,
     mapping: Sequence[WeightTransform] | None,
 ) -> tuple[dict[str, Recipe], list[StoredWeight]]:
-    """Sort the stored weights under the expert parameters that they become, as transformers does when it loads."""
+    """Groups the stored weights by the expert parameters that they become, as transformers does when it loads."""
     known = model.state_dict()
     prefix = model.base_model_prefix
     mapping = get_model_conversion_mapping(model) if mapping is None else mapping
@@ -178,7 +178,7 @@ def _match(
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     recipes: dict[str, Recipe] = {}
     dense: list[StoredWeight] = []
-    # Natural order (2 before 10) is what makes the position in a list the number of the expert.
+    # In natural order (2 before 10) the position in a list is the number of the expert.
     for weight in sorted(weights, key=lambda weight: dot_natural_key(weight.name)):
         renamed, pattern = rename_source_key(weight.name, renamings, converters, prefix, known)
         if renamed not in known and weight.name in known:
@@ -233,7 +233,7 @@ def _check_recipe(recipe: Recipe, name: str, module: nn.Module, config: Any) -> 
             _check_experts(target, pattern, weights, n_experts)
     if recipe.per_expert:
         _check_operations(target, operations)
-    # One expert without memory shows whether shapes fit; all experts have the same ones.
+    # Converting one expert on the meta device checks the shapes, which are the same for all experts.
     sample = {
         pattern: [
             torch.empty(
@@ -249,8 +249,8 @@ def _check_recipe(recipe: Recipe, name: str, module: nn.Module, config: Any) -> 
 def plan_rows(
     recipe: Recipe, name: str, module: Any, config: Any, plans: Plans, *, must: bool = True
 ) -> dict[str, tuple[Piece, ...]]:
-    """The packed rows of a recipe's matrices by target; ``plans`` holds those of recipes that were alike.
-    Raises ModelError: its conversion does more than move rows; without ``must`` nothing is planned then."""
+    """Returns the packed rows of a recipe's matrices by target; ``plans`` caches them for recipes that are alike.
+    Raises ModelError: its conversion does more than move rows; without ``must`` the result is then empty."""
     leaves = {target: target.removeprefix(f"{name}.") for target in recipe.targets}
     if not set(leaves.values()) & set(_MATRICES):
         packed = next((each for stored in recipe.sources.values() for each in stored if each.packing), None)

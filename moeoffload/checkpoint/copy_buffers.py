@@ -1,4 +1,4 @@
-"""Page-locked memory through which weights go to a GPU: readers fill one buffer while the other is copied."""
+"""Page-locked buffers through which weights go to a GPU: readers fill one while the other is copied."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from moeoffload.huge_pages import empty_weights
 from moeoffload.page_locked import PageLocked
 
 BUFFER_BYTES: Final = 64 << 20
-"""Of each of the two; an expert that is larger has a buffer of its size."""
+"""Size of each of the two; larger if a single expert is larger."""
 _ALIGNMENT: Final = 64
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""Where bytes go, and where they come from."""
+"""Destination and source of a copy."""
 
 
 class CopyBuffers:
-    """Two buffers, made when a GPU's weights are first read and given back by `close`; for one thread at a time.
+    """Two buffers, allocated when a GPU's weights are first read and freed by `close`; for one thread at a time.
 
-    Where they cannot be page-locked, which is logged, the driver copies everything once more.
+    If they cannot be page-locked, which is logged, the driver makes an extra copy.
     """
 
     def __init__(self, n_bytes: int = BUFFER_BYTES) -> None:
@@ -30,7 +30,7 @@ class CopyBuffers:
         self._pages: PageLocked | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._waits: list[Callable[[], object] | None] = [None, None]
-        """For the copy out of each buffer that is under way."""
+        """Functions that wait for the copy from each buffer that is in progress."""
         self._turn = 0
 
     def __enter__(self) -> Self:
@@ -40,16 +40,16 @@ class CopyBuffers:
         self.close()
 
     def serve(self, device: torch.device) -> bool:
-        """Whether weights of this device go through the buffers."""
+        """Whether weights for this device go through the buffers."""
         return device.type == "cuda"
 
     def in_parts(
         self, outs: Sequence[PackedWeights], experts: Sequence[int]
     ) -> Iterator[tuple[list[PackedWeights], Sequence[int]]]:
-        """Those of ``experts`` that go into one buffer, with room for them there, until all had their turn.
+        """Yields, until all are done, room in a buffer and those of ``experts`` that fit into it.
 
-        ``outs`` have room for all of them on one device, not in tiles. What was written to a part's room begins to be
-        copied there when the next part is asked for; `settle` waits for it.
+        ``outs`` have room for all experts on one device, not in tiles. The caller fills the yielded room; when it asks
+        for the next part, copying to ``outs`` begins. `settle` waits for the copies.
         """
         expert_bytes = sum(_padded(t[0].nbytes) for out in outs for t in _tensors(out))
         self._make(max(self._n_bytes, expert_bytes), outs[0].device)
@@ -73,7 +73,7 @@ class CopyBuffers:
                 wait()
 
     def close(self) -> None:
-        """Waits for all copies and gives the memory back. Idempotent."""
+        """Waits for all copies and frees the memory. Idempotent."""
         self.settle()
         if self._pages is not None:
             self._pages.close()
@@ -81,7 +81,7 @@ class CopyBuffers:
         self._streams.clear()
 
     def _free_buffer(self) -> torch.Tensor:
-        """The other buffer, when nothing is copied out of it any more."""
+        """Returns the other buffer after waiting for the copy from it."""
         self._turn = 1 - self._turn
         wait, self._waits[self._turn] = self._waits[self._turn], None
         if wait is not None:
@@ -101,12 +101,12 @@ class CopyBuffers:
         return PageLocked([memory], device)
 
     def _begin(self, device: torch.device) -> None:
-        """Copies wait for what the device was given to do so far: it may still use what was in the same memory."""
+        """Makes copies wait for the work queued on the device so far, which may still use the destination memory."""
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))
 
     def _start(self, pairs: Iterable[Pair], device: torch.device) -> Callable[[], object]:
-        """Begins to copy; returns what waits for the end."""
+        """Starts the copies; returns a function that waits for them."""
         done = torch.cuda.Event()
         with torch.cuda.stream(self._streams[device]):
             for to, source in pairs:
@@ -120,7 +120,7 @@ def _tensors(weights: PackedWeights) -> list[torch.Tensor]:
 
 
 def _carve(buffer: torch.Tensor, outs: Sequence[PackedWeights], n_experts: int) -> list[PackedWeights]:
-    """Room for ``n_experts`` of each of ``outs``, one after the other."""
+    """Returns room in ``buffer`` for ``n_experts`` of each of ``outs``, one after the other."""
     rooms, at = [], 0
     for out in outs:
         parts = []

@@ -1,7 +1,7 @@
-"""A fingerprint by which a host and its expert servers agree that they hold the same model.
+"""Computes a fingerprint by which a host and its expert servers verify that they have the same model.
 
-It covers what decides the numbers (config, names, dtypes, shapes) and samples the contents: reading every byte of a
-large checkpoint takes minutes, and two different sets of weights practically never agree on sampled blocks of every
+It covers what determines the results (config, names, dtypes, shapes) and samples the contents: reading every byte of a
+large checkpoint takes minutes, and two different sets of weights practically never agree in sampled blocks of every
 tensor.
 """
 
@@ -16,21 +16,21 @@ from typing import Any
 from moeoffload.checkpoint.tensors import StoredTensor, TensorIndex, TensorReader
 
 _BLOCK_BYTES = 4096
-# First and last block of every tensor, and one more for each of these many bytes between, up to a few.
+# Sampled are the first and last block of every tensor and, up to _MOST_BETWEEN, one more per this many bytes.
 _SPACING_BYTES = 4 << 20
 _MOST_BETWEEN = 6
-# Reads of 4 KiB wait for the disk rather than for the processor.
+# Several threads, because reads of 4 KiB are bound by disk latency.
 _N_READERS = 8
 _BATCH_TENSORS = 128
-# What changes when a checkpoint is saved again or moved, without changing what it computes; the dtype of the weights is
-# in the tensor index.
+# Keys that change when a checkpoint is saved again or moved, without changing its results; the weights' dtype is in the
+# tensor index.
 _VOLATILE_KEYS = frozenset(
     {"transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "dtype", "torch_dtype"}
 )
 
 
 def digest_checkpoint(values: dict[str, Any], index: TensorIndex) -> str:
-    """Hex SHA-256 over what config.json says (``values``), the tensor index and blocks of 4 KiB of every tensor.
+    """Returns the hex SHA-256 of config.json (``values``), the tensor index and blocks of 4 KiB of every tensor.
 
     Independent of the sharding.
 
@@ -60,7 +60,7 @@ def _digest_tensor(reader: TensorReader, tensor: StoredTensor) -> bytes:
 
 
 def _blocks(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Start and size in bytes of the sampled blocks of a tensor; never outside of it, the same for every copy."""
+    """Yields start and size in bytes of a tensor's sampled blocks: within the tensor, and the same for every copy."""
     n_between = min(_MOST_BETWEEN, nbytes // _SPACING_BYTES)
     last = max(0, nbytes - _BLOCK_BYTES)
     for position in range(n_between + 2):

@@ -1,4 +1,4 @@
-"""A checkpoint's own multi-token-prediction layer: it predicts the token after the next one."""
+"""Builds a checkpoint's own multi-token-prediction layer, which predicts the token after the next one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from moeoffload.checkpoint.weights import StoredWeight, WeightIndex
 from moeoffload.errors import ModelError
 
 _LAYER: Final = 0
-"""Of several layers the first drafts; those behind it are trained to go on from it."""
+"""Of several layers only the first drafts; later ones are trained to continue from its output."""
 
 
 def draft_head_of(source: Source, dtype: torch.dtype) -> tuple[nn.Module, Source]:
-    """The draft head of a model on the meta device, and the part of ``source`` that holds its weights.
+    """Returns the draft head of a model on the meta device, and ``source`` limited to its weights.
 
     Raises ModelError: the checkpoint has none; the message names the tensors that were looked for.
     """
@@ -49,10 +49,11 @@ def draft_head_of(source: Source, dtype: torch.dtype) -> tuple[nn.Module, Source
 
 
 def build_head(main: Any, dtype: torch.dtype) -> Any:
-    """transformers' `MtpModel` of one layer for ``main``, whose embedding and head it shares; weights are undefined.
+    """Builds transformers' one-layer `MtpModel` for ``main``, whose embedding and head it shares; weights are
+    undefined.
     Raises ModelError: transformers cannot build one for this family."""
     config = main.config.get_text_config()
-    # Some families' configs do not say what the layer is; it has the kind of the last one then.
+    # If a family's config does not state the layer's kind, it has that of the last decoder layer.
     for name in ("layer_types", "mlp_layer_types"):
         kinds = getattr(config, name, None)
         if kinds is not None and getattr(config, f"mtp_{name}", None) is None:

@@ -1,8 +1,9 @@
-"""A model in a GGUF file: experts always from there, config and dense tensors too, or from the vendor's folder.
+"""Opens a model in a GGUF file: experts come from it, config and dense tensors from it or from the vendor's folder.
 
-``--dense DIR`` names that folder, for families whose dense tensors llama.cpp stores changed. Only the host has it: the
-server is sent its config.json, without what says how the folder's own weights are quantised. A config from the network
-is treated as one from a file is: a known model_type, no absurd counts, no more layers and experts than the GGUF holds.
+``--dense DIR`` names that folder, for families whose dense tensors llama.cpp stores in changed form. Only the host has
+the folder: it sends the server its config.json, without the settings of the folder's own quantisation. A config from
+the network gets the same checks as one from a file: a known model_type, no absurd counts, no more layers and experts
+than the GGUF holds.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from moeoffload.checkpoint.weights import StoredWeight, WeightIndex
 from moeoffload.errors import ModelError
 
 MAX_CONFIG_TEXT: Final = 1 << 18
-"""Characters of a config that a host sends."""
+"""Most characters of a config that a host may send."""
 _ROUTER: Final = re.compile(r"blk\.(\d+)\.ffn_gate_inp\.weight")
 
 
 def open_gguf(path: Path, dense: Path | None, config_text: str) -> Source:
-    """The model in ``path`` and its other parts.
+    """Opens the model in ``path`` and its other parts; reads headers only.
 
     Args:
         path: a GGUF file.
-        dense: folder in the transformers format from which config and dense tensors come; None: from the GGUF.
-        config_text: config.json as a host sends it, instead of that of ``dense``; empty: none.
+        dense: folder in the transformers format with the config and dense tensors; None: they come from the GGUF.
+        config_text: config.json as a host sends it, used if there is no ``dense``; empty: none.
 
-    Raises ModelError as `Checkpoint.open` says, and when ``dense`` or ``config_text`` are of another model.
+    Raises ModelError as `Checkpoint.open` does, also if ``dense`` or ``config_text`` belong to another model.
     """
     gguf = GgufFile.open(path)
     if dense is not None:
@@ -79,7 +80,7 @@ def open_gguf(path: Path, dense: Path | None, config_text: str) -> Source:
 
 
 def _dtype_of(gguf: GgufFile) -> torch.dtype:
-    """bfloat16 for packed weights, else the dtype of the matrices: norms are float32 in every file."""
+    """Returns bfloat16 for packed weights, else the dtype of the matrices; norms are float32 in every file."""
     types = {tensor.dtype for tensor in gguf.tensors if len(tensor.shape) > 1 and not _ROUTER.match(tensor.name)}
     if types <= {"F32"}:
         return torch.float32
@@ -87,7 +88,7 @@ def _dtype_of(gguf: GgufFile) -> torch.dtype:
 
 
 def _compare(gguf: GgufFile, config: Any, where: str) -> None:
-    """Raises ModelError when a config is not of the model in the GGUF; shapes of experts are compared later."""
+    """Raises ModelError if a config belongs to another model than the GGUF; shapes of experts are compared later."""
     prefix = gguf.architecture
     n_layers = gguf.metadata.get(f"{prefix}.block_count"), gguf.metadata.get(f"{prefix}.nextn_predict_layers", 0)
     if not all(type(number) is int for number in n_layers):
@@ -101,14 +102,14 @@ def _compare(gguf: GgufFile, config: Any, where: str) -> None:
             getattr(config, "num_experts_per_tok", None),
         ),
     ):
-        # Some converters leave the layers that predict several tokens out of their count, or count them as others.
+        # Some converters do not count the multi-token-prediction layers, or count them like other layers.
         is_same = here == there or None in (here, there) or (what == "layers" and n_layers[0] == there)
         if not is_same:
             raise ModelError(f"{where}: is of another model than {gguf.files[0].name}: {what} {there}, there {here}")
 
 
 def _compare_routers(gguf: GgufFile, dense: list[StoredWeight], where: str) -> None:
-    """Raises ModelError when the routers of ``dense`` are not those of the GGUF, which stores them almost unchanged."""
+    """Raises ModelError if the routers of ``dense`` are not those of the GGUF, which stores them almost unchanged."""
     stored = {match[1]: tensor for tensor in gguf.tensors if (match := _ROUTER.fullmatch(tensor.name))}
     with TensorReader() as reader:
         for layer, tensor in (*list(stored.items())[:1], *list(stored.items())[-1:]):

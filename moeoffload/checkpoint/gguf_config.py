@@ -1,8 +1,8 @@
-"""The transformers config of a GGUF file, from its metadata.
+"""Builds the transformers config of a GGUF file from its metadata.
 
-Families whose dense tensors llama.cpp stores unchanged have their keys here: transformers' own table for them leaves
-the width of experts and rope scaling to defaults. For the newer ones, transformers' function is called. Any other
-family needs its vendor's folder beside the GGUF (``--dense``).
+This module has the keys of families whose dense tensors llama.cpp stores unchanged, because transformers' own table for
+them leaves the width of experts and rope scaling at defaults. For newer families it calls transformers' function. Any
+other family needs the vendor's folder in addition to the GGUF (``--dense``).
 
 Sources: gguf-py/gguf/constants.py and conversion in llama.cpp; ``transformers.integrations.gguf``.
 """
@@ -37,13 +37,13 @@ _END_TOKENS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture.
+    """How the metadata of one architecture maps to its transformers config.
 
     Attributes:
-        model_type: how transformers calls it.
-        keys: where the number of experts and their widths go, beside the common keys.
-        constants: what the metadata does not say.
-        rope: what the metadata does not say of rope scaling.
+        model_type: its name in transformers.
+        keys: config names of the metadata keys for the number of experts and their widths, in addition to `_COMMON`.
+        constants: config values that the metadata lacks.
+        rope: values of rope scaling that the metadata lacks.
     """
 
     model_type: str
@@ -80,21 +80,21 @@ FAMILIES: Final = {
         },
     ),
 }
-"""By ``general.architecture``: those whose dense tensors are stored as transformers has them, under other names."""
+"""By ``general.architecture``: families whose dense tensors are stored as in transformers, under other names."""
 
 
 _OF_TRANSFORMERS: Final = frozenset(name for name in GGUF_CONFIG_ARCHS if name.endswith("moe"))
 
 
 def is_complete(architecture: str) -> bool:
-    """Whether config and dense tensors of an architecture can be had from the GGUF file itself."""
+    """Whether config and dense tensors of an architecture can be read from the GGUF file itself."""
     return architecture in FAMILIES or architecture in _OF_TRANSFORMERS
 
 
 def config_values(gguf: GgufFile) -> dict[str, Any]:
-    """What config.json would say.
+    """Returns the values that config.json would have.
 
-    Raises ModelError when the metadata lacks something, or the architecture is none of those that are known here.
+    Raises ModelError when the metadata is incomplete, or the architecture is not supported without ``--dense``.
     """
     name = gguf.architecture
     if not is_complete(name):
@@ -107,9 +107,9 @@ def config_values(gguf: GgufFile) -> dict[str, Any]:
         values = _of_family(gguf, FAMILIES[name]) if name in FAMILIES else _of_transformers(gguf)
     except KeyError as error:
         raise ModelError(f"{gguf.files[0]}: its metadata has no {one_line(str(error.args[0]), 100)}") from None
-    except Exception as error:  # values that are none of what transformers expects
+    except Exception as error:  # values that transformers does not expect
         raise ModelError(f"{gguf.files[0]}: its metadata gives no config: {one_line(str(error), 200)}") from error
-    # An answer of gpt-oss has several parts, each with its own end.
+    # An answer of gpt-oss has several parts, each with its own end token; only eos_token_id ends the answer.
     keys = _END_TOKENS[:1] if name == "gpt-oss" else _END_TOKENS
     ends = [gguf.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
     ids = sorted({end for end in ends if type(end) is int})
@@ -127,7 +127,7 @@ def _of_family(gguf: GgufFile, family: Family) -> dict[str, Any]:
             raise ValueError(f"{prefix}.{key} is {values[name]!r}")
         if isinstance(values[name], float) and not math.isfinite(values[name]):
             raise ValueError(f"{prefix}.{key} is {values[name]}")
-    # The layers that predict several tokens come last, and transformers has none of them.
+    # The multi-token-prediction layers come last; transformers' model does not have them.
     values["num_hidden_layers"] -= metadata.get(f"{prefix}.nextn_predict_layers", 0)
     tensors = {tensor.name: tensor for tensor in gguf.tensors}
     return (
@@ -146,7 +146,7 @@ def _of_family(gguf: GgufFile, family: Family) -> dict[str, Any]:
 def _rope(metadata: dict[str, Any], prefix: str, family: Family) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": metadata[f"{prefix}.rope.freq_base"]}
     scaling = {key: metadata.get(f"{prefix}.rope.scaling.{key}") for key in ("type", "factor")}
-    if "rope.dimension_count" in family.keys:  # a part of each head is turned
+    if "rope.dimension_count" in family.keys:  # rope applies to a part of each head
         rope["partial_rotary_factor"] = (
             metadata[f"{prefix}.rope.dimension_count"] / metadata[f"{prefix}.attention.key_length"]
         )

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: what it says of the model, and where its tensors lie.
+"""Reads the header of a GGUF file: the model's metadata and the places of its tensors.
 
-Source: docs/gguf.md of ggml. All numbers are little-endian; text is a length of 8 bytes and UTF-8; dimensions come with
-the fastest first. Files come from strangers: every length is compared with what is left of the file before anything of
-its size is made, and whatever does not fit is one ModelError.
+Source: docs/gguf.md of ggml. All numbers are little-endian; text is an 8-byte length and UTF-8; dimensions are stored
+fastest first. Files are untrusted: every length is checked against the rest of the file before anything of that size is
+allocated, and any mismatch is a ModelError.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NUMBERS: Final = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What the header of a model says.
+    """The headers of a model's files.
 
     Attributes:
-        files: its parts, in order; mostly one.
-        metadata: by key. Of an array of texts, and of a very long one of numbers, only the length is kept.
-        tensors: of all parts; ``dtype`` is ggml's name of the type, ``shape`` counts weights as torch would.
+        files: the parts of the model, in order; usually one.
+        metadata: values by key. Of arrays of texts, and of very long arrays of numbers, only the length is kept.
+        tensors: tensors of all parts; ``dtype`` is ggml's type name, ``shape`` counts weights, in torch's order.
     """
 
     files: tuple[Path, ...]
@@ -51,9 +51,9 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
-        """Read the header of ``path`` and of the other parts of its model.
+        """Reads the header of ``path`` and of the other parts of its model.
 
-        Raises ModelError when a part is missing, damaged, truncated, or holds what no model has.
+        Raises ModelError when a part is missing, damaged, truncated, or has contents that no model has.
         """
         files = _parts(path)
         read = [_read_header(file) for file in files]
@@ -76,7 +76,7 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """How llama.cpp calls the family (``"qwen3moe"``)."""
+        """The name of the family in llama.cpp (``"qwen3moe"``)."""
         return one_line(str(self.metadata["general.architecture"]), 60)
 
 
@@ -86,7 +86,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def _parts(path: Path) -> tuple[Path, ...]:
-    """All files of the model of which ``path`` is one."""
+    """Returns all files of the model to which ``path`` belongs."""
     name = _PART_NAME.fullmatch(path.name)
     if name is None:
         return (path,)
@@ -111,7 +111,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
 
 
 class _Header:
-    """Reads one file from the front. Raises ModelError where it ends early, ValueError where it makes no sense."""
+    """Reads one file's header sequentially. Raises ModelError where it ends early, ValueError where it is invalid."""
 
     def __init__(self, file: Path, stream: IO[bytes]) -> None:
         self._file = file
@@ -120,7 +120,7 @@ class _Header:
         self._left = min(self._size, _MAX_HEADER_BYTES)
 
     def read(self) -> tuple[dict[str, Any], list[StoredTensor]]:
-        """The metadata and the tensors, each inside of the file."""
+        """Returns the metadata and the tensors; checks that each tensor lies within the file."""
         if self._take(4) != _MAGIC:
             raise ModelError(f"{self._file}: is no GGUF file")
         version, n_tensors, n_values = self._unpack("<IQQ")
@@ -175,7 +175,7 @@ class _Header:
         return [number for (number,) in struct.iter_unpack(form, data)] if count <= _MAX_KEPT_NUMBERS else count
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape, type and offset of a tensor."""
+        """Returns name, shape, type and offset of the next tensor."""
         name = self._text()
         (n_dimensions,) = self._unpack("<I")
         if n_dimensions > _MAX_DIMENSIONS:
@@ -204,7 +204,7 @@ class _Header:
 
 @cache
 def type_sizes() -> dict[int, tuple[str, int, int]]:
-    """Number of each type of ggml -> its name, weights of a block, and bytes of a block."""
+    """Maps the number of each type of ggml to its name, weights per block and bytes per block."""
     from gguf.constants import GGML_QUANT_SIZES
 
     return {kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}

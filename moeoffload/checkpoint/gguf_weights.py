@@ -1,9 +1,9 @@
-"""The tensors of a GGUF file under transformers' names: experts as packed rows, dense tensors unpacked one by one.
+"""Gives a GGUF file's tensors transformers' names: experts stay packed rows, dense tensors are unpacked one by one.
 
-llama.cpp stores the experts of a layer in three matrices (or two, gate and up joined) and their biases, always in the
-order of rows that the model computes in, for every family under the same names. So one rule serves all: the flags of
-the experts class say what becomes of them. Dense tensors are found by the names that the gguf package lists for each
-family, or by transformers' own conversions where llama.cpp stores something else than the weights.
+llama.cpp stores the experts of a layer in three matrices (or two, with gate and up joined) and their biases, under the
+same names for every family and with rows in the order in which the model computes them. So one rule covers all
+families: the flags of the experts class determine the conversion. Dense tensors are found by the names that the gguf
+package lists for each family, or by transformers' own conversions where llama.cpp stores changed weights.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from moeoffload.huge_pages import empty_weights
 _EXPERTS: Final = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|gate_up|down)_exps\.(?:weight|bias))")
 _OF_EXPERTS: Final = re.compile(r"blk\.(\d+)\.ffn_\w*_(ch)?exps\.")
 _LAYER: Final = re.compile(r"\.(\d+)\.")
-_PIECE_BYTES: Final = 1 << 18  # of blocks, unpacked at a time: what is made of them stays in a core's cache
+_PIECE_BYTES: Final = 1 << 18  # bytes of blocks unpacked at a time: intermediate results stay in a core's cache
 _BIASES: Final = {"gate_up_proj": "gate_up_proj_bias", "up_proj": "up_proj_bias", "down_proj": "down_proj_bias"}
 
 
 def expert_weights(gguf: GgufFile, experts: Mapping[str, nn.Module]) -> WeightIndex:
-    """The stored weights of the experts modules, each named after its module: ``{module}.ffn_up_exps.weight``.
+    """Returns the stored weights of the experts modules, each named after its module: ``{module}.ffn_up_exps.weight``.
 
-    Raises ModelError for a type that is not computed, and for tensors of experts that have another meaning.
+    Raises ModelError for a type that experts are not computed from, and for unsupported tensors of experts.
     """
     modules = {_layer_of(name): name for name in experts}
     found = []
@@ -67,7 +67,7 @@ def expert_weights(gguf: GgufFile, experts: Mapping[str, nn.Module]) -> WeightIn
 
 
 def expert_mapping(experts: Mapping[str, nn.Module]) -> list[WeightTransform]:
-    """How transformers would convert `expert_weights` into the parameters of the modules."""
+    """Returns transformers' conversion steps from `expert_weights` to the parameters of the modules."""
     steps: dict[tuple[str, ...], WeightTransform] = {}
     for module in experts.values():
         for parameter, _ in module.named_parameters(recurse=False):
@@ -77,10 +77,10 @@ def expert_mapping(experts: Mapping[str, nn.Module]) -> list[WeightTransform]:
 
 
 def _steps(module: Any, parameter: str) -> Iterator[WeightTransform]:
-    """The conversion that gives one parameter of an experts module, of each way in which its weights may be stored."""
+    """Yields the conversions to one parameter of an experts module: one for each way to store its weights."""
     matrix = parameter.removesuffix("_bias")
     if matrix not in _BIASES:
-        return  # found missing when all of the module is there
+        return  # reported as missing later, when the module is checked for completeness
     kind = "bias" if parameter.endswith("_bias") else "weight"
     turn: list[ConversionOps] = [Transpose(1, 2)] if module.is_transposed and kind == "weight" else []
     target = rf".experts.{parameter}"
@@ -99,7 +99,7 @@ def _convert(source: str, target: str, operations: Sequence[ConversionOps]) -> W
 
 
 def _layer_of(module_name: str) -> int:
-    """The decoder layer of an experts module: llama.cpp numbers its blocks as transformers does."""
+    """Returns the decoder layer of an experts module; llama.cpp numbers its blocks as transformers does."""
     numbers = _LAYER.findall(module_name)
     if len(numbers) != 1:
         raise ModelError(f"{module_name}: its layer in a GGUF file is not known")
@@ -126,21 +126,21 @@ def _sections(kind: BlockType, parts: Parts) -> dict[str, torch.Tensor]:
 
 
 def _as_bytes(tensor: StoredTensor) -> StoredTensor:
-    """The tensor as the bytes of its rows."""
+    """Returns the tensor as uint8: the bytes of its rows."""
     n_rows = max(1, int(np.prod(tensor.shape[:-1])))
     return replace(tensor, dtype="U8", shape=(*tensor.shape[:-1], tensor.nbytes // n_rows))
 
 
 @dataclass(frozen=True)
 class DenseTensor:
-    """A dense tensor, read and unpacked when transformers asks for its values, ``tensor[...]``.
+    """A dense tensor that is read and unpacked when transformers accesses its values as ``tensor[...]``.
 
     Attributes:
-        stored: where it lies.
-        name: of the parameter that it becomes.
-        shape: of that.
+        stored: the tensor in the file.
+        name: name of the parameter that it becomes.
+        shape: shape of that parameter.
         dtype: compute dtype.
-        converter: undoes what llama.cpp did to the weights; None if it did nothing.
+        converter: reverses llama.cpp's change of the weights; None if they are unchanged.
     """
 
     stored: StoredTensor
@@ -161,7 +161,7 @@ class DenseTensor:
         return values.reshape(self.shape).to(self.dtype)
 
     def packed(self) -> PackedWeights | None:
-        """The matrix as it is stored, (1, out, in), if it is packed and becomes the parameter without a change."""
+        """Returns the stored matrix, (1, out, in), if it is packed and becomes the parameter without conversion."""
         is_packed = self.stored.dtype in BLOCK_TYPES and self.stored.dtype not in DTYPES
         if self.converter is not None or not is_packed or self.stored.shape != self.shape or len(self.shape) != 2:
             return None
@@ -170,7 +170,8 @@ class DenseTensor:
 
 
 def dense_tensors(gguf: GgufFile, config: Any, shapes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, DenseTensor]:
-    """The dense parameters that are in the file, by name. ``shapes``: of all parameters and buffers of the model."""
+    """Returns the dense parameters in the file by name; ``shapes`` has the shapes of all the model's dense parameters
+    and buffers."""
     name = gguf.architecture
     sources = _by_list(name, config, shapes) if name in FAMILIES else _by_conversions(gguf, config, shapes)
     stored = {tensor.name: tensor for tensor in gguf.tensors}
@@ -182,7 +183,7 @@ def dense_tensors(gguf: GgufFile, config: Any, shapes: Mapping[str, Any], dtype:
 
 
 _Sources = dict[str, tuple[str, WeightConverter | None]]
-"""Parameter -> the tensor that it comes from, and how."""
+"""For each parameter the name of its tensor, and the converter or None."""
 
 
 def _by_list(architecture: str, config: Any, shapes: Mapping[str, Any]) -> _Sources:
@@ -192,7 +193,7 @@ def _by_list(architecture: str, config: Any, shapes: Mapping[str, Any]) -> _Sour
     names = get_tensor_name_map(number, config.num_hidden_layers)
     found: _Sources = {}
     for target in shapes:
-        # What adds to the scores of experts has no module of its own in transformers.
+        # The bias on the experts' scores is not a module in transformers, but the gguf package names it like one.
         spelled = target.replace("score_correction_bias", "score_correction.bias")
         known = names.get_name(spelled, try_suffixes=(".weight", ".bias"))
         if known is not None:
@@ -215,7 +216,7 @@ def _by_conversions(gguf: GgufFile, config: Any, shapes: Mapping[str, Any]) -> _
 
 
 def _unpack(reader: TensorReader, tensor: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weights of a tensor of any type."""
+    """Reads the weights of a tensor of any type as ``dtype``."""
     if tensor.dtype in DTYPES:
         return reader.read(tensor).to(dtype)
     from gguf.quants import dequantize

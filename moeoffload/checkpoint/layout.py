@@ -1,7 +1,7 @@
-"""Finds the routed experts of a model by building it once without any memory, on the meta device.
+"""Finds the routed experts of a model by building it once on the meta device, which needs no memory.
 
-No family is named here. An experts module is one that transformers' ``use_experts_implementation`` decorated; how many
-experts it has, how wide its rows are and how many experts a row visits is read from the modules themselves.
+Nothing here depends on the family. An experts module is one whose class transformers' ``use_experts_implementation``
+decorated; the number of experts, the width of rows and top-k are read from the modules themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moeoffload.checkpoint.model_config import first_line
 from moeoffload.errors import ModelError
 
 BUILDING = threading.Lock()
-"""Held while transformers builds a model: it sets torch's default dtype, for all threads, meanwhile."""
+"""Held while transformers builds a model, because it changes torch's default dtype for all threads meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class ExpertLayer:
     """One MoE layer.
 
     Attributes:
-        index: running number of the MoE layer, 0..n-1 (not the number of the decoder layer).
-        module_name: the experts module in ``named_modules()`` of the transformers model.
-        n_experts: routed experts.
+        index: number of the MoE layer, 0..n-1 (not the number of the decoder layer).
+        module_name: name of the experts module in ``named_modules()`` of the transformers model.
+        n_experts: number of routed experts.
         expert_bytes: bytes of one expert in memory: packed weights as they are, others in the compute dtype.
-        n_weights: weights and biases of one expert.
+        n_weights: number of weights and biases of one expert.
         intermediate: elements of a row between the projections of an expert.
-        format: of the weights (``"bf16"``, ``"fp8"``); of all that occur if they differ (``"q4_k+q6_k"``).
+        format: format of the weights (``"bf16"``, ``"fp8"``); all formats if they differ (``"q4_k+q6_k"``).
     """
 
     index: int
@@ -47,9 +47,10 @@ class ExpertLayer:
 
 
 def build_meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """The transformers model of ``config`` on the meta device: real classes, names, shapes and dtypes, no memory.
+    """Builds the transformers model of ``config`` on the meta device: real classes, names, shapes and dtypes, no
+    memory.
 
-    Text models come from AutoModelForCausalLM, configs that only AutoModelForImageTextToText knows from there.
+    Uses AutoModelForCausalLM, or AutoModelForImageTextToText for configs that only it knows.
     Raises ModelError when transformers has no such model or cannot build it.
     """
     auto = _auto_class(config)
@@ -57,14 +58,14 @@ def build_meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
         with BUILDING, torch.device("meta"):
             # A copy, because building a model writes to its config.
             return auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
-    except Exception as error:  # a model class may raise anything over a config that it does not expect
+    except Exception as error:  # a model class may raise anything for an unexpected config
         raise ModelError(
             f"transformers cannot build a {config.model_type} model from this config.json: {first_line(error)}"
         ) from error
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """The routed experts modules of ``model`` by name, in model order.
+    """Returns the routed experts modules of ``model`` by name, in model order.
 
     Raises ModelError when there is none: not a Mixture-of-Experts model, or one whose experts transformers does not
     route through its experts interface.
@@ -88,14 +89,14 @@ def is_experts_module(module: nn.Module) -> bool:
 
 
 def n_experts_of(module: nn.Module) -> int:
-    """How many routed experts an experts module holds."""
+    """Returns the number of routed experts of an experts module."""
     return int(cast(Any, module).num_experts)
 
 
 def per_expert_parameters(module: nn.Module) -> dict[str, torch.Size]:
-    """Parameters of an experts module that have one entry per expert in their first dimension: name -> whole shape.
+    """Returns name and whole shape of an experts module's parameters whose first dimension is the expert.
 
-    Parameters of its submodules (a norm behind the experts) and all others are shared by the experts.
+    The experts share all other parameters, also those of submodules (a norm after the experts).
     """
     n_experts = n_experts_of(module)
     own = module.named_parameters(recurse=False)
@@ -103,25 +104,25 @@ def per_expert_parameters(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def expert_size_of(module: nn.Module) -> dict[str, int]:
-    """Elements of one expert's parameters of an experts module, by name."""
+    """Returns the number of elements of one expert's parameters, by name."""
     return {name: shape[1:].numel() for name, shape in per_expert_parameters(module).items()}
 
 
 def intermediate_of(module: nn.Module) -> int:
-    """Elements of a row between the projections of an expert: the input width of its down projection."""
+    """Returns the elements of a row between the projections of an expert: the input width of its down projection."""
     return module.get_parameter("down_proj").shape[1 if cast(Any, module).is_transposed else 2]
 
 
 def row_width_of(module: nn.Module) -> int:
-    """Elements of a row that enters and leaves an expert: the output width of its down projection."""
+    """Returns the elements of an expert's input and output row: the output width of its down projection."""
     return module.get_parameter("down_proj").shape[2 if cast(Any, module).is_transposed else 1]
 
 
 def top_k_of(model: nn.Module, experts_name: str) -> int:
-    """How many experts the router beside ``experts_name`` picks for a row. Raises ModelError when it does not say."""
+    """Returns how many experts the router beside ``experts_name`` picks per row. Raises ModelError if unknown."""
     block = model.get_submodule(experts_name.rpartition(".")[0])
     stated = [getattr(module, "top_k", None) for module in block.modules()]
-    # A few routers keep no number of their own and look it up in the config at every call.
+    # A few routers have no attribute for it and look it up in the config at every call.
     config = cast(Any, model).config.get_text_config()
     stated += [getattr(config, name, None) for name in ("num_experts_per_tok", "top_k_experts")]
     for top_k in stated:
@@ -131,7 +132,7 @@ def top_k_of(model: nn.Module, experts_name: str) -> int:
 
 
 def dense_bytes_of(model: nn.Module, experts: dict[str, nn.Module]) -> int:
-    """Bytes of all parameters and buffers of ``model`` but those of single routed experts; tied weights count once."""
+    """Returns the bytes of all parameters and buffers except those per routed expert; tied weights count once."""
     routed = {id(module.get_parameter(name)) for module in experts.values() for name in per_expert_parameters(module)}
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return sum(tensor.nbytes for key, tensor in tensors.items() if key not in routed)

@@ -1,4 +1,4 @@
-"""Finds the folder of a model that is named by a path or by a hub id."""
+"""Finds the folder of a model named by a path or a hub id."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from moeoffload.errors import ModelError
 from moeoffload.hub import check_hub_id
 from moeoffload.model_name import check_revision, is_hub_id, named_path
 
-# Everything a host or an expert server reads; pickled weights and code are left on the hub.
+# Files that a host or an expert server reads; pickled weights and code are not downloaded.
 _WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _UNWANTED_FILES = ["*/*", "consolidated*"]
 
 
 def locate(model: str | Path, revision: str | None = None) -> Path:
-    """The local folder of ``model``: a folder, or a hub id such as ``"org/name"`` (local cache first, then download).
+    """Returns the local folder of ``model``: a folder, or a hub id such as ``"org/name"`` (local cache, then download).
 
-    A file that ends in ``.gguf`` is a model, too, and given back as it is; one that ends in ``.safetensors`` stands for
-    its folder.
+    A file that ends in ``.gguf`` is itself a model and returned as an absolute path; one that ends in ``.safetensors``
+    stands for its folder.
 
-    ``revision`` is a branch, tag or commit of the hub id. Raises ModelError with what was tried when there is no such
-    model.
+    ``revision`` is a branch, tag or commit of the hub id. Raises ModelError, saying what was tried, when there is no
+    such model.
     """
     check_revision(revision)
     path = named_path(model)
     if path is not None and path.is_dir():
         return path.resolve()
-    if path is not None:  # links to a GGUF file are not followed: in a hub cache they lead to files without a name
+    if path is not None:  # links to a GGUF file are not resolved: in a hub cache the target has no usable name
         return path.absolute() if is_gguf(path) else path.parent.resolve()
     model = str(model)
     found = _from_cache(model, revision)
@@ -42,8 +42,8 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
 
 
 def locate_cached(model: str, revision: str | None = None) -> Path | None:
-    """The folder of a hub id if all of it is in the local cache; nothing is downloaded, and no other folder looked at.
-    Raises ModelError: ``revision`` is no name."""
+    """Returns the folder of a hub id if it is complete in the local cache, else None; downloads nothing and looks at no
+    other folder. Raises ModelError: ``revision`` is not a valid name."""
     check_revision(revision)
     if not is_hub_id(model):
         return None
@@ -56,12 +56,12 @@ def locate_cached(model: str, revision: str | None = None) -> Path | None:
 
 
 def _from_cache(model: str, revision: str | None) -> Path | None:
-    """The snapshot of a hub id at a revision, both checked; None unless it is complete."""
+    """Returns the cached snapshot of a hub id at a revision, both already checked; None unless it is complete."""
     try:
         config = try_to_load_from_cache(model, CONFIG_FILE, revision=revision)
     except (OSError, ValueError):
         return None
-    # An earlier, interrupted or partial download leaves a snapshot without its weights: go on to the hub then.
+    # An interrupted or partial download leaves a snapshot without weights: then the caller goes on to the hub.
     return Path(config).parent if isinstance(config, str) and _is_complete(Path(config).parent) else None
 
 

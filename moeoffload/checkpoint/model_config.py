@@ -1,4 +1,4 @@
-"""Reads a checkpoint's config.json and refuses at once what cannot work, before anything is built from it."""
+"""Reads a checkpoint's config.json and refuses invalid ones before a model is built from them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _COUNT = re.compile(r"(\w+_)?(num|n)_(\w*_)?(layers?|experts?|heads?|groups?)")
 _MAX_COUNT = 32_767
 _CONFIG_BYTES = 4 << 20
 _MAX_LAYERS = 1_000
-_MAX_EXPERTS = 1 << 18  # of all layers together
+_MAX_EXPERTS = 1 << 18  # all layers together
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers config object of ``folder``, that of plain weights; code in a checkpoint is never run.
+    """Returns the transformers config of ``folder`` without its quantisation; never runs code in a checkpoint.
 
     Raises ModelError when config.json is missing, damaged or of an unknown model_type.
     """
@@ -35,8 +35,8 @@ def read_config(folder: Path) -> Any:
     _refuse_wrong(str(folder / CONFIG_FILE), raw)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        config.get_text_config()  # refuses models of several parts that generate
-    except Exception as error:  # a config class may raise anything over a value that it does not expect
+        config.get_text_config()  # raises for models with several generating parts
+    except Exception as error:  # a config class may raise anything for an unexpected value
         raise ModelError(
             f"{folder / CONFIG_FILE}: not a valid {raw['model_type']} config: {first_line(error)}"
         ) from error
@@ -44,9 +44,9 @@ def read_config(folder: Path) -> Any:
 
 
 def config_of(values: dict[str, Any], where: str) -> Any:
-    """The transformers config object of what a config.json says; ``where`` it says so is for errors.
+    """Returns the transformers config of the values of a config.json; ``where`` names their origin in errors.
 
-    Raises ModelError when it is of an unknown model_type, or none that its class takes.
+    Raises ModelError when the model_type is unknown, or its class does not accept the values.
     """
     _refuse_wrong(where, values)
     try:
@@ -59,7 +59,8 @@ def config_of(values: dict[str, Any], where: str) -> Any:
 
 
 def parse_config(text: str, most_characters: int) -> dict[str, Any]:
-    """The values of a config.json that came as text. Raises ModelError when it is too long, or no JSON object."""
+    """Returns the values of a config.json received as text. Raises ModelError when it is too long, not a JSON object,
+    or has lists with numbers above `_MAX_COUNT`."""
     if len(text) > most_characters:
         raise ModelError(f"the host's config has more than {most_characters} characters")
     try:
@@ -70,7 +71,7 @@ def parse_config(text: str, most_characters: int) -> dict[str, Any]:
         raise ModelError("the host's config is no JSON object")
     for section in _sections(values):
         for key, value in section.items():
-            # Some families build as many modules as a list says.
+            # Some families build as many modules as the numbers of a list say.
             if isinstance(value, list) and "token" not in key and any(_is_many(each) for each in value):
                 raise ModelError(f"the host's config: {one_line(key, 60)} has numbers above {_MAX_COUNT}")
     return values
@@ -81,7 +82,8 @@ def _is_many(value: object) -> bool:
 
 
 def _refuse_wrong(where: str, raw: dict[str, Any]) -> None:
-    """The model is built from these numbers, without weights; a damaged one must not fill the memory with modules."""
+    """Raises ModelError for an unknown model_type or absurd counts: the model is built from these counts, and a damaged
+    one must not fill the memory with modules."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         named = one_line(repr(model_type), 100)
@@ -93,9 +95,9 @@ def _refuse_wrong(where: str, raw: dict[str, Any]) -> None:
 
 
 def refuse_empty_claims(config: Any, index: TensorIndex) -> None:
-    """Refuse a config that claims far more layers or experts than the files hold, before anything is built from it.
+    """Refuses a config that claims far more layers or experts than the files hold, before anything is built from it.
 
-    A layer owns a stored tensor at least; an expert of a layer owns a tensor, or a row of one that holds all experts.
+    Each layer has at least one stored tensor; each expert of a layer has a tensor, or a row of one for all experts.
     Raises ModelError.
     """
     n_rows = sum(tensor.shape[0] if tensor.shape else 1 for tensor in index)
@@ -117,13 +119,13 @@ def refuse_empty_claims(config: Any, index: TensorIndex) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its class name when it has none."""
+    """Returns the first line of an error's message, or its class name if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The config itself, and those of its parts (text, vision, quantisation)."""
+    """Yields the config itself and its nested sections (text, vision, quantisation)."""
     yield config
     yield from (value for value in config.values() if isinstance(value, dict))
 
@@ -133,9 +135,9 @@ def _is_count(key: str, value: object, of: str = "") -> bool:
 
 
 def quantisation(folder: Path) -> dict[str, Any] | None:
-    """The quantization_config of config.json; None when it has none.
+    """Returns the quantization_config of config.json, or None if it has none.
 
-    Raises ModelError when it is none that can be read.
+    Raises ModelError when it is not supported.
     """
     raw = read_json(folder / CONFIG_FILE, _CONFIG_BYTES)
     for section in _sections(raw):
@@ -156,7 +158,7 @@ def quantisation(folder: Path) -> dict[str, Any] | None:
 
 
 def without_quantisation(raw: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of the model but for how its weights are stored."""
+    """Returns the values of a config.json without the settings of quantisation."""
     return {
         key: without_quantisation(value) if isinstance(value, dict) else value
         for key, value in raw.items()
@@ -165,7 +167,7 @@ def without_quantisation(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_quantisation(config: Any) -> Any:
-    """The config of the same model with plain weights: so it is built, whatever its weights are stored in."""
+    """Removes the quantisation from a config, so that the model is built with plain weights however it is stored."""
     for section in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for key in _QUANTISATION_KEYS:
             if getattr(section, key, None) is not None:

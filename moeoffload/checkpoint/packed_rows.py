@@ -1,7 +1,7 @@
-"""Which row of which stored weight each row of an expert's packed matrix is, and the copying of rows.
+"""Plans from which stored weight's row each row of an expert's packed matrix comes, and copies the rows.
 
-The conversions of transformers (join gate and up, interleave, transpose) are run once on numbers that say where an
-element comes from. What they do to whole rows is then done to packed rows; a conversion that does more is refused.
+transformers' conversions (join gate and up, interleave, transpose) are run once on numbers that encode each element's
+origin. The resulting moves of whole rows are then applied to packed rows; a conversion that does more is refused.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Rows = slice | torch.Tensor
 
 @dataclass(frozen=True)
 class Source:
-    """Rows ``taken`` of a stored weight, the ``number``-th of the recipe, which become ``rows`` of a piece.
+    """Rows ``taken`` of the recipe's stored weight ``number`` become ``rows`` of a piece.
 
-    ``is_transposed``: the weight is stored (in, out).
+    ``is_transposed``: whether the weight is stored (in, out).
     """
 
     number: int
@@ -43,7 +43,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring rows of a matrix, packed in one format, (n_out, n_in); all of the matrix but for mixed formats."""
+    """Neighbouring rows of a matrix, (n_out, n_in), packed in one format; the whole matrix unless formats are mixed."""
 
     form: PackedFormat
     n_out: int
@@ -56,7 +56,7 @@ class Piece:
         return self.form.n_bytes(self.n_out, self.n_in)
 
     def empty(self, n_experts: int, device: torch.device, *, in_tiles: bool = False) -> PackedWeights:
-        """Room for experts."""
+        """Allocates this piece for ``n_experts`` experts, with undefined values."""
         return PackedWeights.empty(self.form, n_experts, self.n_out, self.n_in, device, in_tiles=in_tiles)
 
     def fill(
@@ -67,7 +67,7 @@ class Piece:
         weights: Sequence[StoredWeight],
         expert: int,
     ) -> None:
-        """Write the rows of one expert to ``out[slot]``; ``weights`` are its stored ones in the recipe's order.
+        """Writes the rows of one expert to ``out[slot]``; ``weights`` are its stored weights in the recipe's order.
 
         Raises ModelError when bytes are missing or values do not fit.
         """
@@ -94,7 +94,7 @@ class Piece:
             out.put(slot, room)
 
     def _place(self, room: PackedWeights, slot: int, source: Source, packing: Packing) -> torch.Tensor | None:
-        """Where the codes of a whole weight lie one after the other; None if they do not."""
+        """Returns the contiguous place for the codes of a whole stored weight, or None if there is none."""
         if room.in_tiles or not isinstance(source.rows, slice) or source.taken != slice(0, packing.rows_first[0], 1):
             return None
         place = room.section("codes")[slot, source.rows]
@@ -102,7 +102,7 @@ class Piece:
 
 
 def as_packed(weight: StoredWeight, is_transposed: bool) -> tuple[StoredWeight, Packing]:
-    """A weight with its packing: a plain one becomes rows of its own dtype. Raises ModelError for other dtypes."""
+    """Returns a weight and its packing; a plain one gets rows of its own dtype. Raises ModelError for other dtypes."""
     if weight.packing is not None:
         return weight, weight.packing
     dtype = weight.plain.torch_dtype
@@ -114,7 +114,7 @@ def as_packed(weight: StoredWeight, is_transposed: bool) -> tuple[StoredWeight, 
 
 
 def trace(weights: Mapping[str, StoredWeight]) -> dict[str, list[torch.Tensor]]:
-    """For each pattern an expert's weight whose elements are numbers: of the weight, its row and its column."""
+    """Returns for each pattern an expert's weight whose elements encode their own weight number, row and column."""
     n_rows, n_columns = _bounds(weights.values())
     dtype = torch.int32 if len(weights) * n_rows * n_columns < 1 << 31 else torch.int64
     traced = {}
@@ -127,12 +127,12 @@ def trace(weights: Mapping[str, StoredWeight]) -> dict[str, list[torch.Tensor]]:
 
 
 def plan(target: str, traced: torch.Tensor, weights: Sequence[StoredWeight]) -> tuple[Piece, ...]:
-    """The pieces of a matrix.
+    """Returns the pieces of a matrix.
 
     Args:
         target: name of the parameter, for errors.
-        traced: (out, in), what its conversion made of `trace`.
-        weights: the stored weights of an expert, as they were traced.
+        traced: (out, in), the result of its conversion applied to `trace`.
+        weights: the stored weights of an expert, in the order in which they were traced.
 
     Raises ModelError for a conversion that does not move whole rows, and for formats that cannot be mixed.
     """
@@ -158,7 +158,7 @@ def plan(target: str, traced: torch.Tensor, weights: Sequence[StoredWeight]) -> 
 
 
 def _pieces(target: str, by_format: Mapping[PackedFormat, list[Source]], n_in: int) -> tuple[Piece, ...]:
-    """One piece for all rows if they are of one format, else one for each format, whose rows must be neighbours."""
+    """Returns one piece for all rows if they have one format, else one per format, whose rows must be neighbours."""
     pieces: list[tuple[int, Piece]] = []
     for form, sources in by_format.items():
         rows = torch.cat([torch.as_tensor(source.rows) for source in sources])
@@ -174,7 +174,7 @@ def _pieces(target: str, by_format: Mapping[PackedFormat, list[Source]], n_in: i
 
 
 def _keeps_blocks(source: Source, n: int) -> bool:
-    """Whether rows that share scales still do: every block starts at a block, and is whole or the last of both."""
+    """Whether rows that share scales still do after the move: consecutive, and starting at a block on both sides."""
     if n == 1:
         return True
     rows, taken = torch.as_tensor(source.rows), torch.as_tensor(source.taken)
@@ -188,13 +188,13 @@ def _keeps_blocks(source: Source, n: int) -> bool:
 
 
 def _bounds(weights: Iterable[StoredWeight]) -> tuple[int, int]:
-    """The most rows and columns that a weight has."""
+    """Returns the largest number of rows and of columns of any weight."""
     rows, columns = zip(*(weight.shape[-2:] for weight in weights), strict=True)
     return max(rows), max(columns)
 
 
 def _as_slice(rows: Rows) -> Rows:
-    """The same rows as a slice, if they are evenly spaced: then they need not be gathered."""
+    """Returns the rows as a slice if they are evenly spaced, so that they need not be gathered."""
     numbers = torch.as_tensor(rows)
     first = int(numbers[0])
     step = int(numbers[1]) - first if len(numbers) > 1 else 1
@@ -204,12 +204,12 @@ def _as_slice(rows: Rows) -> Rows:
 
 
 def _whole_tiles(rows: Rows) -> bool:
-    """Whether neighbouring rows are whole tiles."""
+    """Whether the rows are consecutive and make up whole tiles."""
     return isinstance(rows, slice) and rows.step == 1 and not rows.start % TILE_ROWS and not rows.stop % TILE_ROWS
 
 
 def _blocks(rows: Rows, n: int) -> slice:
-    """The blocks of ``n`` rows that neighbouring rows touch."""
+    """Returns the blocks of ``n`` rows that consecutive rows touch."""
     assert isinstance(rows, slice)
     return slice(rows.start // n, -(-rows.stop // n))
 

@@ -1,4 +1,4 @@
-"""Experts that are packed in fewer bits while they are read, for ``--expert-format``."""
+"""Quantises experts while they are read, for ``--expert-format``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moeoffload.formats.quantise import quantise, squared_errors
 
 
 def refuse_packed(path: Path, recipes: Mapping[str, Sequence[Recipe]], name: str) -> None:
-    """Raises ModelError if experts are stored packed: packed again they would lose more than either format loses."""
+    """Raises ModelError if experts are stored packed: quantising them again would lose more than one format does."""
     stored = sorted(
         {piece.form.name for each in recipes.values() for r in each for p in r.pieces.values() for piece in p}
     )
@@ -26,7 +26,7 @@ def refuse_packed(path: Path, recipes: Mapping[str, Sequence[Recipe]], name: str
 
 
 def quantised_pieces(mould: nn.Module, form: PackedFormat) -> dict[str, tuple[Piece, ...]]:
-    """The matrices of an experts module, by the names of their parameters, in ``form``."""
+    """Returns the matrices of an experts module in ``form``, by parameter name."""
     module: Any = mould
     pieces: dict[str, tuple[Piece, ...]] = {}
     for name, shape in per_expert_parameters(mould).items():
@@ -39,10 +39,9 @@ def quantised_pieces(mould: nn.Module, form: PackedFormat) -> dict[str, tuple[Pi
 def quantised_experts(
     module: nn.Module, read: Callable[[Sequence[int]], nn.Module], groups: Sequence[Sequence[int]]
 ) -> nn.Module:
-    """Fills ``module``, whose matrices are packed, with the experts of ``groups``, which ``read`` gives as stored.
+    """Fills ``module``, whose matrices are packed, with the experts of ``groups``; ``read`` returns them as stored.
 
-    Its attribute ``weight_error`` becomes the root of the mean squared error of its weights over their root mean
-    square.
+    Sets its attribute ``weight_error``: the RMS error of the weights, divided by their RMS.
     """
     about: Any = module
     wrong = total = 0.0

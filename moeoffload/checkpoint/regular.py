@@ -1,4 +1,4 @@
-"""Opens a model's files, regular ones only: a pipe or a device in its folder is neither waited for nor read."""
+"""Opens a model's files, regular files only: a pipe or device in its folder is neither waited for nor read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from moeoffload.errors import ModelError
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of ``path`` for reading; the caller closes it.
-    Raises ModelError: it is no regular file; OSError: it cannot be opened."""
-    # A pipe would keep a plain open waiting for a writer.
+    """Returns a descriptor of ``path`` for reading; the caller closes it.
+    Raises ModelError: it is not a regular file; OSError: it cannot be opened."""
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -21,8 +21,8 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """What is in ``path``.
-    Raises ModelError: it is no regular file, or has more than ``most_bytes`` bytes; OSError: it cannot be read."""
+    """Returns the contents of ``path``.
+    Raises ModelError: it is not a regular file, or has more than ``most_bytes`` bytes; OSError: it cannot be read."""
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:

@@ -1,4 +1,4 @@
-"""Where a model's config and weights come from: a folder in the transformers format, or a GGUF file (`gguf`)."""
+"""The source of a model's config and weights: a folder in the transformers format, or a GGUF file (`gguf`)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from moeoffload.formats import PackedWeights
 
 
 class Readable(Protocol):
-    """A tensor whose values are read when they are asked for."""
+    """A tensor whose values are read when they are accessed."""
 
     def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
-        """``tensor[...]``: the values, in the compute dtype or as they are stored."""
+        """Returns the values, for ``tensor[...]``, in the compute dtype or the stored one."""
 
     def packed(self) -> PackedWeights | None:
-        """The matrix as it is stored, (1, out, in), if it is packed and becomes the parameter without a change."""
+        """Returns the stored matrix, (1, out, in), if it is packed and becomes the parameter without conversion."""
 
 
 Dense = Callable[[torch.dtype], Mapping[str, Readable]]
-"""Compute dtype -> everything but the routed experts, by a name that transformers knows."""
+"""Takes the compute dtype; returns everything but the routed experts, by names that transformers knows."""
 Sorted = tuple[dict[str, list[Recipe]], Dense]
-"""For every experts module the recipes of its parameters, and the rest."""
+"""The recipes of the parameters of every experts module, and the dense tensors."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Source:
 
     Attributes:
         path: the folder, or the GGUF file (the first, if it has parts).
-        folder: where tokenizer and generation config are; None if the GGUF file itself has them.
+        folder: the folder with tokenizer and generation config; None if the GGUF file itself has them.
         config: the transformers config.
-        values: what decides numbers in config.json, or would if there were one.
+        values: the values of config.json, or of the equivalent for a GGUF file, which enter the digest.
         index: the stored tensors.
-        dtype: compute dtype unless a setting says another; None leaves it to config and index.
-        sort: finds the weights of a model on the meta device, whose experts modules it is given by name.
-        config_text: for servers that have only the GGUF file, config.json where it is somewhere else; else empty.
+        dtype: default compute dtype; None leaves it to config and index.
+        sort: finds the weights of a model on the meta device; takes the model and its experts modules by name.
+        config_text: config.json to send to servers that have only the GGUF file, if it comes from a folder; else empty.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class Source:
 
 
 def open_folder(folder: Path) -> Source:
-    """A folder in the transformers format. Raises ModelError as `Checkpoint.open` says."""
+    """Opens a folder in the transformers format. Raises ModelError as `Checkpoint.open` does."""
     config = read_config(folder)
     index = TensorIndex.open(folder)
     refuse_empty_claims(config, index)
@@ -74,5 +74,5 @@ def open_folder(folder: Path) -> Source:
 
 
 def as_dense(weights: list[StoredWeight]) -> Dense:
-    """The weights of a folder of transformers'."""
+    """Returns the `Dense` of the stored weights of a transformers folder."""
     return lambda dtype: {weight.name: DenseTensor(weight, dtype) for weight in weights}

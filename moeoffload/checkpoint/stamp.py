@@ -1,4 +1,4 @@
-"""Whether files are those that were opened: what the file system says of them, without reading them."""
+"""Detects changes of files by their file system metadata, without reading them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def stamp_of(files: Iterable[Path]) -> str:
-    """Changes when one of the files is written, replaced or gone (up to writes within the clock tick of a file system).
+    """Returns a digest that changes when one of the files is written, replaced or removed.
 
-    The same for all names of a file.
+    A write within the same clock tick of the file system may go unnoticed. All names (links) of a file give the same.
     """
     return hashlib.sha256(repr([_facts(file) for file in files]).encode()).hexdigest()
 

@@ -1,8 +1,8 @@
-"""The tensors of a folder of safetensors files: where each one lies, and plain reads of a part of one.
+"""Indexes the tensors of a folder of safetensors files and reads whole tensors or parts of them.
 
-The format is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range) and the data. It
-is read here with ``pread`` rather than through a memory map: mapped pages count into the resident memory of a server,
-pages of the kernel's file cache do not, and a read that comes up short is an error that can be named.
+The format is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range) and the data.
+Files are read with ``pread`` instead of a memory map: mapped pages count as resident memory of a server, pages of the
+kernel's file cache do not, and a short read is an error that can be reported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 COMPUTE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# The format's own bound; a header that claims more is damage, not a model.
+# The limit of the format; a header that claims more is damaged.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_JSON_BYTES = 100_000_000
 _MAX_DIMENSIONS = 16
@@ -56,7 +56,7 @@ _MAX_READ_BYTES = 1 << 30
 class StoredTensor:
     """One tensor of a checkpoint.
 
-    ``offset`` and ``nbytes`` are bytes in ``file``; ``dtype`` is the name that the file uses (``"BF16"``).
+    ``offset`` and ``nbytes`` are in bytes in ``file``; ``dtype`` is the name used in the file (``"BF16"``).
     """
 
     name: str
@@ -68,7 +68,7 @@ class StoredTensor:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch calls it. Raises ModelError when it has none."""
+        """The torch dtype. Raises ModelError if torch has none."""
         if self.dtype not in DTYPES:
             raise ModelError(f"{self.file.name}: tensor {self.name} has dtype {self.dtype}, which is not supported")
         return DTYPES[self.dtype]
@@ -82,10 +82,9 @@ class TensorIndex:
 
     @classmethod
     def open(cls, folder: Path) -> TensorIndex:
-        """Read the headers of all safetensors files of ``folder`` and check them against the file sizes.
+        """Reads the headers of all safetensors files of ``folder`` and check them against the file sizes.
 
-        Raises ModelError when there are none, when a file of the index is missing, and when one is damaged or
-        truncated.
+        Raises ModelError when there are none, when a file of the index is missing, or when one is damaged or truncated.
         """
         if (folder / SINGLE_FILE).is_file():
             return cls(_read_header(folder / SINGLE_FILE))
@@ -108,7 +107,7 @@ class TensorIndex:
         return len(self._tensors)
 
     def main_dtype(self) -> torch.dtype | None:
-        """The floating dtype that holds most bytes of the checkpoint, or None when there is none."""
+        """Returns the floating-point dtype of most bytes of the checkpoint, or None if it has none."""
         held: dict[torch.dtype, int] = {}
         for tensor in self:
             dtype = DTYPES.get(tensor.dtype)
@@ -118,7 +117,7 @@ class TensorIndex:
 
 
 class _Scratch(threading.local):
-    """A thread's memory for parts that are read, by role, and its views by role, dtype and shape."""
+    """A thread's reused read buffers by role, and views of them by role, dtype and shape."""
 
     def __init__(self) -> None:
         self.rooms: dict[str, torch.Tensor] = {}
@@ -126,10 +125,7 @@ class _Scratch(threading.local):
 
 
 class TensorReader:
-    """Reads whole tensors or rows of them into fresh memory; keeps files open until the end of its ``with`` block.
-
-    Several threads may read.
-    """
+    """Reads whole tensors or rows of them; keeps files open until the end of its ``with`` block. Thread-safe."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
@@ -145,7 +141,7 @@ class TensorReader:
         self._descriptors.clear()
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """The whole tensor in its stored dtype, on the CPU. Raises ModelError when bytes are missing."""
+        """Reads the whole tensor to new CPU memory in its stored dtype. Raises ModelError when bytes are missing."""
         result = empty_weights(tensor.shape, tensor.torch_dtype)
         self._read_into(tensor, 0, _bytes_of(result))
         return result
@@ -153,10 +149,11 @@ class TensorReader:
     def read_part(
         self, tensor: StoredTensor, role: str, row: int | None, into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The tensor, or one row of it, in ``into``, else in memory that the thread's next read for ``role`` takes.
+        """Reads the tensor or one row of it, to ``into`` or to a buffer that this thread's next read for ``role``
+        reuses.
 
-        Fresh memory costs more than the reading. ``into`` is contiguous uint8 of the right size. Raises ModelError when
-        bytes are missing.
+        The buffer is reused because allocating new memory would take longer than reading. ``into`` is contiguous uint8
+        of the right size. Raises ModelError when bytes are missing.
         """
         shape = tensor.shape if row is None else tensor.shape[1:]
         n_bytes = tensor.nbytes if row is None else tensor.nbytes // tensor.shape[0]
@@ -171,8 +168,8 @@ class TensorReader:
     def _room(
         self, role: str, dtype: torch.dtype, shape: tuple[int, ...], n_bytes: int
     ) -> tuple[torch.Tensor, memoryview]:
-        """This thread's memory for ``role`` as such a tensor. Kept: each of torch's views lets another thread take the
-        interpreter's lock, and getting it back takes longer than reading a small tensor."""
+        """Returns this thread's buffer for ``role`` as a tensor of the dtype and shape, and its bytes. Views are
+        cached: making one releases the interpreter lock, which takes longer to get back than reading a small tensor."""
         rooms, views = self._scratch.rooms, self._scratch.views
         room = rooms.get(role)
         if room is None or room.nbytes < n_bytes:
@@ -186,9 +183,9 @@ class TensorReader:
         return views[key]
 
     def read_rows(self, tensor: StoredTensor, rows: Sequence[int]) -> torch.Tensor:
-        """``tensor[rows]`` in its stored dtype, shape ``(len(rows), *tensor.shape[1:])``, on the CPU.
+        """Reads ``tensor[rows]`` to CPU memory in its stored dtype, shape ``(len(rows), *tensor.shape[1:])``.
 
-        Only the bytes of the asked rows are read. Raises ModelError when bytes are missing.
+        Reads only the bytes of these rows. Raises ModelError when bytes are missing.
         """
         result = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.torch_dtype)
         row_bytes = tensor.nbytes // tensor.shape[0]
@@ -197,7 +194,7 @@ class TensorReader:
         return result
 
     def read_bytes(self, tensor: StoredTensor, start: int, size: int) -> bytes:
-        """``size`` bytes of the tensor from byte ``start`` of it. Raises ModelError when they are not there."""
+        """Reads ``size`` bytes of the tensor from its byte ``start`` on. Raises ModelError when bytes are missing."""
         data = os.pread(self._descriptor(tensor.file), size, tensor.offset + start)
         if len(data) != size:
             raise _cut_short(tensor)
@@ -223,7 +220,7 @@ class TensorReader:
 
 
 def read_json(path: Path, most_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in ``path``. Raises ModelError when it cannot be read or is not an object."""
+    """Returns the JSON object in ``path``. Raises ModelError when it cannot be read or is not an object."""
     try:
         value = json.loads(read_regular(path, most_bytes).decode("utf-8"))
     except OSError as error:
@@ -241,7 +238,7 @@ def _read_shards(folder: Path) -> Iterator[StoredTensor]:
         raise ModelError(f"{folder / INDEX_FILE}: has no weight_map")
     wanted: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
-        # A shard is a neighbour of the index; anything else could lead the reader out of the folder.
+        # A shard must be in the folder of the index; any other path could lead out of it.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             where = f"{folder / INDEX_FILE}: tensor {one_line(name, 200)} is in {shard!r}"
             raise ModelError(f"{where}, which is no safetensors file here")
@@ -287,7 +284,7 @@ def _parse_entry(file: Path, start: int, name: str, entry: dict[str, Any]) -> St
     shape = tuple(_number(length) for length in entry["shape"])
     tensor = StoredTensor(name, file, str(entry["dtype"]), shape, start + first, last - first)
     dtype = DTYPES.get(tensor.dtype)
-    # A dtype that torch lacks (4-bit packings) has no checkable length; it is refused when it is read.
+    # The length of a dtype that torch lacks (4-bit packings) cannot be checked; reading such a tensor raises.
     expected = math.prod(shape) * dtype.itemsize if dtype is not None else tensor.nbytes
     if tensor.nbytes < 0 or tensor.nbytes != expected:
         what = f"tensor {one_line(name, 200)} of {expected} bytes"
@@ -296,14 +293,15 @@ def _parse_entry(file: Path, start: int, name: str, entry: dict[str, Any]) -> St
 
 
 def _number(value: Any) -> int:
-    """A length or position of a header: JSON also knows text, fractions, infinities and integers of any size."""
+    """Returns a length or position of a header. Raises ValueError for what else JSON allows: text, fractions,
+    infinities, integers of any size."""
     if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
         raise ValueError(value)
     return value
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Returns the memory of a contiguous tensor."""
     return memoryview(cast(Any, tensor.flatten().view(torch.uint8).numpy()))
 
 

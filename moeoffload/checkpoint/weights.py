@@ -1,4 +1,4 @@
-"""The weights of a checkpoint under the names and shapes of a plain one, whatever tensors they are stored in."""
+"""Presents a checkpoint's weights with the names and shapes of an unquantised one, however they are stored."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class StoredWeight:
     """One weight of a checkpoint.
 
     Attributes:
-        name: its name in a plain checkpoint.
+        name: its name in an unquantised checkpoint.
         shape: its shape there.
         parts: the stored tensors by role; ``weight`` is the weight itself, or its codes.
-        packing: how the parts become packed rows; None if ``weight`` is the weight as it is.
+        packing: how the parts become packed rows; None if ``weight`` is the weight itself.
     """
 
     name: str
@@ -45,9 +45,9 @@ class StoredWeight:
     def read_parts(
         self, reader: TensorReader, expert: int = 0, into: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """The parts of one matrix; of ``expert`` where all experts are stored in one weight.
+        """Reads the parts of one matrix: that of ``expert`` if one weight holds all experts.
 
-        The same thread's next call overwrites them, but for ``weight`` if its bytes are read ``into`` a tensor. Raises
+        The same thread's next call overwrites them, except ``weight`` if it was read ``into`` a tensor. Raises
         ModelError when bytes are missing.
         """
         row = None if len(self.shape) == 2 else expert
@@ -57,7 +57,7 @@ class StoredWeight:
         }
 
     def unpack(self, reader: TensorReader, dtype: torch.dtype) -> torch.Tensor:
-        """The whole weight: packed ones as ``dtype``, others in their stored dtype.
+        """Reads the whole weight: packed ones as ``dtype``, others in their stored dtype.
 
         Raises ModelError when bytes are missing.
         """
@@ -70,7 +70,7 @@ class StoredWeight:
         return (matrices[0] if len(self.shape) == 2 else torch.stack(matrices)).contiguous()
 
     def read_packed(self, reader: TensorReader, expert: int = 0) -> PackedWeights:
-        """One matrix of a weight that is packed, (1, out, in). Raises ModelError when bytes are missing."""
+        """Reads one matrix of a packed weight, (1, out, in). Raises ModelError when bytes are missing."""
         assert self.packing is not None
         n_out, n_in = self.packing.rows_first
         packed = PackedWeights.empty(self.packing.packed, 1, n_out, n_in, torch.device("cpu"))
@@ -82,7 +82,7 @@ class StoredWeight:
         return packed
 
     def sections(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What `Packing.sections` makes of the parts of a matrix. Raises ModelError when their values do not fit."""
+        """Applies `Packing.sections` to the parts of a matrix. Raises ModelError when their values do not fit."""
         assert self.packing is not None
         try:
             return self.packing.sections(parts)
@@ -92,7 +92,7 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class DenseTensor:
-    """A weight that is read when transformers asks for its values, ``tensor[...]``, as it does of its own slices."""
+    """A weight that is read when transformers accesses its values as ``tensor[...]``, like those of its own slices."""
 
     weight: StoredWeight
     dtype: torch.dtype
@@ -102,7 +102,8 @@ class DenseTensor:
             return self.weight.unpack(reader, self.dtype)
 
     def packed(self) -> PackedWeights | None:
-        """The matrix as it is stored, (1, out, in), if it is packed. Raises ModelError when bytes are missing."""
+        """Returns the stored matrix, (1, out, in), if it is packed as (out, in), else None. Raises ModelError when
+        bytes are missing."""
         packing = self.weight.packing
         if packing is None or packing.is_transposed or len(self.weight.shape) != 2:
             return None
@@ -118,7 +119,7 @@ class WeightIndex:
 
     @classmethod
     def of(cls, index: TensorIndex, settings: Mapping[str, Any] | None) -> WeightIndex:
-        """The weights in ``index``; ``settings`` are the quantization_config, None when the checkpoint has none.
+        """Returns the weights in ``index``; ``settings`` is the quantization_config, None if the checkpoint has none.
 
         Raises ModelError naming the tensor when parts of a weight are missing or do not fit.
         """

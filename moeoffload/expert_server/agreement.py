@@ -1,4 +1,4 @@
-"""What a host says when it attaches, compared with what the server has; every function raises ServerError."""
+"""Checks what a host states when it attaches against what the server has; every function raises ServerError."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def read_format(name: str) -> str | None:
-    """What experts are to be packed in; None: as they are stored. Raises ServerError for a format that is not known."""
+    """Returns the format to pack experts in; None: as they are stored. Raises ServerError for an unknown format."""
     if name and name not in FORMATS:
         raise ServerError(f"expert format is {one_line(name, 24)!r} (host), known here are {', '.join(FORMATS)}")
     return name or None
 
 
 def read_payload(field: str, label: str) -> PayloadDtype:
-    """The dtype that a host has named; ``field`` is for the message."""
+    """Returns the payload dtype that the host named; ``field`` is for the error message."""
     try:
         return PayloadDtype[label.upper()]
     except KeyError:
@@ -34,7 +34,7 @@ def read_payload(field: str, label: str) -> PayloadDtype:
 
 
 def read_dtype(field: str, label: str) -> torch.dtype:
-    """As `read_payload`, for a dtype that is computed with."""
+    """As `read_payload`, for a compute dtype."""
     payload = read_payload(field, label)
     if payload is PayloadDtype.F8:
         raise ServerError(f"{field} is {label!r} (host), allowed are f32, f16 and bf16")
@@ -42,13 +42,13 @@ def read_dtype(field: str, label: str) -> torch.dtype:
 
 
 def compare(field: str, host: str | int, here: str | int) -> None:
-    """Refuses a host that means something else by ``field`` than this server."""
+    """Raises ServerError if the host's value of ``field`` differs from this server's."""
     if host != here:
         raise ServerError(f"{field} is {str(host)[:24]} (host), {str(here)[:24]} here")
 
 
 def check_model(model: pb.ModelReference, checkpoint: Checkpoint) -> None:
-    """Raises ServerError unless ``checkpoint`` is what the host calls ``model``."""
+    """Raises ServerError unless ``checkpoint`` has the digest and dtype of the host's ``model``."""
     here = checkpoint.digest
     if model.digest != here:
         raise ServerError(
@@ -59,12 +59,12 @@ def check_model(model: pb.ModelReference, checkpoint: Checkpoint) -> None:
 
 
 def check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> ExpertTable:
-    """The table of a load request, checked against the model: known layers and experts, each at most once."""
+    """Returns a load request's expert table, checked against the model: known layers and experts, each at most once."""
     if len(request.layers) != len(checkpoint.layers):
         raise ServerError(f"expert table has {len(request.layers)} layers, the model has {len(checkpoint.layers)}")
     tables: list[tuple[int, ...]] = []
     for wanted, layer in zip(request.layers, checkpoint.layers, strict=True):
-        # Longer than the model has experts: not even looked at.
+        # Reads at most one entry more than the layer has experts, which is enough to refuse a longer list.
         experts = tuple(wanted.experts[: layer.n_experts + 1])
         known = wanted.layer == layer.index and all(expert < layer.n_experts for expert in experts)
         if not known or len(set(experts)) != len(experts) or len(experts) > MAX_SLOTS:
@@ -79,7 +79,7 @@ def check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> Exper
 def check_activate(
     request: pb.Activate, checkpoint: Checkpoint, table: ExpertTable
 ) -> tuple[PayloadDtype, PayloadDtype]:
-    """Refuses a request that differs from what is loaded, naming the field; the payload dtypes out and back."""
+    """Returns the payload dtypes out and back. Raises ServerError naming the field that differs from what is loaded."""
     compare("model digest", request.model_digest, checkpoint.digest)
     compare("expert table", request.table_digest, table.digest)
     compare("compute dtype", request.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
@@ -96,7 +96,7 @@ def check_activate(
 
 
 def check_transport(wanted: str, offered: list[str]) -> list[str]:
-    """The transports to open for a host that wants one of them, or any (``auto``)."""
+    """Returns the offered transports that match ``wanted``: one name, or all of them for ``auto``."""
     found = [name for name in offered if wanted in ("auto", name)]
     if not found:
         raise ServerError(f"transport is {wanted} (host), this server offers {', '.join(offered)}")

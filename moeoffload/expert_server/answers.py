@@ -1,4 +1,4 @@
-"""From a batch to the replies of its members: one kernel call; what is wrong with one is told to that one alone."""
+"""Computes a batch with one kernel call and replies to each member; an error is sent only to the member it concerns."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from moeoffload.wire import ErrorCode
 logger = logging.getLogger(__name__)
 
 Pause = Callable[[], float]
-"""Computes small requests of other hosts whose turn it is; returns the seconds it took."""
+"""Computes small requests of other hosts whose turn it is; returns the seconds that took."""
 
 
 class Answers:
-    """Computes batches into the reply buffers of their members and sends those. For the thread that computes."""
+    """Computes batches into their members' reply buffers and sends the replies. Called by the computing thread."""
 
     def __init__(self, shares: FairShares[Request | Job], counters: EngineCounters) -> None:
         self._shares = shares
         self._counters = counters
         self._urgent_workspace = KernelWorkspace()
-        """For small batches between the slices of a long call."""
+        """Kernel workspace for small batches between the slices of a long call."""
 
     def admit(self, request: Request) -> LayerKernels | None:
-        """The experts that a request asks for; None if it was refused, or its host is gone."""
+        """Returns the experts that a request needs; None if it was refused or its host has left."""
         if request[1].owner.host.closed:
             return None
         try:
@@ -45,7 +45,7 @@ class Answers:
             return None
 
     def serve(self, request: Request, pause: Pause | None) -> None:
-        """Answers one request. Without ``pause`` it interrupts another one and is not interrupted itself."""
+        """Computes and answers one request; without ``pause`` it interrupts a long call and is not interrupted."""
         slot = request[1]
         context: SlotContext = slot.owner
         if context.host.closed:
@@ -58,26 +58,26 @@ class Answers:
             self._send(request, n_bytes)
 
     def serve_batch(self, batch: Batch, pause: Pause | None) -> None:
-        """Answers all members of a batch; as `serve`."""
+        """Computes and answers all members of a batch; ``pause`` as in `serve`."""
         if len(batch.members) > 1:
             try:
                 self._serve_together(batch, pause)
                 return
             except Exception as error:
-                # One of them is at fault, and it is not known which: each is computed and told its fate alone.
+                # It is not known which member is at fault, so each is computed and answered alone.
                 logger.debug("a batch of %d requests is computed one by one: %s", len(batch.members), error)
         for request in batch.members:
             self.serve(request, pause)
 
     @torch.inference_mode()
     def _compute(self, request: Request, context: SlotContext, pause: Pause | None) -> int:
-        """Computes one request into its reply buffer; returns the length of the reply frame in bytes."""
+        """Computes one request into its reply buffer; returns the reply frame's length in bytes."""
         started = perf_counter()
         experts = check(request)
         slot, host, header, views = request[1], context.host, context.header, context.views
         n_rows = header.rows
         arena = host.workspace.arena
-        reply = views.combine(n_rows)  # the lease may end meanwhile
+        reply = views.combine(n_rows)  # made before computing: the lease may end meanwhile
         try:
             call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts)
         except IndexError:
@@ -94,7 +94,7 @@ class Answers:
 
     @torch.inference_mode()
     def _serve_together(self, batch: Batch, pause: Pause | None) -> None:
-        """One call for all members; raises before anything was sent if it cannot be made."""
+        """Computes all members in one call and sends their replies; raises before any reply was sent if it fails."""
         started = perf_counter()
         members, rows, weights_dtype = batch.members, batch.rows, batch.weights_dtype
         arena = batch.lead.host.workspace.arena
@@ -107,7 +107,7 @@ class Answers:
             parts.append(arena.gather(views.dispatch(n_rows), at, n_rows, weights_dtype))
             at += n_rows
         call = arena.part(0, at, weights_dtype)
-        # A row each of several hosts: all have waited for their turn, and no call is cut for one row.
+        # One row from each of several hosts: all have had to wait for a turn, and one-row calls are never sliced.
         one_each = at == len(rows) <= SMALL_ROWS and batch.rows_of(batch.lead.host.share) == 1
         given_s = self._run(batch.experts, call, whole=one_each, pause=pause)
         took_s = perf_counter() - started - given_s
@@ -117,7 +117,7 @@ class Answers:
             context: SlotContext = slot.owner
             if context.host.closed:
                 continue
-            # Each has its part of the call; the rest of it has waited for the others.
+            # A member is billed for its share of the call; the rest of the call counts as waiting.
             own_s = took_s * n_rows / at
             wait_s = started - slot.received_at
             try:
@@ -132,9 +132,9 @@ class Answers:
             self._send(request, n_bytes)
 
     def _run(self, experts: LayerKernels, call: KernelInput, *, whole: bool, pause: Pause | None) -> float:
-        """The kernel call; returns the seconds of it in which other hosts' requests were computed.
+        """Runs the kernel call; returns how many seconds of it went to other hosts' requests.
 
-        ``whole`` is never cut into slices; nor is the call of a lone host, nor one that interrupts another.
+        The call is not sliced if ``whole``, if only one host is attached, or if it interrupts another call.
         """
         given_s = 0.0
         if pause is None or whole or len(self._shares.all) == 1:
@@ -145,7 +145,7 @@ class Answers:
         else:
             parts = experts.in_slices(*call)
             while True:
-                try:  # around the slice alone: what is computed in a pause tells its own host what is wrong
+                try:  # around the slice alone: requests computed in `pause` report their own errors
                     next(parts)
                 except StopIteration:
                     break
@@ -155,13 +155,13 @@ class Answers:
         return given_s
 
     def refuse(self, request: Request, error: Exception) -> None:
-        """Tells a host what was wrong with its request, or with this server."""
+        """Answers a request with an error frame that says what is wrong with it, or with this server."""
         slot = request[1]
         context: SlotContext = slot.owner
         code, text, row = ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", 0
         if isinstance(error, RequestError):
             code, text, row = error.code, str(error), error.row
-        elif context.host.closed:  # its buffers went while it was computed; the host is gone
+        elif context.host.closed:  # the host left and its buffers were freed during the computation
             code, text = ErrorCode.DRAINING, "the lease has ended"
         if code == ErrorCode.TOO_LATE:
             self._counters.skipped += 1
@@ -174,12 +174,12 @@ class Answers:
                 logger.warning("epoch %d: request refused: %s", context.host.epoch, text)
         try:
             n_bytes = write_error_frame(context.header, slot.reply, context.header.request_id, code, text, row)
-        except Exception as reason:  # a host can spoil the memory it shares; other hosts are served on
+        except Exception as reason:  # a host can corrupt the memory it shares; other hosts must still be served
             logger.warning("epoch %d: reply not sent: %s", context.host.epoch, reason)
         else:
             self._send(request, n_bytes)
         if isinstance(error, torch.AcceleratorError):
-            raise error  # a GPU that has failed computes nothing more in this process: it takes no further requests
+            raise error  # after a CUDA error this process cannot use the GPU any more: it must stop taking requests
 
     def _send(self, request: Request, n_bytes: int) -> None:
         channel, slot = request
@@ -187,7 +187,7 @@ class Answers:
             channel.reply(slot, n_bytes)
         except MoeOffloadError as error:
             logger.warning("epoch %d: reply not sent: %s", slot.owner.host.epoch, error)
-        except Exception:  # a host can spoil the semaphores it shares; other hosts are served on
+        except Exception:  # a host can corrupt the semaphores it shares; other hosts must still be served
             logger.exception("epoch %d: reply not sent", slot.owner.host.epoch)
 
 
@@ -196,5 +196,5 @@ def _bad_slots(experts: LayerKernels) -> RequestError:
 
 
 def _bad_sums(context: SlotContext, call: KernelInput, row: int) -> RequestError:
-    """What is wrong with a row of the sums."""
+    """Returns the error for a row of sums that does not fit the payload dtype."""
     return RequestError(ErrorCode.PAYLOAD, describe_bad_row(call.out[row], context.host.layout.dtype_back), row)

@@ -1,4 +1,4 @@
-"""What lies between a received frame and a kernel: ids as the kernel wants them, rows in another dtype."""
+"""Buffers between a received frame and a kernel: they hold slots as int64 and rows in the compute dtype."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ DECODE_ROWS: Final = 8
 """Calls of at most this many rows are decode- or verify-shaped."""
 _KEPT_END: Final = 64
 _MOST_KEPT: Final = 256
-"""Views that end at or before this row are kept, up to so many."""
+"""At most ``_MOST_KEPT`` views are cached, only those that end at or before row ``_KEPT_END``."""
 
 
 class KernelInput(NamedTuple):
-    """What a kernel gets: rows (n, hidden) compute dtype, slots (n, top_k) int64, weights (n, top_k), and where its
-    result goes: out (n, hidden) float32."""
+    """Arguments of a kernel: rows (n, hidden) compute dtype, slots (n, top_k) int64, weights (n, top_k), and the buffer
+    for its result, out (n, hidden) float32."""
 
     rows: torch.Tensor
     slots: torch.Tensor
@@ -27,18 +27,18 @@ class KernelInput(NamedTuple):
 
 
 class Arena(Protocol):
-    """Buffers for calls of up to a number of rows. ``n_created`` counts buffers and kept views made so far."""
+    """Buffers for calls of up to a fixed number of rows. ``n_created`` counts buffers and cached views made so far."""
 
     @property
     def n_created(self) -> int:
         """See the class."""
 
     def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
-        """Brings a received dispatch into the form kernels take.
+        """Converts a received dispatch to the form that kernels take.
 
-        ``views`` are over the frame; ``weights_dtype`` is float32 or the compute dtype. Views of buffers are kept by
+        ``views`` are over the frame; ``weights_dtype`` is float32 or the compute dtype. Views of buffers are cached by
         row count for decode-shaped calls.
-        Raises IndexError: a slot is not one of -1 to n_experts - 1, and the kernels on this device would not say so.
+        Raises IndexError: a slot is outside -1 to n_experts - 1, and the kernels of this device do not check slots.
         """
 
     def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
@@ -52,8 +52,7 @@ class HostArena:
     """The arena of kernels that run on the CPU."""
 
     def __init__(self, max_rows: int, layout: FrameLayout, compute_dtype: torch.dtype) -> None:
-        # A frame whose rows are in the compute dtype already is used as it lies in the receive buffer, unless it is one
-        # of several in a call.
+        # Rows that arrive in the compute dtype are used in place in the frame, unless the call has several members.
         self.copies_rows = layout.dtype_out.torch_dtype != compute_dtype
         self._rows = torch.empty(max_rows, layout.hidden, dtype=compute_dtype)
         self._slots = torch.empty(max_rows, layout.top_k, dtype=torch.int64)
@@ -65,7 +64,7 @@ class HostArena:
         self.n_created = 1
 
     def part(self, start: int, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
-        """The buffers of ``n_rows`` rows from ``start`` on."""
+        """Returns views of the buffers for ``n_rows`` rows from ``start`` on."""
         key = (start, n_rows, weights_dtype)
         part = self._kept.get(key)
         if part is None:
@@ -80,7 +79,7 @@ class HostArena:
         """See `Arena`; the kernels check the slots."""
         del n_experts
         buffers = self.part(0, n_rows, weights_dtype)
-        # Slots are checked, so they must not change afterwards, as what a host shares with us could.
+        # The kernels check slots, so they must not change after the check: a host could still write to shared memory.
         buffers.slots.copy_(views.slots)
         buffers.weights.copy_(views.weights)
         if not self.copies_rows:
@@ -89,7 +88,7 @@ class HostArena:
         return buffers
 
     def gather(self, views: DispatchViews, start: int, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
-        """As `fill`, for one of several requests of a call, whose rows come from ``start`` on.
+        """As `fill`, for one of several requests of a call; its rows are placed from ``start`` on.
 
         ``views`` may be over a frame of another host, with another payload dtype.
         """
@@ -100,5 +99,5 @@ class HostArena:
         return part
 
     def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
-        """See `Arena`; uses no buffers of its own, so ``call`` may be of another host's arena."""
+        """See `Arena`; uses no buffers of its own, so ``call`` may belong to another host's arena."""
         return store_rows(call.out, reply)

@@ -1,11 +1,11 @@
-"""Queued requests of all hosts for the same experts become one batch; no request waits for more to come.
+"""Batches queued requests of all hosts for the same experts; a batch never waits for further requests to arrive.
 
-A batch is what one kernel call computes. It begins with the request whose turn it is and takes what else lies in the
-queues for the same resident experts, as far as the buffers of its first member hold it: their memory was counted when
-that host was attached. Small requests ride with small ones, long ones with long ones: a decode step must not become as
-long as somebody's prompt. Where several hosts wait, none has more rows in a batch than the first member: a host that
-keeps many requests waiting does not make the calls of others longer than its own turn would be, and one that keeps many
-more of them waiting than the first member's host has its calls to itself.
+One kernel call computes one batch. It begins with the request whose turn it is and adds queued requests for the same
+resident experts, as far as they fit into the buffers of its first member: that memory was counted when the member's
+host attached. Small requests join only small ones, long ones only long ones: a decode step must not take as long as
+another host's prompt. Where several hosts wait, none has more rows in a batch than the first member, so a host with
+many queued requests does not make others' calls longer than its own turn would be. A host that has many more small
+requests queued than the first member's host is left out: its requests become calls of their own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from moeoffload.expert_server.requests import HostShare, Job, Request, SlotConte
 from moeoffload.kernels import LayerKernels
 
 MORE_IN_FLIGHT: Final = 2
-"""A host with so many small requests more in its queue than that of a batch's first member does not ride with it."""
+"""A host whose queue has more small requests than that of the first member's host by over this number is left out."""
 COMPARABLE: Final = 4
-"""A request of another host has at least that part of the first member's rows: it pays for riding with the time of the
-whole call."""
+"""Another host's request joins only if it has at least 1/4 of the first member's rows: it waits for the whole call."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,14 +32,14 @@ class Batch:
 
     members: list[Request] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    """Of each member."""
+    """Rows of each member."""
     n_rows: int = 0
     _experts: LayerKernels | None = None
     weights_dtype: torch.dtype = torch.float32
     is_small: bool = True
 
     def begin(self, request: Request, experts: LayerKernels) -> None:
-        """Starts with a request whose header was checked."""
+        """Starts a batch with a request whose header has been checked."""
         self.clear()
         self._experts = experts
         self.weights_dtype = request[1].owner.weights_dtype
@@ -54,7 +53,7 @@ class Batch:
         self.n_rows += n_rows
 
     def clear(self) -> None:
-        """Lets go of its members and of their experts: those of a host that leaves are to be freed."""
+        """Drops the references to members and experts, so that those of a host that leaves can be freed."""
         self.members.clear()
         self.rows.clear()
         self.n_rows = 0
@@ -62,26 +61,26 @@ class Batch:
 
     @property
     def experts(self) -> LayerKernels:
-        """That all members ask for; only while it has members."""
+        """The experts that all members need; only while the batch has members."""
         assert self._experts is not None
         return self._experts
 
     @property
     def lead(self) -> SlotContext:
-        """Of the member it began with, whose buffers it uses."""
+        """The context of the first member, whose buffers the batch uses."""
         context: SlotContext = self.members[0][1].owner
         return context
 
     def rows_of(self, share: HostShare) -> int:
-        """The rows of one host's members."""
+        """Returns the number of rows of one host's members."""
         return sum(
             n_rows for (_, slot), n_rows in zip(self.members, self.rows, strict=True) if slot.owner.host.share is share
         )
 
     def take(self, queue: deque[Request | Job], least: int, room: int) -> None:
-        """Takes what goes with it, ``room`` rows in all and ``least`` in each, in the order of arrival.
+        """Takes matching requests in order of arrival: at most ``room`` rows in all, at least ``least`` in each.
 
-        Under the lock of the shares; the queue may grow meanwhile.
+        The caller holds the lock of the shares; readers may append to the queue meanwhile.
         """
         at = 0
         while room > 0 and at < len(queue):
@@ -101,19 +100,19 @@ class Batch:
         try:
             if check(request) is not self.experts:
                 return False
-        except Exception:  # whatever is wrong with it: it is told in its own turn, and pays for that
+        except Exception:  # whatever is wrong is reported when it is this request's own turn, at its host's expense
             return False
         return least <= context.header.rows <= room and context.weights_dtype == self.weights_dtype
 
     def charge(self, took_s: float) -> None:
-        """Shares the time of the call out among its members' hosts, by rows."""
+        """Charges the time of the call to its members' hosts, in proportion to rows."""
         price = SMALL_PRICE if self.is_small else 1.0
         for (_, slot), n_rows in zip(self.members, self.rows, strict=True):
             slot.owner.host.share.charge(took_s, price, n_rows / self.n_rows)
 
 
 class Batcher:
-    """Fills batches from the queues of all hosts. For the thread that computes."""
+    """Fills batches from the queues of all hosts. Called by the computing thread."""
 
     def __init__(self, shares: FairShares[Request | Job], *, coalesce: bool) -> None:
         """``coalesce``: whether a batch may have several members."""
@@ -121,14 +120,14 @@ class Batcher:
         self._coalesces = coalesce
 
     def may_collect(self) -> bool:
-        """Whether there may be more than the one request whose turn it is."""
+        """Whether requests are queued that may join the one whose turn it is."""
         return self._coalesces and any(share.small or share.large for share in self._shares.all)
 
     def collect(self, batch: Batch, interrupted: HostShare | None = None) -> None:
-        """Adds what waits for the same experts to a batch that has begun.
+        """Adds queued requests for the same experts to a batch that has begun.
 
-        ``interrupted`` is the host whose long call is interrupted for it: that one adds nothing, and the batch stays
-        small. Kernels whose bits depend on the batch compute each request alone.
+        ``interrupted`` is the host whose long call is interrupted for this batch: it adds nothing, and the batch has at
+        most `SMALL_ROWS` rows. Kernels that are not batch-invariant compute each request alone.
         """
         if not self._coalesces or not batch.experts.is_batch_invariant:
             return
@@ -141,7 +140,7 @@ class Batcher:
             if share is own or share is interrupted:
                 continue
             if batch.is_small and len(share.small) > len(own.small) + MORE_IN_FLIGHT:
-                # What it adds here makes this call longer, and what it has left is a call of its own right afterwards.
+                # Its requests would lengthen this call, and the rest of its queue would still be a call right after it.
                 others_wait = True
                 continue
             room = min(capacity - batch.n_rows, lead_rows - batch.rows_of(share))

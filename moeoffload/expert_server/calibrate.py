@@ -1,4 +1,4 @@
-"""Times what a layer's experts take on this server, for calls of a few sizes."""
+"""Times calls of a few sizes of a layer's experts on this server."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ import torch
 
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 
-# Larger calls are learned when they come: timing them here would touch their workspaces and lengthen every load.
+# The host learns the time of larger calls in use: timing them here would touch their workspaces and slow every load.
 SIZES: Final = (1, 4, 16, 64, 256)
 REPEATS: Final = 10
 LEAST_S: Final = 0.02
-"""A size is repeated for so long, even if its calls take microseconds: longer than a busy machine keeps a thread from
-its core, or another one beside it."""
+"""A size is repeated for at least this long, even if its calls take microseconds: longer than a busy machine keeps a
+thread off its core, or another thread disturbs it."""
 LONG_S: Final = 0.25
-"""A size is not timed for longer than this, if it was called twice: loading should stay short."""
+"""After two calls a size is not timed for longer than this, so that loading stays short."""
 
 LARGER: Final = (2048, 4096)
-"""Rows of calls that are tried on a GPU, beyond the usual batch capacity."""
+"""Rows of the calls above the usual batch capacity that are tried on a GPU."""
 GAIN: Final = 1.05
-"""A larger call has to be so many times faster for each row: it takes memory, and others wait for longer."""
+"""A larger call must be faster per row by this factor, since it takes more memory and makes others wait longer."""
 
 
 def best_rows(seconds: Callable[[int], float], usual: int, most: int) -> int:
-    """The batch capacity of a GPU, from ``usual`` to ``most`` rows: the largest that still pays.
+    """Returns the batch capacity of a GPU, at most ``most`` rows: ``usual``, or the largest size up to which each step
+    pays (see `GAIN`).
 
-    ``seconds`` times a call of so many rows; one that is out of memory does not pay.
+    ``seconds(rows)`` times a call of that many rows; the search ends at a size that runs out of memory.
     """
     best, row_s = min(usual, most), 0.0
     for rows in (best, *(size for size in sorted({*LARGER, most}) if best < size <= most)):
@@ -53,12 +54,12 @@ def time_layer(
     pause: Callable[[], float] | None = None,
     sizes: Sequence[int] = SIZES,
 ) -> list[tuple[int, float]]:
-    """Rows and seconds of calls of several ``sizes``, of ``capacity`` rows at most.
+    """Returns (rows, seconds) of calls of several ``sizes``, each of at most ``capacity`` rows.
 
-    Each row has ``top_k`` different ones of the layer's ``n_experts``; as in a run, only those held here are computed,
-    and rows without any are left out. The best of all repeats of a size counts: what the call takes, not what disturbed
-    it. Runs on the thread that owns ``workspace``; calls ``pause``, if there is one, where others may compute
-    meanwhile: it returns for how many seconds they did.
+    Each row is routed to ``top_k`` different ones of the layer's ``n_experts``; as in a run, only those held here are
+    computed, and rows without any are left out. The fastest repeat of a size counts, so that disturbances do not. Runs
+    on the thread that owns ``workspace``; between slices it calls ``pause``, if given, which lets others compute and
+    returns for how many seconds they did.
     """
     generator = torch.Generator().manual_seed(0)
     f32 = torch.float32  # always named: while another host's model is opened, torch's default dtype is that model's

@@ -1,10 +1,11 @@
 """Takes the requests of all hosts, runs the kernel, writes the replies. One thread computes at a time.
 
-Requests wait in the queues of `fair_share`, which says whose is next; what is computed with it says `batcher`, and
-`answers` computes. A small request, a decode step, is computed by the thread that received it if no other one computes:
-a hop to another thread would cost it more than the rest of the way. Everything else is computed by the compute thread;
-so are small requests while several leases are at work, or one's frames would wait while their reader computes
-another's. With several hosts long calls are cut into slices, between which small requests of others have their turn.
+Requests wait in the queues of `fair_share`, which decides whose is next; `batcher` decides what is computed with it,
+and `answers` computes. A small request (a decode step) is computed by the reader thread that received it if no other
+thread computes: a hop to another thread would cost more than the rest of the path. The compute thread does everything
+else. It also computes small requests while several leases are at work, since one lease's frames would otherwise wait
+while their reader thread computes another's. With several hosts, long calls are sliced, and small requests of other
+hosts are computed between slices.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from moeoffload.transport.base import OnFailure, ServerChannel, ServerSlot, Work
 from moeoffload.wire import ErrorCode
 
 RECENT_S: Final = 0.25
-"""Leases that go from one to another and on within so long take turns; so long after that the threads that receive do
-not compute."""
+"""Leases take turns if the submitting lease changes twice in this time; for as long, reader threads do not compute."""
 T = TypeVar("T")
 
 
@@ -42,7 +42,7 @@ class Engine:
     def __init__(self, *, coalesce: bool = True) -> None:
         """``coalesce``: see `Batcher`."""
         self.on_failure: OnFailure = ignore_failure
-        """Told if the compute thread ends with an error; nothing is computed from then on. Set before `start`."""
+        """Called if the compute thread ends with an error; nothing is computed from then on. Set before `start`."""
         self._counters = EngineCounters()
         self.kernel_workspace = KernelWorkspace()
         self.shares: FairShares[Request | Job] = FairShares()
@@ -50,28 +50,28 @@ class Engine:
         self._answers = Answers(self.shares, self._counters)
         self._batch = Batch()
         self._urgent = Batch()
-        """That interrupts a long one."""
+        """The batch that interrupts a long call."""
         self._computing = threading.Lock()
         self._wanted = threading.Event()
-        """The compute thread has to look at the queues; until it has, threads that receive do not compute."""
+        """Set when the compute thread has to look at the queues; until it has, reader threads do not compute."""
         self._stopping = False
         self._failure = ""
         self._running: HostShare = Share("")
-        """Whose job or batch is computed; since when, and what a second of it costs that host."""
+        """The host whose job or batch is being computed; then its start, and its price per second to that host."""
         self._started = 0.0
         self._price = 1.0
         self._given_s = 0.0
-        """Seconds of it in which small requests of other hosts had their turn."""
+        """Seconds of that job or batch that went to small requests of other hosts."""
         self._last = 0
-        """Lease of the last request, as a number that keeps nothing of it alive; when it took over from another, and
-        until when they take turns (perf_counter seconds)."""
+        """`id` of the last small request's lease (no reference, so nothing is kept alive); then when it took over from
+        another lease, and until when leases count as taking turns (perf_counter seconds)."""
         self._turned_at = float("-inf")
         self._shared_until = 0.0
         self._thread: threading.Thread | None = None
 
     @property
     def counters(self) -> EngineCounters:
-        """What was done so far."""
+        """A copy of the totals so far."""
         return replace(self._counters, members=list(self._counters.members))
 
     def start(self) -> None:
@@ -79,7 +79,7 @@ class Engine:
         self._thread = start_thread("engine", self._run, self._failed)
 
     def submit(self, channel: ServerChannel, slot: ServerSlot) -> Work | None:
-        """Queues a received request; ``slot.owner`` must be its `SlotContext`. Returns what the caller has to do."""
+        """Queues a received request; ``slot.owner`` must be its `SlotContext`. Returns work that the caller must do."""
         host = slot.owner.host
         if slot.n_bytes <= host.small_bytes:
             host.share.small.append((channel, slot))
@@ -92,7 +92,7 @@ class Engine:
         return None
 
     def _takes_turns(self, lease: int, now: float) -> bool:
-        """Whether several leases have been at work lately."""
+        """Notes the lease of a small request; returns whether several leases were at work in the last `RECENT_S`."""
         if lease != self._last:
             if now - self._turned_at < RECENT_S:
                 self._shared_until = now + RECENT_S
@@ -100,7 +100,7 @@ class Engine:
         return now < self._shared_until
 
     def compute_small(self) -> None:
-        """Computes the small requests that wait, unless another thread computes: that one will, when it is done."""
+        """Computes queued small requests, unless another thread computes: it will take them when it is done."""
         while not self._wanted.is_set() and self.shares.has_small() and self._computing.acquire(blocking=False):
             try:
                 while self.shares.has_small() and (share := self._pick()) is not None and share.small:
@@ -109,9 +109,9 @@ class Engine:
                 self._computing.release()
 
     def run(self, work: Callable[[], T], share: HostShare, timeout_s: float) -> T:
-        """Runs ``work`` on the compute thread when it is the turn of this host, and returns its result.
-        Raises ServerError: the thread did not come to it within ``timeout_s``, or the host's lease ended; and whatever
-        ``work`` raises."""
+        """Runs ``work`` on the compute thread when it is this host's turn, and returns its result.
+        Raises ServerError: the work was not done within ``timeout_s``, or the host's lease ended; and whatever ``work``
+        raises."""
         job = Job(work)
         share.large.append(job)
         self._wake()
@@ -125,19 +125,20 @@ class Engine:
         return result
 
     def pause(self) -> float:
-        """Between slices of what is computed: small requests of others have their turn; returns the seconds."""
+        """Computes small requests of other hosts between two slices; returns the seconds that took."""
         before = self._given_s
         self._give_way()
         return self._given_s - before
 
     def leave(self, share: HostShare) -> None:
-        """Gives back what ``shares.join`` gave, when a lease has ended; its requests are not answered any more."""
+        """Gives back a share from ``shares.join`` when its lease has ended. Requests left are dropped if it was the
+        host's last lease."""
         for request in self.shares.leave(share):
             if isinstance(request, Job):
                 request.done.cancel()
 
     def stop(self, timeout_s: float) -> None:
-        """Finishes what was submitted before and ends the thread."""
+        """Finishes the requests submitted so far and ends the compute thread."""
         self._stopping = True
         self._wanted.set()
         if self._thread is not None:
@@ -145,7 +146,7 @@ class Engine:
 
     def _wake(self) -> None:
         self._wanted.set()
-        if self._failure:  # after the request was queued: `_failed` has seen it, or this does
+        if self._failure:  # checked after queueing: either `_failed` has seen the request, or this call does
             self._fail_waiting()
 
     def _run(self) -> None:
@@ -158,7 +159,7 @@ class Engine:
                     self._serve_next(share)
             if is_last:
                 return
-            self.compute_small()  # those that came between the last look and the release
+            self.compute_small()  # requests that arrived between the last look and the release of the lock
 
     def _failed(self, text: str) -> None:
         self._failure = text
@@ -166,7 +167,7 @@ class Engine:
         self.on_failure(text)
 
     def _fail_waiting(self) -> None:
-        """Nothing is computed any more: whatever waits is told so."""
+        """Fails everything that waits, since nothing is computed any more."""
         while (share := self.shares.pick()) is not None:
             request = self.shares.take(share)
             if isinstance(request, Job):
@@ -177,13 +178,13 @@ class Engine:
                 )
 
     def _pick(self) -> HostShare | None:
-        """Whose turn it is; what has arrived by now counts."""
+        """Returns the host whose turn it is, considering all requests that have arrived by now; None if none waits."""
         if self.shares.n_leases > 1:
-            os.sched_yield()  # as in `_give_way`; what they have received is then in the queues
+            os.sched_yield()  # as in `_give_way`: lets reader threads queue what they have received
         return self.shares.pick()
 
     def _serve_next(self, share: HostShare) -> None:
-        """Serves the next request of a host, with what can be computed with it."""
+        """Serves the next request of a host, together with the requests that can join it."""
         request = self.shares.take(share)
         if request is None:
             return
@@ -200,7 +201,7 @@ class Engine:
         share.charge(perf_counter() - self._started - self._given_s, self._price)
 
     def _serve_batch(self, share: HostShare) -> None:
-        """Serves the batch that was begun, in the turn of this host."""
+        """Serves the batch that was begun, in this host's turn."""
         batch = self._batch
         self._price *= batch.rows_of(share) / batch.n_rows
         self._answers.serve_batch(batch, self.pause)
@@ -208,7 +209,7 @@ class Engine:
         batch.clear()
 
     def _begin(self, batch: Batch, request: Request, interrupted: HostShare | None) -> bool:
-        """Makes a batch of a request and what waits for the same experts; False if there is nothing to compute."""
+        """Fills ``batch`` with a request and those that can join it; returns False if there is nothing to compute."""
         experts = self._answers.admit(request)
         if experts is None:
             return False
@@ -217,8 +218,8 @@ class Engine:
         return True
 
     def _give_way(self) -> None:
-        """Between two slices of a call: computes others' small requests whose turn it is."""
-        os.sched_yield()  # to the threads that receive, where this one has their core
+        """Computes other hosts' small requests whose turn it is, between two slices of a call."""
+        os.sched_yield()  # lets reader threads run that share this thread's core
         share, batch = self._running, self._urgent
         while True:
             now = perf_counter()

@@ -1,4 +1,4 @@
-"""Which experts of a layer lie in the fast tier of a server: those that were used most of late."""
+"""Decides which experts of a layer a server keeps in its fast tier: those used most in recent steps."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ import numpy as np
 Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 DECAY: Final = 0.99
-"""What a use still counts after the next step: half of it after 69 steps."""
+"""Factor by which a score falls with each step: to half after 69 steps."""
 MOST_MOVES: Final = 2
-"""Experts that come in one step."""
+"""Experts that enter the fast tier in one step, at most."""
 LEAD: Final = 1.5
-"""So many uses more than the expert that makes room; less would be chance, and each move costs two copies."""
+"""How far an expert's score must exceed that of the expert it replaces: a smaller lead may be chance, and each move
+costs two copies."""
 LEAST_SETS: Final = 3
-"""A fast tier with room for fewer than so many steps' experts stays as it is: they would drive each other out."""
+"""No expert moves if the fast tier holds fewer than this many times ``top_k`` experts: they would evict each other."""
 
 
 class HotExperts:
-    """Follows the use of one layer's experts. Pure: it decides, and moves nothing.
+    """Tracks the use of one layer's experts and decides which move. Pure: it moves nothing itself.
 
-    A score falls by `DECAY` with each step and rises by one with each use: frequency with a memory of about a hundred
-    steps. Unlike "the least recently used goes", experts that come by in turn do not drive out each other.
+    A score is multiplied by `DECAY` at each step and rises by one with each use: a frequency over about a hundred
+    steps. Unlike with LRU, experts that are used in rotation do not evict each other.
     """
 
     def __init__(self, n_experts: int, n_fast: int, top_k: int) -> None:
-        """The first ``n_fast`` experts begin in the fast tier."""
+        """Places the first ``n_fast`` experts in the fast tier."""
         self.is_fast = np.arange(n_experts) < n_fast
         self._scores = np.zeros(n_experts, np.float32)
         self._moves = n_fast >= LEAST_SETS * top_k
 
     def step(self, used: Numbers) -> list[tuple[int, int]]:
-        """Counts a step that used some experts, (n) int64, each named once; returns who is to come and who goes for it,
-        `MOST_MOVES` pairs at most."""
+        """Counts a step that used the experts ``used``, (n) int64 without duplicates; returns at most `MOST_MOVES`
+        pairs of an expert to bring into the fast tier and the one it replaces."""
         scores = self._scores
         scores *= DECAY
         scores[used] += 1
@@ -47,5 +48,5 @@ class HotExperts:
         return [(come, go) for come, go in pairs if scores[come] > scores[go] + LEAD]
 
     def move(self, come: int, go: int) -> None:
-        """Notes that a move was made."""
+        """Records that ``come`` has replaced ``go`` in the fast tier."""
         self.is_fast[come], self.is_fast[go] = True, False

@@ -1,7 +1,7 @@
-"""Experts of one layer in parts, one on each of several devices, which compute at the same time.
+"""Splits the experts of one layer over several devices, which compute at the same time.
 
-A call goes to the first device, which hands copies to the others and adds their sums to its own in float32, in the
-order of the devices: the last bits of a row depend on where its experts are, and on nothing else.
+A call goes to the first device, which copies it to the others and adds their sums to its own in float32, in the order
+of the devices: the last bits of a row depend only on which device holds its experts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class LayerParts(LayerKernels):
-    """As `LayerKernels`, of experts on several devices; slots are places in ``experts``, wherever these are.
+    """As `LayerKernels`, for experts on several devices; a slot is an index into ``experts``, wherever that expert is.
 
-    Rows, slots and sums of a call are on one device. Where that is a GPU nothing here waits for any device, and slots
-    must be -1 to n_experts - 1.
+    Rows, slots and sums of a call are on one device. If that is a GPU, nothing here waits for any device, and slots
+    must be in -1 to n_experts - 1.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class LayerParts(LayerKernels):
         kernel: KernelChoice,
         buffers: CopyBuffers | None = None,
     ) -> None:
-        """Reads the experts to the devices of ``parts``, as many as it says, at least one each, in their order.
-        Raises ModelError: see `Checkpoint.build_experts`."""
+        """Reads the experts, in order, to the devices of ``parts``: pairs of a device and its number of experts, at
+        least one. Raises ModelError: see `Checkpoint.build_experts`."""
         ends = list(itertools.accumulate(n for _, n in parts))
         how: Any = {"in_tiles": kernel != "grouped", "buffers": buffers}
         self._modules = tuple(
@@ -51,14 +51,14 @@ class LayerParts(LayerKernels):
         self.falls_back = next((each.falls_back for each in self._parts if each.falls_back), None)
         self.weight_error = _joined_error(self._parts)
         self.is_batch_invariant = all(each.is_batch_invariant for each in self._parts)
-        # Of each expert its slot in every part, -1: not there. Slot -1, no expert, finds the last entry.
+        # For each part the slot of every expert in it, or -1. The last entry is for slot -1 (no expert).
         places = torch.full((len(parts), self.n_experts + 1), -1, dtype=torch.int64)
         for place, (_, n), end in zip(places, parts, ends, strict=True):
             place[end - n : end] = torch.arange(n)
         self._places = places.to(self._devices[0])
 
     def kernel_for(self, n_rows: int) -> str:
-        """Names of the kernels that serve a call of ``n_rows`` rows."""
+        """Returns the names of the kernels that serve a call of ``n_rows`` rows."""
         names = " and ".join(self._kernels_for(n_rows))
         return f"{names} on {len(self._parts)} devices" if len(self._parts) > 1 else names
 
@@ -93,7 +93,7 @@ class LayerParts(LayerKernels):
         """See `LayerKernels.in_slices`."""
         self._check_slots(slots)
         places = self._places[:, slots.to(self._places.device)]
-        # All copies, then the other devices' parts, then that of this one: copies wait for what was queued before them.
+        # First all copies (a copy waits for work queued before it), then the other devices' parts, then the first's.
         calls = [(rows.to(to), at.to(to), weights.to(to)) for to, at in zip(self._devices, places, strict=True)]
         sums = [torch.empty(out.shape, dtype=out.dtype, device=device) for device in self._devices[1:]]
         sums.insert(0, out if self._devices[0] == out.device else torch.empty_like(out, device=self._devices[0]))
@@ -106,7 +106,7 @@ class LayerParts(LayerKernels):
 
 
 def _joined_error(parts: Sequence[LayerKernels]) -> float | None:
-    """Of all parts together, as `LayerKernels.weight_error`; their weights are taken for equally large."""
+    """Returns the `LayerKernels.weight_error` of all parts together; assumes that all weights are equally large."""
     known = [(part.n_experts, part.weight_error) for part in parts if part.weight_error is not None]
     if len(known) < len(parts):
         return None

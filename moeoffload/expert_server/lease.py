@@ -1,4 +1,4 @@
-"""One attached host on the server: its experts, its channels, its share of the memory. Closing it frees all of them."""
+"""One attached host on the server: its experts, channels and share of the memory. Closing a lease frees all of them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 1.0
-"""When a host that found no room may ask again."""
+"""After this time a host that found no room may ask again."""
 LEAST_ROWS: Final = 32
 ROWS_FOR_OTHERS: Final = 128
-"""No host takes the room for these rows, unless it is the last that there is."""
+"""Room for this many rows is left to other hosts, unless fewer than `LEAST_ROWS` would remain for this one."""
 CALIBRATION_ROWS: Final = 64
 CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
@@ -56,11 +56,11 @@ class HostLease:
         say: Callable[[pb.AttachReply], None],
         on_close: Callable[[HostLease], None],
     ) -> None:
-        """``host`` is the name that a host at the address ``peer`` gives itself, ``roots`` are where its models lie."""
+        """``host`` is the name that the host at ``peer`` gives itself; ``roots`` decide which models it may name."""
         self.lease_id = secrets.token_hex(16)
         self.host = host
         self.limited_as = ""
-        """Whose number of leases this one counts for."""
+        """The identity against whose limit of leases this one counts."""
         self.epoch = epoch
         self._server = server
         self._roots = roots
@@ -77,7 +77,7 @@ class HostLease:
         self._checkpoint: Checkpoint | None = None
         self._table: ExpertTable | None = None
         self._fast_part = 1.0
-        """Of each layer's experts, those that lie on the device."""
+        """Fraction of each layer's experts that is loaded to the device."""
         self._keys: list[LayerKey] = []
         self._modules: dict[int, LayerKernels] = {}
         self._reserved = 0
@@ -85,7 +85,7 @@ class HostLease:
         self._channels: dict[str, ServerChannel] = {}
 
     def end(self, reason: str) -> None:
-        """Asks the host's stream to end, with the reason that the host is told."""
+        """Asks the host's stream to end; ``reason`` is sent to the host."""
         self._say(pb.AttachReply(closing=pb.Closing(reason=reason)))
 
     def drain(self) -> None:
@@ -93,7 +93,7 @@ class HostLease:
         self._say(pb.AttachReply(draining=pb.Draining()))
 
     def calibrate(self, request: pb.CalibrateRequest) -> pb.CalibrateReply:
-        """Loads a few experts for a moment and times them.
+        """Loads a few experts temporarily and times them.
         Raises ModelError: the model cannot be read here; ServerError: its digest differs from the host's;
         CapacityError: there is no room for one expert."""
         checkpoint = self._open_checkpoint(request.model)
@@ -108,21 +108,21 @@ class HostLease:
             timings = self._time(kernels, checkpoint.top_k, CALIBRATION_ROWS, n_experts, KernelWorkspace())
         finally:
             self._store.release(key)
-        # The shortest ever seen: placement follows from them, and is to be the same for the next host.
+        # The shortest times ever measured: placement is computed from them and should be the same for the next host.
         shortest = self._store.shortest_s.setdefault((checkpoint.digest, checkpoint.dtype), {})
         for rows, seconds in timings:
             shortest[rows] = min(seconds, shortest.get(rows, seconds))
         return pb.CalibrateReply(timings=[pb.Timing(rows=rows, seconds=shortest[rows]) for rows, _ in timings])
 
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
-        """The server's copy of the host's model."""
+        """Returns this server's copy of the host's model."""
         reference = self._settings.model or self._roots.resolve(model.reference, model.revision or None)
         return self._server.models.open(model, reference)
 
     def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
-        """Makes the asked experts resident, one layer at a time.
+        """Makes the requested experts resident, one layer at a time.
         Raises ModelError: the model cannot be read here; ServerError: its digest differs from the host's, or the table
-        does not fit the model; CapacityError: the experts do not fit into the memory budget."""
+        does not match the model; CapacityError: the experts do not fit into the memory budget."""
         with self._lock:
             if self._loads:
                 raise ServerError("this lease has loaded its experts already")
@@ -142,11 +142,11 @@ class HostLease:
         yield pb.LoadProgress(loaded_bytes=0, total_bytes=total)
         read = self._store.read_bytes
         parts = [(i, experts) for i, experts in enumerate(table.layers) if experts]
-        # Warm ones first: room for the others is not made by letting go of them.
+        # Warm layers first, so that loading the others does not evict them.
         parts.sort(key=lambda part: LayerKey.of(checkpoint, *part) not in self._store)
         if self._server.tiers is not None:
             self._fast_part = self._fast_part_of(checkpoint, parts, self._server.tiers)
-        from moeoffload.checkpoint.copy_buffers import CopyBuffers  # imported with the first model, as all of its room
+        from moeoffload.checkpoint.copy_buffers import CopyBuffers  # imported with the first model, as is checkpoint/
 
         with CopyBuffers() as buffers:
             for layer, experts in parts:
@@ -161,7 +161,7 @@ class HostLease:
         yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
     def _fast_part_of(self, checkpoint: Checkpoint, parts: list[tuple[int, tuple[int, ...]]], tiers: Tiers) -> float:
-        """Which part of the experts to load the device takes. Warm ones of others make room there first."""
+        """Returns the fraction of the experts to load that goes to the device, after evicting other warm experts."""
         missing = [part for part in parts if LayerKey.of(checkpoint, *part) not in self._store]
         if not missing:
             return 1.0
@@ -202,9 +202,9 @@ class HostLease:
         raise ServerError("the lease ended while its experts were loading")
 
     def activate(self, request: pb.Activate) -> pb.Offer:
-        """Checks what the host wants against what is loaded, decides the batch capacity and opens channels.
-        Raises ServerError: something differs; the message names the field; CapacityError: no memory is left for even
-        one row."""
+        """Checks the host's request against what is loaded, decides the batch capacity and opens channels.
+        Raises ServerError: something differs; the message names the field; CapacityError: not even one row fits into
+        the memory that is left."""
         checkpoint, table = self._checkpoint, self._table
         if checkpoint is None or table is None:
             raise ServerError("activate came before the experts were loaded")
@@ -222,7 +222,7 @@ class HostLease:
         timings: list[tuple[int, float]] = []
         for layer, kernels in list(self._modules.items())[:1]:
             known = self._store.timings.setdefault(kernels, {})
-            if capacity not in known:  # it also warms everything up
+            if capacity not in known:  # timing also warms everything up
                 n_experts = checkpoint.layers[layer].n_experts
                 workspace = self._engine.kernel_workspace
                 known[capacity] = self._time(kernels, layout.top_k, capacity, n_experts, workspace)
@@ -261,7 +261,7 @@ class HostLease:
         return int(capacity)
 
     def _best_capacity(self, checkpoint: Checkpoint, most: int) -> int:
-        """The batch capacity that pays, ``most`` at most, for which there is room; gives back the rest of it."""
+        """Returns the measured best batch capacity, at most ``most``; releases the memory reserved beyond it."""
         layer, kernels = next(iter(self._modules.items()))
         how = checkpoint.top_k, most, checkpoint.layers[layer].n_experts, self._engine.kernel_workspace
         known = self._store.best_rows.setdefault(kernels, {})
@@ -275,7 +275,7 @@ class HostLease:
         return known[most]
 
     def _no_room(self, text: str) -> CapacityError:
-        """That something does not fit: now, if other hosts have what is missing, or at all."""
+        """Returns a `BusyError` if other hosts are attached, whose memory may become free, else a `CapacityError`."""
         if len(self._engine.shares.all) > 1:
             return BusyError(f"{text} (busy: other hosts use this server)", RETRY_AFTER_S)
         return CapacityError(text)
@@ -294,7 +294,7 @@ class HostLease:
             for kernels in self._modules.values():
                 kernels.reserve(layout.capacity, layout.top_k)
 
-        # Where nobody computes meanwhile: a workspace that grows lets go of memory that another host's call may be in.
+        # On the compute thread, while no call runs: a workspace that grows frees memory that another call may be using.
         self._engine.run(reserve, self._share, CALIBRATION_TIMEOUT_S)
 
     def _time(
@@ -306,7 +306,7 @@ class HostLease:
         workspace: KernelWorkspace,
         sizes: Sequence[int] = SIZES,
     ) -> list[tuple[int, float]]:
-        """What calls of several sizes take, timed when it is this host's turn."""
+        """Times calls of several sizes when it is this host's turn; returns (rows, seconds)."""
         pause = self._engine.pause if len(self._engine.shares.all) > 1 else None
         work = functools.partial(
             time_layer,
@@ -324,7 +324,7 @@ class HostLease:
     def _open(self, name: str, sizes: ChannelSizes, key: str) -> pb.ChannelOffer:
         assert self._active is not None, "channels are opened after the lease became active"
         channel = self._server.factories[name](sizes, self._engine.submit, key)
-        for slot in channel.slots:  # before any host knows of the channel
+        for slot in channel.slots:  # before a host knows of the channel
             slot.owner = SlotContext(self._active, slot)
         with self._lock:
             closed = self._closed
@@ -337,8 +337,8 @@ class HostLease:
         return pb.ChannelOffer(transport=name, parameters=channel.offer.parameters, **agreed)
 
     def accept(self, request: pb.Accept) -> pb.Ready:
-        """Keeps the channel the host has opened and closes the others.
-        Raises ServerError: there is no such channel, or the host has not proved that it shares the segment."""
+        """Keeps the channel that the host has opened and closes the others.
+        Raises ServerError: there is no such channel, or the host's nonce does not prove that it sees the segment."""
         channel = self._channels.get(request.transport)
         if channel is None:
             raise ServerError(f"transport {request.transport!r} was not offered")
@@ -356,7 +356,7 @@ class HostLease:
 
     @property
     def pool_creations(self) -> dict[str, int]:
-        """How many objects the pools of this lease have made: slots, views and workspaces."""
+        """Number of objects that the pools of this lease have made: slots, views and workspaces."""
         contexts = [slot.owner for channel in list(self._channels.values()) for slot in channel.slots]
         return {
             "slots": len(contexts),
@@ -381,7 +381,7 @@ class HostLease:
         self._engine.leave(self._share)
         self._modules.clear()
         if self._active is not None:
-            self._active.layers = ()  # now, and not when Python comes to collect what refers to each other
+            self._active.layers = ()  # frees them now, not when Python's cycle collector runs
         self._server.reserve(-self._reserved)
         for key in keys:
             self._store.release(key)
@@ -393,7 +393,7 @@ class HostLease:
 
 
 def _close(channel: ServerChannel) -> None:
-    """Closes a channel and lets go of its memory."""
+    """Closes a channel and drops the views of its memory."""
     channel.close()
     for slot in channel.slots:
         if slot.owner is not None:

@@ -1,4 +1,4 @@
-"""Which models a host may make this server read: those below the allowed folders, and those in the hub cache."""
+"""Decides which models a host may make this server read: those below allowed folders and those in the hub cache."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from moeoffload.model_name import check_revision
 
 @dataclass(frozen=True)
 class ModelRoots:
-    """The rule of one server. ``on_refused`` is told the reason for every reference that is refused."""
+    """The rule of one server. ``on_refused`` is called with the reason for every refused reference."""
 
     roots: tuple[Path, ...]
-    """Folders with all links followed."""
+    """Folders with all links resolved."""
     any_model: bool
-    """Hosts may name whatever this process can read or download."""
+    """Whether hosts may name anything that this process can read or download."""
     on_refused: Callable[[str], None]
 
     def resolve(self, reference: str, revision: str | None) -> str | Path:
-        """What to open for a host's ``reference``: a folder, or the reference itself where everything is allowed.
-        Raises ModelError: the revision is no name, or the reference is not allowed, whether or not there is such a
-        model: a host learns nothing of other folders."""
-        # Not a part of it alone: while another thread imports all of it, transformers gives one of them half a module.
+        """Returns what to open for a host's ``reference``: a folder or file, or the reference itself if all is allowed.
+        Raises ModelError: the revision is not a valid name, or the reference is not allowed, whether or not such a
+        model exists, so that a host learns nothing about other folders."""
+        # The whole package: if one thread imports a part while another imports all, transformers returns half a module.
         import moeoffload.checkpoint  # noqa: F401
         from moeoffload.checkpoint.locate import locate_cached
 
@@ -50,16 +50,16 @@ class ModelRoots:
         return folder
 
     def _inside(self, reference: str) -> Path | None:
-        """The folder with all links followed, if it is one of the roots or below one; or a GGUF file there.
+        """Returns the folder with all links resolved, or a GGUF file, if it is a root or below one; else None.
 
-        A file keeps its name, also where that is a link to another file below a root, as in a hub cache.
+        A GGUF file keeps its name even if that is a link to another file below a root, as in a hub cache.
         """
         from moeoffload.checkpoint.gguf_file import is_gguf
 
         try:
             found = Path(os.path.realpath(reference))
             named = Path(os.path.realpath(Path(reference).parent)) / Path(reference).name
-        except (OSError, ValueError):  # a name that no file can have
+        except (OSError, ValueError):  # not a possible file name
             return None
         chosen = named if is_gguf(named) else found
         inside = (any(path.is_relative_to(root) for root in self.roots) for path in (found, chosen))

@@ -1,4 +1,4 @@
-"""One received request: whose it is, what its header says, and how it is refused."""
+"""One received request: its host, its checked header, and the error that refuses it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ActiveHost:
 
 @dataclass(slots=True, eq=False)
 class SlotContext:
-    """What belongs to one slot of a host's channel; made once, when the channel is."""
+    """State of one slot of a host's channel; made once, with the channel."""
 
     host: ActiveHost
     slot: InitVar[ServerSlot]
@@ -64,7 +64,7 @@ class SlotContext:
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Of the routing weights, as the header that was checked says."""
+        """Dtype of the routing weights, from the checked header."""
         return torch.float32 if self.header.flags & _WEIGHTS_F32 else self.host.compute_dtype
 
 
@@ -78,19 +78,19 @@ class RequestError(Exception):
 
 
 class Job:
-    """Something to be done on the compute thread between two requests."""
+    """Work to be done on the compute thread between two requests."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.done: Future[Any] = Future()
         self._work = work
 
     def run(self) -> None:
-        """Does it, unless its result is not waited for any more."""
+        """Does the work, unless its result is no longer waited for."""
         if not self.done.set_running_or_notify_cancel():
             return
         try:
             self.done.set_result(self._work())
-        except Exception as error:  # the thread that waits for it is told
+        except Exception as error:  # raised in the thread that waits for the result
             self.done.set_exception(error)
 
 
@@ -100,14 +100,14 @@ HostShare = Share[Request | Job]
 
 
 def is_small(request: Request | Job) -> bool:
-    """Whether it is decode- or verify-shaped."""
+    """Whether a request is decode- or verify-shaped."""
     return not isinstance(request, Job) and request[1].n_bytes <= request[1].owner.host.small_bytes
 
 
 def check(request: Request) -> LayerKernels:
-    """Reads and checks the header; returns the experts of its layer. Allocates nothing before.
-    Raises RequestError: the frame is not one that was agreed on, its experts are not here, or the host does not wait
-    for the reply any more."""
+    """Reads and checks the header before anything is allocated; returns the experts of its layer.
+    Raises RequestError: the frame differs from what was agreed on, its experts are not here, or the host no longer
+    waits for the reply."""
     channel, slot = request
     context: SlotContext = slot.owner
     host, header = context.host, context.header
@@ -132,7 +132,7 @@ def check(request: Request) -> LayerKernels:
 
 
 def write_sums_header(slot: ServerSlot, context: SlotContext, queue_s: float, compute_s: float) -> int:
-    """Puts the header before the sums in the reply buffer; returns the frame's length in bytes."""
+    """Writes the header before the sums in the reply buffer; returns the frame's length in bytes."""
     header = context.header
     header.kind, header.code = Kind.COMBINE, 0
     header.body_bytes = header.rows * context.host.layout.combine_row_bytes

@@ -1,4 +1,4 @@
-"""What the leases of a server share."""
+"""The parts of a server that its leases share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moeoffload.transport import shared_room
 from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel
 
 ChannelFactory = Callable[[ChannelSizes, Deliver, str], ServerChannel]
-"""Opens the server's end of a transport: its sizes, who takes its requests, the public CURVE key of the host."""
+"""Opens the server's end of a transport, given sizes, the receiver of requests and the host's public CURVE key."""
 
 
 @dataclass
 class ServerParts:
-    """What the leases of a server share."""
+    """The parts of a server that its leases share."""
 
     settings: ExpertServerSettings
     device: torch.device
@@ -31,18 +31,18 @@ class ServerParts:
     factories: dict[str, ChannelFactory]
     models: OpenModels = field(default_factory=OpenModels, kw_only=True)
     tiers: Tiers | None = field(default=None, kw_only=True)
-    """If experts may lie in RAM, too."""
+    """Set if experts may be in RAM, too."""
     several: SeveralDevices | None = field(default=None, kw_only=True)
-    """If there are several devices; ``device`` is the first of them."""
+    """Set if there are several devices; ``device`` is the first of them."""
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All that compute."""
+        """All devices that compute."""
         return (self.device,) if self.several is None else self.several.devices
 
     @property
     def tries_larger_calls(self) -> bool:
-        """Whether it is measured which batch capacity pays."""
+        """Whether the best batch capacity is found by measurement."""
         return self.settings.batch_capacity is None and self.device.type == "cuda"
 
     @property
@@ -51,27 +51,27 @@ class ServerParts:
         return self.settings.most_rows if self.tries_larger_calls else self.settings.usual_rows
 
     def most_rows_of(self, frames_bytes: int) -> int:
-        """As `most_rows`, of a host whose frames take so many bytes for each row: half of the shared memory at most.
+        """As `most_rows`, for a host whose frames take ``frames_bytes`` per row and at most half of the shared memory.
 
-        Containers often have little of it; the usual batch capacity is tried whatever there is.
+        Containers often have little shared memory; the usual batch capacity is tried however little there is.
         """
         if not self.tries_larger_calls or "shared" not in self.factories:
             return self.most_rows
         return max(self.settings.usual_rows, min(self.most_rows, shared_room() // 2 // frames_bytes))
 
     def batch_room(self, wanted: int) -> int:
-        """Bytes that are left for batches, which want ``wanted``."""
+        """Returns the bytes left for batches; evicts warm experts if a device of several has less than ``wanted``."""
         room = self.store.free_bytes
         if self.tiers is not None:
             room = min(room, self.tiers.free)
-        if self.several is not None:  # the first one keeps rows and sums, all compute with them
+        if self.several is not None:  # a batch needs room on every device
             if min(self.several.free) < wanted:
                 self.store.forget_warm(())
             room = min(room, *self.several.free)
         return max(0, room)
 
     def reserve(self, n_bytes: int) -> None:
-        """Takes room for batches, which must be free (negative: gives it back)."""
+        """Takes ``n_bytes``, which must be free, for batches (negative: gives them back)."""
         self.store.reserve(n_bytes)
         if self.several is not None:
             self.several.take([n_bytes] * len(self.several.devices))

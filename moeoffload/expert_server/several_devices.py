@@ -1,4 +1,4 @@
-"""The devices of one server that has several, how much of each one's memory is taken, and which experts each gets."""
+"""Several devices of one server: accounts for the memory taken on each and decides which experts each gets."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from moeoffload.checkpoint.copy_buffers import CopyBuffers
 
 KEPT: Final = 0.02
-"""Of each device's memory, not offered: a batch takes room on all of them, and parts of a layer are whole experts."""
+"""Fraction of the memory not offered: a batch takes room on every device, and parts of a layer are whole experts."""
 
 
 class SeveralDevices:
-    """Places experts of all hosts over devices, each layer in proportion to what each of them has free. Thread-safe.
+    """Places experts of all hosts on devices, each layer in proportion to the devices' free memory. Thread-safe.
 
     Attributes:
-        devices: the first one takes calls and adds up; ``budgets``: bytes that experts and batches may take of each.
+        devices: the first one takes calls and adds up the sums.
+        budgets: bytes of each device that experts and batches may take.
     """
 
     def __init__(self, devices: Sequence[torch.device], budgets: Sequence[int]) -> None:
@@ -34,16 +35,16 @@ class SeveralDevices:
         self.budgets = tuple(budgets)
         self._used = [0] * len(self.devices)
         self._lock = threading.RLock()
-        """Taken again by what is let go of while it is held."""
+        """Reentrant: an object that is freed while the lock is held gives its bytes back under the lock."""
 
     @property
     def offered_bytes(self) -> int:
-        """Bytes of all devices that hosts may fill."""
+        """Bytes of all devices together that hosts may fill."""
         return int(sum(self.budgets) * (1 - KEPT))
 
     @property
     def free(self) -> list[int]:
-        """Bytes of each device that nothing has taken."""
+        """Free bytes of each device's budget."""
         return [max(0, budget - used) for budget, used in zip(self.budgets, self._used, strict=True)]
 
     def __str__(self) -> str:
@@ -60,7 +61,7 @@ class SeveralDevices:
         make_room: Callable[[], object],
         buffers: CopyBuffers | None = None,
     ) -> LayerKernels:
-        """Reads experts of a layer, each to one device; ``make_room`` frees what no host uses.
+        """Reads experts of a layer, each to one device; ``make_room`` frees experts that no host uses.
         Raises ModelError: they cannot be read; CapacityError: no device has room for one of them."""
         expert_bytes = checkpoint.layers[layer].expert_bytes
         counts = self._take(len(experts), expert_bytes)
@@ -81,9 +82,9 @@ class SeveralDevices:
         return kernels
 
     def _take(self, n_experts: int, expert_bytes: int) -> list[int] | None:
-        """How many experts of a layer each device gets, their memory taken; None: they have no room.
+        """Takes memory for experts of a layer; returns how many each device gets, or None if they do not fit.
 
-        What rounding takes from a device in one layer it has free in the next one.
+        Rounding evens out over layers: a device that got too few experts in one has more free memory in the next.
         """
         with self._lock:
             free = self.free
@@ -94,7 +95,7 @@ class SeveralDevices:
         return counts
 
     def take(self, n_bytes: Sequence[int]) -> None:
-        """Counts bytes of each device as taken, which must be free."""
+        """Counts bytes of each device, which must be free, as taken."""
         with self._lock:
             for number, more in enumerate(n_bytes):
                 self._used[number] += more

@@ -1,4 +1,4 @@
-"""Between frames in host memory and kernels on a GPU."""
+"""Copies frames in host memory to and from the buffers of kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALIGNMENT: Final = 16
 
 
 class _Staged(NamedTuple):
-    """Views for one number of rows: page-locked and device memory with a dispatch body, and its reply."""
+    """Views for one number of rows: the dispatch body in page-locked and in device memory, and the reply in both."""
 
     host_body: torch.Tensor
     """All bytes of ``host``."""
@@ -27,10 +27,11 @@ class _Staged(NamedTuple):
 
 
 class DeviceArena:
-    """The arena of kernels that run on a GPU: what it queues is done in order, and the host waits once, for the reply.
+    """The arena of kernels that run on a GPU: its operations run in order, and the CPU waits once, for the reply.
 
-    Many rows are copied out of the frame itself if that is page-locked, else by way of memory that is. Slots always are
-    copied to memory of ours and checked there: the peer can still write to the frame, and a slot is an address.
+    Large calls are copied straight from the frame if it is page-locked, others through a page-locked buffer. Slots are
+    always copied to the server's own memory and checked there: the peer can still write to the frame, and a slot is
+    used as an index into device memory.
     """
 
     def __init__(self, max_rows: int, layout: FrameLayout, compute_dtype: torch.dtype, device: torch.device) -> None:
@@ -38,7 +39,7 @@ class DeviceArena:
         self._compute_dtype = compute_dtype
         self._device = device
         self.frames_are_locked = False
-        """Frames are page-locked."""
+        """Whether frames are page-locked."""
         n_bytes = self._sections(max_rows)[-1]
         hidden, is_gpu = layout.hidden, device.type == "cuda"
         self._host_bytes = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=is_gpu)
@@ -54,13 +55,13 @@ class DeviceArena:
         self._kept: dict[tuple[int, torch.dtype], _Staged] = {}
         self._staged: _Staged | None = None
         self._is_busy = False
-        """Something that was queued is not waited for yet."""
+        """Whether queued operations have not been waited for yet."""
         self.n_created = 1
 
     def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
         """See `Arena`."""
         if self._is_busy:
-            self.settle()  # a call that has failed on the way: its copies may still read what is written now
+            self.settle()  # the last call failed before `finish`: its copies may still read the buffers
         staged = self._staged = self._views(n_rows, weights_dtype)
         host, device, call = staged.host, staged.device, staged.call
         host.slots.copy_(views.slots)
@@ -72,7 +73,7 @@ class DeviceArena:
             device.slots.copy_(host.slots, non_blocking=True)
             device.rows.copy_(views.rows, non_blocking=True)
             device.weights.copy_(views.weights, non_blocking=True)
-        else:  # one copy of few bytes takes less than three
+        else:  # for few bytes one copy is faster than three
             host.rows.copy_(views.rows)
             host.weights.copy_(views.weights)
             staged.device_body.copy_(staged.host_body, non_blocking=True)
@@ -101,13 +102,13 @@ class DeviceArena:
         return bad if reply.dtype is torch.uint8 else first_bad_row(reply)
 
     def settle(self) -> None:
-        """Waits for all that is under way, so that frames can be given back."""
+        """Waits for all queued operations, so that frames can be released."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._is_busy = False
 
     def _views(self, n_rows: int, weights_dtype: torch.dtype) -> _Staged:
-        """Views for a number of rows; kept for decode-shaped calls."""
+        """Returns views for a number of rows; cached for decode-shaped calls."""
         staged = self._kept.get((n_rows, weights_dtype))
         if staged is not None:
             return staged
@@ -128,7 +129,7 @@ class DeviceArena:
         return staged
 
     def _sections(self, n_rows: int) -> tuple[int, int, int]:
-        """Where weights and slots begin in a dispatch body of ``n_rows`` rows, and its length, in bytes."""
+        """Returns the byte offsets of weights and slots in a dispatch body of ``n_rows`` rows, and its length."""
         layout = self._layout
         weights_at = _aligned(n_rows * layout.dtype_out.row_bytes(layout.hidden))
         slots_at = weights_at + _aligned(n_rows * layout.top_k * torch.float32.itemsize)

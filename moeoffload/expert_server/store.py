@@ -1,6 +1,6 @@
 """Resident expert weights: shared by hosts that use the same model, counted against one memory budget.
 
-Experts whose last host has left are **warm**: they stay until their memory is asked for, and count as free until then.
+Experts whose last host has left are **warm**: they stay until their memory is needed, and count as free until then.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class LayerKey:
-    """What makes two hosts' experts the same: model digest, compute dtype, MoE layer and experts in slot order; and the
-    files they were read from, which the digest only samples, as they were then (`Checkpoint.stamp`)."""
+    """Identifies experts that hosts can share: model digest, compute dtype, MoE layer and experts in slot order; and
+    the state of the files they were read from (`Checkpoint.stamp`), since the digest only samples these."""
 
     model_digest: str
     compute_dtype: str
@@ -36,7 +36,7 @@ class LayerKey:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...]) -> LayerKey:
-        """The key of experts that are read from a checkpoint."""
+        """Returns the key of experts that are read from a checkpoint."""
         dtype = PayloadDtype.from_torch(checkpoint.dtype).label
         return cls(checkpoint.digest, dtype, layer, experts, checkpoint.stamp)
 
@@ -54,25 +54,25 @@ class ExpertStore:
     def __init__(
         self, budget_bytes: int, free_now: Callable[[], int] = lambda: 1 << 62, *, keep_warm: bool = True
     ) -> None:
-        """``free_now`` says how many bytes the device really has left, whatever the budget."""
+        """``free_now`` returns how many bytes the device really has left, whatever the budget."""
         self.budget_bytes = budget_bytes
         self.shortest_s: dict[tuple[str, torch.dtype], dict[int, float]] = {}
-        """By model digest and compute dtype: the shortest times that `Calibrate` has measured so far, by rows."""
+        """Shortest seconds that `Calibrate` has measured so far, by model digest and compute dtype, then by rows."""
         self.read_bytes = 0
-        """Bytes of all experts that were read from files so far."""
+        """Bytes of all experts read from files so far."""
         self.timings: weakref.WeakKeyDictionary[LayerKernels, dict[int, list[tuple[int, float]]]] = (
             weakref.WeakKeyDictionary()
         )
-        """What calls of a layer took, by the greatest number of rows: warm experts are not timed again."""
+        """Measured (rows, seconds) of a layer, by batch capacity: warm experts are not timed again."""
         self.best_rows: weakref.WeakKeyDictionary[LayerKernels, dict[int, int]] = weakref.WeakKeyDictionary()
-        """Which batch capacity paid, by the largest that was possible; see `calibrate.best_rows`."""
+        """Best batch capacity of a layer, by the largest that was possible; see `calibrate.best_rows`."""
         self._free_now = free_now
         self._keep_warm = keep_warm
         self._residents: dict[LayerKey, _Resident] = {}
-        """Warm ones in the order in which they were left."""
+        """Warm experts are in the order in which their last host left."""
         self._reserved_bytes = 0
         self._lock = threading.Lock()
-        # Two hosts that load the same model must not both read it; the second waits and then shares.
+        # Held while experts are built: if two hosts load the same model, the second waits and then shares.
         self._loading = threading.Lock()
 
     @property
@@ -87,11 +87,11 @@ class ExpertStore:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the budget that neither leases' experts nor batches have taken, as far as they are really there."""
+        """Bytes of the budget taken neither by leases' experts nor by batches, at most what the device really has."""
         return min(self.budget_bytes - self.resident_bytes - self._reserved_bytes, self._free_now() + self.warm_bytes)
 
     def offered_bytes(self, model_digest: str, compute_dtype: str) -> int:
-        """Bytes that a host with this model may fill: what is free, and what leases use of its model."""
+        """Returns the bytes that a host with this model may fill: the free ones, and those of its model in use."""
         mine = (model_digest, compute_dtype)
         shared = self._sum(lambda key, each: each.n_users > 0 and (key.model_digest, key.compute_dtype) == mine)
         return self.free_bytes + shared
@@ -104,7 +104,7 @@ class ExpertStore:
         return key in self._residents
 
     def acquire(self, key: LayerKey, n_bytes: int, build: Callable[[], LayerKernels]) -> LayerKernels:
-        """The experts of ``key``, built by ``build`` unless they are resident. Each call needs a `release`.
+        """Returns the experts of ``key``, built by ``build`` unless they are resident. Each call needs a `release`.
         Raises CapacityError: they do not fit into the budget."""
         with self._loading:
             with self._lock:
@@ -130,7 +130,7 @@ class ExpertStore:
             return module
 
     def release(self, key: LayerKey) -> None:
-        """Gives back what `acquire` gave; the last user leaves it warm."""
+        """Ends one use of experts from `acquire`; after the last use they are warm, or freed if none are kept."""
         with self._lock:
             resident = self._residents[key]
             resident.n_users -= 1
@@ -142,7 +142,7 @@ class ExpertStore:
     def reserve(self, n_bytes: int) -> None:
         """Takes ``n_bytes`` of the budget, which must be free, for batches (negative: gives them back).
 
-        Warm experts make room, those first that were left first.
+        Warm experts are evicted to make room, those left first go first.
         """
         with self._lock:
             self._reserved_bytes += n_bytes
@@ -154,13 +154,13 @@ class ExpertStore:
                     del self._residents[key]
 
     def forget_warm(self, kept: Collection[LayerKey]) -> None:
-        """Lets go of what is warm, but for ``kept``."""
+        """Evicts all warm experts except ``kept``."""
         with self._lock:
             for key in [key for key, resident in self._residents.items() if resident.n_users == 0 and key not in kept]:
                 del self._residents[key]
 
     def close(self) -> None:
-        """Lets go of what is warm, and keeps nothing warm from now on."""
+        """Evicts all warm experts, and keeps none from now on."""
         with self._lock:
             self._keep_warm = False
             self._residents = {key: resident for key, resident in self._residents.items() if resident.n_users}

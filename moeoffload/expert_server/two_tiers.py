@@ -1,9 +1,9 @@
-"""Experts of one layer in two memories: hot ones on the server's device, the others in RAM, computed by the CPU.
+"""Keeps a layer's experts in two memories: hot ones on the server's device, the others in RAM, computed by the CPU.
 
-Each expert lies in one of the two, so both memories are used in full. After a small call (a decode step) experts change
-places, as `HotExperts` decides, for at most a part of the time that calls take. For a long call those in RAM are copied
-to the device, some at a time, where that takes less time than computing them. The sums of all parts are added in
-float32: the last bits of a row depend on where its experts lie.
+Each expert is in exactly one of the two, so both memories are used in full. After a small call (a decode step) experts
+are exchanged as `HotExperts` decides, for at most a fraction of the time of the calls. For a long call the experts in
+RAM are copied to the device, some at a time, if that takes less time than computing them on the CPU. The sums of all
+parts are added in float32: the last bits of a row depend on where its experts are.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ if TYPE_CHECKING:
     from moeoffload.checkpoint.copy_buffers import CopyBuffers
 
 MOVING_PART: Final = 0.1
-"""Of the time of calls, at most for moves."""
+"""No move starts once moves have taken more than this fraction of the time of calls."""
 STAGE_BYTES: Final = 256 << 20
-"""At most, of a `Stage`."""
+"""Largest size of a `Stage`, unless one expert is larger."""
 FOR_BATCHES: Final = 0.1
-"""Of the fast memory that is left, kept for batches when experts are loaded."""
+"""Fraction of the free fast memory that is kept for batches when experts are loaded."""
 _CPU: Final = torch.device("cpu")
 Weights = torch.Tensor | PackedWeights
-"""Of several experts, or of one."""
+"""Weights of several experts, or of one."""
 
 
 @dataclass
 class Tiers:
-    """The fast memory that experts of all hosts share, and what was done with it. Thread-safe.
+    """Accounts for the fast memory, which experts of all hosts share, and counts its use. Thread-safe.
 
     Attributes:
-        fast_budget: bytes of the device that experts and batches may take; ``used``: those that experts have taken.
-        fast_routes: pairs of a row and an expert that were computed on the device; ``slow_routes``: in RAM.
+        fast_budget: bytes of the device that experts and batches may take.
+        used: bytes of it that experts and stages have taken.
+        fast_routes: pairs of a row and an expert on the device that were computed; ``slow_routes``: of one in RAM.
         moves: experts that came to the device, each in the place of another one.
     """
 
@@ -58,30 +59,30 @@ class Tiers:
     slow_routes: int = 0
     moves: int = 0
     _lock: threading.RLock = field(default_factory=threading.RLock)
-    """Taken again by what is let go of while it is held."""
+    """Reentrant: an object that is freed while the lock is held gives its bytes back under the lock."""
     _stages: weakref.WeakValueDictionary[object, Stage] = field(default_factory=weakref.WeakValueDictionary)
 
     @property
     def free(self) -> int:
-        """Bytes of the fast memory that experts have not taken."""
+        """Bytes of the fast memory that neither experts nor stages have taken."""
         return self.fast_budget - self.used
 
     def share(self, n_bytes: int) -> float:
-        """Which part of ``n_bytes`` of experts goes to the fast memory, as much as it has left."""
+        """Returns the fraction of ``n_bytes`` of experts that fits into the fast memory, less `FOR_BATCHES`."""
         return max(0.0, min(1.0, self.free * (1 - FOR_BATCHES) / max(1, n_bytes)))
 
     def count(self, owner: LayerKernels | Stage, n_bytes: int) -> None:
-        """Counts fast memory as used for as long as ``owner`` lives."""
+        """Counts ``n_bytes`` of fast memory as used for as long as ``owner`` lives."""
         self._add(n_bytes)
         weakref.finalize(owner, self._add, -n_bytes)
 
     def stats(self) -> pb.TierStats:
-        """What a host is told."""
+        """Returns the counts that hosts are sent."""
         counts = {"fast_routes": self.fast_routes, "slow_routes": self.slow_routes, "moves": self.moves}
         return pb.TierStats(fast_bytes=self.used, **counts)
 
     def stage(self, checkpoint: Checkpoint, layer: int, device: torch.device, kernel: KernelChoice) -> Stage:
-        """Room on the device for some experts of layers like this one."""
+        """Returns a buffer on the device for some experts, shared by all layers of the same shape and format."""
         about = checkpoint.layers[layer]
         key = checkpoint.digest, about.n_weights, about.expert_bytes, about.intermediate, about.format
         with self._lock:
@@ -99,7 +100,7 @@ class Tiers:
 
 
 class Stage:
-    """Experts on the device for one call: copied from RAM, computed, overwritten by the next ones."""
+    """A buffer on the device for experts of one call: they are copied from RAM, computed, then overwritten."""
 
     def __init__(
         self, checkpoint: Checkpoint, layer: int, n_experts: int, device: torch.device, kernel: KernelChoice
@@ -112,7 +113,7 @@ class Stage:
         self._copy_s = 0.0
 
     def copy_s(self, module: nn.Module) -> float:
-        """Seconds that the copy of an expert takes, measured once, with one of ``module``."""
+        """Returns the seconds to copy one expert, measured once with an expert of ``module``."""
         for _ in range(0 if self._copy_s else 2):  # the first one warms up
             started = perf_counter()
             self.fill(module, [0])
@@ -122,14 +123,14 @@ class Stage:
         return self._copy_s
 
     def fill(self, module: nn.Module, slots: Sequence[int]) -> None:
-        """Copies the experts at ``slots`` of ``module``, `n_experts` at most, to slots 0, 1, ... here."""
+        """Copies the experts at ``slots`` of ``module``, at most `n_experts`, to slots 0, 1, ... of this stage."""
         for room, values in zip(_contents(self._module), _contents(module), strict=True):
             for at, slot in enumerate(slots):
                 _put(room, at, _take(values, slot))
 
 
 class TwoTierLayer(LayerParts):
-    """Two parts, on the device and in RAM, between which experts change places."""
+    """A layer in two parts, on the device and in RAM, between which experts are exchanged."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class TwoTierLayer(LayerParts):
         kernel: KernelChoice,
         buffers: CopyBuffers | None = None,
     ) -> None:
-        """Reads the first ``n_fast`` experts, at least one and not all, to ``device``, the others to RAM.
+        """Reads the first ``n_fast`` experts (at least one, not all) to ``device``, the others to RAM.
         Raises ModelError: see `Checkpoint.build_experts`."""
         parts = ((device, n_fast), (_CPU, len(experts) - n_fast))
         super().__init__(checkpoint, layer, experts, parts, workspace, kernel, buffers)
@@ -151,15 +152,15 @@ class TwoTierLayer(LayerParts):
         self._device = device
         self._tiers = tiers
         self._hot = HotExperts(len(experts), n_fast, checkpoint.top_k)
-        self._places = self._places.to(_CPU)  # where it is decided which experts move
+        self._places = self._places.to(_CPU)  # the CPU decides which experts move
         self._stage = tiers.stage(checkpoint, layer, device, kernel)
         self._slow_s = 0.0
-        """Seconds that a route of a long call takes in RAM."""
+        """Seconds per route (a row's use of an expert) on the CPU, in the last long call."""
         self._open_calls = 0
         self._called_s = self._moved_s = 0.0
 
     def kernel_for(self, n_rows: int) -> str:
-        """Names of the kernels that serve a call of ``n_rows`` rows."""
+        """Returns the names of the kernels that serve a call of ``n_rows`` rows."""
         return f"two tiers of {' and '.join(self._kernels_for(n_rows))}"
 
     def in_slices(
@@ -180,7 +181,7 @@ class TwoTierLayer(LayerParts):
         finally:
             self._open_calls -= 1
         self._called_s += took[0]
-        # Not while another call of this layer waits between two slices: it knows where its experts were.
+        # Not while another call of this layer is between two slices: it has looked up its experts' places already.
         if len(rows) <= SMALL_ROWS and not self._open_calls:
             self._follow(experts)
 
@@ -192,7 +193,7 @@ class TwoTierLayer(LayerParts):
         out: torch.Tensor,
         workspace: KernelWorkspace | None,
     ) -> Iterator[None]:
-        """The slices of a call; ``places`` (2, n, top_k) int64 on the CPU: slots of either part, or -1."""
+        """Computes a call in slices; ``places`` (2, n, top_k) int64 on the CPU: slots in either part, or -1."""
         in_ram, took = places[1], [0.0]
         needed = in_ram[in_ram >= 0].unique().tolist()
         n_fast, n_slow = (places >= 0).sum(dim=(1, 2)).tolist()
@@ -201,7 +202,7 @@ class TwoTierLayer(LayerParts):
         is_staged = len(rows) > SMALL_ROWS and (
             self._stage.copy_s(self._modules[1]) * len(needed) < self._slow_s * n_slow
         )
-        # Copied before the device computes: after it, the copies would wait for that, and the CPU with them.
+        # Copied before the device's part is queued: later copies, and with them the CPU, would wait for that part.
         copies = (rows.to(_CPU), weights.to(_CPU)) if needed and not is_staged else (rows, weights)
         yield from self._fast.in_slices(rows, places[0].to(self._device), weights, out, workspace)
         if is_staged:
@@ -214,7 +215,7 @@ class TwoTierLayer(LayerParts):
                 self._slow_s = took[0] / n_slow
 
     def _staged(self, needed: list[int], call: tuple[torch.Tensor, ...]) -> Iterator[None]:
-        """Adds the part of experts in RAM, computed on the device."""
+        """Copies experts in RAM to the stage, computes them on the device and adds their sums to ``out``."""
         rows, in_ram, weights, out = call
         part = torch.empty_like(out)
         for first in range(0, len(needed), self._stage.n_experts):
@@ -228,7 +229,7 @@ class TwoTierLayer(LayerParts):
                 yield
 
     def _follow(self, experts: torch.Tensor) -> None:
-        """Moves experts, as far as there is time for it; ``experts`` (n, top_k) int64: those that a call has used."""
+        """Moves experts within the time limit for moves; ``experts`` (n, top_k) int64: those that a call has used."""
         used = experts.unique().numpy()
         for come, go in self._hot.step(used[used >= 0]):
             if self._moved_s > MOVING_PART * self._called_s:
@@ -245,7 +246,7 @@ class TwoTierLayer(LayerParts):
 
 
 def _timed(slices: Iterator[None], took: list[float]) -> Iterator[None]:
-    """The same slices; adds to ``took[0]`` the seconds that they take, without what is done between them."""
+    """Yields for each slice; adds the seconds of the slices, without the time between them, to ``took[0]``."""
     started = perf_counter()
     for _ in slices:
         took[0] += perf_counter() - started
@@ -265,8 +266,8 @@ def build_layer(
     kernel: KernelChoice,
     buffers: CopyBuffers | None = None,
 ) -> LayerKernels:
-    """Reads experts of a layer to ``device``, or with ``tiers`` only the ``fast_part`` of them, the others to RAM.
-    Raises ModelError: they cannot be read; CapacityError: the device has no room for one."""
+    """Reads experts of a layer to ``device``; with ``tiers`` only the fraction ``fast_part``, the others to RAM.
+    Raises ModelError: they cannot be read; CapacityError: the device has no room for its part."""
     n_fast = len(experts)
     expert_bytes = checkpoint.layers[layer].expert_bytes
     if tiers is not None:
@@ -287,21 +288,21 @@ def build_layer(
 
 
 def _contents(module: nn.Module) -> list[Weights]:
-    """What belongs to single experts: parameters and packed matrices, always in the same order."""
+    """Returns what a module holds per expert: parameters and packed matrices, always in the same order."""
     about: Any = module
     plain = (each.data for each in module.parameters() if each.shape[:1] == (about.num_experts,))
     return [*plain, *packed_parts(module)]
 
 
 def _take(values: Weights, slot: int, *, copy: bool = False) -> Weights:
-    """One expert; with ``copy`` in fresh memory of the CPU."""
+    """Returns the weights of one expert; with ``copy`` in new CPU memory."""
     if isinstance(values, PackedWeights):
         return values.take(slot) if copy else values.one(slot)
     return values[slot].to(_CPU, copy=True) if copy else values[slot]
 
 
 def _put(room: Weights, slot: int, one: Weights) -> None:
-    """Writes one expert."""
+    """Writes the weights of one expert to ``room`` at ``slot``."""
     if isinstance(room, PackedWeights) and isinstance(one, PackedWeights):
         room.put(slot, one)
     elif isinstance(room, torch.Tensor) and isinstance(one, torch.Tensor):
@@ -309,7 +310,7 @@ def _put(room: Weights, slot: int, one: Weights) -> None:
 
 
 def _exchange(fast: Weights, at: int, slow: Weights, there: int) -> None:
-    """Two experts change places between the device and RAM."""
+    """Exchanges two experts between the device and RAM."""
     kept = _take(fast, at, copy=True)
     _put(fast, at, _take(slow, there))
     _put(slow, there, kept)

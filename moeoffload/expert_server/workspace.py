@@ -1,4 +1,4 @@
-"""The buffers of one attached host: an arena, and its frames, which a GPU may be let copy by itself."""
+"""The buffers of one attached host: an arena, and its frames, which are page-locked for a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Workspace:
-    """The arena of one layout, for calls of any size up to its capacity. Made once."""
+    """The arena of one frame layout, for calls of any size up to its capacity. Made once."""
 
     def __init__(self, layout: FrameLayout, compute_dtype: torch.dtype, device: torch.device) -> None:
         self._device = device
@@ -34,11 +34,11 @@ class Workspace:
 
     @property
     def n_created(self) -> int:
-        """The arena and kept views made so far."""
+        """Number of arenas and cached views made so far."""
         return self.arena.n_created
 
     def lock_frames(self, slots: Iterable[ServerSlot]) -> None:
-        """Lets a GPU copy out of and into the slots' buffers by itself, from now on; before the first request."""
+        """Page-locks the slots' buffers so that a GPU can copy from and to them directly; before the first request."""
         if self._device.type != "cuda":
             return
         with self._lock:
@@ -48,7 +48,7 @@ class Workspace:
                 self._tell_arena(self._pages.is_locked)
 
     def close(self, run: Callable[[Callable[[], None]], None]) -> None:
-        """Gives the buffers back, for good; ``run`` does work while nobody computes, or raises ServerError."""
+        """Unlocks the frames for good; ``run`` executes work while no thread computes, or raises ServerError."""
         with self._lock:
             self._closed = True
         if self._pages is None:

@@ -1,4 +1,4 @@
-"""How weights of few bits are stored: in memory (`packed`), and in the files of each vendor (one module each)."""
+"""Formats of low-bit weights: in memory (`packed`), and in files (one module for each vendor's format)."""
 
 from moeoffload.formats.packed import Codes, Offsets, PackedFormat, PackedWeights, Scales
 

@@ -16,7 +16,7 @@ from moeoffload.formats.int4 import nibbles, pack_grouped
 from moeoffload.formats.transpose import transpose_codes
 
 _PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which nibble of a word holds its first row, its second, and so on."""
+"""The nibble of a word that holds its first row, its second row, and so on."""
 
 
 def check(settings: Mapping[str, Any]) -> None:
@@ -32,7 +32,7 @@ def check(settings: Mapping[str, Any]) -> None:
 
 
 def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """As the module says."""
+    """Returns how a weight in this module's layout is packed. Raises ValueError, in one line, if parts do not fit."""
     n_in, n_out = parts["weight"].shape[0], 8 * parts["weight"].shape[1]
     if n_in % 8:
         raise ValueError(f"its rows have {n_in} weights, needed is a multiple of 8")

@@ -1,7 +1,7 @@
 """compressed-tensors: integers of 4 and 8 bits, FP8, MXFP8 and MXFP4.
 
-``pack-quantized``: int32 words of unsigned codes, the first in the lowest bits (so bytes are in our order on
-little-endian machines), zero points packed along the rows. ``int-quantized`` and ``float-quantized``: a byte for each
+``pack-quantized``: int32 words of unsigned codes, the first in the lowest bits (which on little-endian machines is the
+byte order of `PackedWeights`), zero points packed along the rows. ``int-quantized`` and ``float-quantized``: a byte per
 weight. Source: the package ``compressed_tensors`` 0.20, ``compressors`` and ``config``.
 """
 
@@ -41,7 +41,7 @@ def check(settings: Mapping[str, Any]) -> None:
 
 
 def _pack_words(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """(..., out, words) int32 of 4-bit or 8-bit integers; which, follows from the shape of the scales."""
+    """Packs (..., out, words) int32 of 4-bit or 8-bit integers; the shape of the scales determines which."""
     *lead, n_out, n_words = parts["weight"].shape
     n_groups = parts["scale"].shape[-1]
     for n_bits, size in _int_groups(settings):
@@ -63,7 +63,7 @@ def _pack_words(parts: Parts, settings: Mapping[str, Any]) -> Packing:
 
 
 def _pack_int8(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """(..., out, in) int8, with a scale for each row or group of a row."""
+    """Packs (..., out, in) int8, with a scale for each row or each group of a row."""
     *lead, n_out, n_in = parts["weight"].shape
     n_groups = parts["scale"].shape[-1]
     for n_bits, size in _int_groups(settings):
@@ -83,7 +83,7 @@ def _weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _int_groups(settings: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """Bits and group size (0: a row) of the config's groups of integers."""
+    """Yields bits and group size (0: a whole row) of the config's groups of integer weights."""
     for weights in _weights(settings):
         n_bits, size = weights.get("num_bits"), weights.get("group_size") or 0
         if weights.get("type", "int") != "int" or n_bits not in (4, 8) or type(size) is not int:

@@ -1,4 +1,4 @@
-"""What a file format of quantised weights has to say: which tensors make a weight, and how they become packed rows."""
+"""Describes file formats of quantised weights: which tensors make up a weight, and how they become packed rows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from moeoffload.formats.packed import PackedFormat
 
 Parts = Mapping[str, torch.Tensor]
-"""The stored tensors of one weight by role; ``weight`` holds the codes. On the meta device where only shapes matter."""
+"""The stored tensors of one weight by role; ``weight`` holds the codes. On the meta device if only shapes matter."""
 
 SHARED = "shared"
-"""In `Packing.sections`: scales that several rows share, (blocks of rows, groups) float32; the others are bytes."""
+"""Key of `Packing.sections` for scales that rows share, (blocks of rows, groups) float32; other sections are bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class Packing:
 
     Attributes:
         packed: the format of the rows.
-        shape: of the weight as a plain checkpoint would have it; experts first if there are three dimensions.
-        sections: the parts of one matrix (no dimension of experts) -> its sections: (n_out, bytes) uint8 by the names
-            of `PackedFormat.sections`, and `SHARED`. Views of the given tensors where the order is the same.
-        is_transposed: ``shape`` ends with (in, out) rather than (out, in).
-        is_verbatim: the codes are the bytes of the part ``weight``, which may so be read to where they are to be.
+        shape: shape of the weight in an unquantised checkpoint; experts first if it has three dimensions.
+        sections: maps the parts of one matrix (without a dimension of experts) to its sections: (n_out, bytes) uint8 by
+            the names of `PackedFormat.sections`, and `SHARED`. They are views of the parts where the order is the same.
+        is_transposed: whether ``shape`` ends with (in, out) instead of (out, in).
+        is_verbatim: whether the codes are the bytes of the part ``weight``, which can then be read straight into place.
     """
 
     packed: PackedFormat
@@ -38,7 +38,7 @@ class Packing:
 
     @property
     def rows_first(self) -> tuple[int, int]:
-        """(out, in) of a matrix."""
+        """The shape of a matrix as (out, in)."""
         *_, n_out, n_in = self.shape
         return (n_in, n_out) if self.is_transposed else (n_out, n_in)
 
@@ -48,12 +48,12 @@ class FileFormat:
     """How files store the weights of one format.
 
     Attributes:
-        main: how the name of the tensor with the codes ends.
-        dtypes: that it may have; a tensor of another dtype is not of this format.
-        parts: role -> how names of the other tensors end, instead of ``main``; the first that is there is taken.
-        pack: parts on the meta device, and the settings of quantization_config -> how they are packed. Raises
+        main: suffix of the name of the tensor with the codes.
+        dtypes: dtypes that it may have; a tensor of another dtype is not of this format.
+        parts: for each role the suffixes that the other tensors have in place of ``main``; the first one found is used.
+        pack: maps parts on the meta device and the settings of quantization_config to how they are packed. Raises
             ValueError, in one line, when their shapes or dtypes do not fit.
-        plain: how the name of the weight ends in a plain checkpoint, instead of ``main``.
+        plain: suffix of the weight's name in an unquantised checkpoint, in place of ``main``.
         optional: roles that may be missing.
     """
 
@@ -66,10 +66,10 @@ class FileFormat:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """(rows, n) of any dtype -> (rows, bytes) uint8 in its own memory if the rows are contiguous."""
+    """Converts (rows, n) of any dtype to (rows, bytes) uint8: a view if contiguous, or if elements have one byte."""
     if tensor.dtype.itemsize == 1 or (tensor.is_contiguous() and tensor.stride(-1) == 1):
         return tensor.view(torch.uint8)
-    # Flat first: a transposed tensor of one column counts as contiguous, and cannot be viewed as bytes.
+    # Flattened first: a transposed tensor of one column counts as contiguous but cannot be viewed as bytes.
     return tensor.flatten().view(torch.uint8).view(*tensor.shape[:-1], -1)
 
 

@@ -1,4 +1,4 @@
-"""FP8 (e4m3) weights with scales for blocks, rows or whole matrices, and MXFP8 (a power of two for 32 weights).
+"""FP8 (e4m3) weights with scales per block, row or matrix, and MXFP8 (a power of two as scale of 32 weights).
 
 Sources: ``transformers.integrations.finegrained_fp8.Fp8Dequantize`` (names, blocks, E8M0 scales as bytes), the
 checkpoints of DeepSeek V3 and V4, MiniMax M2 and M3, and the ``-FP8`` ones of Qwen and GLM.
@@ -27,14 +27,16 @@ _BLOCK: Final = (128, 128)
 
 
 def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """FP8 weights (out, in) with their scales; ``settings`` may name a ``weight_block_size``."""
+    """Returns how FP8 weights (..., out, in) with their scales are packed; ``settings`` may state
+    ``weight_block_size``.
+    Raises ValueError, in one line, for scales of an unknown dtype or shape."""
     weight, scale = parts["weight"], parts["scale"]
     if scale.dtype not in _IN_ROW:
         raise ValueError(f"its scale is stored as {scale.dtype}")
     *lead, n_out, n_in = weight.shape
     if [*scale.shape[: len(lead)]] != lead:
         raise ValueError(f"its scale has shape {tuple(scale.shape)}, needed is one for each of {lead[0]} experts")
-    # A scale per row may have lost its last dimension.
+    # Scales per row may lack the last dimension, of size 1.
     grid = tuple(scale.shape[len(lead) :]) if scale.dim() > len(lead) + 1 else (*scale.shape[len(lead) :], 1)
     if grid == (n_out, 1) and n_in > 32:
         form = PackedFormat("fp8", Codes.FP8, _IN_ROW[scale.dtype])

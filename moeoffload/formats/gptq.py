@@ -36,7 +36,8 @@ def _version(settings: Mapping[str, Any]) -> str:
 
 
 def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """As the module says; with ``sym`` all zeros are 8, and need not be kept."""
+    """Returns how a weight in this module's layout is packed; with ``sym`` all zeros are 8 and are not kept.
+    Raises ValueError, in one line, if parts do not fit."""
     n_in, n_out = 8 * parts["weight"].shape[0], parts["weight"].shape[1]
     size = settings.get("group_size", 128)
     is_symmetric = settings.get("sym") is True

@@ -1,4 +1,4 @@
-"""What the formats of 4-bit integers share: their levels, zeros and orders of groups."""
+"""Shared parts of the 4-bit integer formats: their levels, zeros and orders of groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ SCALES: Final = {torch.float16: Scales.F16, torch.bfloat16: Scales.BF16, torch.f
 
 
 def int4_format(scale: torch.Tensor, group: int, *, with_zeros: bool) -> PackedFormat:
-    """4-bit codes: 8 stands for 0, or the group's zero does. Raises ValueError for scales or groups of other kinds."""
+    """Returns the format of 4-bit codes in which 8, or with ``with_zeros`` the group's zero, stands for the value 0.
+    Raises ValueError for scales of another dtype, or a group size that is not a multiple of 16."""
     if scale.dtype not in SCALES:
         raise ValueError(f"its scales are stored as {scale.dtype}")
     if group % 16:
@@ -29,8 +30,8 @@ def int4_format(scale: torch.Tensor, group: int, *, with_zeros: bool) -> PackedF
 def pack_grouped(
     parts: Parts, shape: tuple[int, int], size: object, sections: Sections, *, with_zeros: bool
 ) -> Packing:
-    """A weight of ``shape`` (out, in) with scales (groups, out) and zeros (groups, out / 8); ``size`` -1: one group.
-    Raises ValueError, in one line, for a group size or parts that do not fit."""
+    """Returns how a weight of ``shape`` (out, in) with scales (groups, out) and zeros (groups, out / 8) is packed;
+    ``size`` -1: one group. Raises ValueError, in one line, for a group size or parts that do not fit."""
     n_out, n_in = shape
     group = n_in if size == -1 else size
     if type(group) is not int or group < 1:
@@ -42,12 +43,12 @@ def pack_grouped(
 
 
 def nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """(rows, n) uint8 -> (rows, 2 * n) uint8 of 0 to 15, low halves first."""
+    """Splits (rows, n) uint8 into (rows, 2 * n) uint8 of 0 to 15, low halves first."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def check_order(parts: Parts, group: int) -> None:
-    """Raises ValueError if ``g_idx`` says that the columns of a group are not neighbours."""
+    """Raises ValueError if, according to ``g_idx``, the columns of a group are not neighbours."""
     order = parts.get("g_idx")
     if (
         order is not None

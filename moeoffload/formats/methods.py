@@ -1,4 +1,4 @@
-"""Which file formats the ``quantization_config`` of a checkpoint stands for."""
+"""Maps a checkpoint's ``quantization_config`` to the file formats of its tensors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _CHECKS: Final[dict[str, Callable[[Mapping[str, Any]], None]]] = {
 
 
 def file_formats(settings: Mapping[str, Any]) -> tuple[FileFormat, ...]:
-    """The formats that tensors of such a checkpoint may have.
+    """Returns the formats that tensors of a checkpoint with these settings may have.
 
-    Raises ValueError, in one line, for a method that is not known, or one with settings that are not supported.
+    Raises ValueError, in one line, for an unknown method or for settings of it that are not supported.
     """
     method = str(settings.get("quant_method", "unnamed method"))
     if method not in _METHODS:

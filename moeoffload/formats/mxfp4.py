@@ -1,7 +1,7 @@
-"""MXFP4: weights of 4 bits (E2M1), a power of two (E8M0) for each 32 (OCP MX v1.0), under three namings.
+"""MXFP4: 4-bit weights (E2M1) with a power of two (E8M0) as scale of each 32 (OCP MX v1.0), in three naming schemes.
 
 ``_blocks`` (..., out, in / 32, 16) and ``_scales`` (gpt-oss); int8 bytes (out, in / 2) with ``.scale`` (DeepSeek V4);
-``.weight_packed`` with ``.weight_scale`` (compressed-tensors, ``mxfp4-pack-quantized``). All hold the first of two
+``.weight_packed`` with ``.weight_scale`` (compressed-tensors, ``mxfp4-pack-quantized``). All store the first of two
 weights in the low half of a byte. Source: ``transformers.integrations.mxfp4`` and ``.finegrained_fp8``.
 """
 
@@ -23,7 +23,7 @@ _SCALES: Final = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def pack_bytes(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """Bytes (..., out, in / 2) and scales (..., out, in / 32)."""
+    """Returns how bytes (..., out, in / 2) and scales (..., out, in / 32) are packed."""
     *lead, n_out, n_bytes = parts["weight"].shape
     _check_dtype(parts["scale"])
     check_shape("scale", parts["scale"], *lead, n_out, n_bytes // 16)
@@ -31,7 +31,7 @@ def pack_bytes(parts: Parts, settings: Mapping[str, Any]) -> Packing:
 
 
 def pack_blocks(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """Blocks (experts, out, in / 32, 16) of a weight that the plain model has as (experts, in, out)."""
+    """Returns how blocks (experts, out, in / 32, 16) of a weight (experts, in, out) of the model are packed."""
     if parts["weight"].dim() != 4 or parts["weight"].shape[-1] != 16:
         raise ValueError(f"its blocks have shape {tuple(parts['weight'].shape)}, needed is (experts, out, in / 32, 16)")
     n_experts, n_out, n_groups, _ = parts["weight"].shape

@@ -1,7 +1,8 @@
-"""Packed weights in memory: rows of codes, each followed by its scales, read once from front to back.
+"""Packed weights in memory: rows of codes, each followed by its scales, so that a row is one sequential read.
 
-A weight is ``value(code) * scale + offset``, computed in float32 and rounded to the compute dtype: the same number that
-the format's reference unpacks to. Kernels (``kernels/cpu/unpack.h``) and `PackedWeights.unpack` read the same bytes.
+A weight is ``value(code) * scale`` with the format's offset (see `Offsets`), computed in float32 and rounded to the
+compute dtype: the same number that the format's reference unpacks to. Kernels (``kernels/cpu/unpack.h``) and
+`PackedWeights.unpack` read the same bytes.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from moeoffload.huge_pages import empty_weights
 
 __all__ = ["SUPER_GROUP", "Codes", "Offsets", "PackedFormat", "PackedWeights", "Scales"]
 
-_MOST_AT_ONCE: Final = 1 << 22  # weights unpacked at a time: some tens of MiB of float32
+_MOST_AT_ONCE: Final = 1 << 22  # weights unpacked at a time: 16 MiB of float32, and intermediate results
 
 
 @dataclass(slots=True, eq=False)
 class PackedWeights:
-    """Matrices of one format, of all experts of a layer that are held.
+    """One packed matrix of each held expert of a layer, all in the same format.
 
     Attributes:
         format: how they are packed.
         n_in: weights of a row.
         data: (n_experts, n_out, row_bytes) uint8, contiguous.
-        scales: (n_experts, ceil(n_out / shared_rows), n_groups) float32, if rows share them.
-        in_tiles: ``data`` is in tiles of 16 rows, see `moeoffload.formats.tiles`.
+        scales: (n_experts, ceil(n_out / shared_rows), n_groups) float32 if rows share scales, else None.
+        in_tiles: whether ``data`` is in tiles of 16 rows, see `moeoffload.formats.tiles`.
     """
 
     format: PackedFormat
@@ -58,7 +59,7 @@ class PackedWeights:
         *,
         in_tiles: bool = False,
     ) -> PackedWeights:
-        """Room for weights; `section` says where to write them, or `write_rows` does."""
+        """Allocates uninitialised weights, to be written through `section` or by `write_rows`."""
         data = empty_weights((n_experts, n_out, form.row_bytes(n_in)), torch.uint8, device)
         if not in_tiles:
             data[..., form.used_bytes(n_in) :] = 0
@@ -74,21 +75,21 @@ class PackedWeights:
 
     @property
     def device(self) -> torch.device:
-        """Where they lie."""
+        """The device of the weights."""
         return self.data.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them with their scales."""
+        """Bytes of all weights and their scales."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def section(self, name: str) -> torch.Tensor:
-        """A part of all rows, (n_experts, n_out, bytes) uint8, to read or to write; see `PackedFormat.sections`."""
+        """Returns a view of a section of all rows, (n_experts, n_out, bytes) uint8; see `PackedFormat.sections`."""
         assert not self.in_tiles, "rows in tiles have no sections"
         return self.data[..., self.format.sections(self.n_in)[name]]
 
     def write_rows(self, expert: int, rows: slice | torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
-        """Writes ``rows`` of an expert, of each of their sections (n, bytes) uint8; in tiles whole tiles of rows."""
+        """Writes ``rows`` of an expert from their sections ``parts``, (n, bytes) uint8; in tiles only whole tiles."""
         if self.in_tiles:
             write_tiles(self.format, self.n_in, parts, self.data[expert, rows])
             return
@@ -96,19 +97,20 @@ class PackedWeights:
             self.section(name)[expert, rows] = values
 
     def one(self, expert: int) -> PackedWeights:
-        """One expert, (1, n_out, n_in), in the same memory."""
+        """Returns a view of one expert, (1, n_out, n_in)."""
         place = slice(expert, expert + 1)
         scales = None if self.scales is None else self.scales[place]
         return PackedWeights(self.format, self.n_in, self.data[place], scales, self.in_tiles)
 
     def take(self, expert: int) -> PackedWeights:
-        """A copy of one expert, (1, n_out, n_in), on the CPU."""
+        """Returns a copy of one expert, (1, n_out, n_in), on the CPU."""
         one = self.one(expert)
         scales = None if one.scales is None else one.scales.to("cpu", copy=True)
         return PackedWeights(self.format, self.n_in, one.data.to("cpu", copy=True), scales, self.in_tiles)
 
     def put(self, expert: int, one: PackedWeights) -> None:
-        """Writes one expert, ``one`` of the same shape and format, on the CPU; in tiles or not."""
+        """Writes one expert from ``one``, of the same shape and format; if only one of the two is in tiles, both must
+        be on the CPU."""
         if one.in_tiles == self.in_tiles:
             self.data[expert].copy_(one.data[0])
         elif self.in_tiles:
@@ -120,9 +122,9 @@ class PackedWeights:
             self.scales[expert].copy_(one.scales[0])
 
     def unpack(self, dtype: torch.dtype, experts: slice | torch.Tensor = slice(None)) -> torch.Tensor:
-        """Weights of ``experts`` as (n, n_out, n_in) of ``dtype``: what kernels compute with.
+        """Returns the weights of ``experts`` as (n, n_out, n_in) of ``dtype``, the values that kernels compute with.
 
-        This is the fallback where there is no kernel for the format.
+        This is the fallback if no kernel supports the format.
         """
         scales = None if self.scales is None else self.scales[experts]
         chosen = PackedWeights(self.format, self.n_in, self.data[experts], scales, self.in_tiles)
@@ -136,23 +138,23 @@ class PackedWeights:
         return out
 
     def row(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """One row of the first matrix, (n_in) of ``dtype``."""
+        """Returns one row of the first matrix, (n_in) of ``dtype``."""
         start = number // self._together * self._together
         return self._floats(0, start, min(start + self._together, self.shape[1]))[number - start].to(dtype)
 
     @property
     def _together(self) -> int:
-        """Neighbouring rows that are read together."""
+        """Number of neighbouring rows that can only be read together."""
         return TILE_ROWS if self.in_tiles else 1
 
     def lay_tiles(self) -> None:
-        """Turns the rows, as `tiles.can_tile` allows, into tiles in their own memory, once."""
+        """Converts the rows to tiles in place, if they are not in tiles yet; `tiles.can_tile` must allow it."""
         if not self.in_tiles:
             make_tiles(self.format, self.n_in, self.data)
             self.in_tiles = True
 
     def _floats(self, expert: int, start: int, end: int) -> torch.Tensor:
-        """Rows of one expert, (end - start, n_in) float32; ``start`` is a multiple of those that are read together."""
+        """Returns rows of one expert, (end - start, n_in) float32; ``start`` is a multiple of `_together`."""
         form, n_in = self.format, self.n_in
         rows = self.data[expert, start:end]
         if self.in_tiles:
@@ -176,7 +178,7 @@ class PackedWeights:
     def _scales(
         self, expert: int, start: int, end: int, parts: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scales and what to subtract, (rows, n_groups) float32."""
+        """Returns scales and the offsets to subtract (or None), (rows, n_groups) float32 each."""
         form = self.format
         if self.scales is not None:
             rows = torch.arange(start, end, device=self.device) // form.shared_rows
@@ -199,7 +201,7 @@ class PackedWeights:
 
 
 def _values(form: PackedFormat, parts: dict[str, torch.Tensor], n_in: int) -> torch.Tensor:
-    """Values of codes, (rows, n_in) float32."""
+    """Returns the values of codes before scaling, (rows, n_in) float32."""
     codes = parts["codes"].contiguous()
     if form.codes is Codes.FP8:
         return codes.view(torch.float8_e4m3fn).float()
@@ -214,6 +216,6 @@ def _values(form: PackedFormat, parts: dict[str, torch.Tensor], n_in: int) -> to
 
 
 def _fields(packed: torch.Tensor, n_bits: int) -> torch.Tensor:
-    """(rows, bytes) -> (rows, bytes * 8 / n_bits) uint8: fields of n_bits, lowest first."""
+    """Splits (rows, bytes) into (rows, bytes * 8 / n_bits) uint8: fields of ``n_bits``, lowest bits first."""
     shifts = torch.arange(0, 8, n_bits, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & ((1 << n_bits) - 1)).flatten(-2)

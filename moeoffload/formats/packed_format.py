@@ -1,4 +1,4 @@
-"""How rows of packed weights lie in memory: codes, then their scales, read once from front to back."""
+"""The layout of a row of packed weights in memory: codes, then their scales, so that a row is one sequential read."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Final
 import torch
 
 SUPER_GROUP: Final = 256
-"""Weights that share one float16 factor of `Scales.SUPER`."""
+"""Number of weights that share a float16 factor of `Scales.SUPER`."""
 _WORD_BYTES: Final = 4
 
 
 class Codes(IntEnum):
-    """What is stored for each weight, and its value.
+    """The code stored for each weight, and its value.
 
-    FP8 is e4m3 (OCP), INT8 two's complement, LEVELS4 the number of one of 16 levels, UINT5 0 to 31, INT6 0 to 63
-    standing for -32 to 31; FLOAT* are plain weights without scales.
+    FP8 is e4m3 (OCP), INT8 two's complement, LEVELS4 an index into 16 levels, UINT5 0 to 31, INT6 0 to 63 for values
+    of -32 to 31; BFLOAT16 and FLOAT* are plain weights without scales.
     """
 
     FP8 = 0
@@ -31,9 +31,9 @@ class Codes(IntEnum):
 
 
 class Scales(IntEnum):
-    """How the scale of a group is stored; E8M0 is a power of two, 127 being 1 (OCP MX).
+    """How the scale of a group is stored; E8M0 is a power of two, 2^(byte - 127) (OCP MX).
 
-    SUPER is a float16 factor for 256 weights times a signed byte for each group (GGUF's k-quants).
+    SUPER is a float16 factor for each 256 weights times a signed byte for each group (GGUF's k-quants).
     """
 
     NONE = 0
@@ -45,7 +45,8 @@ class Scales(IntEnum):
 
 
 class Offsets(IntEnum):
-    """What is added: nothing, -zero * scale with a byte per group, or, with SUPER, -factor * byte of the group."""
+    """Offset added to scaled values: NONE; ZERO: -zero * scale, where zero is a byte per group; MIN, only with SUPER:
+    -factor * byte of the group, where 256 weights share the float16 factor."""
 
     NONE = 0
     ZERO = 1
@@ -59,17 +60,17 @@ SCALE_DTYPES: Final = {Scales.F32: torch.float32, Scales.F16: torch.float16, Sca
 
 @dataclass(frozen=True, slots=True)
 class PackedFormat:
-    """How a row of weights lies in memory.
+    """The layout of a row of weights in memory.
 
     Attributes:
-        name: as users know it (``"mxfp4"``, ``"q4_k"``).
-        codes: what is stored for each weight.
+        name: the name that users see (``"mxfp4"``, ``"q4_k"``).
+        codes: the kind of code stored for each weight.
         scales: how scales are stored.
-        offsets: what is added.
-        group: neighbouring weights of a row that share a scale (a multiple of 16); 0: the whole row.
-        levels: values of LEVELS4, 16 of them, exact in bfloat16.
-        shared_rows: 1: each row is followed by its scales. More: so many rows share scales of float32, which lie
-            beside the weights (`PackedWeights.scales`).
+        offsets: the kind of offset.
+        group: number of neighbouring weights of a row that share a scale (a multiple of 16); 0: the whole row.
+        levels: the 16 values of LEVELS4, exact in bfloat16.
+        shared_rows: 1: each row is followed by its scales. More: this many rows share float32 scales, which are stored
+            apart from the rows (`PackedWeights.scales`).
     """
 
     name: str
@@ -81,16 +82,18 @@ class PackedFormat:
     shared_rows: int = 1
 
     def n_groups(self, n_in: int) -> int:
-        """Groups of a row."""
+        """Returns the number of groups of a row."""
         return -(-n_in // self.group) if self.group else 1
 
     def sections(self, n_in: int) -> dict[str, slice]:
-        """Where the parts of a row lie, in bytes, in their order.
+        """Returns the places of the sections of a row, in bytes, in their order.
 
-        ``codes``: 8 bits each, or 4 bits each (the first of two in the low half), of 5 and 6 bits the low 4.
-        ``high``: the high 1 or 2 bits of those, the first in the lowest bits of a byte.
-        ``factors`` and ``min_factors``: float16 for each 256 weights; ``scales``: one for each group, without them of
-        the type of ``self.scales``; ``offsets``: a byte for each group.
+        ``codes``: plain weights, 8-bit codes, 4-bit codes (the first of two in the low half), or the low 4 bits of 5-
+        and 6-bit codes.
+        ``high``: the high 1 or 2 bits of 5- and 6-bit codes, the first in the lowest bits of a byte.
+        ``factors`` and ``min_factors``: a float16 for each 256 weights (SUPER).
+        ``scales``: one for each group: a signed byte with SUPER, else of the type of ``self.scales``.
+        ``offsets``: a byte for each group.
         """
         n_groups, n_super = self.n_groups(n_in), -(-n_in // SUPER_GROUP)
         sizes = {"codes": n_in * PLAIN_CODES[self.codes].itemsize if self.codes in PLAIN_CODES else n_in}
@@ -113,19 +116,19 @@ class PackedFormat:
         return places
 
     def row_bytes(self, n_in: int) -> int:
-        """Bytes of a row with its scales, but for shared ones.
+        """Returns the bytes of a row with its scales, except shared ones.
 
-        With codes it is a multiple of 4, up to three bytes at its end are zero: GPUs copy only whole, aligned words
-        without waiting for them, and without this rows of Q6_K or MXFP4 of many models would begin between two.
+        Rows of codes are padded with zeros to a multiple of 4: GPUs copy only whole, aligned words asynchronously, and
+        without padding rows of Q6_K or MXFP4 of many models would not be aligned.
         """
         n_bytes = self.used_bytes(n_in)
         return n_bytes if self.codes in PLAIN_CODES else -(-n_bytes // _WORD_BYTES) * _WORD_BYTES
 
     def used_bytes(self, n_in: int) -> int:
-        """Those without what fills the last word."""
+        """Returns the bytes of a row without padding."""
         return max(place.stop for place in self.sections(n_in).values())
 
     def n_bytes(self, n_out: int, n_in: int) -> int:
-        """Bytes of a matrix with its scales."""
+        """Returns the bytes of a matrix with its scales."""
         shared = -(-n_out // self.shared_rows) * self.n_groups(n_in) * 4 if self.shared_rows > 1 else 0
         return n_out * self.row_bytes(n_in) + shared

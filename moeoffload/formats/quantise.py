@@ -1,4 +1,4 @@
-"""Packs float weights in fewer bits: what ``--expert-format`` and ``--dense-format`` ask for. Deterministic."""
+"""Quantises float weights, for ``--expert-format`` and ``--dense-format``. Deterministic."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ FORMATS: Final = {
     "fp8": PackedFormat("fp8", Codes.FP8, Scales.F32, group=BLOCK, shared_rows=BLOCK),
     "mxfp4": mxfp4.FORMAT,
 }
-"""By the name that users give."""
+"""The formats by the names that users give."""
 _LARGEST_FP8: Final = 448.0
 _LEAST_SCALE: Final = 2.0**-24
-"""The least positive float16; groups of weights below it become zeros."""
+"""The smallest positive float16; a group whose scale is below it becomes zeros."""
 _E8M0_BIAS: Final = 127
 _LARGEST_E2M1_EXPONENT: Final = 2
 
 
 def quantise(weights: torch.Tensor, form: PackedFormat) -> PackedWeights:
-    """Packs (n_experts, n_out, n_in) floats of any dtype in one of `FORMATS`, each group scaled by its largest value.
+    """Quantises (n_experts, n_out, n_in) floats of any dtype to one of `FORMATS`, scaled by each group's largest value.
 
-    int8 and int4 are symmetric with a float16 scale for 32 weights (as GGUF's Q8_0 and Q4_0), fp8 is e4m3 with a scale
-    for 128 x 128 weights, mxfp4 is OCP's. Values that are not finite are not checked here.
+    int8 and int4 are symmetric with a float16 scale for each 32 weights (as GGUF's Q8_0 and Q4_0), fp8 is e4m3 with a
+    scale for each 128 x 128 weights, mxfp4 is OCP's. Does not check whether values are finite.
     """
     n_experts, n_out, n_in = weights.shape
     packed = PackedWeights.empty(form, n_experts, n_out, n_in, weights.device)
@@ -45,7 +45,7 @@ def quantise(weights: torch.Tensor, form: PackedFormat) -> PackedWeights:
 
 
 def squared_errors(weights: torch.Tensor, packed: PackedWeights) -> tuple[float, float]:
-    """Sum of squared errors of ``packed``, and of squares of ``weights`` (n_experts, n_out, n_in)."""
+    """Returns the sum of squared errors of ``packed``, and that of squares of ``weights`` (n_experts, n_out, n_in)."""
     wrong = total = 0.0
     for expert in range(weights.shape[0]):
         exact = weights[expert].float()
@@ -65,7 +65,7 @@ def _fill_groups(packed: PackedWeights, expert: int, rows: torch.Tensor) -> None
         scales = torch.exp2(stored.float() - _E8M0_BIAS)
         scaled = grouped / scales.unsqueeze(-1)
         magnitudes = torch.tensor(mxfp4.POSITIVE)
-        # Ties go to the even code, as when rounding to a float.
+        # Ties round to the even code, as in rounding to a float.
         middles = (magnitudes[1:] + magnitudes[:-1]) / 2
         size = scaled.abs()
         codes = torch.bucketize(size, middles)
@@ -75,7 +75,7 @@ def _fill_groups(packed: PackedWeights, expert: int, rows: torch.Tensor) -> None
         if form.codes is Codes.INT8:
             exact = largest / 127
         else:
-            # The value of largest size becomes -8, whatever its sign: 16 levels, one of them more on that side.
+            # The value of largest magnitude becomes -8, whatever its sign: of the 16 levels one more is negative.
             at = grouped.abs().argmax(dim=-1, keepdim=True)
             exact = grouped.gather(-1, at).squeeze(-1) / -8
         stored = torch.where(exact.abs() < _LEAST_SCALE, 0, exact).half()

@@ -1,10 +1,11 @@
-// Packed rows become tiles of 16 rows, and back: see formats/tiles.py.
+// Converts packed rows to tiles of 16 rows and back: see formats/tiles.py.
 #include <stdint.h>
 #include <string.h>
 
 enum { TILE = 16, BLOCK = 32 };  // rows of a tile, weights of a block
 
-// Structures are those of formats/tiles.py. A part of the first row, and the bytes from a row to the next; NULL: none.
+// The structures are those of formats/tiles.py. A Part is the address of a section of the first row (NULL: there is
+// none) and the bytes from one row to the next.
 typedef struct {
     uint8_t *at;
     int64_t stride;
@@ -16,7 +17,7 @@ typedef struct {
     int64_t group_bits;  // 1 << group_bits weights share a scale
 } Rows;
 
-// A word of four rows, or four words of one.
+// One word of each of four rows, or four words of one row.
 typedef uint32_t Four __attribute__((vector_size(16)));
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -26,27 +27,29 @@ typedef uint32_t Four __attribute__((vector_size(16)));
 
 #define INLINE static inline __attribute__((always_inline))
 
-// Bits of `mask` change places with those that are `distance` above them.
+// Exchanges the bits in `mask` with those `distance` above them.
 INLINE Four exchange(Four word, int distance, uint32_t mask) {
     const Four moved = (word >> distance ^ word) & mask;
     return word ^ moved ^ moved << distance;
 }
 
-// Eight codes of 4 bits in order, and as the bytes of the first four with the next four in their upper halves.
+// fold_nibbles turns eight 4-bit codes in order into four bytes, with codes 0 to 3 in their lower and 4 to 7 in their
+// upper halves, so that a vector of tiles unpacks by a mask and a shift; unfold_nibbles is its inverse.
 INLINE Four fold_nibbles(Four word) { return exchange(exchange(word, 8, 0x0000FF00), 4, 0x00F000F0); }
 INLINE Four unfold_nibbles(Four word) { return exchange(exchange(word, 4, 0x00F000F0), 8, 0x0000FF00); }
 
-// 16 pairs of bits in order, and as four bytes: pair s of byte j is that of weight 4 * s + j; its own inverse.
+// Turns 16 pairs of bits in order into four bytes in which pair s of byte j is that of weight 4 * s + j; its own
+// inverse.
 INLINE Four fold_pairs(Four word) { return exchange(exchange(word, 6, 0x00CC00CC), 12, 0x0000F0F0); }
 
-// 32 bits likewise.
+// fold_bits does the same with 32 single bits: bit s of byte j is that of weight 4 * s + j; unfold_bits is its inverse.
 INLINE Four fold_bits(Four word) { return exchange(fold_pairs(exchange(word, 3, 0x0A0A0A0A)), 8, 0x0000FF00); }
 INLINE Four unfold_bits(Four word) { return exchange(fold_pairs(exchange(word, 8, 0x0000FF00)), 3, 0x0A0A0A0A); }
 
 INLINE Four same(Four word) { return word; }
 INLINE Four flip_signs(Four word) { return word ^ 0x80808080; }
 
-// A matrix of four by four words, transposed.
+// Transposes a matrix of four by four words.
 INLINE void transpose(Four w[4]) {
     const Four a = PICK(w[0], w[1], 0, 4, 1, 5), b = PICK(w[0], w[1], 2, 6, 3, 7);
     const Four c = PICK(w[2], w[3], 0, 4, 1, 5), d = PICK(w[2], w[3], 2, 6, 3, 7);
@@ -54,14 +57,15 @@ INLINE void transpose(Four w[4]) {
     w[2] = PICK(b, d, 0, 1, 4, 5), w[3] = PICK(b, d, 2, 3, 6, 7);
 }
 
-// `size` bytes at `place` of each row's part, to the tile or back; returns what follows them in the tile.
+// Copies `size` bytes at `place` of a section from each of 16 rows to the tile at `at`, or back if is_back; returns the
+// address behind them in the tile.
 INLINE uint8_t *move_bytes(const int is_back, const Part *part, int64_t place, const int64_t size, uint8_t *at) {
     uint8_t *row = part->at + place;
     for (int r = 0; r < TILE; r++, row += part->stride, at += size) memcpy(is_back ? row : at, is_back ? at : row, size);
     return at;
 }
 
-// A word at `place` of each row's part, likewise, changed.
+// As move_bytes for one word of each row, applying `there` on the way to the tile and `back` on the way back.
 INLINE uint8_t *move_word(const int is_back, const Part *part, int64_t place, uint8_t *at, Four there(Four),
                           Four back(Four)) {
     uint8_t *row = part->at + place;
@@ -79,7 +83,7 @@ INLINE uint8_t *move_word(const int is_back, const Part *part, int64_t place, ui
     return at;
 }
 
-// Four words, likewise: all first words, then all second ones.
+// As move_word for four words of each row; the tile has the first words of all rows, then the second ones, and so on.
 INLINE uint8_t *move_words(const int is_back, const Part *part, int64_t place, uint8_t *at, Four there(Four),
                            Four back(Four)) {
     uint8_t *row = part->at + place;
@@ -93,6 +97,7 @@ INLINE uint8_t *move_words(const int is_back, const Part *part, int64_t place, u
     return at + 3 * 4 * TILE;
 }
 
+// As move_bytes, for the scale of a group.
 INLINE uint8_t *move_scales(const int is_back, const Rows *of, int64_t group, uint8_t *at) {
     switch (of->scale_bytes) {
     case 1: return move_bytes(is_back, &of->scales, group, 1, at);
@@ -102,7 +107,7 @@ INLINE uint8_t *move_scales(const int is_back, const Rows *of, int64_t group, ui
     }
 }
 
-// Returns the end of what is used of the tile.
+// Converts 16 rows to the tile at `at`, or back if is_back; returns the end of the used bytes of the tile.
 INLINE uint8_t *move_tile(const int is_back, const Rows *of, uint8_t *at) {
     const int64_t group = (int64_t)1 << of->group_bits, step = group < BLOCK ? group : BLOCK;
     for (int64_t k = 0; k < of->n_in; k += BLOCK) {
@@ -124,14 +129,14 @@ INLINE uint8_t *move_tile(const int is_back, const Rows *of, uint8_t *at) {
     return at;
 }
 
-// The parts of the next rows.
+// Moves to the next 16 rows.
 static void advance(Rows *of) {
     Part *parts[] = {&of->codes, &of->high, &of->scales, &of->offsets, &of->factors, &of->min_factors};
     for (int i = 0; i < 6; i++)
         if (parts[i]->at) parts[i]->at += TILE * parts[i]->stride;
 }
 
-// Rows become tiles at `tiles`, `tile_bytes` each.
+// Converts rows to tiles at `tiles`, `tile_bytes` each; the rest of each tile is filled with zeros.
 void moe_make_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_t n_tiles) {
     Rows of = *rows;
     for (int64_t i = 0; i < n_tiles; i++, tiles += tile_bytes, advance(&of)) {
@@ -140,7 +145,7 @@ void moe_make_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_
     }
 }
 
-// Tiles become rows, whose parts are written.
+// Converts tiles back to rows; writes the sections that `rows` points to.
 void moe_read_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_t n_tiles) {
     Rows of = *rows;
     for (int64_t i = 0; i < n_tiles; i++, tiles += tile_bytes, advance(&of)) move_tile(1, &of, tiles);

@@ -1,9 +1,9 @@
-"""Packed rows as tiles of 16 rows, as a CPU multiplies them without unpacking (``kernels/cpu/tiles.h``), and back.
+"""Converts packed rows to and from tiles of 16 rows, which a CPU multiplies without unpacking (``cpu/tiles.h``).
 
-A tile has the bytes of its rows in the order of reading. For each block of 32 weights: the scales of groups that begin
-there, of all rows (before them, each 256 weights, their factors; behind each, offsets), high bits, codes. Codes are in
-vectors of 64 bytes, four of each row: FP8; or signed bytes plus 128; or 4 bits, the next four weights' in the upper
-halves.
+A tile has the bytes of its rows in the order in which the kernel reads them. For each block of 32 weights: the scales
+of groups that begin there, of all rows (each 256 weights preceded by their factors; each group's scales followed by its
+offsets), then high bits, then codes. Codes are in vectors of 64 bytes, four bytes of each row: FP8 codes; or signed
+bytes plus 128; or 4-bit codes, those of the next four weights in the upper halves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Rows(ctypes.Structure):
 
 
 def can_tile(form: PackedFormat, n_out: int, n_in: int) -> bool:
-    """Whether rows of the format become tiles."""
+    """Whether matrices (n_out, n_in) of a format can be converted to tiles."""
     least = 16 if form.codes is Codes.INT6 else _BLOCK
     return (
         form.codes in (Codes.INT8, Codes.LEVELS4, Codes.UINT5, Codes.INT6, Codes.FP8)
@@ -57,13 +57,14 @@ def can_tile(form: PackedFormat, n_out: int, n_in: int) -> bool:
 
 
 def _power_up(number: int) -> int:
-    """The power of 2 that is not less, or 0; negative numbers stay."""
+    """Returns the smallest power of 2 that is at least ``number``; numbers below 1 are returned as they are."""
     return 1 << (number - 1).bit_length() if number > 0 else number
 
 
 @functools.cache
 def integer_levels(levels: tuple[float, ...] | None) -> tuple[tuple[int, ...], int, float] | None:
-    """Levels as bytes from 0 upwards, the byte of the value 0 (0 or a power of 2), and the value of a step, or None."""
+    """Returns levels as unsigned bytes, the byte of the value 0 (0 or a power of 2), and the value of a step; None if
+    the levels are not multiples of 1 or 0.5 in that range."""
     if levels is None:
         return None
     for step in (1.0, 0.5):
@@ -75,8 +76,8 @@ def integer_levels(levels: tuple[float, ...] | None) -> tuple[tuple[int, ...], i
 
 
 def multiplies_tiles(parts: Iterable[tuple[PackedFormat, int, int]], dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies a matrix of ``parts``, (format, n_out, n_in), in tiles and in ``dtype``: without a
-    matrix unit that is faster than unpacking."""
+    """Whether this CPU multiplies a matrix of ``parts``, (format, n_out, n_in), in tiles for compute dtype ``dtype``.
+    Without a matrix unit that is faster than unpacking."""
     parts, features = tuple(parts), native.cpu_features()
     are_fp8 = [form.codes is Codes.FP8 for form, _, _ in parts]
     if Features.MATRIX_UNIT in features or dtype is torch.float32 or any(are_fp8) != all(are_fp8):
@@ -85,11 +86,11 @@ def multiplies_tiles(parts: Iterable[tuple[PackedFormat, int, int]], dtype: torc
 
 
 def write_tiles(form: PackedFormat, n_in: int, parts: Mapping[str, torch.Tensor], tiles: torch.Tensor) -> None:
-    """Writes rows as tiles, as `can_tile` allows.
+    """Converts rows to tiles; `can_tile` must allow it.
 
     Args:
         parts: (n, bytes) uint8 for each of `PackedFormat.sections`; n is a multiple of TILE_ROWS.
-        tiles: (n, row_bytes) contiguous, in other memory.
+        tiles: (n, row_bytes) contiguous, written; must not overlap ``parts``.
     """
     kept = {name: part if part.stride(1) == 1 else part.contiguous() for name, part in parts.items()}
     rows = _rows(form, n_in, kept, len(tiles))
@@ -97,7 +98,7 @@ def write_tiles(form: PackedFormat, n_in: int, parts: Mapping[str, torch.Tensor]
 
 
 def make_tiles(form: PackedFormat, n_in: int, data: torch.Tensor) -> None:
-    """Turns packed rows (n_experts, n_out, row_bytes), as `can_tile` allows, into tiles in their own memory."""
+    """Converts packed rows (n_experts, n_out, row_bytes) to tiles in place; `can_tile` must allow it."""
     places = form.sections(n_in)
     step = max(1, _COPIED_BYTES // (TILE_ROWS * data.shape[2])) * TILE_ROWS
 
@@ -111,7 +112,7 @@ def make_tiles(form: PackedFormat, n_in: int, data: torch.Tensor) -> None:
 
 
 def read_tiles(form: PackedFormat, n_in: int, tiles: torch.Tensor) -> torch.Tensor:
-    """The packed rows of tiles, (n, row_bytes) contiguous -> (n, row_bytes); n is a multiple of TILE_ROWS."""
+    """Converts tiles (n, row_bytes), contiguous, back to packed rows (n, row_bytes); n is a multiple of TILE_ROWS."""
     out = torch.zeros_like(tiles)
     rows = _rows(form, n_in, {name: out[:, place] for name, place in form.sections(n_in).items()}, len(out))
     _library().moe_read_tiles(ctypes.byref(rows), tiles.data_ptr(), TILE_ROWS * tiles.shape[1], len(out) // TILE_ROWS)

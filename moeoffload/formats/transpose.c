@@ -1,13 +1,13 @@
-// Matrices of 4-bit codes that files hold column by column, (in, out), become rows, (out, in).
+// Transposes matrices of 4-bit codes that files store column by column, (in, out), to rows, (out, in).
 #include <stdint.h>
 #include <string.h>
 
-// Columns of words that are worked on together, a cache line of the input; and words of an output row that are written
-// together: alone, a power of two apart, they would drive each other out of the cache.
+// BLOCK: columns of words that are processed together, a cache line of the input. RUN: words of an output row that are
+// written together, because single words of rows a power of two apart would evict each other from the cache.
 enum { BLOCK = 16, RUN = 16 };
 typedef uint32_t Words __attribute__((vector_size(4 * BLOCK)));
 
-// Nibble i of word k and nibble k of word i change places, in BLOCK sets of eight words.
+// Exchanges nibble i of word k with nibble k of word i in BLOCK sets of eight words: a transpose of 8 x 8 codes.
 static void exchange(Words words[8])
 {
     static const uint32_t masks[3] = {0x0000FFFF, 0x00FF00FF, 0x0F0F0F0F};
@@ -20,7 +20,7 @@ static void exchange(Words words[8])
             }
 }
 
-// words: (n_rows, n_columns), out: (n_columns, n_rows).
+// Transposes words (n_rows, n_columns) to out (n_columns, n_rows).
 static void transpose_words(const uint32_t *words, long n_rows, long n_columns, uint32_t *out)
 {
     for (long column = 0; column < n_columns; column += BLOCK) {
@@ -37,8 +37,9 @@ static void transpose_words(const uint32_t *words, long n_rows, long n_columns, 
     }
 }
 
-// words: (n_rows, n_columns) of eight codes each; out: (n_columns, n_rows) of the same words, or, if ``places`` is given,
-// (8 * n_columns, n_rows / 8) of eight codes of an output row: places[i] is the nibble of a word that holds its i-th row.
+// Transposes `words` (n_rows, n_columns), words of eight codes. Without `places` the eight codes belong to one output
+// row, and out is (n_columns, n_rows) of the same words. With `places` they belong to eight output rows, of which the
+// i-th is in nibble places[i], and out is (8 * n_columns, n_rows / 8) words of eight codes of one row.
 void moe_transpose_codes(const uint32_t *words, long n_rows, long n_columns, uint32_t *out, const int32_t *places)
 {
     if (!places) {

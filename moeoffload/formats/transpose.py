@@ -1,6 +1,6 @@
-"""4-bit codes that files hold as (in, out) -> rows, (out, in): by the C library, or by torch where there is none.
+"""Transposes 4-bit codes that files store as (in, out) to rows, (out, in), with the C library or else with torch.
 
-The same thread's next call overwrites the result: fresh memory costs more than the work.
+The same thread's next call overwrites the result: allocating new memory would take longer than transposing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MASKS: Final = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
 
 
 def transpose_words(words: torch.Tensor) -> torch.Tensor:
-    """(in / 8, out) int32, each word eight weights of a row of the result -> (out, in / 8), contiguous."""
+    """Transposes (in / 8, out) int32, each word eight weights of an output row, to (out, in / 8), contiguous."""
     if (function := _function()) is None or not words.is_contiguous():
         return words.t().contiguous()
     out = _scratch(words.shape[1], words.shape[0])
@@ -29,8 +29,8 @@ def transpose_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def transpose_codes(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
-    """(in, out / 8) int32, each word a weight of eight rows, the i-th in nibble ``places[i]`` -> (out, in / 8),
-    contiguous, the first weight in the lowest bits."""
+    """Transposes (in, out / 8) int32, each word one weight of eight rows, the i-th row in nibble ``places[i]``, to
+    (out, in / 8), contiguous, with the first weight in the lowest bits."""
     n_in, n_columns = words.shape
     if (function := _function()) is None or not words.is_contiguous():
         exchanged = _exchanged(words.unflatten(0, (-1, 8)))[:, places]  # (in / 8, 8, out / 8)
@@ -59,7 +59,7 @@ def _function() -> Any:
 
 
 def _exchanged(words: torch.Tensor) -> torch.Tensor:
-    """(n, 8, m) int32: nibble i of word k and nibble k of word i change places, halves of words first."""
+    """Exchanges nibble i of word k with nibble k of word i in (n, 8, m) int32, beginning with halves of words."""
     words = words.clone()
     for distance, mask in _MASKS:
         first, second = words.unflatten(1, (-1, 2, distance)).unbind(2)

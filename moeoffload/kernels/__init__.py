@@ -1,6 +1,6 @@
 """Kernels: a layer's experts are prepared once and called with rows, slots and weights.
 
-Those of dense layers are `fast_dense`'s, which a server does not import.
+Kernels of dense layers are in `fast_dense`, which an expert server does not import.
 """
 
 from moeoffload.kernels.calls import COMPUTE_DTYPES

@@ -1,4 +1,4 @@
-"""Which formula an experts module applies between its two projections: found by asking it, never from its name."""
+"""Recognises the activation formula between an experts module's two projections by its results, never by its name."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ FUNCTIONS: Final[dict[str, Function]] = {
 class Activation:
     """``function`` is a key of FUNCTIONS, or ``clamped_swiglu``.
 
-    Gated means ``function(gate) * up``, with gate and up after each other, or, if ``is_interleaved``, in turns.
-    ``clamped_swiglu`` is that of transformers' ``GptOssExperts``: gates at most ``limit``, ups within ± ``limit``, then
-    ``(up + 1) * gate * sigmoid(alpha * gate)``.
+    Gated means ``function(gate) * up``, where gate and up are two halves or, if ``is_interleaved``, alternate.
+    ``clamped_swiglu`` is that of transformers' ``GptOssExperts``: gate is clamped to at most ``limit``, up to ±
+    ``limit``, then the result is ``(up + 1) * gate * sigmoid(alpha * gate)``.
     """
 
     function: str
@@ -40,9 +40,11 @@ class Activation:
 
 
 def recognise(experts: nn.Module) -> Activation | None:
-    """The formula of ``experts``: the one that gives its bits for values of all sizes and signs; None if none does.
+    """Returns the formula whose results equal those of ``experts`` bit by bit for values of all sizes and signs.
 
-    Every rounding step counts, in the dtype and on the device of its weights. Waits for the device.
+    None if there is none.
+
+    Compares in the dtype and on the device of the weights, so every rounding step counts. Waits for the device.
     """
     module: Any = experts
     values = _probe(dtype_of(module), first_tensor(module.down_proj).device)
@@ -65,7 +67,7 @@ def recognise(experts: nn.Module) -> Activation | None:
 
 
 def _probe(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Values of both signs and all sizes that f16 holds too, closest to each other where functions bend: (n,)."""
+    """Returns (n,) values of both signs and all sizes within the range of f16, densest where the functions bend."""
     sizes = torch.cat((torch.logspace(-14, 15, 59, base=2), torch.linspace(0.1, 12, 40)))
     return torch.cat((sizes, -sizes, torch.zeros(1))).to(device, dtype)
 
@@ -74,5 +76,5 @@ def _same(function: Function, values: torch.Tensor, expected: torch.Tensor) -> b
     try:
         found = function(values.unsqueeze(0)).squeeze(0)
     except (RuntimeError, ValueError, TypeError):
-        return False  # wants other shapes than these: something of its own
+        return False  # the function takes other shapes, so it is none of the known ones
     return found.shape == expected.shape and torch.equal(found.nan_to_num(), expected.nan_to_num())

@@ -1,8 +1,8 @@
-"""Attention on the CPU: of few queries at memory speed, of many bfloat16 ones at the speed of the CPU's products.
+"""Attention on the CPU: memory-bound for few queries, for many bfloat16 queries bound by the CPU's bfloat16 products.
 
-torch's reads keys and values of one query several times, and multiplies bfloat16 as float32 where the CPU has no matrix
-unit (AMX). Few queries: products, softmax and sums are computed in float32 and rounded once at the end. Many: the
-probabilities are rounded, too, before their product with the values, as torch's are.
+torch's attention reads the keys and values of one query several times, and multiplies bfloat16 as float32 on a CPU
+without a matrix unit (AMX). With few queries, products, softmax and sums are computed in float32 and rounded once at
+the end. With many, the probabilities are also rounded before their product with the values, as in torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moeoffload.kernels.threads import parallel_address, threads_for
 from moeoffload.native import Features
 
 FEW_QUERIES: Final = 16
-"""Calls of more queries are computed by blocks of them, or by torch."""
+"""Calls with more queries are computed in blocks of queries, or by torch."""
 
 _BOOLEAN_MASK: Final = 3
 _NO_MASK: Final = 4
@@ -34,22 +34,22 @@ def cpu_attention(
     scale: float | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Scaled dot-product attention on the CPU, without gradient; only where the C library was built.
+    """Computes scaled dot-product attention on the CPU, without gradient; only if the C library was built.
 
     Args:
-        query: (batch, heads, queries, dim) bfloat16, float16 or float32, any strides but last dimension contiguous; as
-            the keys and values.
+        query: (batch, heads, queries, dim) bfloat16, float16 or float32; any strides, but the last dimension must be
+            contiguous, also in key and value.
         key: (batch, key heads, keys, dim) of the same dtype; heads is a multiple of key heads.
         value: (batch, key heads, keys, value dim) of the same dtype.
-        mask: what can be expanded to (batch, heads, queries, keys): bool (True: the key is seen), or of the query's
-            dtype or float32, added to the scaled products.
-        scale: of the products; default dim ** -0.5.
-        is_causal: query i sees the keys up to i.
+        mask: expandable to (batch, heads, queries, keys): bool (True: the key is visible), or float32 or the query's
+            dtype, added to the scaled products.
+        scale: factor of the products; default dim ** -0.5.
+        is_causal: query i sees keys 0 to i.
 
     Returns:
         (batch, queries, heads, value dim) contiguous, of the query's dtype; zero for a query that sees no key.
 
-    Raises ValueError: `fits` says no; MemoryError: there is none for intermediate results.
+    Raises ValueError: `fits` is False; MemoryError: no memory for intermediate results.
     """
     if not fits(query, key, value, mask):
         shapes = [(tuple(each.shape), each.dtype) for each in (query, key, value)]
@@ -83,7 +83,7 @@ def cpu_attention(
 
 
 def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether `cpu_attention` takes these."""
+    """Whether `cpu_attention` accepts these arguments."""
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         return False
     batch, heads, n_queries, dim = query.shape
@@ -107,7 +107,7 @@ def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torc
 
 
 def takes_many(dtype: torch.dtype) -> bool:
-    """Whether `cpu_attention` takes more than FEW_QUERIES queries of a dtype here. Where it does not, torch is fast."""
+    """Whether `cpu_attention` takes more than FEW_QUERIES queries of a dtype on this CPU; if not, torch is fast."""
     features = native.cpu_features()
     return dtype == torch.bfloat16 and Features.BF16_DOT in features and Features.MATRIX_UNIT not in features
 

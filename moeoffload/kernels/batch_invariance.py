@@ -1,4 +1,4 @@
-"""Whether what torch computes between a layer's products is independent of the batch."""
+"""Tests whether what torch computes between a layer's two projections is batch-invariant."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, Final
 import torch
 
 _TOGETHER: Final = 3 << 15
-"""Elements of the trial: enough for torch to share them out among its threads."""
+"""Elements of the trial: enough for torch to use several threads."""
 _PARTS: Final = (1, 2, 5, 16)
 
 
 def is_independent_of_batch(module: Any, *, up_columns: int, hidden: int, dtype: torch.dtype) -> bool:
-    """Whether an experts module's activation, gate and norm give rows the same bits alone and together.
+    """Whether an experts module's activation, gate and norm give rows the same bits alone and in a batch.
 
-    torch computes the last elements of a tensor in other code than those before them, which for some activations
-    rounds differently. Found out on random rows, not by name.
+    torch computes the last elements of a tensor with other code than the rest, which rounds differently for some
+    activations. Tested on random rows, not decided by name.
     """
 
     def activate(values: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The C library's functions and the structures that they take; those of ``cpu/*.c`` under the same names.
+"""Declares the C library's functions and the structures that they take, with the names used in ``cpu/*.c``.
 
-Pointers are addresses of contiguous memory, 0 for none. "Positions" are routes sorted by expert.
+Pointers are addresses of contiguous memory; 0 means none. A "position" is the index of a route after sorting by expert.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Pointer = ctypes.c_void_p
 
 
 class Step(IntFlag):
-    """Steps of an `ExpertsCall`. TAKE stands in for ACTIVATE where torch has computed the activations."""
+    """Steps of an `ExpertsCall`. TAKE replaces ACTIVATE if torch has computed the activations."""
 
     PLAN = 1
     UP = 2
@@ -37,7 +37,7 @@ class Step(IntFlag):
 
 
 class Matrix(ctypes.Structure):
-    """One matrix of every expert in few bits; see `moeoffload.kernels.packing`."""
+    """One packed matrix of every expert; see `moeoffload.kernels.packing`."""
 
     _fields_ = (
         *((name, _Pointer) for name in ("data", "shared")),
@@ -52,7 +52,7 @@ class Matrix(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """A layer's sizes and weights."""
+    """Sizes and weights of a layer's experts."""
 
     _fields_ = (
         *((name, _Word) for name in ("n_experts", "hidden", "inter", "up_columns", "dtype", "features")),
@@ -64,7 +64,7 @@ _N_COUNTER_WORDS: Final = 6 * 8
 
 
 class ExpertsCall(ctypes.Structure):
-    """One call of a layer: inputs, what to compute of it, buffers, and what the plan has found."""
+    """One call of a layer: inputs, the steps and the range to compute, buffers, and the results of the plan."""
 
     _fields_ = (
         *((name, _Pointer) for name in ("layer", "rows", "slots", "weights", "out")),
@@ -141,9 +141,9 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
 
 @functools.cache
 def library() -> Any:
-    """The loaded library with its functions declared; None, and one warning, where it was not built.
+    """Returns the loaded library with its functions declared; None, with one warning, if it was not built.
 
-    Its calls release the interpreter lock.
+    Calls of its functions release the interpreter lock.
     """
     found = native_library()
     if found is None:

@@ -1,7 +1,7 @@
-"""Linear layers at few rows: read their weights at memory speed, which torch's bfloat16 product does not.
+"""Linear layers for few rows: they read weights at memory bandwidth, which torch's bfloat16 product does not reach.
 
-A result differs from torch's in the order in which a dot product is summed, nothing else: it is accumulated in float32,
-the bias is added in float32, and rounded once.
+Results differ from torch's only in the order in which a dot product is summed: it is accumulated in float32, the bias
+is added in float32, and the result is rounded once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_ROWS: Final = 16
 
 
 class _Thread(threading.local):
-    """A thread's call, and its memory for operands and to unpack weights."""
+    """A thread's call structure, and its buffers for operands and unpacked weights."""
 
     def __init__(self) -> None:
         self.call = LinearCall()
@@ -38,7 +38,7 @@ _thread = _Thread()
 def product(
     x: torch.Tensor, addresses: tuple[int, int], n_out: int, weight_bytes: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """The C library's product of rows ``x`` (..., in) and a matrix (out, in), see `KernelMatrix.addresses`."""
+    """Returns the C library's product of rows ``x`` (..., in) and a matrix (out, in), see `KernelMatrix.addresses`."""
     dtype, n_in = x.dtype, x.shape[-1]
     n_rows = x.numel() // n_in
     x = x.contiguous()
@@ -68,7 +68,7 @@ def product(
 
 
 def product_if_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """``torch.nn.functional.linear`` for few rows on the CPU, without gradient; None where torch is to compute.
+    """As ``torch.nn.functional.linear``, for few rows on the CPU without gradient; returns None if torch must compute.
 
     ``x`` is (..., in) of the weight's dtype, ``weight`` (out, in) contiguous, ``bias`` (out) of the weight's dtype.
     """
@@ -90,11 +90,11 @@ def product_if_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 class FewRowLinear(nn.Linear):
-    """A linear layer that calls `product_if_few`, and is `torch.nn.Linear` in everything else."""
+    """A `torch.nn.Linear` that computes with `product_if_few` where that applies."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `torch.nn.Linear`."""
-        # Attributes of modules are looked up in three places; this is the one.
+        # Read directly: attribute access on a module would search three dictionaries.
         weight = self._parameters.get("weight")
         out = product_if_few(x, weight, self._parameters["bias"]) if type(weight) is nn.Parameter else None
         return super().forward(x) if out is None else out
@@ -111,10 +111,10 @@ def _fits(module: nn.Linear) -> bool:
 
 
 def accelerate_linears(model: nn.Module) -> None:
-    """Lets the model's linear layers read their weights at memory speed in calls of few rows.
+    """Lets a model's linear layers read their weights at memory bandwidth in calls of few rows.
 
-    Changes the class of each `torch.nn.Linear` on the CPU in bfloat16 or float16 (not of its subclasses) to
-    `FewRowLinear`: parameters, hooks and names stay. Calls with gradient, of more rows or under ``torch.compile`` are
+    Changes the class of each `torch.nn.Linear` (not of its subclasses) on the CPU in bfloat16 or float16 to
+    `FewRowLinear`; parameters, hooks and names stay. Calls with gradient, with more rows or under ``torch.compile`` are
     computed as before.
     """
     for module in model.modules():

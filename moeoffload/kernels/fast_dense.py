@@ -1,4 +1,4 @@
-"""All that makes dense layers fast at few rows on a CPU, in one call."""
+"""Replaces all dense layers of a model that have fast CPU kernels, in one call."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moeoffload.kernels.sdpa import accelerate_attention
 
 
 def accelerate_dense(model: nn.Module) -> None:
-    """Makes linear layers, routers, root-mean-square norms and attention of a model on the CPU fast in few-row calls.
+    """Speeds up linear layers, routers, RMS norms and attention of a model on the CPU, mainly in calls of few rows.
 
-    What it does not know stays as it is, and so do calls of many rows, with gradient or under ``torch.compile``.
-    Results differ from transformers' in the order of sums, and attention rounds once instead of several times; they do
-    not depend on how many rows are computed together.
+    Unknown layers stay as they are; so do calls with gradient or under ``torch.compile``, and linear layers' calls of
+    many rows. Results differ from transformers' in the order of sums, and attention of few queries rounds once instead
+    of several times; they do not depend on how many rows are computed together.
     """
     if calls.library() is None:
         return

@@ -1,4 +1,4 @@
-"""Grouped matrix products over rows sorted by expert: covers every layout of the decorated experts classes."""
+"""Grouped matrix products over rows sorted by expert; supports every layout of the decorated experts classes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class GroupedKernel:
 
     The order of operations and every rounding step are those of transformers' ``grouped_mm`` experts implementation
     (``transformers.integrations.moe``), so that a server that holds all experts of a layer gives the same bits as a
-    local run with it. The layout flags and ``_apply_gate`` of the experts class decide about biases, transposed and
-    interleaved weights, clamps and norms.
+    local run with it. The experts class's layout flags and ``_apply_gate`` determine biases, transposed and interleaved
+    weights, clamps and norms.
     """
 
     name = "grouped"
 
     def __init__(self, *, may_wait: bool = True) -> None:
-        """Args: may_wait: whether the host may read values from the device, which on a GPU waits for all work before.
+        """Args: may_wait: whether the CPU may read values from the device, which on a GPU waits for all queued work.
 
-        If so, absent routes are cut off. If not, they are sorted behind all groups, where no product reads or writes
-        them, and masked at the end; a slot above the last expert then counts as absent, too.
+        If so, absent routes are removed. If not, they are sorted behind all groups, where no product reads or writes
+        them, and masked at the end; a slot above the last expert then also counts as absent.
         """
         self._sort = _sort_and_cut if may_wait else sort_without_waiting
 
@@ -49,7 +49,7 @@ class GroupedKernel:
         module: Any = experts
         top_k = slots.shape[1]
         weight = up_weight(module)
-        # What is packed is unpacked expert by expert, so the host has to know which are hit.
+        # Packed weights are unpacked expert by expert, so the CPU has to know which experts are hit.
         sort = _sort_and_cut if isinstance(weight, tuple) else self._sort
         slot_of_route, route, offsets, absent = sort(slots.reshape(-1), first_tensor(weight).shape[0])
 
@@ -67,7 +67,7 @@ class GroupedKernel:
         if absent is not None:
             values = values.masked_fill_(absent.unsqueeze(-1), 0)
 
-        # Absent routes are zero: what this server does not hold adds nothing to the sum.
+        # Absent routes are zero: experts that this server does not hold add nothing to the sum.
         shape = (slots.numel(), values.shape[1])
         by_route = values.new_empty(shape) if len(route) == slots.numel() else values.new_zeros(shape)
         by_route[route] = values
@@ -75,8 +75,8 @@ class GroupedKernel:
 
 
 class _Sorted(NamedTuple):
-    """Routes in the order of their slots: slots (routes,), route numbers (routes,), the end of each expert's group
-    (n_experts,) int32, and which of the routes are absent (routes,), None if there is none among them."""
+    """Routes sorted by slot: slots (routes,), route numbers (routes,), the end of each expert's group (n_experts,)
+    int32, and a mask of the absent routes (routes,), or None if absent routes were removed."""
 
     slots: torch.Tensor
     routes: torch.Tensor
@@ -94,24 +94,25 @@ def _sort_and_cut(slots: torch.Tensor, n_experts: int) -> _Sorted:
 
 
 def sort_without_waiting(slots: torch.Tensor, n_experts: int) -> _Sorted:
-    """Sorts (routes,) slots; those that do not exist come last, behind all groups."""
+    """Sorts (routes,) slots without reading from the device; slots that do not exist come last, behind all groups."""
     exists = (slots >= 0) & (slots < n_experts)
     sorted_slots, routes = torch.sort(torch.where(exists, slots, n_experts))
-    # bincount would wait to learn its length.
+    # torch.bincount would wait for the device to learn the length of its result.
     experts = torch.arange(n_experts, device=slots.device)
     offsets = torch.searchsorted(sorted_slots, experts, right=True, out_int32=True)
     return _Sorted(sorted_slots.clamp(max=n_experts - 1), routes, offsets, sorted_slots == n_experts)
 
 
 def _grouped_linear(values: torch.Tensor, weight: Weights, offsets: torch.Tensor, is_transposed: bool) -> torch.Tensor:
-    """(routes, in) x (experts, out, in) -> (routes, out); ``is_transposed``: plain weights are (experts, in, out)."""
+    """(routes, in) x (experts, out, in) -> (routes, out); if ``is_transposed``, plain weights are (experts, in,
+    out)."""
     if isinstance(weight, tuple):
         return _unpacking_linear(values, weight, offsets)
     return functional.grouped_mm(values, weight if is_transposed else weight.transpose(-2, -1), offs=offsets)
 
 
 def _unpacking_linear(values: torch.Tensor, parts: tuple[PackedWeights, ...], offsets: torch.Tensor) -> torch.Tensor:
-    """The same with packed weights; those of one expert at a time are unpacked, beside the packed ones."""
+    """As `_grouped_linear` with packed weights; unpacks one expert at a time, in extra memory."""
     out = values.new_empty(len(values), sum(part.shape[1] for part in parts))
     start = 0
     for expert, end in enumerate(offsets.tolist()):

@@ -1,4 +1,4 @@
-"""One layer's experts, prepared once, computed many times."""
+"""Prepares one layer's experts once and computes them many times."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class LayerKernels:
         n_experts: experts held; slots are -1 to n_experts - 1.
         hidden: elements of a row.
         dtype: the compute dtype.
-        falls_back: why only the grouped kernel serves this layer; None if the tiled one does.
-        weight_error: how far its weights are from the stored ones, relative; None if they were not packed here.
-        is_batch_invariant: whether a row's bits are the same whatever is computed with it in one call.
+        falls_back: why this layer needs the grouped kernel; None if the tiled one computes it.
+        weight_error: relative error of the weights against the stored ones; None if they were not packed here.
+        is_batch_invariant: whether a row's bits do not depend on the other rows of a call.
     """
 
     def __init__(
         self, experts: nn.Module, workspace: KernelWorkspace | None = None, kernel: KernelChoice = "auto"
     ) -> None:
-        """Reads the module's layout and where its weights are.
+        """Reads the module's layout and the addresses of its weights.
 
         Args:
             experts: the model's own experts class, on its device, with final weights: addresses are kept, so parameters
-                may be changed in place but not replaced. Weights stored (in, out) are transposed in their own memory;
-                the parameters' shapes and values stay.
-            workspace: shared by the layers that one thread calls; a new one if not given.
-            kernel: ``auto`` takes the tiled kernel wherever it can, on a GPU the Triton one for few rows; ``grouped``
-                is transformers' ``grouped_mm`` bit by bit.
+                may be changed in place but not replaced. Weights stored (in, out) are transposed in place; the
+                parameters' shapes and values stay.
+            workspace: shared by the layers that one thread calls; a new one by default.
+            kernel: ``auto`` takes the tiled kernel where possible, and on a GPU the Triton kernel up to its
+                ``most_rows``; ``grouped`` gives the bits of transformers' ``grouped_mm``.
         """
         module: Any = experts
         self._experts = module
@@ -61,13 +61,13 @@ class LayerKernels:
         self.is_batch_invariant = is_tiled and self._tiled.is_batch_invariant
 
     def kernel_for(self, n_rows: int) -> str:
-        """Name of the kernel that serves a call of ``n_rows`` rows."""
+        """Returns the name of the kernel that serves a call of ``n_rows`` rows."""
         if self._few_rows is not None and n_rows <= self._few_rows.most_rows:
             return self._few_rows.name
         return "grouped" if self.falls_back else "tiled"
 
     def reserve(self, max_rows: int, top_k: int) -> None:
-        """Makes the workspace large enough for calls of up to ``max_rows`` rows."""
+        """Makes the workspace large enough for calls of up to ``max_rows`` rows, and compiles Triton programs."""
         if self.falls_back is None:
             for n_rows in (1, max_rows):
                 self._workspace.arena(self._tiled.shape, n_rows, top_k)
@@ -86,17 +86,17 @@ class LayerKernels:
 
         Args:
             rows: (n, hidden) in the compute dtype.
-            slots: (n, top_k) int64, the expert of each route; -1 where it is not held here: adds nothing.
+            slots: (n, top_k) int64, the expert of each route; -1 if it is not held here: adds nothing.
             weights: (n, top_k) float32, or the compute dtype: then each expert's weighted output is rounded to it, as
-                transformers does.
+                in transformers.
             out: (n, hidden) float32, contiguous: for each row the weighted sum over its experts, added in the order of
                 its slots. Overwritten.
-            workspace: another one than the layer was prepared with, for calls from another thread.
+            workspace: used instead of the layer's own, for calls from another thread.
 
         Raises:
-            IndexError: a slot below -1 or above the last expert; ``out`` is not written. On a GPU, where asking would
-                mean to wait, such a slot adds nothing.
-            ValueError: shapes or dtypes that do not fit.
+            IndexError: a slot below -1 or above the last expert; ``out`` is not written. On a GPU, where a check
+                would wait for the device, such a slot adds nothing.
+            ValueError: shapes or dtypes do not match.
         """
         self._check(rows, slots, weights, out)
         if not slots.numel():
@@ -117,11 +117,11 @@ class LayerKernels:
         out: torch.Tensor,
         workspace: KernelWorkspace | None = None,
     ) -> Iterator[None]:
-        """As a call, with the same bits, but in slices of some milliseconds.
+        """Computes a call with the same bits, but in slices of some milliseconds.
 
-        A slice computes the routes of some experts, so that weights are read once; ``out`` is written in the last ones.
-        Between two slices calls of this and of other layers may run, in another workspace; the tensors are not to be
-        touched before the end. Kernels that cannot be cut (the grouped one, those of a GPU) make one slice.
+        A slice computes the routes of some experts, so that weights are read once; the last slices write ``out``.
+        Between two slices, calls of this and of other layers may run in another workspace; the tensors must not be
+        touched before the end. The grouped kernel and those of a GPU cannot be sliced and make one slice.
         Raises IndexError, ValueError: see `__call__`.
         """
         self._check(rows, slots, weights, out)

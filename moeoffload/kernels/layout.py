@@ -1,4 +1,4 @@
-"""What an experts module looks like to the kernels: read from its flags and parameters, never from its name."""
+"""Reads the layout of an experts module for the kernels from its flags and parameters, never from its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeoffload.kernels.packing import KernelMatrix, Weights, dtype_of, first_te
 
 @dataclass(frozen=True, slots=True)
 class ExpertsLayout:
-    """Weights of a module as the C kernels read them: (n_experts, out, in), contiguous, on the CPU."""
+    """Weights of a module in the layout that the C kernels read: (n_experts, out, in), contiguous, on the CPU."""
 
     dtype: torch.dtype
     up: KernelMatrix
@@ -22,16 +22,16 @@ class ExpertsLayout:
     down: KernelMatrix
     down_bias: torch.Tensor | None
     fuses_activation: bool
-    """Whether the activation is silu(gate) * up on [gate | up], which the kernels compute themselves."""
+    """Whether the activation is silu(gate) * up on [gate | up], which the C kernels compute."""
 
 
 def n_experts_of(experts: nn.Module) -> int:
-    """Number of experts that the module holds."""
+    """Returns the number of experts that the module holds."""
     return first_tensor(up_weight(experts)).shape[0]
 
 
 def hidden_of(experts: nn.Module) -> int:
-    """Elements of a row that enters and leaves an expert."""
+    """Returns the number of elements of an expert's input and output row."""
     module: Any = experts
     down: Weights = module.down_proj
     if isinstance(down, tuple):
@@ -40,7 +40,7 @@ def hidden_of(experts: nn.Module) -> int:
 
 
 def why_not(experts: nn.Module) -> str | None:
-    """Why the module's products cannot be computed by the C kernels; None if they can."""
+    """Returns why the C kernels cannot compute the module's projections; None if they can."""
     module: Any = experts
     up, down = up_weight(module), module.down_proj
     device = first_tensor(up).device.type
@@ -55,7 +55,7 @@ def why_not(experts: nn.Module) -> str | None:
 
 
 def why_not_weights(up: Weights, down: Weights) -> str | None:
-    """Why no kernel of ours computes plain weights of such dtypes and shapes; None if one may."""
+    """Returns why no C or Triton kernel computes plain weights of such dtypes and shapes; None if one may."""
     if isinstance(up, tuple) or isinstance(down, tuple):
         return "packed weights"
     if down.dtype != up.dtype:
@@ -66,10 +66,10 @@ def why_not_weights(up: Weights, down: Weights) -> str | None:
 
 
 def lay_out(experts: nn.Module) -> ExpertsLayout:
-    """Reads the module; weights stored (in, out) are transposed in their own memory, once.
+    """Reads the module's layout; weights stored (in, out) are transposed in place, once.
 
-    The parameters keep their shapes and values, only their strides change: whatever else uses the module goes on as
-    before. Beside the weights one matrix of one expert is held.
+    The parameters keep their shapes and values and change only their strides, so other users of the module are not
+    affected. Transposing needs extra memory for one matrix of one expert.
     """
     module: Any = experts
     up_name = "gate_up_proj" if module.has_gate else "up_proj"
@@ -87,13 +87,13 @@ def lay_out(experts: nn.Module) -> ExpertsLayout:
 
 
 def up_weight(module: Any) -> Weights:
-    """The weight of the first projection."""
+    """Returns the weight of the first projection."""
     weight: Weights = module.gate_up_proj if module.has_gate else module.up_proj
     return weight
 
 
 def rows_first(weight: torch.Tensor, module: Any) -> torch.Tensor:
-    """A weight of the module as (experts, out, in), without its gradient."""
+    """Returns a weight of the module as (experts, out, in), detached from its gradient."""
     return weight.detach().transpose(-2, -1) if module.is_transposed else weight.detach()
 
 
@@ -116,7 +116,7 @@ def _rows_of(module: Any, name: str) -> Weights:
 
 
 def _is_gated_silu(module: Any) -> bool:
-    # They take seconds to import, for which a server that starts need not wait.
+    # Imported here because it takes seconds: a server that starts need not wait for it.
     from transformers.activations import SiLUActivation
     from transformers.integrations import moe
 

@@ -1,6 +1,6 @@
-"""Root-mean-square norms in one pass, in modules of any family that turn out to compute one of `NormKind`.
+"""RMS norms in one call of the C library, for modules of any family whose results are those of a `NormKind`.
 
-A result differs from the module's own in the order in which the squares are summed, nothing else.
+Results differ from the module's own only in the order in which the squares are summed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moeoffload.kernels.threads import parallel_address
 
 
 class NormKind(IntEnum):
-    """What a norm does with x / rms(x), called y, and its weight w. Roundings are to the model's dtype."""
+    """How a norm combines y = x / rms(x) and its weight w. Roundings are to the model's dtype."""
 
     ROUNDED = 0
     """round(w * round(y))"""
@@ -31,20 +31,20 @@ class NormKind(IntEnum):
 
 
 _ITEM_ELEMENTS: Final = 1 << 16
-"""That a thread claims at a time; less is not worth a second thread."""
+"""Elements that a thread claims at a time; a smaller call is not worth a second thread."""
 
 _DTYPES: Final = frozenset({torch.bfloat16, torch.float16})
 _SAME_SIZE: Final = torch.int16
 _PROBE_ROWS: Final = 32
-# A first rounding that goes the other way can be two units after the product with the weight.
+# A difference of one unit in the first rounding can become two units in the product with the weight.
 _ULPS: Final = 2
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: NormKind) -> torch.Tensor:
-    """Rows ``x`` (..., dim) over their root mean square, times ``weight`` (dim), on the CPU and without gradient.
+    """Returns rows ``x`` (..., dim) divided by their root mean square, times ``weight`` (dim), on the CPU, no gradient.
 
-    Both are bfloat16, float16 or float32, as is the result, which is contiguous; ``epsilon`` is added to the mean of
-    the squares. Raises ValueError: dtypes or sizes do not match.
+    ``x``, ``weight`` and the contiguous result have the same dtype: bfloat16, float16 or float32. ``epsilon`` is added
+    to the mean of the squares. Raises ValueError: dtypes or sizes do not match.
     """
     dim = weight.numel()
     if x.shape[-1] != dim or x.dtype != weight.dtype:
@@ -62,13 +62,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, kind: NormKi
 
 
 class FusedNorm(nn.Module):
-    """Mixed into a norm's own class, whose ``forward`` it calls where it does not apply."""
+    """Mixin for a norm's class; calls that class's own ``forward`` where the fused norm does not apply."""
 
     fused_epsilon: float
     fused_kind: NormKind
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """(..., dim) -> (..., dim) of the same dtype."""
+        """Maps (..., dim) to (..., dim) of the same dtype."""
         weight: Any = self._parameters["weight"]
         if (
             args
@@ -88,10 +88,10 @@ class FusedNorm(nn.Module):
 
 
 def accelerate_norms(model: nn.Module) -> None:
-    """Fuses the root-mean-square norms of a model on the CPU in bfloat16 or float16.
+    """Fuses the RMS norms of a model on the CPU in bfloat16 or float16.
 
-    A norm is a module whose class is called ..RMSNorm, with a ``weight`` and an epsilon, and whose results on random
-    rows are those of one `NormKind`: then its class becomes a subclass of it. Parameters, hooks and names stay.
+    Applies to modules whose class name ends in RMSNorm, that have a ``weight`` and an epsilon, and whose results on
+    random rows are those of a `NormKind`. Its class is replaced by a subclass of it; parameters, hooks and names stay.
     """
     kinds: dict[Any, NormKind | None] = {}
     for module in model.modules():
@@ -122,14 +122,14 @@ def _fused(cls: Any, epsilon: float, kind: NormKind) -> type[nn.Module]:
 
 
 def _find_kind(module: nn.Module, weight: nn.Parameter, epsilon: float) -> NormKind | None:
-    """The kind whose results on random rows, with a random weight, are the module's."""
+    """Returns the kind that gives the module's results on random rows, with a random weight; None if there is none."""
     random = torch.Generator().manual_seed(0)
     dim, dtype = weight.numel(), weight.dtype
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     twin_weight = nn.Parameter((1 + 0.3 * torch.randn(dim, generator=random)).to(dtype), requires_grad=False)
     twin.__dict__["_parameters"] = {**module._parameters, "weight": twin_weight}
-    # Small rows show the epsilon.
+    # Rows of small values reveal the epsilon.
     scale = torch.logspace(-3, 1, _PROBE_ROWS).unsqueeze(-1)
     x = (torch.randn(_PROBE_ROWS, dim, generator=random) * scale).to(dtype)
     try:
@@ -142,7 +142,7 @@ def _find_kind(module: nn.Module, weight: nn.Parameter, epsilon: float) -> NormK
     for kind in NormKind:
         ours = rms_norm(x, twin_weight, epsilon, kind)
         apart = (ours.view(_SAME_SIZE).int() - theirs.contiguous().view(_SAME_SIZE).int()).abs()
-        # Another order of summation changes few results, another rounding changes many.
+        # A different order of summation changes few results; a different rounding changes many.
         if int(apart.max()) <= _ULPS and float((apart != 0).float().mean()) < 0.01:
             return kind
     return None

@@ -12,16 +12,16 @@ from moeoffload.kernels.packing import KernelMatrix, why_not_dtype, why_not_pack
 
 
 class PackedLinear(nn.Module):
-    """A linear layer without gradient that computes with the numbers that its packed weights stand for.
+    """A linear layer without gradient that computes with the values of its packed weights.
 
     Attributes:
         weight: (1, out, in).
         bias: (out) of the compute dtype, or None.
-        falls_back: why weights are unpacked in every call; None if the C kernels compute.
+        falls_back: why every call unpacks the weights for torch; None if the C kernels compute.
     """
 
     def __init__(self, weight: PackedWeights, bias: torch.Tensor | None = None) -> None:
-        """Args: see the attributes. Raises ValueError for weights of more than one matrix, or of a wrong size."""
+        """Args: see the attributes. Raises ValueError for weights of more than one matrix."""
         super().__init__()
         n_matrices, self.out_features, self.in_features = weight.shape
         if n_matrices != 1:
@@ -36,7 +36,7 @@ class PackedLinear(nn.Module):
         self._matrices: dict[torch.dtype, KernelMatrix] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in) of a compute dtype -> (..., out) of it."""
+        """Maps (..., in) of a compute dtype to (..., out) of the same dtype."""
         no_kernel = why_not_dtype(x.dtype) or (self.weight.in_tiles and x.dtype is torch.float32)
         if self.falls_back or x.shape[-1] != self.in_features or no_kernel or not x.is_cpu:
             return nn.functional.linear(x, self.weight.unpack(x.dtype)[0], self.bias)
@@ -46,5 +46,5 @@ class PackedLinear(nn.Module):
         return product(x, matrix.addresses(), self.out_features, matrix.nbytes, self.bias)
 
     def extra_repr(self) -> str:
-        """As `torch.nn.Linear`, and the format."""
+        """As `torch.nn.Linear`, with the format added."""
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.weight.format.name}"

@@ -1,4 +1,4 @@
-"""Matrices of a layer as the C kernels read them: plain, or packed in parts; and what an experts module holds."""
+"""Describes a layer's matrices, plain or packed in parts, to the C kernels, and inspects experts modules."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moeoffload.formats.tiles import integer_levels, multiplies_tiles
 from moeoffload.kernels.calls import COMPUTE_DTYPES, Matrix
 
 Weights = torch.Tensor | tuple[PackedWeights, ...]
-"""Of all experts: a parameter, or packed: rows of the first part, then those of the second, if there is one."""
+"""Weights of all experts: a parameter, or one or two packed parts, whose rows follow each other."""
 
 _PLAIN: Final = {torch.bfloat16: Codes.BFLOAT16, torch.float16: Codes.FLOAT16, torch.float32: Codes.FLOAT32}
 _LEAST_GROUP: Final = 16
-# What tiles.h calls tiles of such codes, and the code of the value 0.
+# One more than the kind of tiles.h for these codes (0: no tiles), and the code of the value 0.
 _KINDS: Final = {Codes.INT8: 1, Codes.LEVELS4: 3, Codes.UINT5: 4, Codes.INT6: 5, Codes.FP8: 6}
 _UINT4: Final = 2
 _ZEROS: Final = {Codes.INT8: 128, Codes.UINT5: 0, Codes.INT6: 32}
@@ -26,25 +26,25 @@ _MOST_PARTS: Final = 2
 
 
 def first_tensor(weights: Weights) -> torch.Tensor:
-    """Where the weights begin; its device is theirs."""
+    """Returns the tensor in which the weights begin; its device is that of the weights."""
     return weights[0].data if isinstance(weights, tuple) else weights
 
 
 def packed_parts(experts: nn.Module) -> list[PackedWeights]:
-    """The packed matrices of an experts module, by name."""
+    """Returns the packed matrices of an experts module, sorted by attribute name."""
     values = (vars(experts)[name] for name in sorted(vars(experts)))
     return [part for parts in values if isinstance(parts, tuple) for part in parts if isinstance(part, PackedWeights)]
 
 
 def dtype_of(experts: nn.Module) -> torch.dtype:
-    """The compute dtype of an experts module."""
+    """Returns the compute dtype of an experts module."""
     module: Any = experts
     dtype: torch.dtype = module.compute_dtype if isinstance(module.down_proj, tuple) else module.down_proj.dtype
     return dtype
 
 
 def why_not_packed(parts: tuple[PackedWeights, ...]) -> str | None:
-    """Why the C kernels do not compute weights packed like this; None if they do."""
+    """Returns why the C kernels do not support weights packed like this; None if they do."""
     if len(parts) > _MOST_PARTS:
         return f"{len(parts)} parts"
     return next((reason for part in parts if (reason := _why_not_format(part.format))), None)
@@ -69,16 +69,16 @@ def _why_not_format(form: PackedFormat) -> str | None:
 
 
 class KernelMatrix:
-    """One matrix of every expert, and the memory that describes it to the kernels.
+    """One matrix of every expert, and the C structures that describe it to the kernels.
 
     Attributes:
         shape: (n_experts, n_out, n_in).
-        nbytes: of all experts.
+        nbytes: bytes of all experts.
     """
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         """Args: weights: (n_experts, n_out, n_in) contiguous, or packed as `why_not_packed` allows.
-        Raises ValueError: parts that do not fit together."""
+        Raises ValueError: the parts are not parts of one matrix, or are in tiles that do not support ``dtype``."""
         self._kept = weights
         if not isinstance(weights, tuple):
             self.shape, self.nbytes = weights.shape, weights.nbytes
@@ -102,7 +102,7 @@ class KernelMatrix:
         self._addresses = 0, ctypes.addressof(self._parts)
 
     def addresses(self) -> tuple[int, int]:
-        """Of plain weights, and of the description of packed ones; one of the two is 0."""
+        """Returns the address of plain weights and that of the `Matrix` structures of packed ones; one of them is 0."""
         return self._addresses
 
 
@@ -136,5 +136,5 @@ def _describe(part: PackedWeights) -> Matrix:
 
 
 def why_not_dtype(dtype: torch.dtype) -> str | None:
-    """Why no kernel of ours computes in ``dtype``; None if one does."""
+    """Returns why no C or Triton kernel computes in ``dtype``; None if one does."""
     return None if dtype in COMPUTE_DTYPES else f"dtype {dtype}"

@@ -1,4 +1,4 @@
-"""Weights outside of linear layers, such as routers: ``functional.linear`` with them becomes `product_if_few`."""
+"""Weights outside linear layers, such as routers: makes ``functional.linear`` with them call `product_if_few`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moeoffload.kernels.dense import product_if_few
 
 
 class FewRowParameter(nn.Parameter):
-    """A parameter that differs from others only where ``torch.nn.functional.linear`` is asked for few rows."""
+    """A parameter that differs from others only in calls of ``torch.nn.functional.linear`` with few rows."""
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for every function of such a parameter; results are ordinary tensors."""
-        # A parameter's own implementation keeps torch from calling this one again; results are no parameters.
+        # `nn.Parameter`'s implementation keeps torch from dispatching here again, and returns ordinary tensors.
         own = _linear if func is torch.nn.functional.linear else func
         return super().__torch_function__(own, types, args, kwargs or {})
 
@@ -28,10 +28,10 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def accelerate_parameters(model: nn.Module) -> None:
-    """Lets ``torch.nn.functional.linear`` read a model's other matrices at memory speed in calls of few rows.
+    """Lets ``torch.nn.functional.linear`` read a model's other matrices at memory bandwidth in calls of few rows.
 
     Changes the class of parameters (out, in) on the CPU in bfloat16 or float16 that belong to modules other than linear
-    layers and embeddings, above all routers. They stay the same objects, in the same places.
+    layers and embeddings, above all routers. They remain the same objects, in the same modules.
     """
     others = {
         id(parameter)

@@ -1,7 +1,7 @@
-"""Lets transformers' "sdpa" attention call `cpu_attention` in the models that asked for it.
+"""Makes transformers' "sdpa" attention call `cpu_attention` in the models for which that was requested.
 
-The function registered under "sdpa" is replaced, and passes everything on but what that takes of those models.
-A name of our own would be simpler, but some families choose their mask by asking whether the name is "sdpa".
+Replaces the function registered under "sdpa"; calls of other models, or that `cpu_attention` does not take, are passed
+on to the original. A separate name would be simpler, but some families choose their mask by checking for "sdpa".
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _NAME: Final = "sdpa"
 _KNOWN: Final = {
     "module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs",
 }  # fmt: skip
-# Arguments that mean another computation; what transformers' function does not name, it ignores, and so does ours.
+# Arguments that change the computation. transformers' function ignores arguments that it does not name; so does ours.
 _OTHER: Final = tuple(
     sorted(inspect.signature(sdpa_attention_forward).parameters.keys() - _KNOWN | {"softcap", "s_aux"})
 )
 
 _modules: WeakSet[nn.Module] = WeakSet()
-"""Those of the models that asked for it."""
+"""All modules of the models for which `accelerate_attention` was called."""
 
 
 def _attention(
@@ -41,7 +41,7 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls; see its ``sdpa_attention_forward``."""
+    """Called by transformers; see its ``sdpa_attention_forward``."""
     if (
         not torch.compiler.is_compiling()
         and module in _modules
@@ -55,7 +55,7 @@ def _attention(
         if causal:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             if causal and key.shape[2] > n_queries:
-                # As transformers: queries at the beginning of a cache that is longer.
+                # As in transformers: the queries are at the beginning of a longer cache.
                 key, value = key[:, :, :n_queries], value[:, :, :n_queries]
         if fits(query, key, value, attention_mask):
             return cpu_attention(query, key, value, attention_mask, scale=scaling, is_causal=causal), None
@@ -66,10 +66,10 @@ def _attention(
 
 
 def accelerate_attention(model: nn.Module) -> None:
-    """Makes the "sdpa" attention of a transformers model on the CPU as fast as its memory, or its products, allow.
+    """Makes the "sdpa" attention of a transformers model on the CPU call `cpu_attention`.
 
-    Calls with gradient, dropout or arguments that mean more, under ``torch.compile``, or that `cpu_attention` does not
-    take are computed as before. The process's other models are left alone.
+    Calls with gradient, dropout or further arguments, under ``torch.compile``, or that `cpu_attention` does not take
+    are computed as before. Other models of the process are not affected.
     """
     configs = (getattr(module, "config", None) for module in model.modules())
     if any(getattr(config, "_attn_implementation", None) == _NAME for config in configs):

@@ -1,4 +1,4 @@
-"""The tiled kernel of one layer: the C kernels with the layer's weights, in one call or in slices."""
+"""The tiled kernel of one layer: runs the C kernels with the layer's weights, in one call or in slices."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from moeoffload.kernels.threads import parallel_address, threads_for
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
 
 SLICE_S: Final = 2.5e-3
-"""About what a slice of a projection takes: as long as a small request waits that comes at the wrong moment."""
+"""Target duration of a slice of a projection, and so the longest wait of a small request for the current slice."""
 PIECE_ROUTES: Final = 64
-"""An expert's routes are cut into slices by so many: each slice reads the weights again."""
+"""An expert's routes are divided among slices in multiples of this, because each slice reads the weights again."""
 ROUTES_A_READ: Final = {True: 32, False: 6}
-"""So many routes, with a matrix unit or without, are computed in about the time of reading their expert's weights."""
+"""Routes computed in about the time of reading their expert's weights, with and without a matrix unit."""
 SLICE_ROWS: Final = 256
-"""Rows of a slice of the weighted sum: a millisecond or two."""
+"""Rows of a slice of the weighted sum, which takes a millisecond or two."""
 _NEWEST: Final = 0.25
-"""Weight of the newest slice in the mean of what they take."""
+"""Weight of the newest slice in the moving average of seconds per byte."""
 _UP_AND_ACTIVATE: Final = Step.UP | Step.ACTIVATE
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -35,7 +35,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class TiledExperts:
-    """The C kernels with the weights of one layer. Holds no buffers: those are the workspace's."""
+    """The C kernels with the weights of one layer. Holds no buffers: these belong to the workspace."""
 
     def __init__(self, experts: nn.Module, layout: ExpertsLayout) -> None:
         self._experts: Any = experts
@@ -71,7 +71,7 @@ class TiledExperts:
         )
 
     def run(self, inputs: Inputs, workspace: KernelWorkspace) -> None:
-        """See `LayerKernels`; everything has been checked but the slots."""
+        """See `LayerKernels`; the caller has checked everything but the slots."""
         inputs = _contiguous(inputs)
         arena = self._fill(inputs, workspace)
         if self.is_fused:
@@ -84,14 +84,14 @@ class TiledExperts:
         self._sum(arena)
 
     def in_slices(self, inputs: Inputs, workspace: KernelWorkspace) -> Iterator[None]:
-        """See `LayerKernels.in_slices`; everything has been checked but the slots."""
+        """See `LayerKernels.in_slices`; the caller has checked everything but the slots."""
         inputs = _contiguous(inputs)
         arena = self._fill(inputs, workspace)
         call = arena.call
         self._compute(arena, Step.PLAN)
         yield from self._project(arena, _UP_AND_ACTIVATE if self.is_fused else Step.UP)
         if not self.is_fused:
-            # In one piece: a whole call's bits may depend on which rows torch computes together.
+            # Not sliced: torch's bits may depend on which rows are computed together.
             call.begin, call.end = 0, call.n_present
             self._activate(arena)
             yield
@@ -106,7 +106,7 @@ class TiledExperts:
             yield
 
     def _project(self, arena: Arena, steps: Step) -> Iterator[None]:
-        """A projection, in slices that take about SLICE_S by what those before took."""
+        """Computes a projection in slices, sized by the times of earlier slices to take about SLICE_S each."""
         call, shape = arena.call, self.shape
         first = (ctypes.c_int32 * (call.n_hit + 1)).from_address(call.first)
         matrix_bytes = shape.hidden * (shape.up_columns if steps & Step.UP else shape.inter) * shape.item_bytes
@@ -122,19 +122,20 @@ class TiledExperts:
             call.begin, call.end = begin, end
             started = perf_counter()
             self._compute(arena, steps)
-            # The clip: a slice that was held up by other work must not make many others tiny.
+            # Clipped, so that one slice delayed by other work does not make many later slices tiny.
             took_s = min(perf_counter() - started, 2 * SLICE_S)
             arena.byte_s += _NEWEST * (took_s / (reads * matrix_bytes) - arena.byte_s)
             yield
 
     def _piece(self, begin: int, last: int, most: float) -> tuple[int, float]:
-        """Where a piece of an expert's routes ends, and the reads of a matrix that take as long; at most ``most``."""
+        """Returns the end of a piece of an expert's routes and its cost, in times of reading the matrix once; the cost
+        is about ``most`` at most, but a piece has at least PIECE_ROUTES routes if there are that many."""
         at_once = ROUTES_A_READ[self.shape.uses_matrix_unit]
         end = min(last, begin + PIECE_ROUTES * max(1, int(most * at_once / PIECE_ROUTES)))
         return end, max(1.0, (end - begin) / at_once)
 
     def _fill(self, inputs: Inputs, workspace: KernelWorkspace) -> Arena:
-        """Fills the call in with contiguous tensors; returns its arena."""
+        """Fills in the call structure with contiguous tensors; returns its arena."""
         rows, slots, weights, out = inputs
         n_rows, top_k = slots.shape
         arena = workspace.arena(self.shape, n_rows, top_k)
@@ -156,7 +157,7 @@ class TiledExperts:
             raise IndexError(f"route {bad_route}: its slot is not in -1..{self.shape.n_experts - 1}")
 
     def _activate(self, arena: Arena) -> None:
-        """The module's own activation or gate, in torch."""
+        """Applies the module's own activation or gate, in torch."""
         module, call = self._experts, arena.call
         values = arena.values((call.n_present, self.shape.up_columns), self._dtype)
         activated = (module._apply_gate(values) if module.has_gate else module.act_fn(values)).contiguous()
@@ -165,7 +166,7 @@ class TiledExperts:
         call.values = arena.buffers["values"].data_ptr()
 
     def _sum(self, arena: Arena) -> None:
-        """The weighted sum, after the module's norm if it has one."""
+        """Computes the weighted sum, after the module's norm if it has one."""
         if self._experts.has_post_expert_norm:
             values = arena.values((arena.call.n_present, self.shape.hidden), self._dtype)
             values = self._experts.post_expert_norm(values).contiguous()
@@ -175,6 +176,6 @@ class TiledExperts:
 
 
 def _contiguous(inputs: Inputs) -> Inputs:
-    """What a call points to: to be kept alive as long as it runs."""
+    """Returns contiguous inputs; the call holds only their addresses, so the caller keeps them alive while it runs."""
     rows, slots, weights, out = inputs
     return rows.contiguous(), slots.contiguous(), weights.contiguous(), out

@@ -1,4 +1,4 @@
-"""Routed experts on a CUDA device, computed by Triton programs. Triton is optional."""
+"""Computes routed experts on a CUDA device with Triton programs. Triton is optional."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 16
-"""Rows of the largest call whose routes are not sorted first."""
+"""Calls of up to this many rows do not sort their routes."""
 ANY_ROWS: Final = 1 << 30
 
-# Rows of a tile in calls with more rows. Up to 32 the same instruction as for 16 computes a row on all GPUs, so that
-# its bits do not depend on how many there are.
+# Rows of a tile in larger calls. Up to 32 rows all GPUs use the same instruction as for 16, so that a row's bits do not
+# depend on the number of rows.
 _TILE_ROWS: Final = 32
-# Weight columns of one tile: the widest that still gives each multiprocessor two tiles, so that one's loads are under
-# way while the other computes. Transposed weights lie along their columns, where a line of the cache has 128 bytes.
+# Weight columns of a tile: the widest tile that still gives each multiprocessor two tiles, so that one loads while the
+# other computes. Transposed weights are contiguous along columns, and a cache line has 128 bytes.
 _TILE_COLUMNS: Final = (64, 32, 16)
 _TRANSPOSED_TILE_COLUMNS: Final = (64,)
 _TILES_PER_PROCESSOR: Final = 2
-# Bytes of one weight column that a step reads if it is not packed: two lines of the cache, four such steps under way.
+# Bytes of an unpacked weight column that a step reads: two cache lines. _STAGES such steps are in flight.
 _STEP_BYTES: Final = 256
 _STAGES: Final = 4
 _WARPS: Final = 4
 _SUM_COLUMNS: Final = 256
-# GPUs on which torch's grouped products of bfloat16 neither wait nor make one product per expert.
+# Compute capabilities on which torch's grouped bfloat16 products neither synchronise nor launch one product per expert.
 _NATIVE_GROUPED: Final = ((9, 0), (10, 0))
 
 
 def few_rows_kernel(experts: nn.Module) -> TritonExperts | None:
-    """What computes calls of up to `TritonExperts.most_rows` rows of these experts faster than other kernels do.
+    """Returns the kernel for calls of up to `TritonExperts.most_rows` rows of these experts.
 
-    None: nothing; on a GPU the reason is logged, once.
+    None if it does not support them; on a GPU the reason is logged once.
     """
     reason = why_not_triton(experts)
     if reason is None:
@@ -59,7 +59,7 @@ def few_rows_kernel(experts: nn.Module) -> TritonExperts | None:
 
 
 def why_not_triton(experts: nn.Module) -> str | None:
-    """Why these experts cannot be computed by `TritonExperts`; None if they can. Wherever they can, ``auto`` does."""
+    """Returns why `TritonExperts` cannot compute these experts; None if it can: then ``auto`` uses it."""
     module: Any = experts
     device = first_tensor(module.down_proj).device
     if device.type != "cuda":
@@ -71,9 +71,9 @@ def why_not_triton(experts: nn.Module) -> str | None:
 
 @functools.cache
 def why_no_program_runs(device: torch.device) -> str | None:
-    """Why Triton runs no program on a device, found out once, by trying; None if it does.
+    """Returns why Triton cannot run a program on a device, found by trying once; None if it can.
 
-    Where it is installed, it still needs a C compiler and Python's headers.
+    An installed Triton still needs a C compiler and Python's headers.
     """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
@@ -87,14 +87,14 @@ def why_no_program_runs(device: torch.device) -> str | None:
             )
     except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as error:  # Triton names no class: compilers, files, imports and drivers fail in their own ways
+    except Exception as error:  # Triton has no common class: compilers, files, imports and drivers raise their own
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return f"triton runs no program here (it needs gcc and Python's headers): {reason}"
     return None
 
 
 def why_not_computed(experts: nn.Module) -> str | None:
-    """Why the programs cannot compute such experts, wherever they are; None if they can."""
+    """Returns why the programs cannot compute such experts on any device; None if they can."""
     module: Any = experts
     if module.has_post_expert_norm:
         return "a norm after each expert"
@@ -123,18 +123,18 @@ def _warn_once(reason: str) -> None:
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, whatever it is given."""
+    """Makes ``device`` current: Triton launches on the current device, wherever the arguments are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class TritonExperts:
-    """The weights of one layer, plain or packed, as the programs of `moeoffload.kernels.triton_ops` read them.
+    """Computes one layer's experts, plain or packed, with the programs of `moeoffload.kernels.triton_ops`.
 
     Checked against a float32 reference and `GroupedKernel` in Triton's interpreter, and compiled for sm_80 to sm_120;
     not run on a GPU.
 
     Attributes:
-        most_rows: rows of the largest call that other kernels do not compute faster.
+        most_rows: rows of the largest call for which this kernel is used; other kernels are faster above.
     """
 
     name = "triton"
@@ -143,8 +143,8 @@ class TritonExperts:
         """Reads the layout.
 
         Args:
-            experts: the model's own experts class, for which `why_not_triton` says None (the interpreter takes it on a
-                CPU, too). Parameters may be changed in place but not replaced.
+            experts: the model's own experts class, for which `why_not_triton` returns None (in the interpreter also on
+                a CPU). Parameters may be changed in place but not replaced.
         """
         from moeoffload.kernels import triton_ops
 
@@ -179,11 +179,11 @@ class TritonExperts:
                 self.most_rows = MAX_ROWS
 
     def __call__(self, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-        """Launches one call on the current stream of the device; the host waits for nothing.
+        """Launches one call on the current stream of the device; the CPU does not wait.
 
         Args:
             rows: (n, hidden) in the compute dtype.
-            slots: (n, top_k) int64; a slot that is not one of 0 to n_experts - 1 adds nothing.
+            slots: (n, top_k) int64; a slot outside 0 to n_experts - 1 adds nothing.
             weights: (n, top_k) float32, or the compute dtype: then each weighted output is rounded to it.
             out: (n, hidden) float32, contiguous; overwritten.
         """
@@ -193,14 +193,14 @@ class TritonExperts:
     def _launch(self, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
         (n_rows, top_k), n_routes = slots.shape, slots.numel()
         activation, ops = self._activation, self._ops
-        # From torch's pool of this stream: a call that is still running keeps what it works in.
+        # From torch's allocator for this stream, which does not reuse the memory of a call that is still running.
         activated = torch.empty(n_routes, self.inter, dtype=self.dtype, device=self.device)
         down = torch.empty(n_routes, self.hidden, dtype=self.dtype, device=self.device)
         by_expert, n_tiles, tile_rows = None, n_routes, MAX_ROWS
         if n_rows > MAX_ROWS:
             by_route = sort_without_waiting(slots.view(-1), self.n_experts)
             by_expert, tile_rows = ops.SortedRoutes(by_route.routes, by_route.offsets), _TILE_ROWS
-            # At most: where each expert that is hit has one row more than fills its tiles.
+            # Upper bound, reached if every expert that is hit has one row more than its full tiles hold.
             n_tiles = (n_routes + (tile_rows - 1) * min(n_routes, self.n_experts)) // tile_rows
         counts = (n_rows, top_k, self.n_experts, self.hidden, self.inter)
         top_k_padded = _power_of_two(top_k)
@@ -257,11 +257,11 @@ class TritonExperts:
             self.hidden,
             top_k_padded=top_k_padded,
             n_columns=_SUM_COLUMNS,
-            enable_fp_fusion=False,  # a product is rounded before it is added, as torch does
+            enable_fp_fusion=False,  # a product is rounded before it is added, as in torch
         )
 
     def warm_up(self, top_k: int, max_rows: int = MAX_ROWS) -> None:
-        """Compiles, or loads from Triton's cache on disk, every program that a call of ``max_rows`` rows may need."""
+        """Compiles, or loads from Triton's disk cache, every program that calls of up to ``max_rows`` rows may need."""
         for n_rows in self._different(top_k, min(max_rows, self.most_rows)):
             rows = torch.zeros(n_rows, self.hidden, dtype=self.dtype, device=self.device)
             slots = torch.full((n_rows, top_k), -1, device=self.device)
@@ -270,7 +270,7 @@ class TritonExperts:
                 self(rows, slots, torch.zeros(n_rows, top_k, dtype=dtype, device=self.device), out)
 
     def _different(self, top_k: int, max_rows: int) -> Iterator[int]:
-        """Numbers of rows whose calls need other programs than those of fewer rows."""
+        """Yields each number of rows whose call needs programs that no call of fewer rows needs."""
         seen = set()
         for n_rows in range(1, min(max_rows, MAX_ROWS + self.n_experts) + 1):
             sizes = (self._columns(n_rows * top_k, n) for n in (self._up_columns, self.hidden))
@@ -279,7 +279,8 @@ class TritonExperts:
                 yield n_rows
 
     def _columns(self, n_routes: int, columns: int) -> int:
-        """Weight columns of a tile; how many experts the routes name is not known here, at most one each."""
+        """Returns the weight columns of a tile, assuming one expert per route: the CPU does not know how many are
+        hit."""
         n_groups = min(n_routes, self.n_experts)
         for n_columns in self._tile_columns:
             if n_groups * -(-columns // n_columns) >= _TILES_PER_PROCESSOR * self._n_processors:
@@ -303,7 +304,7 @@ def _matrices(weights: Weights, module: Any) -> list[tuple[Matrix, RowFormat | N
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two that is neither less than n nor than 2."""
+    """Returns the smallest power of two that is at least n and at least 2."""
     return max(2, 1 << (n - 1).bit_length())
 
 

@@ -1,18 +1,18 @@
 """Triton programs for routed experts. Importing this needs triton; `moeoffload.kernels.triton_experts` launches them.
 
-One program instance computes one tile of columns of one projection of one expert, for a tile of the rows that route to
-it: weights are read once for a tile of rows. A position is the number of a route, row * top_k + choice.
+One program instance computes one tile of columns of one projection of one expert, for a tile of the rows routed to it,
+so that weights are read once per tile of rows. A position is the number of a route, row * top_k + choice.
 
-- Few rows: the grid has one instance per route and tile of columns; the first route of an expert does the work for all
-  its rows, the instances of the others end at once, so that nothing has to be sorted. The first position of a row that
-  names an expert holds that row's values for it.
-- More rows: routes come sorted by expert, with the end of each expert's; an instance finds its tile of rows in them.
+- Few rows: the grid has one instance per route and tile of columns. The instance of an expert's first route computes
+  all rows of the expert and the instances of its other routes exit at once, so that nothing has to be sorted. If a row
+  names an expert twice, its first position holds the row's values for that expert.
+- More rows: routes come sorted by expert, with the end of each expert's group; an instance looks up its tile of rows.
 
-The host waits for nothing. A row's bits are the same in every tile. Rounding follows transformers' ``grouped_mm``
-(``transformers.integrations.moe``): sums are float32, every tensor that is written there in the compute dtype is
+The CPU does not wait. A row's bits are the same in every tile. Rounding follows transformers' ``grouped_mm``
+(``transformers.integrations.moe``): sums are float32, and every tensor that transformers writes in the compute dtype is
 rounded to it here; packed weights are rounded to it when they are unpacked.
 
-Checked in Triton's interpreter (where bf16 has neither products nor rounding: `INTERPRETED` makes up for both) and
+Checked in Triton's interpreter (where bf16 has neither products nor rounding: `INTERPRETED` compensates for both) and
 compiled for sm_80, 86, 89, 90, 100 and 120, not run on a GPU.
 """
 
@@ -34,10 +34,10 @@ class Matrix(NamedTuple):
     """One projection of all experts, (n_experts, columns, length), plain or packed.
 
     Attributes:
-        data: weights of the compute dtype by their strides; or packed rows, uint8, whose strides are in bytes.
-        stride_expert, stride_out, stride_in: of ``data``; the last is not used if it is packed.
+        data: weights of the compute dtype with any strides; or packed rows, uint8, with strides in bytes.
+        stride_expert, stride_out, stride_in: strides of ``data``; the last is not used if it is packed.
         shared: float32 scales that rows of packed weights share.
-        stride_shared: of ``shared`` from one expert to the next.
+        stride_shared: stride of ``shared`` from one expert to the next.
     """
 
     data: torch.Tensor
@@ -49,7 +49,7 @@ class Matrix(NamedTuple):
 
 
 class SortedRoutes(NamedTuple):
-    """``routes`` (n_routes,) int64: route numbers by expert; ``ends`` (n_experts,) int32: behind each expert's last."""
+    """``routes`` (n_routes,) int64: route numbers by expert; ``ends`` (n_experts,) int32: where each expert's end."""
 
     routes: torch.Tensor
     ends: torch.Tensor
@@ -57,8 +57,8 @@ class SortedRoutes(NamedTuple):
 
 @triton.jit
 def _rounded(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Float32 values rounded to ``dtype``, as float32."""
-    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter cuts bits off
+    """Returns float32 values rounded to ``dtype``, as float32."""
+    if INTERPRETED and dtype == tl.bfloat16:  # the interpreter truncates
         bits = values.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         return tl.where(values == values, bits.to(tl.float32, bitcast=True), values)  # noqa: PLR0124 (not for NaN)
@@ -75,7 +75,8 @@ def _first_of_expert(
     top_k_padded: tl.constexpr,
     tile_rows: tl.constexpr,
 ) -> tl.tensor:
-    """The expert of a route, (tile_rows,) positions of the rows that name it, which rows do, and if it is its first.
+    """Returns a route's expert, for each row its first position that names the expert, whether the row names it,
+    (tile_rows,) each, and whether this is the expert's first route.
 
     A slot that does not exist counts as absent: whatever a peer sent, no memory beyond the weights is read.
     """
@@ -99,7 +100,7 @@ def _tile_of_expert(
     n_experts_padded: tl.constexpr,
     tile_rows: tl.constexpr,
 ) -> tl.tensor:
-    """The same of a tile of rows, whose number counts through all experts; the last says if there is such a tile."""
+    """Returns the same for tile number ``tile``, counted over all experts; the last value: whether the tile exists."""
     index = tl.arange(0, n_experts_padded)
     end = tl.load(by_expert.ends + index, mask=index < n_experts, other=0)
     start = tl.load(by_expert.ends + index - 1, mask=(index > 0) & (index < n_experts), other=0)
@@ -126,10 +127,10 @@ def _routing(
     n_experts_padded: tl.constexpr,
     tile_rows: tl.constexpr,
 ) -> tl.tensor:
-    """The expert of this instance, (tile_rows,) positions, which of them are rows of it, and if there is work."""
+    """Returns this instance's expert, positions and mask of its rows, (tile_rows,) each, and whether it has work."""
     if by_expert is None:
         return _first_of_expert(slots, tl.program_id(0), n_rows, top_k, n_experts, top_k_padded, tile_rows)
-    else:  # what follows a return would be compiled, too
+    else:  # needed: Triton would also compile code after the return
         return _tile_of_expert(by_expert, tl.program_id(0), n_experts, n_experts_padded, tile_rows)
 
 
@@ -146,9 +147,10 @@ def _product(
     form: tl.constexpr,
     depth: tl.constexpr,
 ) -> tl.tensor:
-    """Rows ``operand_row`` of operand (any, length) x columns of an expert's matrix: (rows, columns) float32.
+    """Multiplies rows ``operand_row`` of operand (any, length) by columns of an expert's matrix: (rows, columns)
+    float32.
 
-    Zero for rows that are no members and columns that do not exist: neither is read.
+    Results are zero for rows that are not members and columns that do not exist; neither is read.
     """
     total = tl.zeros((operand_row.shape[0], column.shape[0]), tl.float32)
     step = tl.arange(0, depth)
@@ -162,7 +164,7 @@ def _product(
         shared = None
     for start in range(0, length, depth):
         inside = start + step < length
-        # Weights are read once and should not drive the rows, which all instances read, out of the cache.
+        # Weights are read once and should not evict the rows, which all instances read, from the cache.
         values = tl.load(operand_at, mask=is_member[:, None] & inside[None, :], other=0.0, eviction_policy="evict_last")
         if form is None:
             tile = tl.load(
@@ -189,7 +191,7 @@ def _biased(
     exists: tl.tensor,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Sums rounded, and the columns of an expert's bias (n_experts, n_all), if there is one, added, and rounded."""
+    """Rounds the sums, adds the columns of an expert's bias (n_experts, n_all) if there is one, and rounds again."""
     values = _rounded(sums, dtype)
     if bias is not None:
         added = tl.load(bias + expert * n_all + column, mask=exists, other=0.0)
@@ -199,7 +201,7 @@ def _biased(
 
 @triton.jit
 def _function(values: tl.tensor, name: tl.constexpr) -> tl.tensor:
-    """An activation function in float32; NaN stays NaN."""
+    """Applies an activation function in float32; NaN stays NaN."""
     if name == "silu":
         return values / (1.0 + tl.exp(-values))
     if name == "gelu":
@@ -216,7 +218,7 @@ def _function(values: tl.tensor, name: tl.constexpr) -> tl.tensor:
 def _gated(
     gate: tl.tensor, up: tl.tensor, limit: tl.tensor, alpha: tl.tensor, name: tl.constexpr, dtype: tl.constexpr
 ) -> tl.tensor:
-    """The gate formulas of `moeoffload.kernels.activation.Activation`, with the rounding of each torch operation."""
+    """Applies a gated formula of `moeoffload.kernels.activation.Activation`, rounding as torch's operations do."""
     if name == "clamped_swiglu":
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -225,7 +227,7 @@ def _gated(
     return _rounded(_rounded(_function(gate, name), dtype) * up, dtype)
 
 
-# Counts change from call to call and must not bring about another compilation.
+# Counts change from call to call and must not cause another compilation.
 @triton.jit(do_not_specialize=["n_rows", "top_k"])
 def up_program(
     rows: tl.tensor,
@@ -253,12 +255,13 @@ def up_program(
     is_gated: tl.constexpr,
     is_interleaved: tl.constexpr,
 ) -> None:
-    """Gate and up projection and activation; grid (routes or tiles of rows, tiles of ``n_columns`` weight columns).
+    """Computes gate and up projection and activation; grid (routes or row tiles, tiles of ``n_columns`` weight
+    columns).
 
     rows (n_rows, hidden); slots (n_rows, top_k) int64; by_expert: `SortedRoutes`, or None for few rows; first: `Matrix`
-    with inter columns, or twice as many if gated; second: None, or that of up where first is that of gate; form,
-    second_form: `RowFormat` if they are packed; bias (n_experts, columns) or None; activated (positions, inter),
-    written.
+    with inter columns, or twice as many if it holds gate and up; second: the `Matrix` of up if first is gate alone,
+    else None; form, second_form: `RowFormat` if they are packed; bias (n_experts, columns) or None; activated
+    (positions, inter), written.
     """
     expert, position, is_member, has_work = _routing(
         slots, by_expert, n_rows, top_k, n_experts, top_k_padded, n_experts_padded, tile_rows
@@ -279,7 +282,7 @@ def up_program(
             column = tl.program_id(1) * n_columns + tl.arange(0, n_columns)
             exists = column < n_all
             if is_gated and not is_interleaved:
-                column = (column % 2) * inter + column // 2  # gate and up side by side, however they are stored
+                column = (column % 2) * inter + column // 2  # gate and up alternate in the tile, however stored
             sums = _product(rows, row, is_member, first, expert, column, exists, hidden, form, depth)
             values = _biased(sums, bias, expert, n_all, column, exists, dtype)
             if is_gated:
@@ -312,7 +315,7 @@ def down_program(
     n_columns: tl.constexpr,
     depth: tl.constexpr,
 ) -> None:
-    """Down projection; grid (routes or tiles of rows, tiles of ``n_columns`` columns).
+    """Computes the down projection; grid (routes or row tiles, tiles of ``n_columns`` columns).
 
     activated (positions, inter); matrix: `Matrix` with hidden columns; bias (n_experts, hidden) or None; down
     (positions, hidden), written; the rest as for `up_program`.
@@ -342,7 +345,7 @@ def sum_program(
     top_k_padded: tl.constexpr,
     n_columns: tl.constexpr,
 ) -> None:
-    """The weighted sum of each row in the order of its slots; grid (rows, tiles of ``n_columns`` columns).
+    """Computes the weighted sum of each row in the order of its slots; grid (rows, tiles of ``n_columns`` columns).
 
     down (positions, hidden); weights (n_rows, top_k) float32 or the dtype of down; out (n_rows, hidden) float32,
     written.
@@ -356,7 +359,7 @@ def sum_program(
         expert = tl.load(slots + row * top_k + i)
         is_held = (expert >= 0) & (expert < n_experts)
         position = row * top_k + tl.min(tl.where(row_slots == expert, choice, top_k_padded), axis=0)
-        # Positions of absent routes were never written: not read, and a weight that is no number adds nothing, either.
+        # Positions of absent routes were never written and are not read; nor does a NaN weight add anything there.
         values = tl.load(down + position * hidden + column, mask=is_held & (column < hidden), other=0.0)
         product = values.to(tl.float32) * tl.load(weights + row * top_k + i).to(tl.float32)
         product = _rounded(product, weights.dtype.element_ty)

@@ -1,6 +1,6 @@
-"""How Triton programs read packed weights: a tile of codes, unpacked in registers. Importing this needs triton.
+"""Reads packed weights in Triton programs: loads a tile of codes and unpacks it in registers. Importing needs triton.
 
-The bytes are those of `moeoffload.formats.packed`; the numbers, in float32, are those of `PackedWeights.unpack`.
+The layout is that of `moeoffload.formats.packed`; the float32 results are those of `PackedWeights.unpack`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _WHOLE_ROW: Final = 1 << 30
 
 
 class RowFormat(NamedTuple):
-    """A `PackedFormat` for rows of one length, in numbers that a program is compiled for.
+    """A `PackedFormat` for rows of one length, as constants that a program is compiled for.
 
     ``group`` is a power of two, larger than any row if a row has one scale; ``*_at`` is the byte where a section of a
-    row begins. Levels of 4-bit codes are one more than the one before, or E2M1 (OCP MX), or bytes, four in a word.
+    row begins. Levels of 4-bit codes are consecutive numbers from ``first_level``, or E2M1 (OCP MX), or 16 bytes in
+    ``words``, four in each.
     """
 
     codes: int
@@ -60,7 +61,7 @@ class RowFormat(NamedTuple):
 
 
 def why_not_levels(parts: tuple[PackedWeights, ...]) -> str | None:
-    """Why no program computes the 4-bit codes of these; None if one does, or there are none."""
+    """Returns why no program supports the 4-bit codes of these parts; None if one does, or they have none."""
     for form in (part.format for part in parts):
         levels = form.levels or (0.0,)
         is_known = _is_linear(levels) or levels == MXFP4.levels
@@ -70,7 +71,7 @@ def why_not_levels(parts: tuple[PackedWeights, ...]) -> str | None:
 
 
 def row_format(packed: PackedWeights) -> RowFormat:
-    """The format of the rows of ``packed``, for which `why_not_levels` says None."""
+    """Returns the format of the rows of ``packed``, for which `why_not_levels` returns None."""
     form, sections = packed.format, packed.format.sections(packed.n_in)
     high, factors, min_factors, scales, offsets = (
         sections[name].start if name in sections else 0
@@ -103,7 +104,7 @@ def _is_linear(levels: tuple[float, ...]) -> bool:
 
 @triton.jit
 def _halves(each: tl.tensor, n_bits: tl.constexpr) -> tl.tensor:
-    """(rows, n) -> (rows, 2 n): the low ``n_bits`` of each number, then the others."""
+    """Splits (rows, n) into (rows, 2 n): the low ``n_bits`` of each number, then its other bits."""
     return tl.reshape(tl.join(each & ((1 << n_bits) - 1), each >> n_bits), (each.shape[0], 2 * each.shape[1]))
 
 
@@ -116,7 +117,7 @@ def _fields(
     n_bits: tl.constexpr,
     depth: tl.constexpr,
 ) -> tl.tensor:
-    """Fields ``start`` to ``start + depth`` of ``n_bits`` each, lowest first, of rows of bytes: (rows, depth) int32."""
+    """Returns fields ``start`` to ``start + depth`` of ``n_bits`` each, lowest bits first: (rows, depth) uint8."""
     n_fields: tl.constexpr = 8 // n_bits
     byte = start // n_fields + tl.arange(0, depth // n_fields)
     exists = row_exists[:, None] & (byte < (form.n_in + n_fields - 1) // n_fields)[None, :]
@@ -138,13 +139,13 @@ def _values(
     form: tl.constexpr,
     depth: tl.constexpr,
 ) -> tl.tensor:
-    """What the codes stand for, (rows, depth) float32."""
+    """Returns the values of the codes before scaling, (rows, depth) float32."""
     if form.codes == _FP8:
         code = _fields(at, row_exists, start, form, 8, depth)
         if target_info.cuda_capability_geq(8, 9):
             value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
-            # Exponent and fraction move to their places in a float32, whose exponent counts from 120 less.
+            # Shifts exponent and fraction to their places in a float32; 2^120 corrects the difference in exponent bias.
             code = code.to(tl.int32)
             value = (((code & 0x7F) << 20) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120
             value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
@@ -156,7 +157,7 @@ def _values(
             value = code.to(tl.float32) + form.first_level
         else:
             code = code.to(tl.int32)
-            if form.is_e2m1:  # as FP8, the exponent counting from 126 less
+            if form.is_e2m1:  # as for FP8; the difference in exponent bias is 126
                 value = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 2.0**126
             else:
                 low = tl.where((code & 4) == 0, form.words[0], form.words[1])
@@ -176,7 +177,7 @@ def _values(
 def _plain(
     at: tl.tensor, row_exists: tl.tensor, start: tl.tensor, form: tl.constexpr, dtype: tl.constexpr, depth: tl.constexpr
 ) -> tl.tensor:
-    """Weights that are no codes, (rows, depth) float32."""
+    """Returns weights that are stored as floats, (rows, depth) float32."""
     step = start + tl.arange(0, depth)
     exists = row_exists[:, None] & (step < form.n_in)[None, :]
     at = at.to(tl.pointer_type(dtype), bitcast=True)
@@ -192,13 +193,13 @@ def _numbers(
     dtype: tl.constexpr,
     form: tl.constexpr,
 ) -> tl.tensor:
-    """Numbers ``index`` (n,) of a section of the rows that begin at ``row_at`` (rows,): (rows, n) float32."""
+    """Returns numbers ``index`` (n,) of a section of the rows that begin at ``row_at`` (rows,): (rows, n) float32."""
     size: tl.constexpr = dtype.primitive_bitwidth // 8
     at = row_at[:, None] + section
     if section % size == 0 and form.row_bytes % size == 0:
         at = at.to(tl.pointer_type(dtype), bitcast=True)
         numbers = tl.load(at + index[None, :], mask=exists, other=0.0)
-    else:  # a GPU reads numbers only from multiples of their size
+    else:  # not aligned: a GPU loads a number only from a multiple of its size, so it is read byte by byte
         word: tl.constexpr = tl.uint16 if size == 2 else tl.uint32
         bits = tl.zeros(exists.shape, word)
         for i in tl.static_range(size):
@@ -217,7 +218,7 @@ def _scales(
     form: tl.constexpr,
     n: tl.constexpr,
 ) -> tl.tensor:
-    """Scales of ``n`` groups from weight ``start`` on, and what to subtract: (rows, n) float32."""
+    """Returns the scales of ``n`` groups from weight ``start`` on, and the offsets to subtract: (rows, n) float32."""
     group = start // form.group + tl.arange(0, n)
     exists = row_exists[:, None] & (group < form.n_groups)[None, :]
     offset = 0.0
@@ -234,7 +235,7 @@ def _scales(
         scale = _numbers(at, form.scales_at, group, exists, tl.bfloat16, form)
     elif form.scales == _E8M0:
         exponent = tl.load(at[:, None] + form.scales_at + group[None, :], mask=exists, other=0).to(tl.int32)
-        bits = tl.where(exponent == 0, 0x00400000, exponent << 23)  # the least is half of the least normal number
+        bits = tl.where(exponent == 0, 0x00400000, exponent << 23)  # 0 is 2^-127, half the smallest normal number
         scale = tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
     else:
         super_group = group * form.group // _SUPER_GROUP
@@ -247,7 +248,7 @@ def _scales(
 
 @triton.jit
 def _spread(each: tl.tensor, depth: tl.constexpr) -> tl.tensor:
-    """(rows, n) -> (rows, depth), each depth / n times."""
+    """Expands (rows, n) to (rows, depth), repeating each number depth / n times."""
     n_rows: tl.constexpr = each.shape[0]
     n: tl.constexpr = each.shape[1]
     return tl.reshape(tl.broadcast_to(each[:, :, None], (n_rows, n, depth // n)), (n_rows, depth))
@@ -263,9 +264,9 @@ def unpacked(
     form: tl.constexpr,
     depth: tl.constexpr,
 ) -> tl.tensor:
-    """Weights ``start`` to ``start + depth`` of rows of one expert: (rows, depth) float32, not rounded.
+    """Returns weights ``start`` to ``start + depth`` of rows of one expert: (rows, depth) float32, not rounded.
 
-    Weights beyond a row's end are any finite numbers, unless scales are not; rows that do not exist are not read.
+    Weights beyond a row's end are arbitrary but finite if the scales are; rows that do not exist are not read.
 
     data: packed rows; shared: scales that rows share; row, row_exists: (rows,).
     """
@@ -284,6 +285,6 @@ def unpacked(
             weights -= _spread(offset, depth)
         weights *= _spread(scale, depth)
         if form.offsets == _MIN:
-            # The product is exact (11 bits of the factor, 8 of the scale, 5 of the code): fusing changes no bit.
+            # The product is exact (11 bits of the factor, 8 of the scale, 5 of the code), so fusing changes no bit.
             weights -= _spread(offset, depth)
     return weights

@@ -1,4 +1,4 @@
-"""Memory that kernels work in, made once per shape class and shared by all layers that one thread runs."""
+"""Working memory of kernels, made once per class of call and shared by all layers that one thread runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL_ROWS: Final = 16
 
 
 class LayerShape(NamedTuple):
-    """What a layer needs of a workspace. ``operand_bytes`` and ``activated_bytes`` are of one row."""
+    """A layer's sizes that determine its workspace. ``operand_bytes`` and ``activated_bytes`` are per row."""
 
     n_experts: int
     hidden: int
@@ -27,28 +27,28 @@ class LayerShape(NamedTuple):
     activated_bytes: int
     uses_matrix_unit: bool
     scratch_bytes: int
-    """Of one thread, to unpack weights."""
+    """Bytes per thread for unpacking weights."""
 
 
 @dataclass(slots=True, eq=False)
 class Arena:
-    """Buffers of one shape class, by their names in `ExpertsCall`, and the call that points to them."""
+    """Buffers of one class of call, by their names in `ExpertsCall`, and the call structure that points to them."""
 
     call: ExpertsCall = field(default_factory=ExpertsCall)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    # Most rows and most routes that the buffers are large enough for, by shape.
+    # The most rows and routes for which the buffers are large enough, by layer shape.
     fits: dict[LayerShape, tuple[int, int]] = field(default_factory=dict)
     n_created: int = 0
     byte_s: float = 1e-10
-    """Seconds per byte of weights that slices of calls read, by the last ones of any layer."""
+    """Moving average over the slices of any layer: seconds per byte of weights read."""
     address: int = field(init=False)
-    """Of the call."""
+    """Address of ``call``."""
 
     def __post_init__(self) -> None:
         self.address = ctypes.addressof(self.call)
 
     def reserve(self, shape: LayerShape, n_rows: int, n_routes: int) -> None:
-        """Makes the buffers large enough for a call of ``n_routes`` routes of ``n_rows`` rows."""
+        """Makes the buffers large enough for a call of ``n_rows`` rows with ``n_routes`` routes."""
         n_bytes = {
             "hit": shape.n_experts * 4,
             "first": (shape.n_experts + 1) * 4,
@@ -70,11 +70,11 @@ class Arena:
         self.fits[shape] = max(n_rows, most_rows), max(n_routes, most_routes)
 
     def most_threads(self, shape: LayerShape) -> int:
-        """Threads that have scratch memory."""
+        """Returns the number of threads for which there is scratch memory."""
         return self.buffers["scratch"].numel() // shape.scratch_bytes if shape.scratch_bytes else sys.maxsize
 
     def values(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """The beginning of what the projections give, as a matrix."""
+        """Returns the beginning of the projections' output buffer as a matrix of the given shape and dtype."""
         n_bytes = shape[0] * shape[1] * dtype.itemsize
         return self.buffers["values"][:n_bytes].view(dtype).view(shape)
 
@@ -82,8 +82,8 @@ class Arena:
 class KernelWorkspace:
     """The arenas of one thread: one for decode- and verify-shaped calls, one for prefill-shaped ones.
 
-    Any number of layers may share it, calls may not overlap. Buffers grow with the largest call or
-    `LayerKernels.reserve` and are never given back.
+    Any number of layers may share a workspace, but their calls must not overlap. Buffers grow with the largest call or
+    `LayerKernels.reserve` and never shrink.
     """
 
     def __init__(self) -> None:
@@ -92,16 +92,16 @@ class KernelWorkspace:
 
     @property
     def n_created(self) -> int:
-        """Buffers made so far."""
+        """Number of buffers made so far."""
         return self._small.n_created + self._large.n_created
 
     @property
     def n_bytes(self) -> int:
-        """Bytes held."""
+        """Bytes of all buffers."""
         return sum(buffer.numel() for arena in (self._small, self._large) for buffer in arena.buffers.values())
 
     def arena(self, shape: LayerShape, n_rows: int, top_k: int) -> Arena:
-        """The arena for a call, large enough for it."""
+        """Returns the arena for a call, large enough for it."""
         is_small = n_rows <= SMALL_ROWS
         arena = self._small if is_small else self._large
         most_rows, most_routes = arena.fits.get(shape, (-1, -1))

@@ -1,5 +1,6 @@
-// How far ahead of a stream of weights to prefetch, measured once in a process. It is the CPU's matter: one that follows a
-// stream by itself reads a fifth faster if it is left alone, another one needs to be told what comes.
+// Measures once per process how far ahead of a stream of weights to prefetch. This depends on the CPU: one whose
+// hardware prefetcher follows the stream reads a fifth faster with a short distance, another one needs software
+// prefetches far ahead.
 
 #include "tiles.h"
 
@@ -18,8 +19,9 @@ static int64_t now_ns(void) {
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-// Chooses the distance by which one row meets weights out of the memory in less time. Parts take turns, and the best
-// round of each counts: others use the machine, too. Takes some ten milliseconds; returns the distance in bytes.
+// Chooses the prefetch distance with which one row is multiplied by weights from memory in less time; returns it in
+// bytes. The distances alternate, and the fastest round of each counts, because other processes use the machine, too.
+// Takes about ten milliseconds.
 int64_t moe_choose_ahead(int64_t features) {
     if (!(features & HAS_AVX2)) return ahead_bytes;
     static const int64_t distances[DISTANCES] = {NEAR_BYTES, FAR_BYTES};
@@ -30,7 +32,7 @@ int64_t moe_choose_ahead(int64_t features) {
     madvise(part, n_bytes, MADV_HUGEPAGE);
     memset(part, 1, n_bytes);
     for (int64_t at = 0; at < n_bytes; at += CACHE_LINE) __builtin_ia32_clflush(part + at);
-    // Codes of 8 bits, a scale for each block: of all kinds this one gains or loses most.
+    // 8-bit codes with a scale for each block: of all kinds this one depends most on the distance.
     Matrix matrix = {.n_out = N_OUT, .n_in = INNER, .row_bytes = ROW_BYTES, .codes = CODES_INT8, .scales = SCALES_F16,
                      .shift = 5, .n_groups = INNER / INTEGERS, .kind = WEIGHTS_INT8 + 1, .unit = 1.0f};
     const TileKernels *tiles = tiles_for(&matrix, BF16, features);

@@ -1,10 +1,11 @@
-// Attention on the CPU: cuts a call into heads of keys and parts of the queries, which threads claim.
+// Attention on the CPU: divides a call into key heads and parts of the queries, which threads claim.
 
 #include <stdlib.h>
 
 #include "attention.h"
 
-// Of many queries: about so many of all heads share packed keys, so that packing takes little.
+// Many queries: rows (queries of all heads of a group) of a part, which share packed keys, so that packing costs
+// little.
 enum { PART_ROWS = 2048 };
 
 struct job {
@@ -13,6 +14,7 @@ struct job {
     int64_t part, n_parts, n_items, scratch_bytes, n_claimed;
 };
 
+// Claims and computes parts in one thread until none are left, or stops if there is no memory for intermediate results.
 static void work(void *data) {
     struct job *job = data;
     const struct attention *c = job->call;
@@ -21,7 +23,7 @@ static void work(void *data) {
     while (scratch) {
         const int64_t number = __atomic_fetch_add(&job->n_claimed, 1, __ATOMIC_RELAXED);
         if (number >= job->n_items) break;
-        // The last queries, which see most, first: the thread that claims last has little to do.
+        // The last queries, which see most keys, come first, so that the last part to be claimed is a short one.
         const int64_t first = (job->n_parts - 1 - number / n_heads) * job->part;
         const int64_t batch = number % n_heads / c->key_heads, key_head = number % c->key_heads;
         const int64_t head = key_head * c->group;
@@ -38,7 +40,7 @@ static void work(void *data) {
     free(scratch);
 }
 
-// Computes a call. Returns 0, or -1 if there is no memory.
+// Computes a call. Returns 0, or -1 if no thread could allocate memory.
 int moe_attention(const struct attention *call) {
     struct job job = {.call = call, .attend = attend_portable, .part = call->n_queries};
 #if defined(__x86_64__)

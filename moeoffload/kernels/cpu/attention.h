@@ -1,18 +1,19 @@
-// What the C files of attention and norms share. kernels/attention.py and kernels/norm.py fill the structures.
+// Definitions shared by the C files of attention and norms. kernels/attention.py and kernels/norm.py fill the
+// structures.
 #pragma once
 
 #include "common.h"
 
 enum {
     KEY_BLOCK = 256,
-    BLOCK_QUERIES = 48,   // of many: those of a head that pass a block of keys together, in the second-level cache
-    PACKED_COLUMNS = 64,  // of many: columns of a block of packed keys or values
+    BLOCK_QUERIES = 48,   // many queries: those of a head that meet a block of keys together, in the second-level cache
+    PACKED_COLUMNS = 64,  // many queries: columns of a block of packed keys or values
 };
 
 struct cpu {
     int64_t features;
     Parallel parallel;  // or NULL
-    int64_t n_threads;  // at most
+    int64_t n_threads;  // the most threads to use
 };
 
 // Tensors are (batch, heads, queries or keys, dim); strides are in elements, the last one is 1.
@@ -28,12 +29,13 @@ struct attention {
     const char *mask;  // (batch, heads, queries, keys)
     int64_t mask_strides[3], mask_kind;
     char *out;          // (batch, queries, heads, value_dim), contiguous
-    int64_t is_causal;  // query i sees the keys up to i
-    int64_t is_many;    // probabilities are rounded to bfloat16
+    int64_t is_causal;  // query i sees keys 0 to i
+    int64_t is_many;    // many queries: probabilities are rounded to bfloat16
     double scale;
 };
 
-// One head of keys and some queries of the heads that share it. Pointers are to the first of these heads and query 0.
+// One key head and n_queries queries, from `first` on, of the query heads that share it. Pointers are to the first of
+// these heads and to query 0.
 struct item {
     const struct attention *call;
     int64_t first, n_queries;
@@ -41,12 +43,12 @@ struct item {
     char *out;
 };
 
-// What a norm does with y = x / rms(x) and its weight w: round(w * round(y)), round(w * y), round((1 + w) * y).
+// How a norm combines y = x / rms(x) and its weight w: round(w * round(y)), round(w * y), round((1 + w) * y).
 enum { ROUNDED, WEIGHTED, SHIFTED };
 
 struct norm {
     struct cpu cpu;
-    int64_t item_rows;  // that a thread claims at a time
+    int64_t item_rows;  // rows that a thread claims at a time
     int64_t type, kind, n_rows, dim;
     const char *rows, *weight;  // (n_rows, dim) and (dim), contiguous
     char *out;                  // like the rows

@@ -1,20 +1,21 @@
-// Attention of few queries for one instruction set: an includer defines SET as well, and KEY_ROWS and VALUE_ROWS, so
-// many rows' accumulators stay in registers.
+// Attention of few queries for one instruction set. The includer also defines SET, and KEY_ROWS and VALUE_ROWS: the
+// most rows whose accumulators stay in registers.
 
 #include "attention_head.h"
 
-// The next of about equal tiles of at most `most` rows.
+// Returns the size of the next tile when n_left rows are divided into about equal tiles of at most `most` rows.
 INLINE int64_t tile_of(int64_t n_left, int64_t most) {
     const int64_t n_tiles = (n_left + most - 1) / most;
     return (n_left + n_tiles - 1) / n_tiles;
 }
 
-// Begins to read rows `from` to `to` into the second-level cache.
+// Prefetches rows from..to into the second-level cache.
 INLINE void fetch(const char *rows, int64_t stride, int64_t from, int64_t to, int64_t n_bytes) {
     for (int64_t row = from; row < to; row++)
         for (int64_t at = 0; at < n_bytes; at += 64) __builtin_prefetch(rows + row * stride + at, 0, 2);
 }
 
+// Adds the products of one vector of columns: n_rows float32 rows times four keys.
 INLINE void add_products(const int n_rows, const int type, vec (*sums)[4], const char *rows, int64_t stride, const char **at) {
     vec keys[4];
     UNROLL for (int n = 0; n < 4; n++) keys[n] = load(at[n], type);
@@ -24,7 +25,7 @@ INLINE void add_products(const int n_rows, const int type, vec (*sums)[4], const
     }
 }
 
-// out[m][n] = rows[m] . keys[n]
+// Computes out[m][n] = rows[m] . keys[n] for n_rows rows and four keys.
 INLINE void key_tile(
     const int n_rows, const int type, const char *rows, int64_t stride, const char **keys, int64_t dim, float *out) {
     const int64_t whole = dim / LANES * LANES;
@@ -47,7 +48,8 @@ INLINE void key_tile(
     }
 }
 
-// sums[m] += shares[m][key] * values[key] for one or two vectors of columns, or what is left of one.
+// Computes sums[m] += shares[m][key] * values[key] for one or two vectors of columns; with one, for the n_left that
+// remain.
 INLINE void value_tile(
     const int n_rows, const int n_vectors, const int type, const float *shares, const char *values, int64_t stride,
     int64_t n_keys, int64_t n_left, float *sums, int64_t width) {
@@ -64,18 +66,18 @@ INLINE void value_tile(
         store(sums + m * width + n * LANES, totals[m][n], F32);
 }
 
-// A head of keys or values from a key on.
+// Rows of one head of keys or values, from some key on.
 struct rows {
     const char *first;
     int64_t stride, count, dim;  // bytes, rows, elements
 };
 
-// shares[row][key] = rows[row] . keys[key]. Meanwhile the values come.
+// Computes shares[row][key] = rows[row] . keys[key]; prefetches the values meanwhile.
 INLINE void multiply_keys(
     const char *rows, int64_t n_rows, int64_t row_bytes, struct rows keys, struct rows values, float *shares,
     const int type) {
     for (int64_t key = 0; key < keys.count; key += 4) {
-        const char *four_keys[4];  // the last one again where there are fewer
+        const char *four_keys[4];  // repeats the last key if fewer than four are left
         for (int n = 0; n < 4; n++) four_keys[n] = keys.first + at_most(key + n, keys.count - 1) * keys.stride;
         fetch(values.first, values.stride, key, at_most(key + 4, values.count), values.dim * bytes_of(type));
         for (int64_t row = 0, size; row < n_rows; row += size) {
@@ -87,10 +89,10 @@ INLINE void multiply_keys(
     }
 }
 
-// sums[row] += shares[row][key] * values[key]. Meanwhile the next keys come.
+// Computes sums[row] += shares[row][key] * values[key]; prefetches the next keys meanwhile.
 INLINE void add_values(
     const struct state *state, const float *shares, struct rows values, struct rows next_keys, const int type) {
-    enum { SOME = 64 };  // their values stay in the first-level cache while all rows pass
+    enum { SOME = 64 };  // keys whose values stay in the first-level cache while all rows use them
     for (int64_t start = 0; start < values.count; start += SOME) {
         const int64_t count = at_most(SOME, values.count - start);
         for (int64_t row = 0, size; row < state->n_rows; row += size) {
@@ -116,7 +118,7 @@ INLINE void add_values(
     }
 }
 
-// Few queries: everything is float32 until the end.
+// Attends few queries to one key head: everything is float32 until the end.
 INLINE void attend_few(const struct item *item, char *scratch, const int type) {
     const struct attention *c = item->call;
     const int64_t n_queries = item->n_queries, size = bytes_of(type), row_bytes = 4 * padded(c->dim, 16);

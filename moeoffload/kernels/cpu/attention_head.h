@@ -1,17 +1,17 @@
-// What attention of few and of many queries to one head of keys share; an includer defines what vectors.h needs.
+// The steps that attention of few and of many queries to one key head share; the includer defines what vectors.h needs.
 //
-// Keys come in blocks: products -> mask -> running maximum -> probabilities -> sums of values. The blocks do not depend
-// on how many queries, heads or threads there are, and an accumulator runs over keys or dimensions in order: so an
-// output's bits depend on its query, the keys, the values and the mask alone.
+// Keys are processed in blocks: products -> mask -> running maximum -> probabilities -> sums of values. The blocks do
+// not depend on the number of queries, heads or threads, and accumulators run over keys or dimensions in order, so an
+// output's bits depend only on its query, the keys, the values and the mask.
 
 #include "attention.h"
 #include "vectors.h"
 
-// Results so far of rows: queries, head by head.
+// Intermediate results of the rows (the queries of each head of the group, head by head) after some blocks of keys.
 struct state {
     int64_t n_rows, width;
     float *sums;    // of probabilities times values; rows are `width` apart
-    float *totals;  // of probabilities, relative to the greatest product
+    float *totals;  // sums of probabilities, relative to the greatest product
     float *best;    // the greatest product
 };
 
@@ -23,7 +23,8 @@ INLINE struct state begin(const struct item *item, void *scratch) {
     return (struct state){n_rows, width, sums, totals, totals + n_rows};
 }
 
-// Scales a row's products with `count` keys, adds a mask and finds the greatest; -inf up to a multiple of 16.
+// Scales a row's products with `count` keys, applies the mask and returns the greatest of them and `best`. Products of
+// keys from n_seen on, up to a multiple of 16, become -inf.
 INLINE float scale_and_mask(
     float *row, int64_t count, int64_t n_seen, float scale, const char *mask, const int kind, float best) {
     vec most = all(best);
@@ -42,7 +43,8 @@ INLINE float scale_and_mask(
     return best;
 }
 
-// Makes probabilities of row `at`, the products of a query of a head with `count` keys from `start` on.
+// Turns `row`, the products of a query of a head with `count` keys from `start` on, into probabilities relative to the
+// greatest product so far, and rescales the earlier results of row `at` of the state if that has grown.
 INLINE void become_shares(
     const struct item *item, const struct state *state, int64_t at, int64_t head, int64_t query, int64_t start,
     int64_t count, int kind, float *row) {
@@ -58,7 +60,7 @@ INLINE void become_shares(
     case BOOLEAN_MASK: now = scale_and_mask(row, count, n_seen, c->scale, mask, BOOLEAN_MASK, *best); break;
     default: now = scale_and_mask(row, count, n_seen, c->scale, mask, NO_MASK, *best);
     }
-    // A query that has seen no key so far: its probabilities are zero, not undefined.
+    // If the query has seen no key so far, its probabilities are zero instead of NaN.
     const float shift = now == -INFINITY ? 0 : now;
     vec added = {0};
     for (int64_t key = 0; key < padded(count, 16); key += LANES) {
@@ -75,7 +77,7 @@ INLINE void become_shares(
     *total += fold(added, added, added, added)[0];
 }
 
-// Writes the quotients, rounded; zero for a query that saw no key.
+// Writes sums / totals, rounded to the type; zero for a query that saw no key.
 INLINE void end(const struct item *item, const struct state *state, const int type) {
     const struct attention *c = item->call;
     for (int64_t row = 0; row < state->n_rows; row++) {

@@ -1,4 +1,5 @@
-// Attention of many bfloat16 queries by the CPU's products of pairs of them into float32 (AVX512-BF16).
+// Attention of many bfloat16 queries with the instruction that adds products of bfloat16 pairs to float32
+// (AVX512-BF16).
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -7,7 +8,7 @@
 #define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512bf16")))
 #include "attention_head.h"
 
-// Packs keys: for each 64 of them (dim / 2, 64) pairs of neighbours. Zero behind the last key.
+// Packs keys: for each 64 keys (dim / 2, 64) pairs of neighbouring elements; zeros after the last key.
 INLINE void pack_keys(const char *keys, int64_t stride, int64_t n_keys, int64_t dim, uint32_t *packed) {
     for (int64_t first = 0; first < n_keys; first += PACKED_COLUMNS, packed += PACKED_COLUMNS * dim / 2) {
         memset(packed, 0, 2 * PACKED_COLUMNS * dim);
@@ -17,7 +18,8 @@ INLINE void pack_keys(const char *keys, int64_t stride, int64_t n_keys, int64_t 
     }
 }
 
-// Packs values: for each 64 columns, or what is left of them filled up to 16, (filled / 2, columns) pairs of keys.
+// Packs values: for each 64 columns (or the rest, padded to a multiple of 16) (filled / 2, columns) pairs of the values
+// of two neighbouring keys.
 INLINE void pack_values(
     const char *values, int64_t stride, int64_t n_keys, int64_t value_dim, int64_t filled, uint32_t *packed) {
     for (int64_t first = 0; first < value_dim; first += PACKED_COLUMNS) {
@@ -32,7 +34,7 @@ INLINE void pack_values(
     }
 }
 
-// out[m] (+)= rows[m] . packed, for some vectors of columns
+// Computes out[m] = rows[m] . packed, or adds to out if `adds`, for n_rows rows and n_vectors vectors of columns.
 INLINE void packed_tile(
     const int n_rows, const int n_vectors, const char *rows, int64_t row_bytes, const uint32_t *packed,
     int64_t n_pairs, float *out, int64_t stride, int adds) {
@@ -53,6 +55,7 @@ INLINE void packed_tile(
         store(out + m * stride + n * LANES, sums[m][n], F32);
 }
 
+// As packed_tile, for any number of rows and columns.
 INLINE void multiply_packed(
     int64_t n_rows, const char *rows, int64_t row_bytes, const uint32_t *packed, int64_t n_pairs, int64_t n_columns,
     float *out, int64_t stride, int adds) {
@@ -78,7 +81,8 @@ INLINE void multiply_packed(
 
 enum sight { NOTHING, SOMETHING, EVERYTHING };
 
-// What queries from `first` on see of `count` keys from `start` on.
+// Returns whether the n_queries queries from `first` on can see none, some or all of `count` keys from `start` on, by
+// the mask; a causal call is NOTHING if all keys come after the queries.
 static enum sight sight_of(
     const struct item *item, int64_t head, int64_t first, int64_t n_queries, int64_t start, int64_t count) {
     const struct attention *c = item->call;
@@ -92,7 +96,8 @@ static enum sight sight_of(
     return every ? EVERYTHING : any ? SOMETHING : NOTHING;
 }
 
-// Many queries: blocks of keys are packed once for all of them, and skipped where a query's mask hides them.
+// Attends many queries to one key head: a block of keys is packed once for all queries and heads, and skipped for
+// blocks of queries from which the mask hides it.
 TARGET void attend_many(const struct item *item, char *scratch) {
     const struct attention *c = item->call;
     const int64_t n_queries = item->n_queries, dim = c->dim, width = padded(c->value_dim, 16);

@@ -1,4 +1,5 @@
-// What all C files of the kernels share. kernels/calls.py has the same numbers, and the structures of the calls.
+// Definitions shared by all C files of the kernels. kernels/calls.py repeats these numbers and declares the call
+// structures.
 #pragma once
 
 #include <math.h>
@@ -6,16 +7,16 @@
 #include <stdint.h>
 #include <string.h>
 
-// What a CPU can do, as moe_cpu_features returns it.
+// CPU features, as moe_cpu_features returns them.
 enum { HAS_AVX2 = 1, HAS_AVX512 = 2, HAS_BF16_DOT = 4, HAS_INTEGER_DOT = 8, HAS_MATRIX_UNIT = 16, HAS_BYTE_LOOKUP = 32 };
 
-enum { BF16, F16, F32, N_TYPES };        // types of elements
-enum { BOOLEAN_MASK = 3, NO_MASK = 4 };  // kinds of mask; one of a type above is added to the scaled products
+enum { BF16, F16, F32, N_TYPES };        // element types
+enum { BOOLEAN_MASK = 3, NO_MASK = 4 };  // kinds of mask; a mask of an element type is added to the scaled products
 
 // GOMP_parallel of the OpenMP runtime that torch has loaded.
 typedef void (*Parallel)(void (*work)(void *), void *job, unsigned n_threads, unsigned flags);
 
-// Runs `work` in up to that many threads; in this one if `parallel` is NULL.
+// Runs `work` in up to n_threads threads; in the calling thread if `parallel` is NULL.
 static inline void run_in_threads(Parallel parallel, int64_t n_threads, void (*work)(void *), void *job) {
     parallel && n_threads > 1 ? parallel(work, job, (unsigned)n_threads, 0) : work(job);
 }

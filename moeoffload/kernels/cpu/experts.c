@@ -1,18 +1,17 @@
-// The experts of a layer for the rows of a call: plan, up projections, activation, down projections, weighted sum.
+// Computes a layer's experts for the rows of a call: plan, up projections, activation, down projections, weighted sum.
 //
-// The plan sorts routes by expert; a position is a route in that order. Each step's work is cut into items that threads
-// claim one after the other, and a step begins when all items of the one before are finished: a thread that gets no core
-// holds the others up for one item at most. Results do not depend on which thread computed what.
+// The plan sorts routes by expert; a position is the index of a route in that order. Each step is divided into items
+// that threads claim one by one, and a step begins when all items of the step before are finished, so a thread that
+// loses its core delays the others by one item at most. Results do not depend on which thread computed an item.
 
 #include "tiles.h"
 
 #include <sched.h>
 
-// Steps of a call.
-// TAKE is in place of ACTIVATE: `values` are activations (n_present, inter).
+// Steps of a call. TAKE replaces ACTIVATE if `values` already holds the activations (n_present, inter).
 enum { PLAN = 1, UP = 2, ACTIVATE = 4, TAKE = 8, DOWN = 16, SUM = 32 };
 
-// Counters of items, one line of the cache for each.
+// Counters of claimed and finished items, each in a cache line of its own.
 enum { PACK_UP, COMPUTE_UP, ACTIVATED, PACK_DOWN, COMPUTE_DOWN, SUMMED, N_COUNTERS };
 
 typedef struct {
@@ -26,7 +25,7 @@ typedef struct {
     const char *up_bias;    // (n_experts, up_columns), or NULL
     const char *down;       // (n_experts, hidden, inter)
     const char *down_bias;  // (n_experts, hidden), or NULL
-    // Instead of `up` and `down`, or NULL: packed weights, see Product.
+    // Packed weights in place of `up` and `down`, see Product; or NULL.
     const Matrix *up_parts, *down_parts;
 } Layer;
 
@@ -38,23 +37,23 @@ typedef struct {
     float *out;            // (n_rows, hidden)
     int64_t n_rows, top_k, weights_are_f32;
     int64_t steps;
-    int64_t begin, end;          // positions to compute; the plan sets them to all
-    int64_t begin_row, end_row;  // rows to sum; likewise
+    int64_t begin, end;          // positions to compute; PLAN sets them to all
+    int64_t begin_row, end_row;  // rows to sum; PLAN sets them to all
     int64_t n_threads;
-    Parallel parallel;  // NULL: this thread alone
-    // Buffers, see kernels/workspace.py; rows of operands are operand_stride() apart.
+    Parallel parallel;  // NULL: only the calling thread
+    // Buffers, see kernels/workspace.py; operands are stride_of() bytes apart.
     int32_t *hit;          // (n_experts) experts that are hit
     int32_t *first;        // (n_experts + 1) their first positions
-    int32_t *row_of;       // (n_routes) of a position
-    int32_t *position_of;  // (n_routes) of a route, -1: none
+    int32_t *row_of;       // (n_routes) the row of a position
+    int32_t *position_of;  // (n_routes) the position of a route, -1: none
     char *values;          // (n_routes, up_columns), then (n_routes, hidden)
-    char *activated;       // (n_routes) operands of inter elements
-    char *operands;        // (n_rows) operands of hidden elements
-    char *packed;          // (n_routes, max(hidden, inter)) for the matrix unit
+    char *activated;       // (n_routes) operands of `inter` elements
+    char *operands;        // (n_rows) operands of `hidden` elements
+    char *packed;          // (n_routes, max(hidden, inter)) operands packed for the matrix unit
     char *scratch;         // (n_threads, moe_scratch_bytes) for packed weights
     // Results of the plan.
     int64_t n_hit, n_present;
-    _Atomic int64_t n_started;  // threads
+    _Atomic int64_t n_started;  // threads that have started
     Counter counters[N_COUNTERS];
 } Call;
 
@@ -70,7 +69,7 @@ static bool uses_matrix_unit(const Layer *layer) {
            matrix_unit_fits(layer->dtype, layer->features, layer->inter, layer->hidden);
 }
 
-// Bytes between operands of a projection, and how they are made.
+// stride_of returns the bytes between operands of a projection; `prepare` converts a row to one.
 static int64_t stride_of(const Layer *l, bool is_up) {
     const int64_t inner = is_up ? l->hidden : l->inter;
     return operand_bytes(kernels_for(l->dtype, l->features), tiles_of(l, is_up), inner, uses_matrix_unit(l));
@@ -81,7 +80,7 @@ static void prepare(const Layer *l, bool is_up, const void *row, void *operand) 
     prepare_operand(kernels, tiles_of(l, is_up), l->dtype, row, operand, inner, uses_matrix_unit(l));
 }
 
-// What a workspace has to know of a layer: whether it uses the matrix unit, and what a thread needs to unpack weights.
+// For sizing a workspace: whether the layer uses the matrix unit, and the bytes that a thread needs to unpack weights.
 int64_t moe_uses_matrix_unit(const Layer *layer) { return uses_matrix_unit(layer); }
 int64_t moe_scratch_bytes(const Layer *l) {
     const Kernels *kernels = kernels_for(l->dtype, l->features);
@@ -92,13 +91,14 @@ static int64_t claim(Counter *counter) { return atomic_fetch_add_explicit(&count
 static void finish(Counter *counter) { atomic_fetch_add_explicit(&counter->finished, 1, memory_order_release); }
 static void wait_for(Counter *counter, int64_t n_items) {
     for (int spins = 0; atomic_load_explicit(&counter->finished, memory_order_acquire) < n_items; spins++)
-        if (spins > SPINS) sched_yield();  // one that waits for a core may hold the item
+        if (spins > SPINS) sched_yield();  // the thread with the missing item may be waiting for this core
 }
 
-// Sorts routes by expert. Returns -1, or the first route whose slot does not exist.
+// Sorts routes by expert with a counting sort, which keeps the order of an expert's routes. Returns -1, or the first
+// route whose slot does not exist.
 static int64_t make_plan(Call *c) {
     const int64_t n_experts = c->layer->n_experts, n_routes = c->n_rows * c->top_k;
-    int32_t *counts = c->first + 1;  // of each expert, before they become those that are hit
+    int32_t *counts = c->first + 1;  // routes of each expert; `first` is overwritten afterwards
     memset(counts, 0, n_experts * sizeof *counts);
     for (int64_t route = 0; route < n_routes; route++) {
         const int64_t slot = c->slots[route];
@@ -107,7 +107,7 @@ static int64_t make_plan(Call *c) {
     }
     int32_t position = 0;
     int64_t n_hit = 0;
-    int32_t *next = c->hit;  // where an expert's next route goes
+    int32_t *next = c->hit;  // position of each expert's next route; `hit` is overwritten afterwards
     for (int64_t expert = 0; expert < n_experts; expert++) {
         const int32_t count = counts[expert];
         next[expert] = position;
@@ -119,7 +119,7 @@ static int64_t make_plan(Call *c) {
         c->position_of[route] = slot < 0 ? -1 : next[slot];
         if (slot >= 0) c->row_of[next[slot]++] = (int32_t)(route / c->top_k);
     }
-    // `next` now holds where each expert ends.
+    // next[expert] is now the end of the expert's positions.
     int32_t start = 0;
     for (int64_t expert = 0, group = 0; expert < n_experts; expert++) {
         const int32_t end = next[expert];
@@ -135,7 +135,7 @@ static int64_t make_plan(Call *c) {
     return -1;
 }
 
-// The groups (experts that are hit) that positions begin..end belong to.
+// Finds the groups from..to (one per expert that is hit) that positions begin..end belong to.
 static void groups_of(const Call *c, int64_t *from, int64_t *to) {
     *from = 0;
     while (*from < c->n_hit && c->first[*from + 1] <= c->begin) ++*from;
@@ -143,7 +143,7 @@ static void groups_of(const Call *c, int64_t *from, int64_t *to) {
     while (*to < c->n_hit && c->first[*to] < c->end) ++*to;
 }
 
-// The product of one group, both projections' alike but for `is_up`.
+// Describes the product of one group in the up projection, or in the down projection if not `is_up`.
 static Product product_of(const Call *c, int64_t group, bool is_up, int64_t thread) {
     const Layer *l = c->layer;
     const Kernels *kernels = kernels_for(l->dtype, l->features);
@@ -179,7 +179,8 @@ static Product product_of(const Call *c, int64_t group, bool is_up, int64_t thre
     };
 }
 
-// Returns the number of items, all of which are claimed.
+// Computes items of a projection until all are claimed; returns their number. With the matrix unit the operands of each
+// group are packed first.
 static int64_t project(Call *c, bool is_up, int64_t thread) {
     const Layer *l = c->layer;
     const Kernels *kernels = kernels_for(l->dtype, l->features);
@@ -214,7 +215,8 @@ static int64_t project(Call *c, bool is_up, int64_t thread) {
     return n_items;
 }
 
-// Makes operands of what the up projections gave, or of activations.
+// Converts the up projections' results (silu(gate) * up) or, with TAKE, given activations to operands of the down
+// projection, until all items are claimed; returns the number of items.
 static int64_t activate(Call *c) {
     const Layer *l = c->layer;
     const Kernels *kernels = kernels_for(l->dtype, l->features);
@@ -232,7 +234,7 @@ static int64_t activate(Call *c) {
     return n_items;
 }
 
-// out[row] = sum of values[position] * weight over the row's routes in their order.
+// Computes out[row] = sum of values[position] * weight over the row's routes, in the order of its slots.
 static void sum(Call *c) {
     const Layer *l = c->layer;
     const Kernels *kernels = kernels_for(l->dtype, l->features);
@@ -256,6 +258,7 @@ static void sum(Call *c) {
     }
 }
 
+// Runs the steps of a call in one thread; before each step it waits until all threads have finished the step before.
 static void run(void *argument) {
     Call *c = argument;
     const int64_t thread = atomic_fetch_add_explicit(&c->n_started, 1, memory_order_relaxed);

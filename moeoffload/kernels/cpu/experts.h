@@ -1,4 +1,4 @@
-// What the C files of the experts and of linear layers share. The structures are those of kernels/calls.py.
+// Definitions shared by the C files of the experts and of linear layers.
 
 #pragma once
 
@@ -6,44 +6,45 @@
 
 #include "packed.h"
 
-// How a bias is added to a float32 sum: rounded to the dtype first, as a product and a sum of their own do, or not.
+// How a bias is added to a float32 sum: directly (EXACT_BIAS), or after rounding the sum to the dtype (ROUNDED_BIAS),
+// as if the product and the addition were separate operations.
 enum { NO_BIAS, EXACT_BIAS, ROUNDED_BIAS };
 
 typedef struct Kernels Kernels;
 typedef struct TileKernels TileKernels;  // see tiles.h
 
-// What to prefetch into the second-level cache meanwhile: `step` bytes for each row of a span, or with each block. One read
-// at a time: a burst of them would wait for the memory.
+// What to prefetch into the second-level cache while computing: `step` bytes further with each row of a span, or with
+// each block. Prefetches are spread evenly, because a burst of them would stall on the memory.
 typedef struct {
     const char *at;
     int64_t step;
 } Ahead;
 
-// Rows of operands times rows of one matrix of weights. A result is `out[position, weight row]`.
+// A product of operands and rows of one weight matrix. A result is `out[position, weight row]`.
 typedef struct {
     const Kernels *kernels;
-    const TileKernels *tiles;  // that multiply tiles, or NULL
+    const TileKernels *tiles;  // kernels for weights in tiles, or NULL
     const void *weights;       // (n_out, inner); NULL: packed
     const Matrix *parts;     // packed weights: rows of the first matrix, then those of the second, if there is one
-    int64_t expert;          // whose rows of the parts
-    void *scratch;           // of this thread, scratch_bytes()
+    int64_t expert;          // the expert whose rows of the parts are multiplied
+    void *scratch;           // scratch_bytes() bytes of this thread
     const void *bias;        // (n_out)
-    const void *operands;    // rows as `prepare` of the kernels makes them, `stride` bytes apart
-    const int32_t *index;    // the operand of a position; NULL: its own number
+    const void *operands;    // rows converted by `prepare` of the kernels, `stride` bytes apart
+    const int32_t *index;    // the operand of a position; NULL: the position itself
     const void *packed;      // for the matrix unit: operands packed by `pack_operands`, by position
     void *out;               // (positions, n_out)
-    const char *following;   // what is read afterwards, or NULL
+    const char *following;   // weights that are read after these, to prefetch, or NULL
     int64_t dtype, n_out, inner, stride;
-    int64_t first, last;     // positions
-    int64_t from, to;        // weight rows
+    int64_t first, last;     // range of positions
+    int64_t from, to;        // range of weight rows
     int64_t bias_mode;
 } Product;
 
-// The functions of one instruction set for one dtype of weights. Elements are of that dtype unless a type says more.
+// The functions of one instruction set for one dtype of weights. Rows and results without a type are of that dtype.
 struct Kernels {
-    int64_t item_bytes;     // of an element
-    int64_t operand_bytes;  // of an element of an operand
-    int64_t block;          // operands are filled with zeros up to a multiple of so many elements
+    int64_t item_bytes;     // bytes of an element
+    int64_t operand_bytes;  // bytes of an element of an operand
+    int64_t block;          // operands are padded with zeros to a multiple of this many elements
     void (*project)(const Product *product);
     void (*prepare)(const void *row, void *operand, int64_t n);
     // out = silu(gate) * up, rounded after each step
@@ -51,8 +52,9 @@ struct Kernels {
     // total += row * weight; each product is rounded first if `rounds`
     void (*add_weighted)(float *total, const void *row, float weight, bool rounds, int64_t n);
     void (*widen)(const void *row, float *out, int64_t n);
-    // Columns from..to of packed rows as elements, rows `stride` elements apart. `from` is a multiple of SPAN; where it
-    // is one of SEGMENT, `scales` become those of the segment, one for each row; otherwise they are still those.
+    // Unpacks columns from..to of n_rows packed rows to elements of the dtype; output rows are `stride` elements apart.
+    // `from` is a multiple of SPAN. `scales` (one per row) are read at the beginning of each SEGMENT; if `from` is
+    // inside a segment, they must be those that an earlier call has read for it.
     void (*unpack)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, int64_t to, Scales *scales,
                    void *out, int64_t stride, Ahead ahead);
 };
@@ -71,25 +73,25 @@ static inline const Kernels *kernels_for(int64_t dtype, int64_t features) {
     return portable_kernels[dtype];
 }
 
-// The matrix unit: bfloat16, `inner` a multiple of 32 and `n_out` of 16.
+// The matrix unit needs bfloat16, `inner` a multiple of 32 and `n_out` a multiple of 16.
 enum { MATRIX_ROWS = 16, MATRIX_STEP = 32 };
 bool matrix_unit_fits(int64_t dtype, int64_t features, int64_t inner, int64_t n_out);
 void pack_operands(const Product *product, void *packed);
 void project_by_matrix_unit(const Product *product);
 
 enum { ITEM_ROWS = 64 };     // weight rows that a thread claims at a time
-enum { BLOCK_ROWS = 32 };    // weight rows that meet all operands of an expert while they are near
+enum { BLOCK_ROWS = 32 };    // weight rows that are multiplied by all operands of an expert while they are in the cache
 enum { NEAR_BYTES = 64, FAR_BYTES = 2048 };
-extern int64_t ahead_bytes;  // one of them, see ahead.c
-enum { UNPACKED_ROWS = 4 };  // packed rows that are unpacked together into whole rows: more would not fit the first cache
+extern int64_t ahead_bytes;  // prefetch distance, one of these two; see ahead.c
+enum { UNPACKED_ROWS = 4 };  // packed rows unpacked together into whole rows: more would not fit the first-level cache
 
-// Bytes of a thread's memory to unpack a block of rows into. For the matrix unit rows are a line of the cache further
-// apart than they are long: else they might all compete for the same places in the first cache.
+// Returns the bytes that a thread needs to unpack a block of rows. It leaves room for the matrix unit to place rows a
+// cache line further apart than they are long: otherwise they might compete for the same sets of the first-level cache.
 static inline int64_t scratch_bytes(const Kernels *kernels, int64_t inner) {
     return BLOCK_ROWS * padded(inner * kernels->item_bytes + 64, 64);
 }
 
-// As `unpack` of the kernels for rows of the product, which may lie in both parts.
+// As `unpack` of the kernels, for rows of a product, which may extend from its first part into the second.
 static inline void unpack_rows(const Product *p, int64_t row, int64_t n_rows, int64_t from, int64_t to, Scales *scales,
                                char *out, int64_t stride, Ahead ahead) {
     for (int64_t some; n_rows > 0; n_rows -= some, row += some, scales += some) {
@@ -103,10 +105,10 @@ static inline void unpack_rows(const Product *p, int64_t row, int64_t n_rows, in
     }
 }
 
-// Bytes of a span of a packed row with its scales, about.
+// Returns about how many bytes of a packed row, scales included, belong to one span.
 static inline int64_t packed_step(const Product *p) { return ceil_div(SPAN * p->parts->row_bytes, p->inner); }
 
-// Where a packed row of the product begins.
+// Returns the address of a packed row, which may be in the first or the second part.
 static inline const char *row_of_parts(const Matrix *parts, int64_t expert, int64_t row) {
     return row < parts->n_out ? packed_row(parts, expert, row) : packed_row(parts + 1, expert, row - parts->n_out);
 }

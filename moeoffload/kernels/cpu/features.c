@@ -1,4 +1,4 @@
-// What this CPU can do, asked once when the library is loaded.
+// Detects CPU features, once when the library is loaded.
 
 #include "common.h"
 
@@ -7,7 +7,8 @@
 #include <unistd.h>
 #endif
 
-// Flags of common.h. Asks Linux for the matrix unit's registers (AMX), which a process has to do before it uses them.
+// Returns the feature flags of common.h. Asks Linux for permission to use the matrix unit's registers (AMX), which a
+// process needs before it uses them.
 int32_t moe_cpu_features(void) {
     int32_t found = 0;
 #if defined(__x86_64__)

@@ -1,20 +1,20 @@
 // The functions of `Kernels` for one format of weights and one instruction set; included once for each pair, after
 // vectors.h. The includer defines
-//   FORMAT      the name that the functions end in
-//   TYPE        of a weight, of a row and of a result, and ELEMENT, its type in C
-//   OPERAND     the element of an operand
+//   FORMAT      suffix of the functions' names
+//   TYPE        element type of weights, rows and results, and ELEMENT, its type in C
+//   OPERAND     C type of an operand's element
 //   BLOCK       elements of the inner dimension that are multiplied at a time
-//   VALUES      half a block in a register
-//   LOAD        VALUES of the first or the second half of a block of elements at an address
-//   GET         VALUES of operands, likewise
-//   ADD_PRODUCT  a vector of sums with the products of VALUES of weights and of operands
-//   PREPARE     writes a block of elements as operands
-//   WORDS       maybe, see unpack_body.h
-// Another format of weights is another LOAD. FORMAT, TYPE, ELEMENT, LOAD and WORDS are undefined at the end.
+//   VALUES      type of a register with half a block
+//   LOAD        loads VALUES of the first or second half of a block of elements
+//   GET         loads VALUES of an operand, likewise
+//   ADD_PRODUCT  adds the products of VALUES of weights and of operands to a vector of sums
+//   PREPARE     converts a block of elements to operand elements
+//   WORDS       optional, see unpack_body.h
+// Another format of weights needs another LOAD. FORMAT, TYPE, ELEMENT, LOAD and WORDS are undefined at the end.
 //
-// Every dot product is two vectors of sums, of the first and the second halves of blocks, that run over the inner dimension
-// in order, added and folded in one fixed tree. So a result's bits depend on its two operands only, not on what is
-// computed beside it.
+// Every dot product has two vectors of sums, for the first and the second halves of blocks, which accumulate over the
+// inner dimension in order and are then added and folded in one fixed tree. So a result's bits depend only on its two
+// operands, not on the rest of the call.
 
 #define PASTE_(a, b) a##_##b
 #define PASTE(a, b) PASTE_(a, b)
@@ -22,12 +22,13 @@
 
 #include "unpack_body.h"
 
-// Bytes of a block, and the lines of the cache that it touches.
+// Bytes of a block, and its number of cache lines.
 enum { NAME(BYTES) = BLOCK * sizeof(ELEMENT), NAME(LINES) = (NAME(BYTES) + 63) / 64 };
 
-// The products of n_w weight rows and n_x operands: both halves of their sums, added; or one half after the other, of which
-// the second one leaves a folded set in place of the sums of the first row. With each block n_lines are prefetched into
-// the second-level cache: into the first one fewer reads can be under way. Measured: 13 GB/s, not 5.
+// Multiplies n_w weight rows by n_x operands. With n_halves 2, sums[w][x] becomes the sum of both vectors of sums. With
+// 1, the call for half 0 stores its vectors, and the call for half 1 adds its own and leaves the folded set of four
+// rows in sums[0]. With each block n_lines cache lines are prefetched into the second-level cache, since the
+// first-level cache allows fewer reads in flight (measured: 13 GB/s instead of 5).
 INLINE void NAME(products)(const int n_w, const int n_x, const int half, const int n_halves, const int n_lines,
                            const ELEMENT *const *weights, const OPERAND *const *operands, int64_t inner, Ahead ahead,
                            SUMS *sums) {
@@ -74,7 +75,8 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int half, const i
 #undef EACH_SUM
 }
 
-// Packed rows as elements, in the scratch memory; brings what comes next of them into the second-level cache.
+// Unpacks rows to the scratch memory and returns it; prefetches the packed bytes that come next into the second-level
+// cache.
 static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row, int64_t n_rows) {
     Scales scales[UNPACKED_ROWS];
     for (int64_t row = 0; row < n_rows; row += UNPACKED_ROWS) {
@@ -85,7 +87,7 @@ static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row
     return p->scratch;
 }
 
-// One weight row after the other: a single stream of reads.
+// For weights from memory: one weight row after the other, which is a single stream of reads.
 #define STREAMED(n)                                                                                                  \
     case n:                                                                                                          \
         for (int w = 0; w < n_w; w++) {                                                                              \
@@ -97,7 +99,8 @@ static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row
             NAME(products)(1, n, 0, 2, NAME(LINES), &row, x, inner, far, sums + w);                                  \
         }                                                                                                            \
         break;
-// Tiles out of the caches. Of one half of the sums at a time half an operand is read, which may fit the first cache.
+// For weights in the cache: TILE_WEIGHTS rows at a time. A pass over one half of the sums reads half an operand, which
+// may fit the first-level cache.
 #define TILED(n)                                                                                                     \
     case n:                                                                                                          \
         for (int half = 0; half < 2; half += HALVES)                                                                 \
@@ -115,8 +118,9 @@ static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row
     : ahead.step    ? NAME(products)(TILE_WEIGHTS, n, half, HALVES, 1, rows, x, inner, ahead, sums + w)              \
                     : NAME(products)(TILE_WEIGHTS, n, half, HALVES, 0, rows, x, inner, ahead, sums + w)
 
-// At most LANES weight rows times n_x operands: the results of positions first..first + n_x. Weights that are read `once`
-// come out of the memory, packed ones (NULL) too; others out of the caches, and what is `ahead` is brought there meanwhile.
+// Multiplies n_w (at most LANES) weight rows by n_x operands and writes the results of positions first..first + n_x.
+// Weights that are read `once` come from memory, also packed ones (`weights` is NULL); others come from the caches, and
+// `ahead` is prefetched meanwhile.
 static TARGET void NAME(group)(const Product *p, const ELEMENT *weights, int64_t weight_row, int n_w, int64_t first, int n_x,
                                bool once, Ahead ahead) {
     SUMS sums[LANES];
@@ -154,8 +158,9 @@ static TARGET void NAME(group)(const Product *p, const ELEMENT *weights, int64_t
 #undef TILED
 #undef TILE_OF
 
-// With more operands than a tile has, a block of weight rows meets all of them while it lies in the second-level cache,
-// and the first tiles bring the next block there, a share each. Packed weights are unpacked to there.
+// Multiplies weight rows from..to by all operands. If these are more than one tile, a block of weight rows is
+// multiplied by all of them while it is in the second-level cache (packed weights are unpacked first), and the first
+// tiles prefetch the next block, a share each.
 static TARGET void NAME(project)(const Product *p) {
     const int64_t n_tiles = ceil_div(p->last - p->first, TILE_ROWS), row_bytes = p->inner * sizeof(ELEMENT);
     const int64_t block_rows = n_tiles > 1 ? BLOCK_ROWS : p->to - p->from, n_blocks = p->inner / BLOCK;
@@ -168,7 +173,7 @@ static TARGET void NAME(project)(const Product *p) {
         if (p->parts && n_tiles > 1) weights = NAME(unpacked)(p, start, end - start);
         for (int64_t tile = 0; tile < n_tiles; tile++) {
             const int n_x = (int)((p->last - first + n_tiles - tile - 1) / (n_tiles - tile));
-            // There is a pass over the operands for each two weight rows; with each block it brings so many bytes.
+            // There is one pass over the operands per two weight rows; it prefetches `step` bytes with each block.
             const int64_t step = next && tile < n_shares ? 2 * NAME(BYTES) / n_shares : 0;
             for (int64_t row = start; row < end; row += LANES) {
                 const int64_t n_passes = (tile * BLOCK_ROWS + row - start) / 2;

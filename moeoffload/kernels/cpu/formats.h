@@ -1,7 +1,7 @@
 // Instantiates the kernels of one instruction set for bfloat16, float16 and float32; see vectors.h and format_body.h.
 //
-// The includer also defines TILE_ROWS (operands of a tile, whose sums stay in registers) and EACH_TILE (a macro for each
-// number of them).
+// The includer also defines TILE_ROWS (the most operands whose sums stay in registers) and EACH_TILE (applies a macro
+// to each number of operands from 1 to TILE_ROWS).
 
 #include "vectors.h"
 
@@ -11,15 +11,17 @@ typedef struct {
 
 #include "unpack.h"
 
-// A tile has so many weight rows, and so many halves of their sums at a time: with one, those of twice as many rows fit the
-// registers. Measured: AVX-512 is 8 to 16% faster with four rows, AVX2 a third slower.
+// TILE_WEIGHTS: weight rows of a tile. HALVES: how many of the two vectors of sums of each product are computed in one
+// pass; with one, the sums of twice as many rows fit the registers. Measured: four rows make AVX-512 8 to 16% faster,
+// AVX2 a third slower.
 #if LANES == 16
 enum { TILE_WEIGHTS = 4, HALVES = 1 };
 #else
 enum { TILE_WEIGHTS = 2, HALVES = 2 };
 #endif
 
-// What meets several others is loaded once, not with each product, where there are registers enough.
+// Makes the compiler load a value that is used in several products once, not with each product, where there are enough
+// registers.
 #if LANES == 16
 #define KEEP_IN_REGISTER(values) __asm__("" : "+v"(values))
 #else
@@ -28,8 +30,9 @@ enum { TILE_WEIGHTS = 2, HALVES = 2 };
 
 typedef vec SUMS[TILE_ROWS];
 
-// The sums of four vectors, folded as far as a vector has room for them, and LANES sums of such sets that lie in every fourth
-// row of `sums`. The tree is that of `fold`.
+// fold_set folds four vectors of sums into one vector; `join` completes the sums of operand x from the LANES / 4 such
+// vectors that lie in every fourth row of `sums`, and returns one sum per weight row. Together they add in the same
+// tree as `fold`.
 #if LANES == 16
 INLINE vec fold_set(vec a, vec b, vec c, vec d) { return fold_lanes(a, b, c, d); }
 INLINE vec join(const SUMS *sums, int x) {
@@ -52,7 +55,7 @@ INLINE vec join(const SUMS *sums, int x) {
 INLINE vec get_floats(const float *at, const int half) { return load(at + half * LANES, F32); }
 INLINE vec add_product(vec sum, vec weights, vec operands) { return fma_of(weights, operands, sum); }
 
-// The even elements, or the odd ones: a shift or a mask instead of a shuffle.
+// Loads the even (half 0) or the odd elements (half 1) of a block: this takes a shift or a mask instead of a shuffle.
 INLINE vec load_bf16(const uint16_t *at, const int half) {
     bits both;
     memcpy(&both, at, sizeof both);

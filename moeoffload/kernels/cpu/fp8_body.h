@@ -1,16 +1,18 @@
-// Tiles of FP8 multiplied by rows of 16 bits for one instruction set; included after integer_body.h. The includer defines
-//   FP8_OPERAND    the element of an operand; four neighbours are in the order 0, 2, 1, 3
-//   FP8_WEIGHTS    four weights of each row in registers
-//   FP8_UNPACK     FP8_WEIGHTS of codes
-//   FP8_SUMS       sums of an operand
-//   FP8_ADD        adds the products of FP8_WEIGHTS and four elements at an address to FP8_SUMS
-//   FP8_TOTAL      one sum for each row
-//   EACH_FP8_X     calls a macro with each number of operands
+// Multiplies tiles of FP8 codes by 16-bit float rows, for one instruction set; included after integer_body.h. The
+// includer defines
+//   FP8_OPERAND    type of an operand's element; each four neighbours are in the order 0, 2, 1, 3
+//   FP8_WEIGHTS    type of registers with four weights of each row
+//   FP8_UNPACK     unpacks codes to FP8_WEIGHTS
+//   FP8_SUMS       type of the sums of one operand
+//   FP8_ADD        adds the products of FP8_WEIGHTS and four operand elements at an address to FP8_SUMS
+//   FP8_TOTAL      reduces FP8_SUMS to one sum per row
+//   EACH_FP8_X     applies a macro to each supported number of operands
 //   FP8_SET        the name of a function for this instruction set
 
 enum { UNPACKED = 128 };  // weights of each row that are unpacked together
 
-// Adds the products of 4 * n_steps weights of each row, at `at` or unpacked at `ready`, and n_x operands.
+// Adds the products of 4 * n_steps weights of each row and n_x operands from element k on; the weights are codes at
+// `at`, or already unpacked at `ready`.
 INLINE void add_steps(const int n_x, const FP8_WEIGHTS *ready, const uint8_t *at, int n_steps, const FP8_OPERAND *const *x,
                       int64_t k, FP8_SUMS *sums) {
 #pragma GCC unroll 8
@@ -21,7 +23,8 @@ INLINE void add_steps(const int n_x, const FP8_WEIGHTS *ready, const uint8_t *at
     }
 }
 
-// The products of one part of a tile and n_x operands; for more than at_once weights are unpacked to the first cache.
+// Multiplies one part (LANES rows) of a tile by n_x operands. For more operands than fit the registers (MOST_X) weights
+// are unpacked once to the first-level cache and multiplied by MOST_X operands at a time.
 INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int part, Fetch fetch,
                          const void *const *operands, vec *out) {
     const int at_once = n_x < MOST_X ? n_x : MOST_X, chunk = n_x > MOST_X ? UNPACKED : INTEGERS;

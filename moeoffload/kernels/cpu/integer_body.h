@@ -1,14 +1,20 @@
 // The functions of TileKernels for one instruction set; included after vectors.h. The includer defines
-//   STEP      the products of 4 weights of each row and of activations, added to sums
-//   START     sums that begin with these
-//   SHIFTED   integers shifted left, by 32 and more to 0
-//   MOST_X    operands whose sums stay in registers
+//   SUMS_OF_STEPS  type of the sums of one operand
+//   STEP      adds the products of 4 weights of each row and 4 activations to the sums
+//   START     sums with these initial values
+//   TOTAL     reduces the sums to one integer per row
+//   SHIFTED   shifts integers left; a shift by 32 or more gives 0
+//   LOOK_UP   looks up 4-bit codes in a table
+//   NEAREST   rounds floats to integers
+//   MOST_X    the most operands whose sums stay in registers
+//   N_SIZES   the largest number of operands is MANY_X = 2^(N_SIZES - 1); EACH_X applies a macro to each supported
+// number
 //   MORE_KINDS  functions for FP8, see fp8_body.h
-//   SET       the name of a function for this instruction set
-// A tile has LANES rows for each of PARTS vectors.
+//   INTEGER_SET  the name of a function for this instruction set
+// The 16 rows of a tile are PARTS vectors of LANES rows.
 
 enum { PARTS = TILE / LANES, MANY_X = 1 << (N_SIZES - 1) };
-enum { MOST_INTEGER = 32639 };  // its upper byte and a signed lower one
+enum { MOST_INTEGER = 32639 };  // the largest that fits a signed upper and a signed lower byte: 127 * 256 + 127
 
 typedef uint8_t code_bytes __attribute__((vector_size(4 * LANES)));
 typedef uint16_t shifted __attribute__((vector_size(4 * LANES)));
@@ -34,7 +40,7 @@ INLINE float exp2_of(int exponent) {
     return power;
 }
 
-// The codes of weights 4 * step..4 * step + 3 of each row of a block, from 0 upwards.
+// Returns the codes, as unsigned bytes, of weights 4 * step..4 * step + 3 of each row of a part of a block.
 INLINE code_bytes unpack_step(const int kind, const int step, const uint8_t *codes, const uint8_t *high, code_bytes table) {
     if (kind == WEIGHTS_INT8) return codes_at(codes + 4 * TILE * step);
     const code_bytes raw = codes_at(codes + 4 * TILE * (step / 2));
@@ -45,7 +51,7 @@ INLINE code_bytes unpack_step(const int kind, const int step, const uint8_t *cod
     return some;
 }
 
-// What a group's codes are multiplied with, and what is subtracted; both for LANES rows.
+// Scale and offset of a group, and the factors that super-groups share, for LANES rows each.
 typedef struct {
     vec factor, min_factor, scale, offset;
 } Group;
@@ -55,13 +61,13 @@ INLINE vec byte_values(const uint8_t *at, const bool is_signed) {
     return is_signed ? signed_at(at, LANES) : unsigned_at(at, LANES);
 }
 
-// As powers_of, but 255 is infinite.
+// As powers_of, but 255 is infinity.
 INLINE vec powers_at(const uint8_t *at) {
     const bits raw = bytes_at(at, LANES);
     return (vec)(raw << 23 | ((bits)(raw == 0) & 0x00400000));
 }
 
-// Reads the scales of a group for the rows of a part; returns where its offsets or what follows them begin.
+// Reads the scales and offsets of a group for the rows of a part; returns the address behind those of the whole tile.
 INLINE const uint8_t *read_group(const Matrix *m, const uint8_t *at, int part, Group *g) {
     switch (m->scales) {
         case SCALES_F32: g->scale = load((const float *)at + part * LANES, F32), at += 4 * TILE; break;
@@ -78,13 +84,14 @@ INLINE const uint8_t *read_group(const Matrix *m, const uint8_t *at, int part, G
     return at;
 }
 
-// The products of one part of a tile and n_x operands.
+// Multiplies one part (LANES rows) of a tile by n_x operands, block by block in the order in which the tile is stored;
+// see tiles.h for the order of sums.
 INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const uint8_t *at, int part, Fetch fetch,
                           const void *const *operands, vec *out) {
     const Block *x[MOST_X];
 #pragma GCC unroll 8
     for (int i = 0; i < n_x; i++) x[i] = operands[i];
-    // Sums are scaled for each 16 weights where groups may be so small.
+    // INT6 may have groups of 16 weights, so its sums are scaled after each 16.
     const int per_sum = kind == WEIGHTS_INT6 ? 16 : INTEGERS, n_sums = INTEGERS / per_sum;
     const int64_t high_bytes = kind == WEIGHTS_UINT5 ? 4 * TILE : kind == WEIGHTS_INT6 ? 8 * TILE : 0;
     const int64_t n_code_bytes = TILE * INTEGERS / (kind == WEIGHTS_INT8 ? 1 : 2), n_blocks = m->n_in / INTEGERS;
@@ -125,7 +132,7 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
 #pragma GCC unroll 8
                 for (int i = 0; i < n_x; i++) {
                     const int32_t less = n_sums > 1 ? x[i]->less[n] : x[i]->all_less;
-                    sums[i] = START(SHIFTED((ints){0} + less, zero));  // codes from 0 upwards are too much
+                    sums[i] = START(SHIFTED((ints){0} + less, zero));  // codes are unsigned: subtracts the zero
                 }
 #pragma GCC unroll 8
                 for (int step = n * per_sum / 4; step < (n + 1) * per_sum / 4; step++) {
@@ -183,15 +190,15 @@ WITH_KIND(INT6)
 #undef WITH_KIND
 
 
-// Those for 1, 2, 4 ... MANY_X operands, where there are some.
+// multiply[kind][i] multiplies by 2^i operands; NULL if there is no such function.
 #define OF_KIND(kind) {EACH_X(NAME_OF, kind)}
 #define NAME_OF(kind, n) INTEGER_SET(multiply_##kind##_##n),
 static MultiplyTile *const INTEGER_SET(multiply)[][N_SIZES] = {OF_KIND(INT8), OF_KIND(UINT4), OF_KIND(LEVELS4), OF_KIND(UINT5), OF_KIND(INT6), MORE_KINDS};
 #undef OF_KIND
 #undef NAME_OF
 
-// What a tile brings while it meets the operands of this turn: what is near behind it where it meets one set of operands,
-// else a share of the tile that is a block of rows behind it.
+// Chooses what to prefetch while a tile is multiplied by the operands of this turn: the bytes shortly behind if there
+// is only one set of operands, else a share of the tile that is a block of rows (ITEM_ROWS) further on.
 INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_t n_x, int64_t turn) {
     int64_t every = 1;
     if (p->last - p->first <= n_x) return (Fetch){2 * ahead_bytes, every, 0};
@@ -203,7 +210,8 @@ INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_
     return (Fetch){(const uint8_t *)from - tile, every, turn};
 }
 
-// A block of weight rows meets all operands while it is near; then the next one.
+// Multiplies weight rows from..to by all operands: each block of ITEM_ROWS rows by all of them while it is in the
+// cache.
 static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
     for (int64_t start = p->from; start < p->to; start += ITEM_ROWS) {
         const int64_t end = at_most(start + ITEM_ROWS, p->to);
@@ -231,7 +239,8 @@ static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
     }
 }
 
-// At most SCALED blocks of values as integers of 16 bits, in their order.
+// Converts n values, at most SCALED blocks, to 16-bit integers with one common scale, a power of two. If a value is not
+// finite, the scale is NaN and the integers are 0.
 INLINE void prepare_blocks(const void *row, int64_t type, Block *blocks, int64_t n) {
     float values[INTEGERS * SCALED];
     for (int64_t i = 0; i < n; i += LANES) store(values + i, load((const uint16_t *)row + i, type), F32);
@@ -241,7 +250,7 @@ INLINE void prepare_blocks(const void *row, int64_t type, Block *blocks, int64_t
         memcpy(&raw, values + i, sizeof raw);
         most = (raw & 0x7FFFFFFF) > most ? raw & 0x7FFFFFFF : most;
     }
-    // The largest has 15 bits and a sign.
+    // The largest integer has 15 bits and a sign.
     const int exponent = (int)at_least(most >> 23, 32) - 127 - 14;
     const bool is_finite = most < 0x7F800000;
     const float inverse = is_finite ? exp2_of(-exponent) : 0.0f;

@@ -1,4 +1,4 @@
-// The kernels in AVX2 with FMA and F16C.
+// The kernels for AVX2 with FMA and F16C.
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -21,6 +21,8 @@ const Kernels *const avx2_kernels[N_TYPES] = {&kernels_bf16, &kernels_f16, &kern
 
 #include "tiles.h"
 
+// Adds the products of 4 unsigned codes of each row and 4 activation words: bytes 0 and 2 of a row, and 1 and 3, become
+// words by a mask and a shift, which is why the activations are in the order 0, 2, 1, 3.
 INLINE ints add_step(ints sums, __m256i codes, const Block *x, const int step) {
     int32_t even, odd;
     memcpy(&even, x->words + 4 * step, sizeof even);
@@ -49,7 +51,8 @@ static MultiplyTile fp8_1, fp8_2, fp8_4, fp8_32;
 #define INTEGER_SET(name) name##_avx2
 #include "integer_body.h"
 
-// 256ths of weights: 0 and 2, and 1 and 3, of the first four rows and of the others.
+// 1/256 of four weights of each of 8 rows: weights 0 and 2 (even) and 1 and 3 (odd), of the first four rows and of the
+// others.
 typedef struct {
     vec even[2], odd[2];
 } Fp8Floats;
@@ -57,7 +60,8 @@ typedef struct {
     vec parts[2];
 } Fp8Sums;
 
-// Below a sign, float16 with 4 bits of the exponent and 3 of the fraction.
+// Converts the FP8 codes in the upper bytes of words by way of float16: sign, 4 exponent bits and 3 fraction bits at
+// its places give 1/256 of the value.
 INLINE vec fp8_floats(__m256i halves, const int half) {
     const __m256i kept = _mm256_set1_epi16((short)0xBF80), sign = _mm256_set1_epi16((short)0x8000);
     const __m256i some = _mm256_and_si256(_mm256_srai_epi16(halves, 1), kept);
@@ -84,6 +88,7 @@ INLINE vec total_of(Fp8Sums sums) {
     return (vec)_mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(rows), 0xD8)) * 256.0f;
 }
 
+// Converts a row to float32 operands, each four neighbours in the order 0, 2, 1, 3.
 static TARGET void prepare_fp8(const void *row, int64_t type, void *operand, int64_t n) {
     float *to = operand;
     for (int64_t i = 0; i < n; i += LANES) {

@@ -1,4 +1,4 @@
-// The kernels in AVX-512; for bfloat16 also by the CPU's own products of pairs (AVX512-BF16).
+// The kernels for AVX-512; for bfloat16 also with the instruction for products of bfloat16 pairs (AVX512-BF16).
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -24,12 +24,12 @@ const Kernels *const avx512_kernels[N_TYPES] = {&kernels_bf16, &kernels_f16, &ke
 
 INLINE __m512i load_raw(const uint16_t *at, const int half) { return _mm512_loadu_si512(at + 32 * half); }
 
-// They take subnormal factors for zero.
+// The instruction treats subnormal factors as zero.
 INLINE vec add_raw(vec sum, __m512i weights, __m512i operands) {
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)operands);
 }
 
-// It takes subnormal numbers for zero, as the products do.
+// The instruction treats subnormal numbers as zero, as that of the products does.
 INLINE __m512i words_bf16_dot(vec a, vec b) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a); }
 
 #define FORMAT bf16_dot
@@ -56,6 +56,7 @@ typedef struct {
     ints high, low;
 } HalfSums;
 
+// Adds the products of 4 unsigned codes of each row and 4 activations, separately for their high and low signed bytes.
 INLINE HalfSums add_step(HalfSums sums, __m512i codes, const Block *x, const int step) {
     int32_t high, low;
     memcpy(&high, x->high + 4 * step, sizeof high);
@@ -91,7 +92,7 @@ static MultiplyTile fp8_dot_1, fp8_dot_2, fp8_dot_4, fp8_dot_8;
 #undef TARGET
 #define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx512vbmi")))
 
-// The upper and the lower bytes of bfloat16 of codes without their sign.
+// Upper and lower bytes of the bfloat16 values of FP8 codes without the sign.
 static const uint8_t fp8_upper[128] = {
     [1 ... 3] = 0x3B,   [4 ... 15] = 0x3C,  [16 ... 31] = 0x3D,  [32 ... 47] = 0x3E,   [48 ... 63] = 0x3F,
     [64 ... 79] = 0x40, [80 ... 95] = 0x41, [96 ... 111] = 0x42, [112 ... 126] = 0x43, [127] = 0x7F,
@@ -104,7 +105,7 @@ static const uint8_t fp8_lower[128] = {
     ALL_LOWER, ALL_LOWER, ALL_LOWER, 0x00, ONE_TO_SEVEN, EIGHT_TO_E, 0xC0,
 };
 
-// Weights 0 and 2, and 1 and 3.
+// Four weights of each row as pairs: 0 and 2 (even), 1 and 3 (odd).
 typedef struct {
     __m512bh even, odd;
 } Fp8Pairs;
@@ -115,7 +116,7 @@ typedef struct {
 INLINE Fp8Pairs unpack_fp8(__m512i raw) {
     const __m512i lower = _mm512_permutex2var_epi8(_mm512_loadu_si512(fp8_lower), raw, _mm512_loadu_si512(fp8_lower + 64));
     const __m512i plain = _mm512_permutex2var_epi8(_mm512_loadu_si512(fp8_upper), raw, _mm512_loadu_si512(fp8_upper + 64));
-    // a | (b & c), and (b & c) | (a & ~c).
+    // The ternary operations are a | (b & c) and (b & c) | (a & ~c).
     const __m512i upper = _mm512_ternarylogic_epi32(plain, raw, _mm512_set1_epi8((char)0x80), 0xF8);
     const __m512i low_bytes = _mm512_set1_epi16(0xFF);
     const __m512i even = _mm512_ternarylogic_epi32(_mm512_slli_epi16(upper, 8), lower, low_bytes, 0xF8);
@@ -133,6 +134,7 @@ INLINE void add_fp8(Fp8Sums *sums, Fp8Pairs weights, const uint16_t *x) {
     sums->odd = (vec)_mm512_dpbf16_ps((__m512)sums->odd, weights.odd, pair_at(x + 2));
 }
 
+// Copies a bfloat16 row to an operand, each four neighbours in the order 0, 2, 1, 3.
 static void prepare_fp8_dot(const void *row, int64_t type, void *operand, int64_t n) {
     const uint16_t *from = row;
     uint16_t *to = operand;

@@ -1,4 +1,4 @@
-// The kernels for any CPU, in vectors of four floats.
+// The kernels for any CPU, with vectors of four floats.
 
 #include "experts.h"
 

@@ -1,4 +1,4 @@
-// A linear layer at few rows: the experts' products with one matrix. The bias is added in float32.
+// A linear layer for few rows: the experts' kernels with one matrix. The bias is added in float32.
 
 #include "tiles.h"
 
@@ -11,17 +11,17 @@ typedef struct {
     char *out;           // (n_rows, n_out)
     int64_t n_in, n_out, n_rows, n_threads;
     Parallel parallel;
-    char *operands;  // of moe_operand_bytes(.., n_in) for each row
+    char *operands;  // moe_operand_bytes(.., n_in) bytes for each row
     char *scratch;   // (n_threads, moe_linear_scratch_bytes) for packed weights
     _Atomic int64_t claimed, n_started;
 } LinearCall;
 
-// Of an operand of n elements, whatever unit computes.
+// Returns the most bytes that an operand of n elements can need, whichever kernels compute.
 int64_t moe_operand_bytes(int64_t dtype, int64_t features, int64_t n) {
     return at_least(operand_bytes(kernels_for(dtype, features), NULL, n, false), n * (int64_t)sizeof(float) + OPERAND_GAP);
 }
 
-// What a thread needs to unpack rows of n weights.
+// Returns the bytes that a thread needs to unpack rows of n weights.
 int64_t moe_linear_scratch_bytes(int64_t dtype, int64_t features, int64_t n) {
     return scratch_bytes(kernels_for(dtype, features), n);
 }
@@ -35,6 +35,7 @@ static int64_t stride_of(const LinearCall *c) {
     return operand_bytes(kernels_for(c->dtype, c->features), tiles, c->n_in, uses_matrix_unit(c));
 }
 
+// Claims and computes blocks of weight rows in one thread until none are left.
 static void run(void *argument) {
     LinearCall *c = argument;
     const Kernels *kernels = kernels_for(c->dtype, c->features);
@@ -72,6 +73,7 @@ static void run(void *argument) {
     }
 }
 
+// Computes a call: converts the rows to operands in the calling thread, then multiplies in n_threads threads.
 void moe_linear(LinearCall *c) {
     const Kernels *kernels = kernels_for(c->dtype, c->features);
     const TileKernels *tiles = tiles_for(c->parts, c->dtype, c->features);

@@ -1,9 +1,9 @@
-// Products by the matrix unit (Intel AMX): bfloat16 rows of operands times rows of weights as they lie in memory.
+// Products by the matrix unit (Intel AMX): bfloat16 operand rows times weight rows, which are read in place.
 //
-// 16 weight rows, 32 elements of each, are one tile. The other one is made of up to 16 operands that were packed: pairs
-// of neighbours in the inner dimension of one operand beside those of the next. A single operand is its own packed tile.
-// A result is one element of an accumulator that runs over the inner dimension in order, so its bits depend on its two
-// operands only.
+// 32 elements of each of 16 weight rows are one tile. The other tile holds up to 16 packed operands: pairs of
+// neighbours in the inner dimension, those of one operand beside those of the next. A single operand needs no packing.
+// A result is one element of an accumulator that runs over the inner dimension in order, so its bits depend only on its
+// two operands.
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, TDPBF16PS, LDTILECFG, TILELOADD.
 
@@ -17,14 +17,14 @@
 #include "vectors.h"
 
 enum { ITEM_BYTES = 2, LINE_BYTES = 64 };
-// Places from which on weights are prefetched at the same time. Measured: faster by a fifth than one stream.
+// STREAMS: places in the weights that are prefetched concurrently; measured to be a fifth faster than one stream.
 enum { STREAMS = 8, STREAM_ROWS = 2 * MATRIX_ROWS / STREAMS };
 
 bool matrix_unit_fits(int64_t dtype, int64_t features, int64_t inner, int64_t n_out) {
     return dtype == BF16 && (features & HAS_MATRIX_UNIT) && inner % MATRIX_STEP == 0 && n_out % MATRIX_ROWS == 0;
 }
 
-// The 16 columns of 16 vectors, in four rounds of exchanges between two vectors each.
+// Transposes 16 x 16 32-bit elements in registers, in four rounds of exchanges between pairs of vectors.
 INLINE void transpose(__m512i *rows) {
 #pragma GCC unroll 4
     for (int distance = 1; distance < 16; distance *= 2) {
@@ -48,7 +48,8 @@ static const char *operand_of(const Product *p, int64_t position) {
     return (const char *)p->operands + (p->index ? p->index[position] : position) * p->stride;
 }
 
-// Packs the operands of first..last in groups of 16, each where its first position's row would be; a group of one stays.
+// Packs the operands of positions first..last in groups of 16, as (inner / 2, group size) pairs of neighbouring
+// elements. A group is stored where its first position's row would be; a group of one is not packed.
 TARGET void pack_operands(const Product *p, void *packed) {
     const int64_t row_bytes = p->inner * ITEM_BYTES;
     for (int64_t first = p->first; p->last - first > 1; first += MATRIX_ROWS) {
@@ -68,20 +69,21 @@ TARGET void pack_operands(const Product *p, void *packed) {
     }
 }
 
-// Accumulators are tiles 0 to 3, weights 4 and 5, operands 6 and 7.
+// Layout of the AMX tile configuration. Tiles 0 to 3 are accumulators, 4 and 5 weights, 6 and 7 operands.
 typedef struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
 } TileConfig;
 
+// Configures the tiles for `columns` operands in the first operand tile and more_columns in the second.
 INLINE void configure(int64_t columns, int64_t more_columns) {
     TileConfig config = {.palette = 1};
     for (int i = 0; i < 8; i++) {
         config.rows[i] = MATRIX_ROWS;
         config.row_bytes[i] = i == 4 || i == 5 ? LINE_BYTES : 4 * (i % 2 ? more_columns : columns);
     }
-    __asm__ volatile("" : : "r"(&config) : "memory");  // GCC knows of the first eight bytes only
+    __asm__ volatile("" : : "r"(&config) : "memory");  // GCC assumes that _tile_loadconfig reads only eight bytes
     _tile_loadconfig(&config);
 }
 
@@ -90,7 +92,8 @@ typedef struct {
     int64_t row_bytes, stride, columns[2], n_ahead;  // `stride` is from one weight row to the next, in bytes
 } Tiles;
 
-// sums[weight tile][operand tile] of one or two tiles each; brings n_ahead lines of each stream at every step.
+// Computes sums[weight tile][operand tile] for one or two tiles each; prefetches n_ahead lines of each stream at every
+// step.
 INLINE void products(const int n_weights, const int n_operands, const Tiles *t, float sums[2][2][16][16]) {
     const int64_t row_bytes = t->row_bytes, ahead_bytes = t->n_ahead * LINE_BYTES;
     const char *weights = t->weights, *more = weights + MATRIX_ROWS * t->stride, *ahead = t->ahead;
@@ -124,9 +127,9 @@ INLINE void products(const int n_weights, const int n_operands, const Tiles *t, 
     if (n_weights > 1 && n_operands > 1) _tile_stored(3, sums[1][1], LINE_BYTES);
 }
 
-// As products of two weight tiles, for packed rows: SPAN columns are unpacked while those before them are multiplied.
-// They go to the tiles' weights; if those are NULL, to where they are not kept. Meanwhile as many rows at `ahead` come into
-// the second-level cache.
+// As `products` of two weight tiles, for packed rows: SPAN columns are unpacked while those before them are multiplied.
+// They are unpacked to t->weights, where later calls find them, or to a temporary buffer if that is NULL. Meanwhile the
+// same number of packed rows at t->ahead is prefetched into the second-level cache.
 INLINE void products_of_packed(const int n_operands, const Product *p, const Tiles *t, int64_t row, float sums[2][2][16][16]) {
     uint16_t spans[2][2 * MATRIX_ROWS][SPAN] __attribute__((aligned(64)));
     const int64_t stride = t->weights ? t->stride : (int64_t)sizeof spans[0][0];
@@ -170,7 +173,8 @@ INLINE void products_of_packed(const int n_operands, const Product *p, const Til
     if (n_operands > 1) _tile_stored(3, sums[1][1], LINE_BYTES);
 }
 
-// Writes the results of one accumulator, a line for each of 16 weight rows, as rows of 16 results.
+// Writes the results of one accumulator: transposes its 16 lines, one per weight row, to `count` output rows of 16
+// results, and adds the bias.
 INLINE void write_results(const Product *p, const float sums[16][16], int64_t position, int64_t count, int64_t row) {
     __m512i lines[16];
 #pragma GCC unroll 16
@@ -188,6 +192,8 @@ INLINE void write_results(const Product *p, const float sums[16][16], int64_t po
     }
 }
 
+// Multiplies weight rows from..to by all operands, 32 weight rows and two groups of 16 operands at a time. Packed
+// weights are unpacked with the first groups, and kept in the scratch memory if there are more than two groups.
 TARGET void project_by_matrix_unit(const Product *p) {
     float sums[2][2][16][16] __attribute__((aligned(64)));
     Tiles t = {.row_bytes = p->inner * ITEM_BYTES, .stride = p->inner * ITEM_BYTES};
@@ -195,7 +201,7 @@ TARGET void project_by_matrix_unit(const Product *p) {
     int64_t columns[2] = {0, 0};
     for (int64_t row = p->from; row < p->to; row += 2 * MATRIX_ROWS) {
         const int n_weights = p->to - row > MATRIX_ROWS ? 2 : 1;
-        // While these rows are multiplied, those that are read next come into the second-level cache.
+        // While these rows are multiplied, the rows that are read next are prefetched into the second-level cache.
         const bool is_last = row + n_weights * MATRIX_ROWS >= p->to;
         t.weights = (const char *)p->weights + row * t.row_bytes;
         t.ahead = is_last ? p->following : t.weights + n_weights * MATRIX_ROWS * t.row_bytes;
@@ -238,7 +244,7 @@ TARGET void project_by_matrix_unit(const Product *p) {
                     write_results(p, sums[w][i], i ? second : first, t.columns[i], row + w * MATRIX_ROWS);
         }
     }
-    _tile_release();  // so that the system need not save its registers
+    _tile_release();  // the system then need not save the tile registers
 }
 #else
 bool matrix_unit_fits(int64_t dtype, int64_t features, int64_t inner, int64_t n_out) { return false; }

@@ -1,4 +1,4 @@
-// Root-mean-square norms in one pass over a row: cuts a call into rows, which threads claim.
+// RMS norms: divides a call into blocks of rows, which threads claim.
 
 #include "attention.h"
 

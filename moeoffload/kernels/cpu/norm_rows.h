@@ -1,13 +1,16 @@
-// Norms of rows for one instruction set; see vectors.h.
+// RMS norms of rows for one instruction set; see vectors.h.
 
 #include "attention.h"
 #include "vectors.h"
 
+// Multiplies normalised values y by the weight, with the roundings of the kind of norm.
 INLINE vec weighted(vec y, vec weight, const int kind, const int type) {
     if (kind == ROUNDED) y = rounded(y, type);
     return y * (kind == SHIFTED ? weight + 1.0f : weight);
 }
 
+// Normalises one row: sums its squares in four vectors, which are folded in a fixed tree, then scales it and multiplies
+// it by the weight.
 INLINE void norm_row(const char *x, const char *w, char *out, int64_t dim, float epsilon, const int kind, const int type) {
     const int64_t size = bytes_of(type);
     vec squares[4] = {{0}};

@@ -1,25 +1,27 @@
-// Packed weights multiplied without being unpacked to memory, out of tiles of 16 rows (formats/tiles.py).
+// Multiplies packed weights in tiles of 16 rows (formats/tiles.py) without unpacking them to memory.
 //
-// Integers: codes of 4 to 8 bits by activations of 16 bits, of which 256 have one scale.
-// The products of a block of 32 are summed exactly, multiplied by the weights' scale and added to a float32 sum in the
-// order of the blocks, that of each 256 activations multiplied by theirs: a result's bits depend neither on what is computed
-// beside it nor on the instruction set. An activation of bfloat16 becomes an integer without a rounding unless it is less
-// than a 128th of the largest of its 256; all err by 2^-16 of that one at most.
+// Integers: codes of 4 to 8 bits times activations of 16 bits, 256 of which share a scale. The products of a block of
+// 32 are summed exactly, multiplied by the weights' scale and added to a float32 sum in the order of the blocks; the
+// sum of each 256 activations is multiplied by their scale. So a result's bits depend neither on what else is computed
+// in the call nor on the instruction set. A bfloat16 activation becomes an integer exactly unless it is smaller than
+// 1/128 of the largest of its 256; the error of any activation is at most 2^-16 of that largest one.
 //
-// FP8: codes become float32 or bfloat16, which is exact. A group's products are summed in a few sums in the order of the
-// weights, those in one fixed tree, and scaled: a result's bits do not depend on what is computed beside it.
+// FP8: codes become float32 or bfloat16, which is exact. A group's products are added to a few sums in the order of the
+// weights, these are added in a fixed tree, and the total is scaled: a result's bits do not depend on the rest of the
+// call.
 #pragma once
 
 #include "experts.h"
 
-// Weight rows of a tile; weights of a row, or activations, of a block; blocks whose activations share a scale.
+// TILE: weight rows of a tile. INTEGERS: weights per row, or activations, in a block. SCALED: blocks whose activations
+// share a scale.
 enum { TILE = 16, INTEGERS = 32, SCALED = 8 };
 
 // Kinds of codes in tiles.
 enum { WEIGHTS_INT8, WEIGHTS_UINT4, WEIGHTS_LEVELS4, WEIGHTS_UINT5, WEIGHTS_INT6, WEIGHTS_FP8 };
 
-// Activations of a block: value = integer * scale; the integer is 256 * high + low, or a word. Words of four neighbours
-// are in the order 0, 2, 1, 3. The scale is that of the first of SCALED blocks.
+// Activations of a block: value = integer * scale, where the integer is 256 * high + low (AVX512-VNNI) or a word
+// (AVX2). Each four neighbouring words are in the order 0, 2, 1, 3. Only the first of SCALED blocks has its scale set.
 typedef struct {
     union {
         struct {
@@ -27,22 +29,23 @@ typedef struct {
         };
         int16_t words[INTEGERS];
     };
-    int32_t less[INTEGERS / 16], all_less;  // sums of each 16 integers, and of all, negative
+    int32_t less[INTEGERS / 16], all_less;  // negated sums of each 16 integers, and of all
     float sum, scale;
 } Block;
 
-// What a tile brings to the second cache: what lies `far` behind one block of every so many (a power of 2), that of `turn`.
+// What to prefetch into the second-level cache while a tile is multiplied: the bytes that lie `far` behind a block, for
+// those blocks whose number is `turn` modulo `every` (a power of 2).
 typedef struct {
     int64_t far, every, turn;
 } Fetch;
 
-// The products of a tile and some operands: vectors of its rows for the first part of them, with a place for each of the
-// most operands, then for the next part.
+// Multiplies a tile by some operands. `out` has a vector of LANES rows' results for each operand, for the first part
+// (LANES rows) of the tile, with room for the largest number of operands (MANY_X); then the same for the next part.
 typedef void MultiplyTile(const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x, void *out);
 
 struct TileKernels {
-    int64_t block_bytes;  // of a block of an operand
-    // Elements of a type of common.h as operands.
+    int64_t block_bytes;  // bytes of a block of an operand
+    // Converts n elements of a type of common.h to an operand.
     void (*prepare)(const void *row, int64_t type, void *operand, int64_t n);
     void (*project)(const Product *product);
 };
@@ -51,7 +54,7 @@ struct TileKernels {
 extern const TileKernels integers_avx2, integers_vnni, fp8_avx2, fp8_bf16_dot;
 #endif
 
-// What multiplies these weights in tiles; NULL if they are in none.
+// Returns the kernels that multiply these weights in tiles; NULL if they are not in tiles.
 static inline const TileKernels *tiles_for(const Matrix *parts, int64_t dtype, int64_t features) {
 #if defined(__x86_64__)
     const int64_t dot = HAS_AVX512 | HAS_INTEGER_DOT, fp8_dot = dot | HAS_BF16_DOT | HAS_BYTE_LOOKUP;
@@ -64,13 +67,15 @@ static inline const TileKernels *tiles_for(const Matrix *parts, int64_t dtype, i
 
 enum { OPERAND_GAP = 64 };  // bytes between operands
 
-// Bytes of an operand of n elements, for `tiles` unless that is NULL; one of the matrix unit is a row as it is. Others have
-// a gap behind them: at multiples of 4 KiB operands would compete for the same places of the first cache.
+// Returns the bytes of an operand of n elements, for `tiles` unless that is NULL. An operand of the matrix unit is the
+// row itself. Others are followed by a gap: operands at multiples of 4 KiB would compete for the same sets of the
+// first-level cache.
 static inline int64_t operand_bytes(const Kernels *kernels, const TileKernels *tiles, int64_t n, bool by_matrix_unit) {
     if (by_matrix_unit) return n * kernels->item_bytes;
     return (tiles ? n / INTEGERS * tiles->block_bytes : padded(n, kernels->block) * kernels->operand_bytes) + OPERAND_GAP;
 }
 
+// Converts a row of n elements of dtype to an operand of the kernels that will multiply it.
 static inline void prepare_operand(const Kernels *kernels, const TileKernels *tiles, int64_t dtype, const void *row,
                                    void *operand, int64_t n, bool by_matrix_unit) {
     if (tiles)

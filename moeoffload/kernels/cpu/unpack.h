@@ -1,9 +1,10 @@
-// What unpacking needs whatever the dtype is, for one instruction set: scales, and the values of codes. Included by
-// formats.h. What is computed, and where it is rounded, is what PackedWeights.unpack does.
+// The parts of unpacking that do not depend on the dtype, for one instruction set: scales, and the values of codes.
+// Included by formats.h. The computation and its roundings are those of PackedWeights.unpack.
 
 #include "packed.h"
 
-// Up to LANES bytes, then zeros; and elements of a type.
+// bytes_at loads `count` bytes, elements_at `count` elements as floats: at most LANES, filled up with zeros. With
+// AVX-512 by masked loads, which do not touch memory behind them.
 INLINE bits bytes_at(const void *from, int64_t count) {
 #if LANES == 16
     const __mmask16 mask = (__mmask16)((1u << at_most(count, 16)) - 1);
@@ -33,7 +34,7 @@ INLINE vec signed_at(const void *from, int64_t count) {
     return __builtin_convertvector((ints)(bytes_at(from, count) << 24) >> 24, vec);
 }
 
-// Powers of two: 0 is 2^-127, 255 is NaN.
+// Returns the powers of two of E8M0 scales: 2^(raw - 127), where 255 is NaN.
 INLINE vec powers_of(bits raw) {
     const vec power = choose(raw == 0, (vec)((bits){0} + 0x00400000), (vec)(raw << 23));
     return choose(raw == 255, (vec)((bits){0} + 0x7FC00000), power);
@@ -57,7 +58,8 @@ INLINE bool all_of(ints conditions) {
 #endif
 }
 
-// Of groups from `group` on: the factors that 2 to the `shift` of them share.
+// Returns for each of `count` groups from `group` on the float16 factor that it shares with the 2^shift groups around
+// it.
 INLINE vec factors_at(const char *factors, int64_t group, int64_t shift, int64_t count) {
     factors += group >> shift << 1;
 #if LANES == 16
@@ -73,7 +75,7 @@ INLINE vec factors_at(const char *factors, int64_t group, int64_t shift, int64_t
 #endif
 }
 
-// Scales of the segment of a row at `data` that begins at `from`.
+// Reads the scales and offsets of the segment of a row at `data` that begins at column `from`, and sets is_wild.
 INLINE void read_some_scales(const int kind, const Matrix *m, const char *data, const char *scales, int64_t from, Scales *s) {
     const int64_t to = at_most(from + SEGMENT, m->n_in);
     const int64_t first = from >> m->shift, n = ((to - 1) >> m->shift) + 1 - first;
@@ -121,7 +123,7 @@ INLINE void read_some_scales(const int kind, const Matrix *m, const char *data, 
             read_some_scales(kind, m, data, scales, from, s);                                                    \
         }                                                                                                        \
         break;
-// Scales of the segment that begins at `from`, of n_rows rows.
+// Reads the scales of the segment that begins at column `from`, for n_rows rows.
 static TARGET void read_scales(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, Scales *s) {
     const int64_t end = row + n_rows, n_shared = ceil_div(m->n_out, m->shared_rows);
     const char *data = packed_row(m, expert, row);
@@ -144,10 +146,11 @@ INLINE vec plain_at(const void *at, int64_t codes) {
     return codes == CODES_BF16 ? load(at, BF16) : codes == CODES_F16 ? load(at, F16) : load(at, F32);
 }
 
-// Rounded, the upper half is bfloat16; a NaN that is not `tame` has any bits.
+// Rounds floats so that the upper 16 bits are bfloat16; if is_tame, without a check for NaN, which would get arbitrary
+// bits.
 INLINE bits bits_of(vec v, bool is_tame) { return is_tame ? (bits)v + 0x7FFF + ((bits)v >> 16 & 1) : round_bf16(v); }
 
-// Vectors of the even elements and of the odd ones, in their order.
+// Interleaves a vector of even elements and one of odd elements to two vectors in order.
 INLINE pair in_order(pair v) {
 #if LANES == 16
     const __m512i lanes = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -182,7 +185,8 @@ INLINE words words_at(const uint8_t *code) {
     return __builtin_convertvector(raw, words);
 }
 
-// Values of 2 * LANES codes of FP8, by way of float16: that is a 256th of them.
+// Returns the values of 2 * LANES FP8 codes. Shifted to the places of float16, exponent and fraction give 1/256 of the
+// value, because of the difference in exponent bias.
 INLINE pair fp8_at(const uint8_t *code) {
     const words raw = words_at(code), is_nan = (raw & 0x7F) == 0x7F;
     const words half = (raw << 7 & (int16_t)0xBF80) | (is_nan & 0x7E00);
@@ -191,7 +195,7 @@ INLINE pair fp8_at(const uint8_t *code) {
     return (pair){widen_f16(each[0]) * 256.0f, widen_f16(each[1]) * 256.0f};
 }
 
-// Values of 2 * LANES other codes: the even ones, then the odd ones.
+// Returns the values of 2 * LANES other codes: a vector of the even ones, then one of the odd ones.
 INLINE pair values_at(int codes, const float *levels, const uint8_t *code, const uint8_t *high) {
     if (codes == CODES_INT8) {
         const bits both = (bits)words_at(code);
@@ -203,7 +207,7 @@ INLINE pair values_at(int codes, const float *levels, const uint8_t *code, const
     const int64_t n_bits = codes == CODES_UINT5 ? 1 : 2, lanes = LANES == 16 ? 8 : LANES;
     uint64_t word = 0;
     memcpy(&word, high, LANES * n_bits / 4);
-    // Lanes beyond the eighth are in the second half of a word of 6 bits' codes.
+    // The upper bits of 6-bit codes: lanes from the ninth on are in the second half of the 64-bit word.
     const bits words = (bits)choose(LANE_NUMBERS < (int32_t)(n_bits == 2 ? lanes : LANES), (vec)((bits){0} + (uint32_t)word),
                                     (vec)((bits){0} + (uint32_t)(word >> 32)));
     if (codes == CODES_UINT5) {
@@ -217,9 +221,12 @@ INLINE pair values_at(int codes, const float *levels, const uint8_t *code, const
 }
 
 #if LANES == 16
-// What the five lowest bits of FP8 say of normal numbers, if those above are 0.
+// Returns the values of 16 FP8 codes from `first` on, taken as normal numbers: a table for a code's five lowest bits,
+// with the two upper bits of the exponent 0.
 INLINE vec fp8_values(int32_t first) { return (vec)(((LANE_NUMBERS + first) << 20) + (120 << 23)); }
-// Numbers of 16 levels: dwords of two nibbles become words; bits above the lowest four of a word are noise.
+// nibbles_at loads 16 bytes of two 4-bit codes, each into a 32-bit lane, where the caller spreads them over the two
+// words. words_of joins two halves to one vector of words; words_bf16 and words_f16 round two vectors of floats to such
+// a vector.
 INLINE __m512i nibbles_at(const uint8_t *code) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)code)); }
 INLINE __m512i words_of(halves a, halves b) {
     return _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)a), (__m256i)b, 1);

@@ -1,12 +1,14 @@
-// Rows of packed weights as elements of one format; included by format_body.h for each, see there.
+// Unpacks rows of packed weights to elements of one format; included by format_body.h for each format, see there.
 //
-// Where the includer defines WORDS, 32 elements of 16 bits out of two vectors of floats, AVX-512 does the work: levels
-// times a scale are rounded once for a group, and codes are looked up among them. In bfloat16 a power of two is added to
-// exponents, which is exact, and so are the upper two bits of FP8's: only its lower five bits are looked up. Elsewhere
-// codes become floats, which are scaled and rounded.
+// If the includer defines WORDS (which rounds two vectors of floats to a vector of 32 16-bit elements), AVX-512 unpacks
+// by tables: the levels times a group's scale are rounded once, and codes are looked up in this table. In bfloat16 a
+// scale that is a power of two is added to the exponents instead, which is exact; so are the upper two exponent bits of
+// FP8, of which only the lower five bits are looked up. Without WORDS codes become floats, which are scaled and
+// rounded.
 
-// What is the same for all rows of a span: the groups of four times 16 weights, counted from the first of the segment;
-// what codes are looked up in, before it is scaled, and as elements.
+// What all rows of a span share: the groups of its four runs of 16 weights, counted from the first group of the
+// segment; the levels in which codes are looked up, before scaling, as floats (`low`, `high`) and as elements
+// (`words`).
 typedef struct {
     int64_t group[4];
     const float *levels;
@@ -17,6 +19,7 @@ typedef struct {
 #endif
 } NAME(Span);
 
+// Applies a group's scale and offset to values of codes.
 INLINE vec NAME(scaled)(const int offsets, vec values, const Scales *s, int64_t group) {
     const vec scale = all(s->scale[group]);
     if (offsets == OFFSETS_NONE) return values * scale;
@@ -24,10 +27,11 @@ INLINE vec NAME(scaled)(const int offsets, vec values, const Scales *s, int64_t 
     return offsets == OFFSETS_ZERO ? (values - offset) * scale : values * scale - offset;
 }
 
-// Two vectors of weights as elements; if they are `tame`, none is NaN but for codes that say so.
+// Unpacks two vectors of weights to elements; if is_tame, no weight is NaN, except for FP8 codes of NaN.
 INLINE void NAME(unpack_two)(int codes, int offsets, bool is_tame, const uint8_t *code, const uint8_t *high,
                              const float *levels, const Scales *s, int64_t first, int64_t second, ELEMENT *out) {
-    // Where both vectors have one scale, they become elements of bfloat16 without a shuffle.
+    // Both vectors have one scale (groups have 16 weights or more), so even and odd elements can stay apart and become
+    // pairs of bfloat16 by a shift and a mask, without a shuffle.
     const bool is_split = TYPE == BF16 && LANES < 16 && codes != CODES_FP8;
     pair v = codes == CODES_FP8 ? fp8_at(code) : values_at(codes, levels, code, high);
     if (!is_split && codes != CODES_FP8) v = in_order(v);
@@ -36,7 +40,7 @@ INLINE void NAME(unpack_two)(int codes, int offsets, bool is_tame, const uint8_t
         const bits both = bits_of(v.a, is_tame) >> 16 | (bits_of(v.b, is_tame) & 0xFFFF0000);
         memcpy(out, &both, sizeof both);
 #if LANES == 8
-    } else if (TYPE == BF16) {  // written together: they are read together at once
+    } else if (TYPE == BF16) {  // one store, because one load reads both right afterwards
         const __m256i a = (__m256i)(bits_of(v.a, is_tame) >> 16), b = (__m256i)(bits_of(v.b, is_tame) >> 16);
         const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8);
         memcpy(out, &both, sizeof both);
@@ -57,12 +61,13 @@ INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_
     return true;
 }
 #else
-// FP8 by way of float16, but for NaN.
+// Unpacks a span of FP8 codes by way of float16; returns false if there is a NaN, which that conversion does not
+// support.
 INLINE bool NAME(unpack_fp8)(const uint8_t *code, const NAME(Span) *g, const Scales *s, ELEMENT *out) {
     const __m512i raw = _mm512_loadu_si512(code);
     if (_mm512_cmpeq_epi8_mask(_mm512_add_epi8(raw, raw), _mm512_set1_epi8((char)0xFE))) return false;
     for (int i = 0; i < 4; i += 2) {
-        // Below a sign, 4 bits of the exponent and 3 of the fraction: a 256th.
+        // Sign, 4 exponent bits and 3 fraction bits at the places of float16 give 1/256 of the value.
         const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(code + 16 * i)));
         const __m512i half = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16((short)0xBF80));
         const vec a = (vec)_mm512_cvtph_ps(_mm512_castsi512_si256(half)) * 256.0f;
@@ -72,7 +77,7 @@ INLINE bool NAME(unpack_fp8)(const uint8_t *code, const NAME(Span) *g, const Sca
     return true;
 }
 
-// As unpack_span, but it may be unable to: then it returns false.
+// Unpacks a span of SPAN weights of one row by tables; returns false if that cannot handle its codes (FP8 NaN).
 INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_power, const uint8_t *code, const uint8_t *high,
                               const NAME(Span) *g, const Scales *s, ELEMENT *out) {
     const __m512i low_nibbles = _mm512_set1_epi32(0x000F000F), sixteen = _mm512_set1_epi16(16);
@@ -95,7 +100,7 @@ INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_
                 memcpy(&upper, high + 4 * half, sizeof upper);
                 if (half) table = WORDS(SCALED(g->low, 2), SCALED(g->high, 2));
                 number = _mm512_mask_add_epi16(number, upper, number, sixteen);
-            } else if (half) {  // the second half of the table; bits above it do not count
+            } else if (half) {  // selects the second half of the table; the look-up ignores higher bits
                 number = _mm512_ternarylogic_epi32(raw, shifted, sixteen, 0xFE);
             }
             _mm512_storeu_si512(out + 32 * half, _mm512_permutexvar_epi16(number, table));
@@ -126,7 +131,8 @@ INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_
     }
     if (codes == CODES_FP8 && TYPE != BF16) return NAME(unpack_fp8)(code, g, s, out);
     if (codes == CODES_FP8) {
-        // Codes of normal numbers, without the sign, are 0x08 to 0x7E. 0x7F is NaN, others are subnormal.
+        // Without the sign, codes 0x08 to 0x7E are normal numbers, 0x7F is NaN, and smaller codes are zero or
+        // subnormal.
         const __m512i raw = _mm512_loadu_si512(code), twice = _mm512_add_epi8(raw, raw);
         const __mmask64 odd = _mm512_cmpgt_epu8_mask(_mm512_sub_epi8(twice, _mm512_set1_epi8(0x10)), _mm512_set1_epi8((char)0xEC));
         if (odd && _mm512_cmpeq_epi8_mask(twice, _mm512_set1_epi8((char)0xFE))) return false;
@@ -152,7 +158,7 @@ INLINE bool NAME(unpack_fast)(const int codes, const int offsets, const bool is_
 }
 #endif
 
-// As unpack_span, whatever the scales and the codes are.
+// Unpacks a span for any scales and codes, which is slower.
 static TARGET __attribute__((noinline)) void NAME(unpack_any)(const Matrix *m, const uint8_t *code, const uint8_t *high,
                                                               const NAME(Span) *g, const Scales *s, ELEMENT *out) {
 #ifdef WORDS
@@ -168,6 +174,7 @@ static TARGET __attribute__((noinline)) void NAME(unpack_any)(const Matrix *m, c
     for (int i = 0; i < SPAN; i += LANES) store(out + i, plain_at(code + i * code_bits(codes) / 8, codes), TYPE);
 }
 
+// Sets the tables of a span, which depend only on the codes and levels.
 INLINE void NAME(set_tables)(const int codes, const Matrix *m, NAME(Span) *span) {
     span->levels = m->levels;
 #ifdef WORDS
@@ -179,7 +186,7 @@ INLINE void NAME(set_tables)(const int codes, const Matrix *m, NAME(Span) *span)
 #endif
 }
 
-// Whether two groups meet in a vector in which `unpack_fast` looks codes up.
+// Whether groups are so small that two of them meet in a vector of codes that `unpack_fast` looks up in one table.
 INLINE bool NAME(is_too_fine)(const int codes, int64_t shift) {
 #ifdef WORDS
     return shift < 5 && (codes == CODES_LEVELS4 || codes == CODES_UINT5);
@@ -188,7 +195,7 @@ INLINE bool NAME(is_too_fine)(const int codes, int64_t shift) {
 #endif
 }
 
-// Up to SPAN columns of a row, then zeros, whatever they are.
+// Unpacks `count` columns of a row, at most SPAN, and fills up with zeros, for any scales and codes.
 static TARGET __attribute__((noinline)) void NAME(unpack_some)(const Matrix *m, const uint8_t *code, const uint8_t *high,
                                                                int64_t count, const NAME(Span) *g, const Scales *s,
                                                                ELEMENT *out) {
@@ -200,7 +207,7 @@ static TARGET __attribute__((noinline)) void NAME(unpack_some)(const Matrix *m, 
     memset(out + count, 0, (SPAN - count) * sizeof(ELEMENT));
 }
 
-// Columns from..to of a row, within a segment; `from` is a multiple of SPAN. Whatever the weights are:
+// Unpacks columns from..to of a row, within a segment, for any scales and codes; `from` is a multiple of SPAN.
 static TARGET __attribute__((noinline)) void NAME(any_spans)(const Matrix *m, const uint8_t *row, int64_t from, int64_t to,
                                                              const Scales *s, ELEMENT *out) {
     const int codes = (int)m->codes;
@@ -216,7 +223,7 @@ static TARGET __attribute__((noinline)) void NAME(any_spans)(const Matrix *m, co
     }
 }
 
-// As any_spans, in registers, as long as that can be.
+// As any_spans, but uses unpack_fast as long as it can, and prefetches `ahead`.
 INLINE void NAME(spans)(const int codes, const int offsets, const bool is_power, const Matrix *m, const uint8_t *row,
                         int64_t from, int64_t to, const Scales *s, ELEMENT *out, Ahead *ahead) {
     const int64_t shift = m->shift, second = shift < 5, third = shift < 5 ? 2 : shift < 6, first = from / SEGMENT * SEGMENT;
@@ -230,7 +237,7 @@ INLINE void NAME(spans)(const int codes, const int offsets, const bool is_power,
             span.group[1] = span.group[0] + second, span.group[2] = span.group[0] + third;
             span.group[3] = span.group[2] + second;
             __builtin_prefetch(ahead->at, 0, 2);
-            // From there into the first-level cache.
+            // Moves the next codes from the second-level to the first-level cache.
             __builtin_prefetch((const char *)code + 64, 0, 3);
             ahead->at += ahead->step;
             if (!NAME(unpack_fast)(codes, offsets, is_power, code, high, &span, s, out + at - from)) break;
@@ -268,7 +275,7 @@ INLINE void NAME(spans)(const int codes, const int offsets, const bool is_power,
             SPANS(codes, OFFSETS_NONE, false)                                                                     \
         }                                                                                                         \
         break;
-// See Kernels.
+// Unpacks columns from..to of n_rows rows; see `unpack` of Kernels.
 static TARGET void NAME(unpack)(const Matrix *m, int64_t expert, int64_t row, int64_t n_rows, int64_t from, int64_t to,
                                 Scales *scales, void *out, int64_t stride, Ahead ahead) {
     const uint8_t *data = (const uint8_t *)packed_row(m, expert, row);

@@ -1,8 +1,8 @@
-// Vectors of floats, and elements of the types of common.h read and written through them.
+// Vectors of floats, and loads and stores that convert them from and to the element types of common.h.
 //
-// Included by a file for one instruction set, which defines LANES (floats of a vector) and TARGET (the attribute of
-// functions that use it), and before that includes its intrinsics. Written with the vector types of GCC and Clang. A
-// `type` is a constant wherever these functions are inlined.
+// Included once per instruction set by a file that has included its intrinsics and defines LANES (floats per vector)
+// and TARGET (the attribute of functions that use the instruction set). Uses the vector types of GCC and Clang. `type`
+// is a constant wherever these functions are inlined.
 #pragma once
 
 #include "common.h"
@@ -19,13 +19,14 @@ typedef float four __attribute__((vector_size(16)));
 INLINE vec all(float value) { return value - (vec){0}; }
 INLINE vec choose(ints where, vec a, vec b) { return (vec)((where & (ints)a) | (~where & (ints)b)); }
 
-// Rounded to nearest even, the upper half is bfloat16; NaN stays NaN. The same bits as torch's conversion.
+// Rounds floats to nearest even so that the upper 16 bits are bfloat16, with the bits of torch's conversion; NaN stays
+// NaN. The lower 16 bits are arbitrary.
 INLINE bits round_bf16(vec values) {
     const bits raw = (bits)values, is_nan = (bits)(values != values);
     return (is_nan & 0x7FC00000) | (~is_nan & (raw + 0x7FFF + (raw >> 16 & 1)));
 }
 
-// a * b + c, rounded once where the CPU can, whatever the compiler is told about contraction.
+// Returns a * b + c, rounded once if the CPU has the instruction, independent of the compiler's contraction settings.
 INLINE vec fma_of(vec a, vec b, vec c) {
 #if LANES == 16
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -38,7 +39,7 @@ INLINE vec fma_of(vec a, vec b, vec c) {
 #endif
 }
 
-// The compilers' own conversions of vectors take several steps.
+// Conversions by single instructions: the compilers' generic vector conversions take several.
 #if LANES == 16
 INLINE bits widen_u16(halves values) { return (bits)_mm512_cvtepu16_epi32((__m256i)values); }
 INLINE halves narrow_u16(bits values) { return (halves)_mm512_cvtepi32_epi16((__m512i)values); }
@@ -58,7 +59,7 @@ INLINE halves narrow_u16(bits values) { return __builtin_convertvector(values, h
 INLINE vec widen_f16(halves values) { return (vec)vcvt_f32_f16((float16x4_t)values); }
 INLINE halves narrow_f16(vec values) { return (halves)vcvt_f16_f32((float32x4_t)values); }
 #else
-// By products and sums, which round and are right for subnormal numbers, too.
+// Conversions by float products and sums, which round correctly, also for subnormal numbers.
 INLINE vec widen_f16(halves values) {
     const bits raw = widen_u16(values), magnitude = raw & 0x7FFF;
     const bits is_special = (bits)(magnitude >= 0x7C00) & 0x7F800000;
@@ -84,7 +85,7 @@ INLINE vec load(const void *from, const int type) {
     return type == BF16 ? (vec)(widen_u16(narrow) << 16) : widen_f16(narrow);
 }
 
-// Loads up to LANES elements, then zeros: what lies behind them may be NaN, or no memory at all.
+// Loads `count` elements, at most LANES, and fills up with zeros: memory behind them may hold NaN or be unmapped.
 INLINE vec load_some(const void *from, int64_t count, const int type) {
     if (count >= LANES) return load(from, type);
     char filled[4 * LANES] = {0};
@@ -112,18 +113,19 @@ INLINE vec rounded(vec values, const int type) {
 }
 
 #if LANES == 16
-// The sums of each 128 bits of four vectors, side by side.
+// Sums each vector within its 128-bit lanes: lane i of the result is {a, b, c, d summed over lane i}.
 INLINE vec fold_lanes(vec a, vec b, vec c, vec d) {
     const __m512d ab = (__m512d)((vec)_mm512_unpacklo_ps(a, b) + (vec)_mm512_unpackhi_ps(a, b));
     const __m512d cd = (__m512d)((vec)_mm512_unpacklo_ps(c, d) + (vec)_mm512_unpackhi_ps(c, d));
     return (vec)_mm512_unpacklo_pd(ab, cd) + (vec)_mm512_unpackhi_pd(ab, cd);
 }
-// The sums of both 256 bits of two such, then of those of both 128 bits of two such: 16 sums in their order.
+// fold_halves adds the two 256-bit halves of two results of fold_lanes; fold_quarters adds neighbouring 128-bit lanes
+// of two results of fold_halves, which gives the sums of 16 vectors in order.
 INLINE vec fold_halves(vec a, vec b) { return (vec)_mm512_shuffle_f32x4(a, b, 0x44) + (vec)_mm512_shuffle_f32x4(a, b, 0xEE); }
 INLINE vec fold_quarters(vec a, vec b) { return (vec)_mm512_shuffle_f32x4(a, b, 0x88) + (vec)_mm512_shuffle_f32x4(a, b, 0xDD); }
 #endif
 
-// The sums of four vectors, each folded in the same tree.
+// Returns the sums of the elements of four vectors, each added in the same fixed tree.
 INLINE four fold(vec a, vec b, vec c, vec d) {
 #if LANES == 4
     return (four){a[0] + a[2], b[0] + b[2], c[0] + c[2], d[0] + d[2]} +
@@ -140,8 +142,8 @@ INLINE four fold(vec a, vec b, vec c, vec d) {
 #endif
 }
 
-// e to the x is the result times 2 to the `power`. Steps and constants are those of SLEEF's expf_u10 (Boost licence),
-// which torch's vector code calls.
+// Returns r and sets `power` so that e^x = r * 2^power. Steps and constants are those of SLEEF's expf_u10 (Boost
+// licence), which torch's vector code calls.
 INLINE vec exp_part(vec x, ints *power) {
     const vec shifted = x * 1.44269504088896340736f + 12582912.0f, whole = shifted - 12582912.0f;
     const vec s = fma_of(whole, all(-1.428606765330187e-06f), fma_of(whole, all(-0.693145751953125f), x));
@@ -154,7 +156,7 @@ INLINE vec exp_part(vec x, ints *power) {
     return fma_of(s * s, u, s) + 1.0f;
 }
 
-// e to the x, within one unit in the last place, with torch's bits.
+// Returns e^x within one unit in the last place, with the bits of torch.
 INLINE vec exp_of(vec x) {
     ints power;
     const vec part = exp_part(x, &power);
@@ -163,7 +165,7 @@ INLINE vec exp_of(vec x) {
     return choose(x > 100.0f, all(INFINITY), choose(x < -104.0f, all(0), result));
 }
 
-// e to the x <= 0 within two units in the last place, 0 below the least normal number. NaN stays NaN.
+// Returns e^x for x <= 0 within two units in the last place, 0 below the smallest normal number. NaN stays NaN.
 INLINE vec exp_of_negative(vec x) {
     ints power;
     const vec part = exp_part(x, &power);
