@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import runpy
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -366,39 +364,3 @@ def test_after_all_of_this_the_server_still_serves(server: RunningServer) -> Non
     with open_model(DEMO, experts=[server.address], threads=1) as model:
         assert torch.isfinite(logits_of(model)).all()
     assert "Traceback" not in server.log_text
-
-
-INTERRUPTED = """
-import os, random, signal, sys, threading, time
-from moeoffload.control.client import ControlClient
-
-def interrupt(begun, delay_s):
-    begun.wait()
-    end = time.perf_counter() + delay_s
-    while time.perf_counter() < end:
-        pass
-    os.kill(os.getpid(), signal.SIGINT)
-
-for _ in range(200):
-    client = ControlClient(sys.argv[1])
-    client.connect(60)
-    client.describe(60)
-    begun = threading.Event()
-    interrupter = threading.Thread(target=interrupt, args=(begun, random.uniform(0, 0.0015)))
-    interrupter.start()
-    try:
-        begun.set()
-        client.close()
-        time.sleep(60)
-    except KeyboardInterrupt:
-        client.close()
-    interrupter.join()
-print("ended", flush=True)
-"""
-
-
-def test_a_close_that_ctrl_c_has_interrupted_is_not_waited_for(server: RunningServer) -> None:
-    """At moments drawn anew each time: about one in two hundred falls where gRPC's own close cannot be interrupted."""
-    command = [sys.executable, "-c", INTERRUPTED, server.address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=STEP_TIMEOUT_S)
-    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
