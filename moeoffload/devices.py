@@ -15,11 +15,11 @@ import torch
 
 from moeoffload.errors import SettingError
 from moeoffload.gpu_driver import has_gpu_driver
+from moeoffload.placement import GIB
 from moeoffload.text import one_line
 
 logger = logging.getLogger(__name__)
 
-GIB: Final = 1 << 30
 # Not all free memory may be used: kernels need workspace on a GPU, and other programs need memory on a CPU.
 FREE_SHARE: Final = {"cuda": 0.9, "cpu": 0.7}
 

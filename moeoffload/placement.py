@@ -7,12 +7,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import torch
 
 from moeoffload.errors import PlacementError
 
-GIB = 1 << 30
+GIB: Final = 1 << 30
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ import torch
 from moeoffload.errors import CapacityError
 from moeoffload.kernels import LayerKernels
 from moeoffload.payload import PayloadDtype
+from moeoffload.placement import GIB
 
 if TYPE_CHECKING:
     from moeoffload.checkpoint import Checkpoint
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
