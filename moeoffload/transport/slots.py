@@ -220,8 +220,8 @@ class HostChannel(ABC):
     def _mark_sent(self, slot: HostSlot) -> None:
         """Marks a slot as sent; for ``_send``, before it hands anything over.
 
-        A reply can be quick; and Ctrl-C can interrupt sending at any point, after which an id must not be used again: the
-        server would take the next request for a repetition, and the host the old reply for the new one.
+        A reply can be quick; and Ctrl-C can interrupt sending at any point, after which an id must not be used again:
+        the server would take the next request for a repetition, and the host the old reply for the new one.
         """
         self._ids[slot.index] += len(self.slots)
         self._states[slot.index] = SlotState.SENT
