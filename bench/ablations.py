@@ -113,16 +113,9 @@ PATHS: Final = (
     FastPath("huge pages", ("huge_pages.py",), (DECODE, PREFILL), NO_HUGE_PAGES, NO_HUGE_PAGES),
     FastPath(
         "few-row linear layers",
-        ("kernels/dense.py", "kernels/parameters.py", "kernels/cpu/linear.c"),
+        ("kernels/dense.py", "kernels/cpu/linear.c"),
         (DECODE,),
-        no_dense("accelerate_linears") + no_dense("accelerate_parameters"),
-    ),
-    FastPath(
-        "routers' own products",
-        ("kernels/parameters.py",),
-        (DECODE,),
-        no_dense("accelerate_parameters"),
-        always={"settings": FOUR_BITS},
+        no_dense("accelerate_linears"),
     ),
     FastPath(
         "few rows written into frames in one pass",

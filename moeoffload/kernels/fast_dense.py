@@ -7,12 +7,11 @@ from torch import nn
 from moeoffload.kernels import calls
 from moeoffload.kernels.dense import accelerate_linears
 from moeoffload.kernels.norm import accelerate_norms
-from moeoffload.kernels.parameters import accelerate_parameters
 from moeoffload.kernels.sdpa import accelerate_attention
 
 
 def accelerate_dense(model: nn.Module) -> None:
-    """Speeds up linear layers, routers, RMS norms and attention of a model on the CPU, mainly in calls of few rows.
+    """Speeds up linear layers, RMS norms and attention of a model on the CPU, mainly in calls of few rows.
 
     Unknown layers stay as they are; so do calls with gradient or under ``torch.compile``, and linear layers' calls of
     many rows. Results differ from transformers' in the order of sums, and attention of few queries rounds once instead
@@ -21,6 +20,5 @@ def accelerate_dense(model: nn.Module) -> None:
     if calls.library() is None:
         return
     accelerate_linears(model)
-    accelerate_parameters(model)
     accelerate_norms(model)
     accelerate_attention(model)
