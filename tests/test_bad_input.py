@@ -99,7 +99,7 @@ def test_addresses_of_other_things(commands: Commands) -> None:
 
 @pytest.fixture
 def unused_port() -> Iterator[int]:
-    """A port that refuses connections, and that nobody else is given."""
+    """A port that refuses connections and that no other process can be given."""
     with socket.socket() as unused:
         unused.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         unused.bind(("127.0.0.1", 0))
