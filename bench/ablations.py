@@ -95,11 +95,6 @@ NO_TILES: Final = """
 import moeoffload.formats.tiles as t
 t.multiplies_tiles = lambda parts, dtype: False
 """
-NO_STORE: Final = """
-import moeoffload.payload as p
-p._store_few = lambda rows, stored: -2
-"""
-FOUR_BITS: Final = {"transport": "shared", "expert_format": "int4", "dense_format": "int4"}
 PATHS: Final = (
     FastPath("spinning", ("transport/spin.py", "transport/spin.c"), (DECODE,), NO_SPIN, NO_SPIN),
     FastPath(
@@ -116,14 +111,6 @@ PATHS: Final = (
         ("kernels/dense.py", "kernels/cpu/linear.c"),
         (DECODE,),
         no_dense("accelerate_linears"),
-    ),
-    FastPath(
-        "few rows written into frames in one pass",
-        ("payload.c",),
-        (DECODE,),
-        NO_STORE,
-        NO_STORE,
-        always={"settings": FOUR_BITS},
     ),
     FastPath("own norms", ("kernels/norm.py", "kernels/cpu/norm*"), (DECODE, PREFILL), no_dense("accelerate_norms")),
     FastPath(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from moeoffload.errors import PayloadError
-from moeoffload.native import native_library
 
 
 class PayloadDtype(IntEnum):
@@ -80,10 +77,7 @@ _TORCH: Final = {
     PayloadDtype.BF16: torch.bfloat16,
     PayloadDtype.F8: torch.uint8,
 }
-_CODES: Final = {dtype: int(code) for code, dtype in _TORCH.items() if code is not PayloadDtype.F8}
 F8_GROUP: Final = 128
-_FEW_ROWS: Final = 16
-"""Up to this many rows are written in C, by one thread; more by torch."""
 _LARGEST_F8: Final = 448.0
 
 
@@ -96,10 +90,6 @@ def store_rows(rows: torch.Tensor, stored: torch.Tensor) -> int | None:
     """Writes ``rows`` (n, hidden) of any float dtype into ``stored`` (n, columns), encoded by the dtype of ``stored``.
     Returns the first row that is not finite there, or None."""
     if stored.dtype is not torch.uint8:
-        if rows.shape[0] <= _FEW_ROWS:
-            bad = _store_few(rows, stored)
-            if bad >= -1:
-                return bad if bad >= 0 else None
         stored.copy_(rows)
         return first_bad_row(stored)
     hidden, at = rows.shape[1], _scales_at(rows.shape[1])
@@ -113,32 +103,6 @@ def store_rows(rows: torch.Tensor, stored: torch.Tensor) -> int | None:
     stored[:, hidden:at] = 0
     stored[:, at:] = scales.contiguous().view(torch.uint8)
     return first_bad_row(scales)
-
-
-@functools.cache
-def _store_in_c() -> Any:
-    """Returns the function of ``payload.c``; None if the C library was not built."""
-    library = native_library()
-    if library is None:
-        return None
-    function = library.moeoffload_store_rows
-    function.restype = ctypes.c_int64
-    rows = (ctypes.c_void_p, ctypes.c_int64)
-    function.argtypes = (*rows, *rows, ctypes.c_int64, ctypes.c_int64)
-    return function
-
-
-def _store_few(rows: torch.Tensor, stored: torch.Tensor) -> int:
-    """Does `store_rows` in C; returns the first bad row, -1 if there is none, -2 if torch has to do it."""
-    function, code = _store_in_c(), _CODES.get(rows.dtype)
-    if (
-        function is None
-        or code is None
-        or not (rows.is_cpu and stored.is_cpu and rows.is_contiguous() and stored.is_contiguous())
-    ):
-        return -2
-    bad: int = function(rows.data_ptr(), code, stored.data_ptr(), _CODES[stored.dtype], *rows.shape)
-    return bad
 
 
 def load_rows(stored: torch.Tensor, rows: torch.Tensor) -> None:

@@ -49,34 +49,6 @@ def test_large_finite_rows_pass_though_their_sum_overflows() -> None:
     assert first_bad_row(torch.empty(0, 8)) is None
 
 
-@pytest.mark.parametrize("travels", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_few_rows_become_what_many_do(dtype: torch.dtype, travels: torch.dtype) -> None:
-    """Few are written by the C library, many by torch: of every bit pattern of 16 bits, and of halves between two."""
-    patterns = torch.arange(1 << 16).to(torch.uint16)
-    values = [patterns.view(kind).float() for kind in (torch.bfloat16, torch.float16)]
-    halves = ((patterns.to(torch.int64) << 16) + torch.tensor([[0x7FFF], [0x8000], [0x8001]])).flatten()
-    values.append((halves - (halves >> 31 << 32)).to(torch.int32).view(torch.float32))
-    rows = torch.cat(values).to(dtype).view(-1, 64)
-    expected = rows.to(travels)
-    bad = (~expected.isfinite()).any(dim=1)
-    assert bad.any()
-    assert not bad.all()
-    for start in range(0, len(rows), 16):
-        few, stored = rows[start : start + 16], torch.empty(16, 64, dtype=travels)
-        first = bad[start : start + 16].nonzero()
-        assert store_rows(few, stored) == (int(first[0]) if len(first) else None)
-        assert torch.equal(stored.nan_to_num(7), expected[start : start + 16].nan_to_num(7))
-        assert torch.equal(stored.isnan(), expected[start : start + 16].isnan())
-
-
-def test_rows_that_do_not_lie_side_by_side_travel_as_others_do() -> None:
-    wide = torch.randn(6, 128)
-    rows, stored = wide[::2, :64], torch.zeros(3, 96)[:, 16:80]
-    assert store_rows(rows, stored) is None
-    assert torch.equal(stored, rows)
-
-
 @pytest.mark.parametrize("transport", ["shared", "stream"])
 def test_a_run_names_layer_and_row_of_what_cannot_travel_and_goes_on(three_servers: list[str], transport: str) -> None:
     with open_model(
