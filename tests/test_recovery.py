@@ -101,6 +101,15 @@ def test_a_stopped_server_is_replaced_at_the_deadline_and_used_again(start_serve
         assert (figures["lost"], figures["returned"], figures["fallback_calls"]) == (1, 1, before)
 
 
+def test_rows_that_could_not_be_sent_are_computed_elsewhere(three_servers: list[str]) -> None:
+    prompt = torch.randint(5, 30, (1, 24), generator=torch.Generator().manual_seed(3))
+    with open_model(DEMO, experts=three_servers[:2], replicas=2, threads=1) as offloaded, torch.no_grad():
+        expected = offloaded.model(prompt).logits
+        with patch.object(offloaded.links[0].channel, "send", side_effect=ServerError("it takes nothing")):
+            assert torch.equal(offloaded.model(prompt).logits, expected)
+        assert recovery(offloaded)["lost"] == 1
+
+
 def test_verification_accepts_right_servers_and_names_a_wrong_one(
     three_servers: list[str], start_server: StartServer
 ) -> None:

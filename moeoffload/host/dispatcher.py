@@ -228,10 +228,10 @@ class Dispatcher:
             if end - start < n_rows:
                 hidden, ids, weights = rows
                 chunk = hidden[start:end], ids[start:end], weights[start:end]
-            progress.next_row = end
             if link.send(flight, layer, start, chunk, to):
                 progress.flights.append(flight)
                 in_flight = True
+            progress.next_row = end  # not before: rows that could not be sent go to the next holder
         return in_flight
 
     def _receive(
