@@ -106,7 +106,7 @@ def overheads(
             for layer in layers:
                 busy(gap_s)
                 counters = offloaded.recorder.counters
-                waited_s, sent = counters.wait_compute_s, sum(server.calls for server in counters.servers)
+                waited_s, sent = counters.layers[layer].wait_compute_s, sum(server.calls for server in counters.servers)
                 computed = [server.compute_s for server in counters.servers]
                 started = perf_counter()
                 offloaded.dispatcher(layer, hidden, ids[layer], weights)
@@ -116,7 +116,7 @@ def overheads(
                 # Servers that share a core compute one after the other, whoever the host waits for first.
                 took = [server.compute_s - before for server, before in zip(counters.servers, computed, strict=True)]
                 busiest_s = min(wall_s, max(sum(took[core::n_cores]) for core in range(n_cores)))
-                times.append((wall_s - max(busiest_s, counters.wait_compute_s - waited_s)) / sent)
+                times.append((wall_s - max(busiest_s, counters.layers[layer].wait_compute_s - waited_s)) / sent)
 
     # The first passes make buffers and views.
     passes(3, 0.0)

@@ -40,7 +40,7 @@ class LateEvent:
         self._device = device
         self.passed_at = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         self._device.n_recorded += 1
         self.passed_at = max(self._device.done_at, self._device.now)
 
@@ -51,12 +51,19 @@ class LateEvent:
         return 1e3 * float(later.passed_at - self.passed_at)
 
 
+def use_late_events(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets torch make events of that device."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: LateEvent(device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+
+
 def on_a_late_device(offloaded: OffloadedModel, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     """Lets the dense layers of an open model seem to be on such a device; the host's work takes no time."""
     device = LateDevice()
     for module in ("dispatcher", "recorder", "device_clock"):
         monkeypatch.setattr(f"moeoffload.host.{module}.perf_counter", lambda: device.now)
-    monkeypatch.setattr(offloaded.recorder, "_new_clock", lambda: DeviceClock(lambda: LateEvent(device)))
+    use_late_events(device, monkeypatch)
+    monkeypatch.setattr(offloaded.recorder, "_device", torch.device("cuda"))
     offloaded.recorder.reset()
     for link in offloaded.links:
 
@@ -105,9 +112,9 @@ def test_a_host_on_a_cpu_asks_no_device(monkeypatch: pytest.MonkeyPatch, three_s
         assert offloaded.report().phases["prefill"]["host"]["dense_s"] > 0
 
 
-def test_each_thread_of_a_pipelined_prompt_has_events_of_its_own() -> None:
-    device = LateDevice()
-    recorder = Recorder(1, 1, profile=True, new_clock=lambda: DeviceClock(lambda: LateEvent(device)))
+def test_each_thread_of_a_pipelined_prompt_has_events_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_late_events(LateDevice(), monkeypatch)
+    recorder = Recorder(1, 1, torch.device("cuda"), profile=True)
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(lambda: recorder.clock).result()
     assert recorder.clock is recorder.clock is not beside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 
 @dataclass(slots=True)
@@ -37,31 +38,15 @@ class LayerTimes:
     wait_compute_s: float = 0.0
     combine_s: float = 0.0
 
-    def clear(self) -> None:
-        """Resets the figures for one new call."""
-        self.calls = 1
-        self.dense_s = self.pack_s = self.local_s = self.combine_s = 0.0
-        self.wait_s = self.wait_queue_s = self.wait_compute_s = 0.0
-
-    def add(self, other: LayerTimes) -> None:
-        """Adds the figures of ``other``."""
-        self.calls += other.calls
-        self.dense_s += other.dense_s
-        self.pack_s += other.pack_s
-        self.local_s += other.local_s
-        self.wait_s += other.wait_s
-        self.wait_queue_s += other.wait_queue_s
-        self.wait_compute_s += other.wait_compute_s
-        self.combine_s += other.combine_s
-
 
 @dataclass(slots=True)
-class PhaseCounters(LayerTimes):
+class PhaseCounters:
     """One phase (prefill or decode) of a run, in seconds of host time. Every part is measured, none is a remainder.
 
     ``seconds`` is the wall time of the phase: ``forward_s`` in forward passes, ``other_s`` in sampling and streaming
-    between them. In a pipelined prefill ``turn_s`` is how long chunks waited for the chunk before, and ``thread_s`` the
-    time of the second thread, which comes on top of the wall time.
+    between them; ``head_s`` is the dense work after the last MoE layer. In a pipelined prefill ``turn_s`` is how long
+    chunks waited for the chunk before, and ``thread_s`` the time of the second thread, which comes on top of the wall
+    time.
     """
 
     forwards: int = 0
@@ -69,6 +54,7 @@ class PhaseCounters(LayerTimes):
     tokens: int = 0
     seconds: float = 0.0
     forward_s: float = 0.0
+    head_s: float = 0.0
     thread_s: float = 0.0
     local_rows: int = 0
     turn_s: float = 0.0
@@ -78,9 +64,9 @@ class PhaseCounters(LayerTimes):
     layers: list[LayerTimes] = field(default_factory=list)
     mark: float = 0.0  # time.perf_counter() when the current stretch of dense work began
 
-    def lap_dense(self, now: float) -> None:
-        """Ends a stretch of dense work at ``now`` and begins the next one."""
-        self.dense_s += now - self.mark
+    def lap_head(self, now: float) -> None:
+        """Ends the dense work after the last MoE layer at ``now``."""
+        self.head_s += now - self.mark
         self.mark = now
 
     def turn(self, waited_s: float) -> None:
@@ -89,11 +75,19 @@ class PhaseCounters(LayerTimes):
         self.mark += waited_s
 
     @property
+    def times(self) -> LayerTimes:
+        """The times of all layers together, and of the dense work after the last one."""
+        total = LayerTimes(dense_s=self.head_s)
+        for layer in self.layers:
+            add_fields(total, layer)
+        return total
+
+    @property
     def accounted(self) -> float:
         """Sum of the parts as a share of the time of all threads, 0 to 1."""
-        total = self.seconds + self.thread_s
-        parts = self.dense_s + self.pack_s + self.local_s + self.wait_s + self.turn_s + self.combine_s + self.other_s
-        return parts / total if total else 1.0
+        total, times = self.seconds + self.thread_s, self.times
+        parts = times.dense_s + times.pack_s + times.local_s + times.wait_s + times.combine_s
+        return (parts + self.turn_s + self.other_s) / total if total else 1.0
 
 
 def add_counters(total: PhaseCounters, part: PhaseCounters) -> None:
@@ -105,8 +99,11 @@ def add_counters(total: PhaseCounters, part: PhaseCounters) -> None:
         add_fields(layer, times)
 
 
-def add_fields(total: CallCounters | LayerTimes, part: CallCounters | LayerTimes) -> None:
-    """Adds the figures of ``part`` to ``total``, of the same class, except those by server or layer."""
+_Figures = TypeVar("_Figures", CallCounters, LayerTimes, PhaseCounters)
+
+
+def add_fields(total: _Figures, part: _Figures) -> None:
+    """Adds the figures of ``part`` to ``total``, except those by server or layer."""
     for each in fields(total):
         if each.name not in ("servers", "layers", "mark"):
             setattr(total, each.name, getattr(total, each.name) + getattr(part, each.name))

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from moeoffload.errors import ModelError, ServerError
-from moeoffload.host.counters import CallCounters, LayerTimes
+from moeoffload.host.counters import CallCounters, PhaseCounters
 from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.host.granularity import Granularity
 from moeoffload.host.local_experts import LocalExperts
@@ -62,7 +62,6 @@ class _CallState(threading.local):
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.progress = [_Progress(shard) for shard in shards]
         self.sums: dict[int, torch.Tensor] = {}
-        self.times = LayerTimes()
 
 
 class Dispatcher:
@@ -132,9 +131,10 @@ class Dispatcher:
         state, rows, clock = self._state, (hidden, ids, weights), self._recorder.clock
         started = perf_counter()
         clock.dense_told()
-        record, times = self._recorder.counters, state.times
-        times.clear()
-        times.dense_s = started - record.mark
+        record = self._recorder.counters
+        times = record.layers[layer]
+        times.calls += 1
+        times.dense_s += started - record.mark
         sums = torch.empty_like(hidden) if self._alone else self._accumulator(state, hidden)
         for progress in state.progress:
             progress.begin(layer, hidden.shape[0])
@@ -143,12 +143,12 @@ class Dispatcher:
             late_s = clock.dense_late_s()
             sent = perf_counter()
             times.dense_s += late_s
-            times.pack_s = sent - started - late_s
+            times.pack_s += sent - started - late_s
             if self._local is not None:
                 record.local_rows += self._local.compute(layer, hidden, ids, weights, sums)
                 clock.wait()
-                times.local_s = perf_counter() - sent
-            while self._receive_round(state, layer, rows, record.servers, sums):
+                times.local_s += perf_counter() - sent
+            while self._receive_round(state, layer, rows, record, sums):
                 pass
         finally:
             # Before anything that can raise: flights that stay would add their sums to the next call of this thread.
@@ -158,16 +158,13 @@ class Dispatcher:
         result = sums if self._alone else sums.to(hidden.dtype, copy=True)
         record.mark = perf_counter()
         times.combine_s += record.mark - started
-        record.add(times)
-        if self._recorder.times_layers:
-            record.layers[layer].add(times)
         return result
 
     def _receive_round(
-        self, state: _CallState, layer: int, rows: Chunk, to: list[CallCounters], sums: torch.Tensor
+        self, state: _CallState, layer: int, rows: Chunk, record: PhaseCounters, sums: torch.Tensor
     ) -> bool:
         """Takes one reply of each shard into ``sums``, then sends what slots have room for; whether more is to come."""
-        times, n_rows = state.times, rows[0].shape[0]
+        times, to, n_rows = record.layers[layer], record.servers, rows[0].shape[0]
         more = unsent = False
         for number, progress in enumerate(state.progress):
             if progress.flights:

@@ -86,7 +86,6 @@ class _Streamer(BaseStreamer):
         self._detokenizer = Detokenizer(tokenizer)
         self._stream = stream
         self._is_prompt = True
-        self.on_tokens: Callable[[int], None] | None = None  # called with the number of new tokens, not for the prompt
         self.on_first: Callable[[], None] | None = None
         self.text = ""
         self.first_at = self.last_at = 0.0
@@ -96,15 +95,12 @@ class _Streamer(BaseStreamer):
         if self._is_prompt:
             self._is_prompt = False
             return
-        tokens = value.reshape(-1).tolist()
         self.last_at = perf_counter()
         if not self.first_at:
             self.first_at = self.last_at
             if self.on_first is not None:
                 self.on_first()
-        if self.on_tokens is not None:
-            self.on_tokens(len(tokens))
-        for token in tokens:
+        for token in value.reshape(-1).tolist():
             self._write(self._detokenizer.push(token))
 
     def end(self) -> None:
@@ -204,17 +200,12 @@ def generate(
     streamer = _Streamer(tokenizer, stream)
     n_prompt = prompt.inputs["input_ids"].shape[1]
     n_new = n_prompt - (cache.get_seq_length() if cache is not None else 0)
-    drafter = new_drafter(settings, offloaded.draft)
+    if (drafter := new_drafter(settings, offloaded.draft)) is not None:
+        guess_length, recorder = offloaded.guess_length, offloaded.recorder
+        options["custom_generate"] = VerifiedGeneration(drafter, guess_length, streamer, recorder)
     started = perf_counter()
     with _watched(offloaded, n_new, watch) as streamer.on_first:
-        if drafter is None:
-            tokens = offloaded.model.generate(**prompt.inputs, **options, streamer=streamer)
-        else:
-            with offloaded.recorder.speculating(n_new) as streamer.on_tokens:
-                verified = VerifiedGeneration(drafter, offloaded.guess_length, streamer)
-                tokens = offloaded.model.generate(
-                    **prompt.inputs, **options, streamer=streamer, custom_generate=verified
-                )
+        tokens = offloaded.model.generate(**prompt.inputs, **options, streamer=streamer)
     completion: torch.Tensor = tokens[0, n_prompt:]
     if int(completion[-1]) in eos_tokens(offloaded.model):
         ending = Ending.COMPLETE

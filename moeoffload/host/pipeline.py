@@ -186,7 +186,7 @@ class PrefillPipeline:
             run(first)
             self._recorder.clock.wait()
             ended = perf_counter()
-            counters.lap_dense(ended)
+            counters.lap_head(ended)
             counters.thread_s += ended - started
 
         assert self._pool is not None

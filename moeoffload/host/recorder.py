@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from moeoffload.host.counters import CallCounters, LayerTimes, PhaseCounters, add_counters
-from moeoffload.host.device_clock import HOST_CLOCK, Clock
+from moeoffload.host.device_clock import HOST_CLOCK, Clock, clock_of
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -46,9 +46,9 @@ class _Thread(threading.local):
     forward pass, where the shape does not tell (packed requests).
     """
 
-    def __init__(self, new_clock: Callable[[], Clock]) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.phases: dict[str, PhaseCounters] = {}
-        self.clock = new_clock()
+        self.clock = clock_of(device)
         self.phase = PREFILL
         self.next_phase: str | None = None
         self.started = self.last_end = 0.0
@@ -61,23 +61,13 @@ class Recorder:
     up.
     """
 
-    def __init__(
-        self,
-        n_servers: int,
-        n_layers: int,
-        *,
-        profile: bool = False,
-        new_clock: Callable[[], Clock] = lambda: HOST_CLOCK,
-    ) -> None:
-        """Counts for ``n_servers``; ``profile`` also keeps the times of each of ``n_layers`` MoE layers, always.
-        ``new_clock`` makes a thread's clock of the device that dense layers are on."""
+    def __init__(self, n_servers: int, n_layers: int, device: torch.device, *, profile: bool = False) -> None:
+        """Counts for ``n_servers`` and ``n_layers`` MoE layers; with ``profile`` it always listens, see `listen`, and
+        reports show each layer. ``device`` is that of the dense layers."""
         self.n_servers = n_servers
         self.n_layers = n_layers
         self.profile = profile
-        self.times_layers = profile
-        """Whether the running forward pass keeps the times of each layer; decided when it begins."""
-        self._watched_until = 0.0
-        self._new_clock = new_clock
+        self._device = device
         self._listened_until = math.inf if profile else 0.0
         self._listened = profile
         """Whether somebody listens to the running forward pass; else no device is asked when it was done."""
@@ -85,7 +75,7 @@ class Recorder:
 
     def reset(self) -> None:
         """Starts again from zero. Not while a forward pass runs."""
-        self.own = _Thread(self._new_clock)
+        self.own = _Thread(self._device)
         self._all: list[dict[str, PhaseCounters]] = []
         self.tokens: TokenTotals | None = None  # told by who packs several requests, or guesses, into one pass
         self.guesses: GuessCounts | None = None  # of answers with guesses; None if there were none
@@ -113,48 +103,19 @@ class Recorder:
                 add_counters(total[name], counters)
         return total
 
-    @contextlib.contextmanager
-    def speculating(self, prompt_tokens: int) -> Iterator[Callable[[int], None]]:
-        """While a prompt of so many tokens is answered with guesses.
-
-        Yields what is to be called with the number of tokens that each pass has made certain.
-        """
-        self.own.next_phase = PREFILL
-        before, n_tokens = self.phases, 0
-
-        def got(n_more: int) -> None:
-            nonlocal n_tokens
-            n_tokens += n_more
-            self.own.next_phase = DECODE  # what follows
-
-        try:
-            yield got
-        finally:
-            self.own.next_phase = None
-            now = self.phases
-            rows = sum(now[name].tokens - before[name].tokens for name in PHASES) - prompt_tokens
-            passes = sum(now[name].forwards - before[name].forwards for name in PHASES)
-            if passes:
-                counts = self.guesses = self.guesses or GuessCounts()
-                counts.guessed += rows - passes + 1
-                # A right guess may be cut off by the end of the answer: this may be a little low.
-                counts.right += max(0, n_tokens - passes)
-                counts.passes += passes
-                counts.tokens += n_tokens
-                told = self.told()
-                told.prompt += prompt_tokens
-                told.completion += n_tokens
+    def count_verified(self, guessed: int, right: int, tokens: int) -> None:
+        """Counts a pass that verified ``guessed`` tokens, ``right`` of them right, and yielded ``tokens`` tokens."""
+        counts = self.guesses = self.guesses or GuessCounts()
+        counts.guessed += guessed
+        counts.right += right
+        counts.passes += 1
+        counts.tokens += tokens
 
     def told(self) -> TokenTotals:
         """The totals to add to, for who knows better than forward passes tell."""
         if self.tokens is None:
             self.tokens = TokenTotals()
         return self.tokens
-
-    def watch_layers(self, seconds: float) -> None:
-        """Keeps the times of each layer for so many seconds from now; from any thread, as often as one likes."""
-        self._watched_until = perf_counter() + seconds
-        self.listen(seconds)
 
     def listen(self, seconds: float = math.inf) -> None:
         """Tells dense work of a GPU from what waits for it, for so many seconds from now, in passes that begin in them;
@@ -179,12 +140,12 @@ class Recorder:
         n_sequences, length = tokens.shape[0], tokens.shape[1]
         own = self.own
         own.phase = own.next_phase or (DECODE if length == 1 else PREFILL)
+        own.next_phase = None
         counters = self.counters
         counters.forwards += 1
         counters.sequences += n_sequences
         counters.tokens += n_sequences * length
         own.started = counters.mark = perf_counter()
-        self.times_layers = self.profile or own.started < self._watched_until
         self._listened = own.started < self._listened_until
         if own.phase == DECODE and own.last_end:
             counters.other_s += own.started - own.last_end
@@ -193,7 +154,7 @@ class Recorder:
         self.clock.wait()
         ended = perf_counter()
         own, counters = self.own, self.counters
-        counters.lap_dense(ended)
+        counters.lap_head(ended)
         counters.forward_s += ended - own.started
         # Between two forwards of decoding lies the sampling; before a prefill lies whatever the caller did.
         begun = own.last_end if own.phase == DECODE and own.last_end else own.started

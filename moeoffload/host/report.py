@@ -201,8 +201,10 @@ def _phase(phase: PhaseCounters) -> dict[str, Any]:
     total = CallCounters()
     for server in phase.servers:
         add_fields(total, server)
-    host = {f"{name}_s": getattr(phase, f"{name}_s") for name in _HOST_FIELDS}
-    host["wait_wire_s"] = max(0.0, phase.wait_s - phase.wait_queue_s - phase.wait_compute_s)
+    times = phase.times
+    figures = asdict(times) | {"turn_s": phase.turn_s, "other_s": phase.other_s}
+    host = {f"{name}_s": figures[f"{name}_s"] for name in _HOST_FIELDS}
+    host["wait_wire_s"] = max(0.0, times.wait_s - times.wait_queue_s - times.wait_compute_s)
     return {
         **{name: getattr(phase, name) for name in ("tokens", "sequences", "forwards", "seconds")},
         "tokens_per_s": phase.tokens / phase.seconds if phase.seconds else 0.0,

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from moeoffload.errors import ModelError
 from moeoffload.host.drafters import Drafter, hidden_states_of
 from moeoffload.host.guess_length import GuessLength
+from moeoffload.host.recorder import DECODE, PREFILL, Recorder
 
 
 def check_can_verify(config: Any) -> None:
@@ -31,10 +32,11 @@ class VerifiedGeneration:
     its rows are rounded. Sampling draws one random number for each token, as without guesses.
     """
 
-    def __init__(self, drafter: Drafter, lengths: GuessLength, streamer: Any) -> None:
+    def __init__(self, drafter: Drafter, lengths: GuessLength, streamer: Any, recorder: Recorder) -> None:
         self._drafter = drafter
         self._lengths = lengths
         self._streamer = streamer
+        self._recorder = recorder
 
     def __call__(
         self,
@@ -47,6 +49,8 @@ class VerifiedGeneration:
     ) -> torch.Tensor:
         """Returns (1, n) int64, the prompt and the answer."""
         cache = model_kwargs["past_key_values"]
+        told = self._recorder.told()
+        told.prompt += input_ids.shape[1] - cache.get_seq_length()
         with contextlib.ExitStack() as stack:
             hidden = stack.enter_context(hidden_states_of(model)) if self._drafter.wants_hidden else []
             guesses: list[int] = []
@@ -55,6 +59,7 @@ class VerifiedGeneration:
                 started = perf_counter()
                 if n_passes:
                     guesses = self._guess(input_ids, generation_config.max_length - input_ids.shape[1] - 1)
+                self._recorder.own.next_phase = DECODE if n_passes else PREFILL
                 logits = _forward(model, torch.cat([input_ids, input_ids.new_tensor([guesses])], dim=1), cache, guesses)
                 for first, rows in sorted(hidden, key=lambda each: each[0]):  # chunks of a prompt may end in any order
                     self._drafter.take(first, rows)
@@ -68,6 +73,8 @@ class VerifiedGeneration:
                     is_over = bool(stopping_criteria(input_ids, None).all())
                     if is_over or int(token) != guess:
                         break
+                told.completion += n_new
+                self._recorder.count_verified(len(guesses), n_new - 1, n_new)
                 if n_passes:
                     cache.crop(n_new - 1 - len(guesses))
                 else:

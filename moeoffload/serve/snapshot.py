@@ -18,7 +18,7 @@ from moeoffload.host.counters import CallCounters, LayerTimes, add_counters
 from moeoffload.host.session import OffloadedModel
 from moeoffload.host.shard import Shard
 from moeoffload.serve.batches import BatchWatcher
-from moeoffload.serve.figures import PAUSE_S, History, figures
+from moeoffload.serve.figures import History, figures
 from moeoffload.serve.stats import ServingStats
 
 LISTEN_S: Final = 60.0  # more than between two scrapes
@@ -28,18 +28,14 @@ def serving_snapshot(
     offloaded: OffloadedModel,
     stats: ServingStats,
     *,
-    watch: bool = True,
     batches: Mapping[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The figures as they stand, in seconds and bytes since the model was opened; from any thread.
 
-    With ``watch`` the times of each layer are kept for the next `PAUSE_S`; scrapers do not use them. ``batches`` is by
-    address what expert servers say of their kernel calls, where that is known.
+    ``batches`` is by address what expert servers say of their kernel calls, where that is known.
     """
     recorder = offloaded.recorder
     recorder.listen(LISTEN_S)
-    if watch:
-        recorder.watch_layers(PAUSE_S)
     total, *others = recorder.phases.values()
     for other in others:
         add_counters(total, other)
@@ -47,7 +43,7 @@ def serving_snapshot(
     servers = [_server(shard, counters, known) for shard, counters in zip(offloaded.shards, total.servers, strict=True)]
     figures = stats.snapshot()
     # What the recorder has between forward passes may be idle time.
-    figures["steps"] |= _parts(total) | {"other_s": max(0.0, figures["steps"]["seconds"] - total.forward_s)}
+    figures["steps"] |= _parts(total.times) | {"other_s": max(0.0, figures["steps"]["seconds"] - total.forward_s)}
     return figures | {
         "version": __version__,
         "model": _model(offloaded),
@@ -68,8 +64,8 @@ class Snapshots:
         self._history = History()
 
     def take(self, watch: bool) -> dict[str, Any]:
-        """All figures as they stand; with ``watch`` also the times of layers, and ``now``: see `figures`."""
-        snapshot = serving_snapshot(self._offloaded, self._stats, watch=watch, batches=self._batches.latest())
+        """All figures as they stand; with ``watch`` also ``now``: see `figures`."""
+        snapshot = serving_snapshot(self._offloaded, self._stats, batches=self._batches.latest())
         if not watch:
             return snapshot
         self._history.add(snapshot)

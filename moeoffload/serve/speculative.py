@@ -9,7 +9,6 @@ from typing import Final
 
 from moeoffload.host.drafters import Drafter, hidden_states_of, most_guesses, new_drafter
 from moeoffload.host.guess_length import GuessLength
-from moeoffload.host.recorder import GuessCounts
 from moeoffload.host.session import OffloadedModel
 from moeoffload.kernels.attention import FEW_QUERIES
 from moeoffload.serve.sequence import Sequence as TokenSequence
@@ -70,12 +69,8 @@ class Guesser:
         """Records a step: ``n_tokens`` verified tokens, and its duration."""
         if self._chosen is None or any(len(share.tokens) != 1 + share.n_guesses for share in shares):
             return
-        recorder = self._offloaded.recorder
-        counts = recorder.guesses = recorder.guesses or GuessCounts()
-        counts.guessed += sum(share.n_guesses for share in shares)
-        counts.right += n_tokens - len(shares)
-        counts.passes += 1
-        counts.tokens += n_tokens
+        n_guessed = sum(share.n_guesses for share in shares)
+        self._offloaded.recorder.count_verified(n_guessed, n_tokens - len(shares), n_tokens)
         # A sequence's first draft includes reading the prompt, so its time does not count.
         if all(share.sequence.n_answer > n_tokens + 1 for share in shares):
             self._chosen.count(n_tokens, self._guess_s + seconds)
