@@ -19,6 +19,7 @@ from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.host.counters import CallCounters
+from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.kernels import LayerKernels
 from moeoffload.payload import PayloadDtype
@@ -93,7 +94,7 @@ def call_steps(offer: Any) -> Iterator[Callable[[int], None]]:
     link = ExpertLink(
         LinkInfo("bench:1", "cpu", "", channel.name, "", "", N_EXPERTS, 0), control, control, channel, LAYOUT, EPOCH,
         ExpertTable((tuple(range(N_EXPERTS)),)), [N_EXPERTS], torch.device("cpu"),
-        TIMEOUT_S, TIMEOUT_S, [],
+        Deadlines(TIMEOUT_S, TIMEOUT_S, len(channel.slots), []),
     )  # fmt: skip
     link._slot_of = [torch.full((N_EXPERTS,), -1, dtype=torch.int16)]
     hidden, ids = torch.randn(1, HIDDEN).to(torch.bfloat16), torch.arange(TOP_K)[None]

@@ -12,6 +12,7 @@ from shapes import EPOCH, LAYOUT, N_EXPERTS, ScriptedSocket, pack_messages, repl
 
 from moeoffload.errors import MoeOffloadError
 from moeoffload.host.counters import CallCounters
+from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.placement import ExpertTable
 from moeoffload.transport import ChannelSizes, HostChannel, SharedServerEnd, open_shared
@@ -67,9 +68,7 @@ class _Host:
             ExpertTable((tuple(range(N_EXPERTS)),)),
             [N_EXPERTS],
             torch.device("cpu"),
-            timeout_s,
-            timeout_s,
-            [],
+            Deadlines(timeout_s, timeout_s, len(channel.slots), []),
         )
 
     def exchange(self, mode: int, data: bytes) -> None:

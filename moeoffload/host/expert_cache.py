@@ -76,21 +76,15 @@ class _Pool:
 
     def slots_of(self, layer: int, needed: Sequence[int]) -> torch.Tensor:
         """Returns (n_experts + 1,) int64: the slot of each needed expert; the last entry, for expert -1, is -1."""
-        table = torch.full((self._checkpoint.layers[layer].n_experts + 1,), -1, dtype=torch.int64)
-        missing = []
-        for expert in needed:
-            slot = self._slots.get((layer, expert))
-            if slot is None:
-                missing.append(expert)
-            else:
-                self._slots.move_to_end((layer, expert))
-                table[expert] = slot
         kept = set(needed)
+        missing = [expert for expert in needed if (layer, expert) not in self._slots]
+        for expert in kept.difference(missing):
+            self._slots.move_to_end((layer, expert))
         step = max(1, READ_BYTES // self._checkpoint.layers[layer].expert_bytes)
         for at in range(0, len(missing), step):
             self._read(layer, missing[at : at + step], kept)
-        # Filled in here, not in `_read`: the table was made in the caller's mode, which may be inference mode.
-        for expert in missing:
+        table = torch.full((self._checkpoint.layers[layer].n_experts + 1,), -1, dtype=torch.int64)
+        for expert in needed:
             table[expert] = self._slots[layer, expert]
         return table.to(self._device)
 

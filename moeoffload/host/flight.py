@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from moeoffload.host.counters import CallCounters
-from moeoffload.placement import ExpertTable
+from moeoffload.placement import ExpertTable, slot_table
 from moeoffload.wire import FrameLayout
 
 Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -29,6 +29,10 @@ class Flight:
     compute_s: float = 0.0
     """Queue and compute time that the server reported with the reply, in seconds."""
 
+    def where(self, row: int) -> str:
+        """Names a row that was sent by its number within the call."""
+        return f"layer {self.layer}, row {self.start + (row if self.index is None else int(self.index[row]))}"
+
 
 class ShardLink(ABC):
     """Computes the experts of ``table``. Safe to use from several threads, each with its own flights.
@@ -36,27 +40,43 @@ class ShardLink(ABC):
     Attributes:
         layout: the layout of its frames; ``capacity`` is the most rows of a chunk.
         n_slots: how many chunks may be in flight.
-        holds_all: by layer, whether the table has all experts.
         holds_none: by layer, whether the table has no expert.
         n_calls: chunks sent (a server) or computed (the host) so far.
     """
 
     def __init__(
-        self,
-        name: str,
-        table: ExpertTable,
-        n_experts: list[int],
-        layout: FrameLayout,
-        n_slots: int,
-    ) -> None:
-        """``name`` identifies the link in messages; ``n_experts`` counts the experts of each layer."""
+        self, name: str, table: ExpertTable, n_experts: list[int], layout: FrameLayout, n_slots: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """``name`` identifies the link in messages; ``n_experts`` counts the experts of each layer; ``device`` is that
+        of the rows."""
         self.name = name
         self.table = table
         self.layout = layout
         self.n_slots = n_slots
-        self.holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
+        self._slot_of = [slot_table(held, n + 1).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
+        """By layer; the last entry, -1, stands for no expert: narrow routers' choices are padded with that number."""
+        self._holds_all = [len(held) == n for held, n in zip(table.layers, n_experts, strict=True)]
         self.holds_none = [not held for held in table.layers]
         self.n_calls = 0
+
+    def _board(self, flight: Flight, layer: int, start: int, chunk: Chunk) -> Chunk | None:
+        """Fills in ``flight``; returns the rows of ``chunk`` that have an expert here, with slots (n, top_k) int16 in
+        place of ids, -1 for experts elsewhere; None if there are no such rows."""
+        hidden, ids, weights = chunk
+        slots = self._slot_of[layer].take(ids)
+        index = None
+        if not self._holds_all[layer]:
+            hit = (slots >= 0).any(dim=1)
+            n_hit = int(hit.sum())
+            if n_hit == 0:
+                return None
+            if n_hit < hidden.shape[0]:
+                index = hit.nonzero().squeeze(1)
+                hidden, slots, weights = hidden[index], slots[index], weights[index]
+        flight.layer, flight.start, flight.chunk_rows = layer, start, ids.shape[0]
+        flight.n_rows, flight.index = hidden.shape[0], index
+        return hidden, slots, weights
 
     @abstractmethod
     def take(self, *, wait: bool) -> Flight | None:

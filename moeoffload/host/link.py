@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -17,7 +16,7 @@ from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.page_locked import PageLocked
 from moeoffload.payload import PayloadDtype, encode_rows, load_rows
-from moeoffload.placement import ExpertTable, slot_table
+from moeoffload.placement import ExpertTable
 from moeoffload.transport import HostChannel, HostSlot
 from moeoffload.wire import (
     HEADER_BYTES,
@@ -91,21 +90,17 @@ class ExpertLink(ShardLink):
         table: ExpertTable,
         n_experts: list[int],
         device: torch.device,
-        floor_s: float,
-        ceiling_s: float,
-        timings: Sequence[tuple[int, float]],
+        deadlines: Deadlines,
     ) -> None:
-        super().__init__(f"expert server {info.address}", table, n_experts, layout, len(channel.slots))
+        super().__init__(f"expert server {info.address}", table, n_experts, layout, len(channel.slots), device)
         self.info = info
         self.client = client
         self.lease = lease
         self.channel = channel
         self._epoch = epoch
         self._reader = FrameReader(Role.HOST, layout, epoch)
-        self.deadlines = Deadlines(floor_s, ceiling_s, self.n_slots, timings)
+        self.deadlines = deadlines
         self._leaving = False
-        self._slot_of = [slot_table(held, n + 1).to(device) for held, n in zip(table.layers, n_experts, strict=True)]
-        """By layer; the last entry, -1, stands for no expert: narrow routers' choices are padded with that number."""
         for slot in channel.slots:
             header = FrameHeader(Kind.DISPATCH, layout.dtype_out, layout.dtype_back, epoch=epoch, top_k=layout.top_k)
             views = SlotViews(layout, slot.request, slot.reply)
@@ -140,16 +135,17 @@ class ExpertLink(ShardLink):
     def send(self, flight: Flight, layer: int, start: int, chunk: Chunk, to: CallCounters) -> bool:
         """See `ShardLink`."""
         assert isinstance(flight, _RemoteFlight)
-        _, ids, weights = chunk
         channel, slot, header = self.channel, flight.slot, flight.header
         try:
-            n_rows, index = self._pack(flight, layer, start, chunk)
-            if n_rows == 0:
-                channel.release(slot)
+            boarded = self._board(flight, layer, start, chunk)
+            if boarded is None:
+                self.release(flight)
                 return False
+            self._pack(flight, *boarded)
+            n_rows = flight.n_rows
             header.request_id = flight.request_id = channel.next_id(slot)
             header.layer, header.rows = layer, n_rows
-            header.flags = _WEIGHTS_F32 if weights.dtype is torch.float32 else 0
+            header.flags = _WEIGHTS_F32 if boarded[2].dtype is torch.float32 else 0
             header.body_bytes = n_rows * self.layout.dispatch_row_bytes
             flight.deadline_s = self.deadlines.of(n_rows)
             header.timeout_us = int(flight.deadline_s * 1e6)
@@ -157,37 +153,22 @@ class ExpertLink(ShardLink):
             n_bytes = HEADER_BYTES + header.body_bytes
             channel.send(slot, n_bytes)
         except BaseException as error:
-            channel.release(slot)
+            self.release(flight)
             raise self._explain(error) if isinstance(error, ServerError) else error from None
         flight.sent_at = perf_counter()
-        flight.layer, flight.start, flight.n_rows, flight.index = layer, start, n_rows, index
-        flight.chunk_rows = ids.shape[0]
         self.n_calls += 1
         to.calls += 1
         to.rows += n_rows
         to.bytes_out += n_bytes
         return True
 
-    def _pack(self, flight: _RemoteFlight, layer: int, start: int, chunk: Chunk) -> tuple[int, torch.Tensor | None]:
-        """Writes the body of a frame; returns how many rows have an expert here, and which (None: the whole chunk)."""
-        hidden, ids, weights = chunk
-        slots = self._slot_of[layer].take(ids)
-        index = None
-        if not self.holds_all[layer]:
-            hit = (slots >= 0).any(dim=1)
-            n_hit = int(hit.sum())
-            if n_hit == 0:
-                return 0, None
-            if n_hit < hidden.shape[0]:
-                index = hit.nonzero().squeeze(1)
-                hidden, slots, weights = hidden[index], slots[index], weights[index]
-        views = flight.views.dispatch(hidden.shape[0])
+    def _pack(self, flight: _RemoteFlight, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> None:
+        """Writes the body of a frame."""
+        views = flight.views.dispatch(flight.n_rows)
         # From a GPU, the rows are copied last, since only their copy is waited for.
         views.weights.copy_(weights, non_blocking=True)
         views.slots.copy_(slots, non_blocking=True)
-        dtype = self.layout.dtype_out
-        encode_rows(hidden, views.rows, dtype, where=lambda row: _where(layer, start, index, row))
-        return hidden.shape[0], index
+        encode_rows(hidden, views.rows, self.layout.dtype_out, where=flight.where)
 
     def receive(self, flight: Flight, to: CallCounters) -> torch.Tensor:
         """See `ShardLink`."""
@@ -255,11 +236,5 @@ class ExpertLink(ShardLink):
     def _error(self, flight: _RemoteFlight, header: FrameHeader) -> Exception:
         text = read_error_text(flight.slot.reply, header.body_bytes)
         if header.code == ErrorCode.PAYLOAD and header.rows < flight.n_rows:
-            where = _where(flight.layer, flight.start, flight.index, header.rows)
-            return PayloadError(f"{where}: expert output {text} ({self.name})")
+            return PayloadError(f"{flight.where(header.rows)}: expert output {text} ({self.name})")
         return _ERRORS.get(header.code, ServerError)(f"{self.name}: {text}")
-
-
-def _where(layer: int, start: int, index: torch.Tensor | None, row: int) -> str:
-    """Names a row of a frame by its number within the call."""
-    return f"layer {layer}, row {start + (row if index is None else int(index[row]))}"
