@@ -14,7 +14,7 @@ from rich.text import Text
 from moeoffload.text import one_line
 
 if TYPE_CHECKING:
-    from moeoffload.host.fleet import OnProgress
+    from moeoffload.host.attach import OnProgress
     from moeoffload.host.generate import Answer
     from moeoffload.host.session import OffloadedModel
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.validate import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.errors import BusyError, ServerError
+from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.link import ExpertLink, LinkInfo
 from moeoffload.payload import Payloads
 from moeoffload.placement import ExpertTable
@@ -30,8 +32,9 @@ from moeoffload.wire import FrameLayout
 logger = logging.getLogger(__name__)
 
 LEAST_WAIT_S: Final = 0.05
+OnProgress = Callable[[str, int, int], None]
+"""Called with a server's address, its loaded bytes and its total bytes; from several threads, one at a time."""
 _Result = TypeVar("_Result")
-OnOpened = Callable[[ControlClient], None]
 
 
 @dataclass(frozen=True)
@@ -50,23 +53,36 @@ class AttachPlan:
 
     checkpoint: Checkpoint
     reference: str
-    revision: str
+    """The model's folder or file as an absolute path, or its hub id."""
+    revision: str | None
     payloads: Payloads
     settings: HostSettings
     device: torch.device
-    on_progress: Callable[[str, int, int], None]
+    on_progress: OnProgress | None
+    telling: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def model(self) -> pb.ModelReference:
         """The description of the model that servers get."""
         return pb.ModelReference(
             reference=self.reference,
-            revision=self.revision,
+            revision=self.revision or "",
             digest=self.checkpoint.digest,
             compute_dtype=dtype_label(self.checkpoint.dtype),
             expert_format=self.checkpoint.expert_format or "",
             config=self.checkpoint.config_text,
         )
+
+    @property
+    def n_experts(self) -> list[int]:
+        """How many routed experts each MoE layer has."""
+        return [layer.n_experts for layer in self.checkpoint.layers]
+
+    def tell(self, address: str, loaded: int, total: int) -> None:
+        """Calls ``on_progress``."""
+        if self.on_progress is not None:
+            with self.telling:
+                self.on_progress(address, loaded, total)
 
 
 def connect(
@@ -109,104 +125,89 @@ def take_lease(candidate: Candidate, timeout_s: float) -> Lease:
     return retry_while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
 
 
-def attach(
-    server: Candidate, table: ExpertTable, plan: AttachPlan, *, kernel: str, timeout_s: float, opened: OnOpened
-) -> ExpertLink:
-    """Connects to a server, takes a lease, loads the experts of ``table`` and opens the channel.
+def attach(candidate: Candidate, table: ExpertTable, plan: AttachPlan, *, kernel: str, timeout_s: float) -> ExpertLink:
+    """Takes a lease on a server, loads the experts of ``table`` and opens the channel.
 
     ``kernel`` is the kernel that the server must use, since another holder of ``table`` uses it, or this one did
-    before; empty accepts any. ``opened`` gets the connection as soon as it exists; closing it makes this call fail.
-    Raises ServerError: the server cannot be reached, refuses or fails; nothing is left open.
+    before; empty accepts any.
+    Raises ServerError: the server refuses or fails; nothing is left open, the connection neither.
     """
-    candidate = connect(server.address, plan.checkpoint, timeout_s, server.credentials)
+    checkpoint, settings = plan.checkpoint, plan.settings
+    keys = StreamKeys.new()
     with contextlib.ExitStack() as undo:
         undo.callback(candidate.client.close)
-        opened(candidate.client)
         lease = take_lease(candidate, timeout_s)
         undo.callback(lease.close)
-        link = _attach(candidate, lease, table, plan, kernel)
+        errors = lease.load(
+            plan.model,
+            table,
+            progress=lambda loaded, total: plan.tell(candidate.address, loaded, total),
+            timeout_s=settings.load_timeout_s,
+        )
+        offer = lease.activate(
+            pb.Activate(
+                model_digest=checkpoint.digest,
+                compute_dtype=dtype_label(checkpoint.dtype),
+                table_digest=table.digest,
+                hidden_size=checkpoint.hidden_size,
+                top_k=checkpoint.top_k,
+                dtype_out=plan.payloads.out.label,
+                dtype_back=plan.payloads.back.label,
+                batch_capacity=settings.most_rows,
+                n_slots=settings.slots,
+                transport=settings.transport.value,
+                kernel=kernel,
+                stream_key=keys.public,
+            )
+        )
+        _check_capacity(candidate, offer.batch_capacity, settings)
+        layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, *plan.payloads, offer.batch_capacity)
+        timings = checked_timings(offer.timings)
+        checked_items("channels", len(offer.channels))
+        channel, reason = _open_channel(candidate, offer, layout, settings, keys)
+        undo.callback(channel.close)
+        epoch = lease.accept(channel.name, channel.nonce, reason)
+        sizes = [layer.expert_bytes for layer in checkpoint.layers]
+        info = LinkInfo(
+            address=candidate.address,
+            device=candidate.info.device,
+            device_name=candidate.info.device_name,
+            transport=channel.name,
+            transport_reason=reason,
+            kernel=one_line(offer.kernel, MAX_NAME),
+            n_experts=table.n_experts,
+            resident_bytes=sum(len(experts) * size for experts, size in zip(table.layers, sizes, strict=True)),
+            weight_errors=errors,
+        )
+        logger.info("expert server %s: %s (%s)", info.address, info.transport, reason)
+        deadlines = Deadlines(settings.dispatch_floor_s, settings.dispatch_timeout_s, len(channel.slots), timings)
+        link = ExpertLink(
+            info, candidate.client, lease, channel, layout, epoch, table, plan.n_experts, plan.device, deadlines
+        )
         undo.pop_all()
     return link
 
 
-def _attach(candidate: Candidate, lease: Lease, table: ExpertTable, plan: AttachPlan, kernel: str) -> ExpertLink:
-    checkpoint, settings = plan.checkpoint, plan.settings
-    errors = lease.load(
-        plan.model,
-        table,
-        progress=lambda loaded, total: plan.on_progress(candidate.address, loaded, total),
-        timeout_s=settings.load_timeout_s,
-    )
-    keys = StreamKeys.new()
-    offer = lease.activate(
-        pb.Activate(
-            model_digest=checkpoint.digest,
-            compute_dtype=dtype_label(checkpoint.dtype),
-            table_digest=table.digest,
-            hidden_size=checkpoint.hidden_size,
-            top_k=checkpoint.top_k,
-            dtype_out=plan.payloads.out.label,
-            dtype_back=plan.payloads.back.label,
-            batch_capacity=settings.most_rows,
-            n_slots=settings.slots,
-            transport=settings.transport.value,
-            kernel=kernel,
-            stream_key=keys.public,
-        )
-    )
-    if offer.batch_capacity > settings.most_rows:
+def _check_capacity(candidate: Candidate, capacity: int, settings: HostSettings) -> None:
+    """Logs why a server takes fewer rows than usual. Raises ServerError: it takes more than this host asked for."""
+    if capacity > settings.most_rows:
         raise ServerError(
-            f"expert server {candidate.address}: batch capacity is {offer.batch_capacity} there, "
+            f"expert server {candidate.address}: batch capacity is {capacity} there, "
             f"this host asked for at most {settings.most_rows}"
         )
-    if offer.batch_capacity < settings.usual_rows:
-        why = "its memory has no room for more"
-        if offer.batch_capacity == candidate.info.batch_capacity:
-            why = "its own --batch-capacity"
-        elif offer.batch_capacity >= USUAL_ROWS:
-            why = f"{why}, or larger calls are no faster there"
-        logger.warning(
-            "expert server %s: batch capacity is %d rows instead of %d: %s",
-            candidate.address,
-            offer.batch_capacity,
-            settings.usual_rows,
-            why,
-        )
-    layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, *plan.payloads, offer.batch_capacity)
-    timings = checked_timings(offer.timings)
-    checked_items("channels", len(offer.channels))
-    channel, reason = _open_channel(candidate, offer, layout, settings, keys)
-    try:
-        epoch = lease.accept(channel.name, channel.nonce, reason)
-    except BaseException:
-        channel.close()
-        raise
-    sizes = [layer.expert_bytes for layer in checkpoint.layers]
-    info = LinkInfo(
-        address=candidate.address,
-        device=candidate.info.device,
-        device_name=candidate.info.device_name,
-        transport=channel.name,
-        transport_reason=reason,
-        kernel=one_line(offer.kernel, MAX_NAME),
-        n_experts=table.n_experts,
-        resident_bytes=sum(len(experts) * size for experts, size in zip(table.layers, sizes, strict=True)),
-        weight_errors=errors,
-    )
-    logger.info("expert server %s: %s (%s)", info.address, info.transport, reason)
-    return ExpertLink(
-        info,
-        candidate.client,
-        lease,
-        channel,
-        layout,
-        epoch,
-        table,
-        [layer.n_experts for layer in checkpoint.layers],
-        plan.device,
-        settings.dispatch_floor_s,
-        settings.dispatch_timeout_s,
-        timings,
+    if capacity >= settings.usual_rows:
+        return
+    why = "its memory has no room for more"
+    if capacity == candidate.info.batch_capacity:
+        why = "its own --batch-capacity"
+    elif capacity >= USUAL_ROWS:
+        why = f"{why}, or larger calls are no faster there"
+    logger.warning(
+        "expert server %s: batch capacity is %d rows instead of %d: %s",
+        candidate.address,
+        capacity,
+        settings.usual_rows,
+        why,
     )
 
 

@@ -6,15 +6,10 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Final
 
-import torch
-
-from moeoffload.checkpoint import Checkpoint
-from moeoffload.config import HostSettings
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.errors import ServerError
@@ -24,9 +19,8 @@ from moeoffload.host.fallback import FallbackLink
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import Holder, Shard
-from moeoffload.host.spawn import ServerSpec, SpawnedServers, default_specs
+from moeoffload.host.spawn import server_devices, spawned_servers
 from moeoffload.host.speeds import measure, placement_speeds
-from moeoffload.payload import Payloads
 from moeoffload.placement import GIB, ExpertTable, MemoryOffer, batch_row_bytes, place_experts, place_replicas
 
 logger = logging.getLogger(__name__)
@@ -36,35 +30,23 @@ LEAST_BATCH_ROWS: Final = 32
 AGAIN_S: Final = 2.0
 """How long a lost server may take to answer an attempt to attach again."""
 
-OnProgress = Callable[[str, int, int], None]
-"""Called with a server's address, its loaded bytes and its total bytes; from several threads, one at a time."""
-
 
 class Fleet:
     """Holds connections, leases and spawned servers; `close` ends all of them."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        settings: HostSettings,
-        device: torch.device,
-        payloads: Payloads,
-        servers: Sequence[ServerSpec] | None,
-    ) -> None:
-        """Connects to the servers of the settings, or starts ``servers`` (default: see `default_specs`).
+    def __init__(self, plan: AttachPlan, *, is_needed: bool) -> None:
+        """Connects to the servers of the settings; starts some if the settings name none, or one in the place of those
+        that are missing, if ``is_needed``: unless every expert is on the host.
         Raises ServerError: a required server cannot be reached, or one cannot be started."""
-        self._checkpoint = checkpoint
-        self._settings = settings
-        self._device = device
-        self._payloads = payloads
+        self._plan = plan
         self._stack = contextlib.ExitStack()
         self._stopping = threading.Event()
-        self._open_lock = threading.Lock()
         self._opening: set[ControlClient] = set()
+        """The connections over which threads are attaching; adding, removing and copying are atomic."""
         self._attaching: list[Future[Shard]] = []
         self.events = ServerEvents()
         try:
-            self._candidates = self._find(servers)
+            self._candidates = self._find(is_needed=is_needed)
             self._pool = ThreadPoolExecutor(max(1, len(self._candidates)), thread_name_prefix="servers")
             # Runs after the connections are closed, so that no thread can block it.
             self._stack.callback(self._pool.shutdown, cancel_futures=True)
@@ -75,8 +57,8 @@ class Fleet:
             self._stack.close()
             raise
 
-    def _find(self, servers: Sequence[ServerSpec] | None) -> list[Candidate]:
-        settings = self._settings
+    def _find(self, *, is_needed: bool) -> list[Candidate]:
+        settings, checkpoint = self._plan.settings, self._plan.checkpoint
         found: list[Candidate] = []
         missing = 0
         credentials = HostCredentials.of(settings)
@@ -84,7 +66,7 @@ class Fleet:
             logger.info("reaching expert server %s, for up to %g s", address, settings.connect_timeout_s)
             try:
                 times = settings.connect_timeout_s, credentials, settings.refused_timeout_s
-                found.append(connect(address, self._checkpoint, *times))
+                found.append(connect(address, checkpoint, *times))
             except ServerError as error:
                 if settings.required is not False:
                     for other in found:
@@ -92,46 +74,22 @@ class Fleet:
                     raise
                 logger.warning("%s; a server on this machine takes its place", error)
                 missing += 1
-        specs = list(servers) if servers is not None else default_specs(settings, self._device)
+        devices = server_devices(settings, self._plan.device) if is_needed else []
         if settings.experts:
-            specs = (specs or [ServerSpec("cpu")])[: min(missing, 1)]
-        if specs:
-            logger.info("starting %s", ", ".join(f"an expert server on {spec.device}" for spec in specs))
-            spawned = SpawnedServers(settings, specs)
-            self._stack.callback(spawned.close)
-            found += [connect(address, self._checkpoint, settings.connect_timeout_s) for address in spawned.addresses]
+            devices = devices[: min(missing, 1)]
+        if devices:
+            logger.info("starting %s", ", ".join(f"an expert server on {device}" for device in devices))
+            addresses = self._stack.enter_context(spawned_servers(settings, devices))
+            found += [connect(address, checkpoint, settings.connect_timeout_s) for address in addresses]
         return found
 
-    def attach(
-        self,
-        experts: Sequence[Sequence[int]],
-        reference: Path,
-        revision: str | None,
-        on_progress: OnProgress | None,
-        usage: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def attach(self, experts: Sequence[Sequence[int]], usage: Sequence[Sequence[int]] | None = None) -> None:
         """Places ``experts`` (those of each MoE layer that are not on the host) and starts to load them everywhere.
 
         ``usage`` is how often each expert was chosen; see `place_experts`.
         Raises PlacementError: they do not fit; ServerError: a server refuses.
         """
-        checkpoint, settings = self._checkpoint, self._settings
-        told = threading.Lock()
-
-        def progress(address: str, loaded: int, total: int) -> None:
-            if on_progress is not None:
-                with told:
-                    on_progress(address, loaded, total)
-
-        plan = AttachPlan(
-            checkpoint=checkpoint,
-            reference=str(reference.absolute()) if reference.exists() else str(reference),
-            revision=revision or "",
-            payloads=self._payloads,
-            settings=settings,
-            device=self._device,
-            on_progress=progress,
-        )
+        checkpoint, settings = self._plan.checkpoint, self._plan.settings
         sizes = [layer.expert_bytes for layer in checkpoint.layers]
         copies = settings.replicas
         offers = [
@@ -142,12 +100,12 @@ class Fleet:
         # Placed without speeds first: experts that do not fit are reported before any server loads some to be timed.
         tables = place_experts(experts, sizes, own)
         if len(offers) > 1:
-            tables = place_experts(experts, sizes, own, self._speeds(plan), usage)
+            tables = place_experts(experts, sizes, own, self._speeds(), usage)
         holders = place_replicas(tables, sizes, offers, copies)
         cache = self._cache()
         # Servers without experts are not attached to.
         self._attaching = [
-            self._pool.submit(self._open_shard, table, [self._candidates[i] for i in servers], plan, cache)
+            self._pool.submit(self._open_shard, table, [self._candidates[i] for i in servers], cache)
             for table, servers in zip(tables, holders, strict=True)
             if table.n_experts
         ]
@@ -165,13 +123,14 @@ class Fleet:
 
     def _cache(self) -> ExpertCache | None:
         """Returns the cache in which the host computes experts of lost servers; None if the settings forbid it."""
-        settings = self._settings
-        if settings.required or not settings.fallback_gib:
+        plan = self._plan
+        if plan.settings.required or not plan.settings.fallback_gib:
             return None
-        return ExpertCache(self._checkpoint, int(settings.fallback_gib * GIB), self._device)
+        return ExpertCache(plan.checkpoint, int(plan.settings.fallback_gib * GIB), plan.device)
 
-    def _speeds(self, plan: AttachPlan) -> list[float]:
+    def _speeds(self) -> list[float]:
         """Times the servers; returns the speeds that placement uses."""
+        plan = self._plan
         with contextlib.ExitStack() as leases:
             servers = []
             for candidate in self._candidates:
@@ -181,56 +140,46 @@ class Fleet:
             timings, equal = measure(servers, [candidate.address for candidate in self._candidates])
         return placement_speeds(timings, equal)
 
-    def _open_shard(
-        self, table: ExpertTable, servers: list[Candidate], plan: AttachPlan, cache: ExpertCache | None
-    ) -> Shard:
+    def _open_shard(self, table: ExpertTable, servers: list[Candidate], cache: ExpertCache | None) -> Shard:
         """Attaches to every server that is to hold ``table``; the first one computes it."""
-        settings = self._settings
-        n_experts = [layer.n_experts for layer in self._checkpoint.layers]
+        plan, settings = self._plan, self._plan.settings
         holders: list[Holder] = []
         kernel = ""
         with contextlib.ExitStack() as links:
             for server in servers:
-                link = self._attach(server, table, plan, kernel, settings.connect_timeout_s)
+                link = self._attach(server, table, kernel, settings.connect_timeout_s)
                 links.callback(link.close)
                 # Replicas must use the same kernel: another one rounds differently.
                 kernel = link.info.kernel
                 again_s = min(AGAIN_S, settings.connect_timeout_s)
-                again = functools.partial(self._attach, server, table, plan, kernel, again_s)
+                again = functools.partial(self._attach, server, table, kernel, again_s)
                 holders.append(Holder(server.address, again, link))
             fallback = None
             if cache is not None:
-                fallback = FallbackLink(table, n_experts, cache, holders[0].known.layout, self._checkpoint.dtype)
+                layout, dtype = holders[0].known.layout, plan.checkpoint.dtype
+                fallback = FallbackLink(table, plan.n_experts, cache, layout, dtype, plan.device)
             shard = Shard(table, holders, fallback, settings.dispatch_floor_s, self.events, self._stopping)
             self._connections.callback(shard.close)
             if not self._stopping.is_set():
                 links.pop_all()
         return shard
 
-    def _attach(
-        self, server: Candidate, table: ExpertTable, plan: AttachPlan, kernel: str, timeout_s: float
-    ) -> ExpertLink:
-        """Opens a link; closing the fleet aborts it."""
-        clients: list[ControlClient] = []
-
-        def opened(client: ControlClient) -> None:
-            clients.append(client)
-            with self._open_lock:
-                self._opening.add(client)
-            if self._stopping.is_set():
-                client.close()
-
+    def _attach(self, server: Candidate, table: ExpertTable, kernel: str, timeout_s: float) -> ExpertLink:
+        """Connects to a server once more and opens a link; closing the fleet aborts it."""
+        candidate = connect(server.address, self._plan.checkpoint, timeout_s, server.credentials)
+        self._opening.add(candidate.client)
         try:
-            return attach(server, table, plan, kernel=kernel, timeout_s=timeout_s, opened=opened)
+            if self._stopping.is_set():
+                candidate.client.close()
+            return attach(candidate, table, self._plan, kernel=kernel, timeout_s=timeout_s)
         finally:
-            with self._open_lock:
-                self._opening.difference_update(clients)
+            self._opening.discard(candidate.client)
 
     def _batch_bytes(self, candidate: Candidate) -> int:
-        checkpoint = self._checkpoint
-        rows = min(LEAST_BATCH_ROWS, self._settings.usual_rows, candidate.info.batch_capacity)
+        checkpoint, settings = self._plan.checkpoint, self._plan.settings
+        rows = min(LEAST_BATCH_ROWS, settings.usual_rows, candidate.info.batch_capacity)
         widest = max(layer.intermediate for layer in checkpoint.layers)
-        slots = min(self._settings.slots, candidate.info.max_slots)
+        slots = min(settings.slots, candidate.info.max_slots)
         return rows * batch_row_bytes(
             checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, slots
         )
@@ -238,9 +187,7 @@ class Fleet:
     def _stop(self) -> None:
         """Aborts links that are being opened and all attempts to reach lost servers."""
         self._stopping.set()
-        with self._open_lock:
-            opening = list(self._opening)
-        for client in opening:
+        for client in tuple(self._opening):
             client.close()
 
     def close(self) -> None:

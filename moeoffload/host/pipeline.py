@@ -28,8 +28,7 @@ from moeoffload.host.recorder import Recorder
 # Layers whose cache holds all that a later chunk needs of an earlier one, whatever the chunk's length.
 _CHUNKABLE: Final = {"full_attention", "sliding_attention"}
 _PLAIN_ARGUMENTS: Final = {
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
-    "return_dict",
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict",
 }  # fmt: skip
 POLL_S: Final = 0.5
 
@@ -71,19 +70,16 @@ class PrefillPipeline:
         # For each MoE layer the number of its decoder layer: the first number in its module's name.
         self._layer_of = [next(int(part) for part in name.split(".") if part.isdecimal()) for name in expert_modules]
         self._pool: ThreadPoolExecutor | None = None
-        self.is_possible = self._first_layers is not None and "logits_to_keep" in self._signature.parameters
-        """Whether this model's prompts can be cut into chunks at all."""
-        if self.is_possible:
-            self._install()
+        """None if this model's prompts cannot be cut into chunks at all."""
+        if self._first_layers and "logits_to_keep" in self._signature.parameters:
 
-    def _install(self) -> None:
-        # generate() reads the signature of forward to know what it may pass.
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._call(*args, **kwargs)
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                return self._call(*args, **kwargs)
 
-        forward.__signature__ = self._signature  # type: ignore[attr-defined]
-        self._model().forward = forward  # type: ignore[union-attr]
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefill")
+            # generate() reads the signature of forward to know what it may pass.
+            forward.__signature__ = self._signature  # type: ignore[attr-defined]
+            model.forward = forward
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefill")
 
     def close(self) -> None:
         """Gives the model its own forward back. Idempotent."""
@@ -168,7 +164,7 @@ class PrefillPipeline:
                 with torch.inference_mode(inference), torch.no_grad():
                     for number in range(first, len(parts), 2):
                         self._chunk.number = number
-                        for layer in self._first_layers or ():
+                        for layer in self._first_layers:
                             self._wait(number, layer)
                         results[number] = self._forward(**parts[number])
             except BaseException:
@@ -254,8 +250,6 @@ def _slice(arguments: dict[str, Any], cache: Any, past: int, start: int, end: in
     part["position_ids"] = positions[..., start:end]
     if arguments.get("attention_mask") is not None:
         part["attention_mask"] = arguments["attention_mask"][:, : past + end]
-    if arguments.get("cache_position") is not None:
-        part["cache_position"] = arguments["cache_position"][start:end]
     return part
 
 
@@ -269,14 +263,12 @@ def _decoder_layers(model: nn.Module, expert_modules: list[str]) -> list[nn.Modu
     return []
 
 
-def _first_of_each_type(model: Any, n_layers: int) -> list[int] | None:
-    """The first decoder layer of each attention type; None if a type does not allow chunks.
+def _first_of_each_type(model: Any, n_layers: int) -> list[int]:
+    """The first decoder layer of each attention type; none if a type does not allow chunks.
 
     A forward pass asks the cache once per type, at the first layer of it, how long the past is.
     """
-    if n_layers == 0:
-        return None
     types: list[str] = list(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
-    if not set(types) <= _CHUNKABLE:
-        return None
+    if n_layers == 0 or not set(types) <= _CHUNKABLE:
+        return []
     return sorted(types.index(each) for each in set(types))

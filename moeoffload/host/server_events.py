@@ -43,30 +43,26 @@ class ServerEvents:
 
     def lost(self, server: str, why: str, instead: str) -> None:
         """Records that a server is no longer used."""
-        self._log(server, 1, "%s; its experts are computed by %s", why, instead)
-        self._note("lost", server, why)
+        self._record("lost", server, why, 1, f"{why}; its experts are computed by {instead}")
 
     def drained(self, server: str, instead: str) -> None:
         """Records that a server is draining and no longer used."""
-        self._log(server, 1, "expert server %s is draining; its experts are computed by %s", server, instead)
-        self._note("drained", server, "it is draining")
+        message = f"expert server {server} is draining; its experts are computed by {instead}"
+        self._record("drained", server, "it is draining", 1, message)
 
     def returned(self, server: str, away_s: float) -> None:
         """Records that a server is used again."""
-        self._log(server, -1, "expert server %s is back after %.1f s", server, away_s)
-        self._note("returned", server, "it answers again", away_s)
+        message = f"expert server {server} is back after {away_s:.1f} s"
+        self._record("returned", server, "it answers again", -1, message, away_s)
 
-    def _log(self, server: str, n_more: int, message: str, *values: object) -> None:
-        """Logs a warning when the first shard moves away from ``server``, and when the last one is back."""
+    def _record(self, what: str, server: str, why: str, n_more: int, message: str, seconds: float = 0.0) -> None:
+        """Adds an event. Logs a warning when the first shard moves away from ``server``, and when the last is back."""
         with self._lock:
             self._away[server] += n_more
             is_news = self._away[server] == max(0, n_more)
-        logger.log(logging.WARNING if is_news else logging.INFO, message, *values)
-
-    def _note(self, what: str, server: str, why: str, seconds: float = 0.0) -> None:
-        with self._lock:
             self._counts[what] += 1
             self._events.append(Event(perf_counter() - self._started, server, what, why, seconds))
+        logger.log(logging.WARNING if is_news else logging.INFO, "%s", message)
 
     def to_json(self, **more: int) -> dict[str, Any]:
         """Returns the report's figures; ``more`` are the counts of links that are still open."""

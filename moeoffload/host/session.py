@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,15 @@ from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.locate import locate
 from moeoffload.config import OWN_HEAD, DtypeChoice, ExpertFormat, HostSettings, PayloadChoice
 from moeoffload.devices import resolve_device
-from moeoffload.host.device_clock import clock_of
+from moeoffload.host.attach import AttachPlan, OnProgress
 from moeoffload.host.dispatcher import Dispatcher
-from moeoffload.host.draft_head import load_draft_head
 from moeoffload.host.drafters import most_guesses
-from moeoffload.host.fleet import Fleet, OnProgress
+from moeoffload.host.fleet import Fleet
 from moeoffload.host.granularity import Granularity, chunk_rows
 from moeoffload.host.guess_length import GuessLength
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.local_experts import LocalExperts
-from moeoffload.host.model import bind_experts, load_draft_model, load_tokenizer
+from moeoffload.host.model import bind_experts, load_draft_head, load_draft_model, load_tokenizer
 from moeoffload.host.packed_dense import load_with_packed_linears
 from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
@@ -35,7 +33,6 @@ from moeoffload.host.routing import read_routing_stats
 from moeoffload.host.second_opinion import Verification
 from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import event_figures
-from moeoffload.host.spawn import ServerSpec
 from moeoffload.host.speculative import check_can_verify
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.model_name import WEIGHTS_SUFFIX
@@ -50,7 +47,6 @@ def open_model(
     *,
     settings: HostSettings | None = None,
     revision: str | None = None,
-    servers: Sequence[ServerSpec] | None = None,
     on_progress: OnProgress | None = None,
     **keywords: Any,
 ) -> OffloadedModel:
@@ -59,9 +55,9 @@ def open_model(
     Args:
         model: folder of a transformers checkpoint, hub id, or a GGUF file.
         settings: all settings at once; or give single ones as keywords (``experts=["127.0.0.1:50051"]``,
-            ``mode="batched"``, ``dtype="bf16"``, ...; docs/settings.md lists them).
+            ``mode="batched"``, ``dtype="bf16"``, ...; docs/settings.md lists them). Without ``experts`` one server is
+            started for each spare GPU, or one on the CPU.
         revision: branch, tag or commit of a hub id.
-        servers: the servers to start when ``experts`` names none; default: one for each spare GPU, or one on the CPU.
         on_progress: told while servers load.
 
     Raises SettingError: a setting has a value that is not allowed; ModelError: the model cannot be used;
@@ -71,7 +67,7 @@ def open_model(
         raise TypeError("give either settings or single settings as keywords, not both")
     if not isinstance(model, str | Path):
         raise TypeError(f"model: a folder, file or hub id is needed, not {type(model).__name__}")
-    return OffloadedModel(str(model), settings or HostSettings(**keywords), revision, servers, on_progress)
+    return OffloadedModel(str(model), settings or HostSettings(**keywords), revision, on_progress)
 
 
 class _Keeper:
@@ -93,7 +89,6 @@ class OffloadedModel:
         reference: str,
         settings: HostSettings,
         revision: str | None,
-        servers: Sequence[ServerSpec] | None,
         on_progress: OnProgress | None,
     ) -> None:
         if reference.endswith(WEIGHTS_SUFFIX):
@@ -121,11 +116,11 @@ class OffloadedModel:
                 [expert for expert in range(layer.n_experts) if expert not in set(held)]
                 for layer, held in zip(self.checkpoint.layers, local.layers, strict=True)
             ]
-            # With every expert on the host there is nothing to do for a server.
-            specs = servers if any(remote) else ()
-            fleet = Fleet(self.checkpoint, settings, self._device, self._payloads, specs)
+            where = str(Path(reference).absolute()) if Path(reference).exists() else reference
+            plan = AttachPlan(self.checkpoint, where, revision, self._payloads, settings, self._device, on_progress)
+            fleet = Fleet(plan, is_needed=any(remote))
             stack.callback(fleet.close)
-            fleet.attach(remote, Path(reference), revision, on_progress, usage)
+            fleet.attach(remote, usage)
             # The dense layers load while the servers load theirs.
             logger.info("loading the dense layers")
             self.model, self._dense_format = load_with_packed_linears(
@@ -169,12 +164,7 @@ class OffloadedModel:
     def _finish(self, stack: contextlib.ExitStack, events: ServerEvents) -> None:
         settings, checkpoint = self.settings, self.checkpoint
         self._events = events
-        self.recorder = Recorder(
-            len(self.shards),
-            len(checkpoint.layers),
-            profile=settings.profile,
-            new_clock=functools.partial(clock_of, self._device),
-        )
+        self.recorder = Recorder(len(self.shards), len(checkpoint.layers), self._device, profile=settings.profile)
         if settings.report is not None:
             self.recorder.listen()
         rows = chunk_rows(self._device, checkpoint.dtype, fast_dense=settings.fast_dense)

@@ -10,6 +10,7 @@ only after it has received the whole reply.
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from typing import Final
 
@@ -34,7 +35,6 @@ from moeoffload.transport.zmq_socket import (
     ROUTING_ID_BYTES,
     FrameSocket,
     IncomingFrame,
-    new_routing_id,
     slot_buffers,
 )
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, is_cancel, peek_request_id
@@ -59,14 +59,15 @@ class StreamServerEnd(ServerChannel):
         super().__init__(tuple(ServerSlot(i, *pair) for i, pair in enumerate(buffers)), deliver)
         self.key = key
         """The host's public CURVE key; empty without encryption."""
-        self.routing_id = new_routing_id()
+        self.routing_id = b"m" + secrets.token_bytes(ROUTING_ID_BYTES - 1)
+        """Cannot be guessed. ZeroMQ reserves ids that start with a zero byte."""
         self.is_stolen = False
         """Whether a peer with another key has used the routing id; nothing is sent until the host sends again."""
         parameters = {"port": str(listener.port), "routing_id": self.routing_id.hex()}
         self.offer = ChannelOffer(self.name, sizes, parameters | ({"server_key": listener.public_key} if key else {}))
         self._listener = listener
-        self._unknown = memoryview(bytearray(HEADER_BYTES))
-        """Buffer for a cancellation that is sent back."""
+        self._scratch = memoryview(bytearray(HEADER_BYTES))
+        """For frames that are not received into a slot, and for a cancellation that is sent back."""
         self._incoming = [IncomingFrame(request) for request, _ in buffers]
         self._cancelled = [0] * sizes.n_slots
         """Per slot, the id of the last request that the host has cancelled."""
@@ -75,6 +76,9 @@ class StreamServerEnd(ServerChannel):
         """Receives one piece; returns the slot and the frame's bytes if the frame is now complete or invalid, else
         None."""
         slot = self.slots[request_id % len(self.slots)]
+        if self._busy[slot.index]:
+            self._receive_early(wire, slot, request_id, at)
+            return None
         incoming = self._incoming[slot.index]
         if not HEADER_BYTES <= frame_bytes <= len(slot.request):
             wire.skip()
@@ -90,18 +94,15 @@ class StreamServerEnd(ServerChannel):
             return slot, 0
         return (slot, frame_bytes) if whole else None
 
-    def is_busy(self, request_id: int) -> bool:
-        """Returns whether the slot of this request still holds a request that was not answered."""
-        return self._busy[request_id % len(self.slots)]
-
-    def is_working_on(self, request_id: int) -> bool:
-        """Returns whether the slot of this request is working on this very request."""
-        index = request_id % len(self.slots)
-        return self._busy[index] and self._incoming[index].request_id == request_id
-
-    def cancel(self, request_id: int) -> None:
-        """Records that the host no longer waits for the reply to this request, which is being worked on."""
-        self._cancelled[request_id % len(self.slots)] = request_id
+    def _receive_early(self, wire: FrameSocket, slot: ServerSlot, request_id: int, at: int) -> None:
+        """Receives a piece for a slot with a request that was not answered: a cancellation of that, or too early."""
+        cancels = wire.receive_piece(self._scratch) == HEADER_BYTES and is_cancel(self._scratch)
+        if request_id == self._incoming[slot.index].request_id:
+            if cancels:  # else the same request again; one reply answers both
+                self._cancelled[slot.index] = request_id
+        elif at == 0 and not cancels:
+            self.n_dropped += 1
+            self._listener.send_error(self, request_id, ErrorCode.BUSY, "the slot still has a request")
 
     def is_cancelled(self, slot: ServerSlot) -> bool:
         """See `ServerChannel.is_cancelled`."""
@@ -120,8 +121,8 @@ class StreamServerEnd(ServerChannel):
         else:
             with self._lock:  # copied, since the slot's last reply may still be being sent
                 if not self._closed:
-                    self._unknown[:] = slot.request[:HEADER_BYTES]
-                    self._listener.send(self, request_id, self._unknown, HEADER_BYTES)
+                    self._scratch[:] = slot.request[:HEADER_BYTES]
+                    self._listener.send(self, request_id, self._scratch, HEADER_BYTES)
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
         self._listener.send(self, self._incoming[slot.index].request_id, slot.reply, n_bytes)
@@ -163,7 +164,6 @@ class StreamListener:
         self._reader_waits = False
         self._wire = FrameSocket(zmq.ROUTER, n_queued_out=QUEUED_OUT)
         self._routing_id = memoryview(bytearray(ROUTING_ID_BYTES))
-        self._scratch = memoryview(bytearray(HEADER_BYTES))
         self._error = memoryview(bytearray(_ERROR_BYTES))
         self._header = FrameHeader()
         self._door = Door(self._wire.socket, on_refused, on_failure) if encrypted else None
@@ -227,15 +227,14 @@ class StreamListener:
 
     # -- for the channels
 
-    def send(self, channel: StreamServerEnd, request_id: int, frame: memoryview, n_bytes: int) -> bool:
-        """Sends one frame to one host, from any thread; returns False, and counts it, if the host is not connected."""
+    def send(self, channel: StreamServerEnd, request_id: int, frame: memoryview, n_bytes: int) -> None:
+        """Sends one frame to one host, from any thread; counts it as dropped if the host is not connected."""
         with self._using:
             sent = 0
             if not self._closing and not channel.is_stolen:
                 sent = self._wire.send(request_id, frame, n_bytes, channel.routing_id)
                 self._wake_reader()
             channel.n_dropped += sent != n_bytes
-            return sent == n_bytes
 
     def forget(self, channel: StreamServerEnd) -> None:
         """Notifies the host of a closed channel and drops what it sends from now on."""
@@ -245,12 +244,13 @@ class StreamListener:
                 self._door.expel(channel.key)
             if self._closing or channel.is_stolen:
                 return
-            self._send_error(channel.routing_id, CLOSED_ID, ErrorCode.DRAINING, "closed")
+            self.send_error(channel, CLOSED_ID, ErrorCode.DRAINING, "closed")
             self._wake_reader()
 
-    def _send_error(self, routing_id: bytes, request_id: int, code: ErrorCode, text: str) -> None:
+    def send_error(self, channel: StreamServerEnd, request_id: int, code: ErrorCode, text: str) -> None:
+        """Sends an error frame that answers no request in a slot. Called with ``_using`` held."""
         n_bytes = write_error_frame(self._header, self._error, request_id, code, text)
-        self._wire.send(request_id, self._error, n_bytes, routing_id)
+        self._wire.send(request_id, self._error, n_bytes, channel.routing_id)
 
     def _wake_reader(self) -> None:
         """Wakes the reader: sending may have consumed the signal that it waits for. Called with ``_using`` held."""
@@ -310,15 +310,5 @@ class StreamListener:
             wire.skip()
             channel.n_dropped += 1
             return None
-        if not channel.is_busy(tag[0]):
-            whole = channel.receive(wire, *tag)
-            return whole and (channel, *whole)
-        n_bytes = wire.receive_piece(self._scratch)
-        cancels = n_bytes == HEADER_BYTES and is_cancel(self._scratch)
-        if channel.is_working_on(tag[0]):
-            if cancels:  # else the same request again; one reply answers both
-                channel.cancel(tag[0])
-        elif tag[1] == 0 and not cancels:
-            channel.n_dropped += 1
-            self._send_error(channel.routing_id, tag[0], ErrorCode.BUSY, "the slot still has a request")
-        return None
+        whole = channel.receive(wire, *tag)
+        return whole and (channel, *whole)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import struct
 import weakref
 from typing import Final
@@ -194,11 +193,6 @@ class IncomingFrame:
             self._at = self._frame_bytes = 0  # no further piece of it is accepted
             return None
         return self._at >= self._frame_bytes
-
-
-def new_routing_id() -> bytes:
-    """Returns an id that cannot be guessed. ZeroMQ reserves ids that start with a zero byte."""
-    return b"m" + secrets.token_bytes(ROUTING_ID_BYTES - 1)
 
 
 def slot_buffers(sizes: ChannelSizes) -> list[tuple[memoryview, memoryview]]:

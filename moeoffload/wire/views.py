@@ -21,27 +21,25 @@ class _ByRows(Generic[_T]):
     def __init__(self, make: Callable[[memoryview, int], _T], buffer: memoryview) -> None:
         self._make = make
         self._buffer = buffer
-        self._kept: dict[int, _T] = {}
-        self.n_created = 0
+        self.kept: dict[int, _T] = {}
 
     def get(self, rows: int) -> _T:
         """Returns the view of ``rows`` rows. Raises ServerError: the buffer was dropped."""
-        view = self._kept.get(rows)
+        view = self.kept.get(rows)
         if view is None:
             # A view created in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
                 view = self._make(_check(self._buffer), rows)
             if rows <= SMALL_ROWS:
-                self._kept[rows] = view
-                self.n_created += 1
+                self.kept[rows] = view
             if not self._buffer:  # dropped meanwhile by another thread: do not keep this view
-                self._kept.clear()
+                self.kept.clear()
                 _check(self._buffer)
         return view
 
     def drop(self) -> None:
         self._buffer = memoryview(b"")
-        self._kept.clear()
+        self.kept.clear()
 
 
 class SlotViews:
@@ -62,8 +60,8 @@ class SlotViews:
 
     @property
     def n_created(self) -> int:
-        """How many cached views were created."""
-        return self._dispatch.n_created + self._combine.n_created
+        """How many views are cached."""
+        return len(self._dispatch.kept) + len(self._combine.kept)
 
     def drop(self) -> None:
         """Drops the references to the buffers, so that their memory can be unmapped. From any thread."""
