@@ -78,6 +78,7 @@ class SharedFuzz:
     def __init__(self, server: Server, model: Model) -> None:
         self.peer = Attached(server.address, model, "shared")
         self._segment = Segment.open(self.peer.channel.parameters["segment"], self.peer.sizes)
+        self._requests, self._replies = zip(*self.peer.sizes.buffers(self._segment.buffers), strict=True)
         self.peer.epoch = self.peer.lease.accept("shared", self._segment.nonce, "fuzz")
         self._n_sent = 0
         self._awaited: dict[int, int] = {}
@@ -88,18 +89,18 @@ class SharedFuzz:
     def exchange(self, frame: bytes | bytearray, request_id: int) -> bytes:
         """A request that is answered; its reply."""
         counts = Counts()
-        self._segment.requests[0][: len(frame)] = frame
+        self._requests[0][: len(frame)] = frame
         self._post(0, len(frame), request_id)
         self._awaited[0] = request_id
         self._settle(0, counts)
         assert not counts.hangs
         n_bytes = self._segment.words[self._segment.reply_at(0)]
-        return bytes(self._segment.replies[0][:n_bytes])
+        return bytes(self._replies[0][:n_bytes])
 
     def run(self, seconds: float, least: int, rng: random.Random, counts: Counts) -> None:
         """Sends frames for ``seconds`` or until there are ``least``, whatever takes longer."""
         frames = self.peer.frames()
-        areas, n_slots = self._segment.requests, self.peer.n_slots
+        areas, n_slots = self._requests, self.peer.n_slots
         until = time.monotonic() + seconds
         while counts.inputs < least or time.monotonic() < until:
             if counts.hangs:

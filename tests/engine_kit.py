@@ -37,8 +37,7 @@ class Channel(ServerChannel):
 
     def __init__(self, n_slots: int, layout: FrameLayout) -> None:
         sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes)
-        request, reply = (lambda n=n: memoryview(bytearray(n)) for n in (sizes.request_bytes, sizes.reply_bytes))
-        super().__init__(tuple(ServerSlot(i, request(), reply()) for i in range(n_slots)), lambda channel, slot: None)
+        super().__init__(sizes, memoryview(bytearray(sizes.buffer_bytes)), lambda channel, slot: None)
         self.offer = ChannelOffer("test", sizes)
         self.replies = threading.Semaphore(0)
         self.replied = [threading.Semaphore(0) for _ in range(n_slots)]

@@ -16,8 +16,7 @@ from moeoffload.expert_server.fair_share import SMALL_ROWS, FairShares
 from moeoffload.expert_server.requests import Job, Request, RequestError, SlotContext, check, write_sums_header
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.payload import describe_bad_row
-from moeoffload.transport.base import write_error_frame
-from moeoffload.wire import ErrorCode
+from moeoffload.wire import ErrorCode, write_error_frame
 
 logger = logging.getLogger(__name__)
 

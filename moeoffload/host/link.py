@@ -121,11 +121,9 @@ class ExpertLink(ShardLink):
         """See `ShardLink`."""
         try:
             slot = self.channel.acquire(self.deadlines.ceiling_s if wait else 0.0)
-        except DeadlineError as error:
-            if not wait:
-                return None
-            raise self._explain(error) from None
         except ServerError as error:
+            if isinstance(error, DeadlineError) and not wait:
+                return None
             raise self._explain(error) from None
         flight: Flight | None = slot.owner
         if flight is None:

@@ -168,7 +168,9 @@ class PrefillPipeline:
                             self._wait(number, layer)
                         results[number] = self._forward(**parts[number])
             except BaseException:
-                self._fail()
+                with self._moved:
+                    self._failed = True
+                    self._moved.notify_all()
                 raise
             finally:
                 self._chunk.number = None
@@ -230,11 +232,6 @@ class PrefillPipeline:
                     raise DeadlineError(f"a chunk of the prompt waited {waited:.0f} s for the one before it")
                 self._moved.wait(POLL_S)
         self._recorder.counters.turn(perf_counter() - started)
-
-    def _fail(self) -> None:
-        with self._moved:
-            self._failed = True
-            self._moved.notify_all()
 
 
 class _OtherFailedError(Exception):

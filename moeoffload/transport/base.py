@@ -34,12 +34,12 @@ from moeoffload.wire import (
     MAX_FRAME_BYTES,
     ErrorCode,
     FrameHeader,
-    Kind,
     peek_request_id,
-    write_error_text,
+    write_error_frame,
 )
 
 MAX_CHANNEL_SLOTS: Final = 64
+_PAGE_BYTES: Final = 4096
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,11 @@ class ServerSlot:
     owner: Any = None
 
 
+def page_aligned(n_bytes: int) -> int:
+    """Rounds up to whole pages."""
+    return -(-n_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class ChannelSizes:
     """The sizes of a channel: agreed at attach and checked there against the limits of both sides.
@@ -91,6 +96,20 @@ class ChannelSizes:
         ):
             if not least <= value <= most:
                 raise ProtocolError(f"channel {name} is {value}, allowed are {least} to {most}")
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the memory that `buffers` cuts."""
+        return self.n_slots * (page_aligned(self.request_bytes) + page_aligned(self.reply_bytes))
+
+    def buffers(self, memory: memoryview) -> list[tuple[memoryview, memoryview]]:
+        """Cuts ``memory`` into the request and the reply buffer of each slot: first all requests, then all replies, all
+        aligned to pages."""
+        request_step, reply_step = page_aligned(self.request_bytes), page_aligned(self.reply_bytes)
+        replies_at = self.n_slots * request_step
+        requests = [memory[at : at + self.request_bytes] for at in range(0, replies_at, request_step)]
+        replies = [memory[at : at + self.reply_bytes] for at in range(replies_at, self.buffer_bytes, reply_step)]
+        return list(zip(requests, replies, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +157,12 @@ class ServerChannel(ABC):
     offer: ChannelOffer
     nonce: bytes = b""
 
-    def __init__(self, slots: tuple[ServerSlot, ...], deliver: Deliver) -> None:
-        self.slots = slots
+    def __init__(self, sizes: ChannelSizes, memory: memoryview, deliver: Deliver) -> None:
+        """``memory`` holds the buffers, see `ChannelSizes.buffers`."""
+        self.slots = tuple(ServerSlot(i, *pair) for i, pair in enumerate(sizes.buffers(memory)))
         self.n_dropped = 0
         self._deliver_to = deliver
-        self._busy = [False] * len(slots)
+        self._busy = [False] * sizes.n_slots
         self._lock = threading.Lock()
         """Held for the few non-blocking steps of a reply, so that close() cannot free the buffers meanwhile."""
         self._delivering = threading.RLock()
@@ -222,13 +242,3 @@ class ServerChannel(ABC):
         n_bytes = write_error_frame(self._header, slot.reply, request_id, code, text)
         self._busy[slot.index] = True
         self.reply(slot, n_bytes)
-
-
-def write_error_frame(
-    header: FrameHeader, frame: memoryview, request_id: int, code: ErrorCode, text: str, row: int = 0
-) -> int:
-    """Writes an error frame into ``frame``, with the text truncated to fit; returns its length in bytes."""
-    header.kind, header.request_id, header.code, header.rows = Kind.ERROR, request_id, code, row
-    header.body_bytes = write_error_text(frame, text)
-    header.pack_into(frame)
-    return HEADER_BYTES + header.body_bytes

@@ -30,7 +30,7 @@ from typing import Final
 import posix_ipc
 
 from moeoffload.errors import ProtocolError, ServerError
-from moeoffload.transport.base import ChannelSizes
+from moeoffload.transport.base import ChannelSizes, page_aligned
 
 MAGIC: Final = b"MOEXSHM\0"
 VERSION: Final = 1
@@ -40,7 +40,6 @@ SHM_FOLDER: Final = "/dev/shm"
 _HEAD: Final = struct.Struct("<8sIIQQQ16s")
 _WORD: Final = 8
 _LINE_WORDS: Final = 64 // _WORD
-_PAGE: Final = 4096
 SERVER_CLOSED: Final = 128 // _WORD
 HOST_CLOSED: Final = 192 // _WORD
 _RING: Final = 256 // _WORD
@@ -49,17 +48,13 @@ _NAME: Final = re.compile(r"/moeoffload-[1-9][0-9]*-[0-9a-f]{32}")
 _FILE: Final = re.compile(r"(sem\.)?(moeoffload-([1-9][0-9]*)-[0-9a-f]{32}(-q|-r[0-9]+)?)")
 
 
-def _aligned(n_bytes: int) -> int:
-    return (n_bytes + _PAGE - 1) // _PAGE * _PAGE
-
-
 class Segment:
     """One side's mapping of the shared memory, with its semaphores. `create` or `open` it; ``close`` once.
 
     Attributes:
         words: the control area as 64-bit words.
         nonce: 16 random bytes, the same on both sides.
-        requests, replies: the areas, each exactly as long as the largest frame.
+        buffers: the areas of all slots, see `ChannelSizes.buffers`.
         request_semaphore, reply_semaphores: see the module's docstring.
     """
 
@@ -67,8 +62,7 @@ class Segment:
         self.name = name
         self._sizes = sizes
         self._linked = True
-        n = sizes.n_slots
-        control = _aligned(_RING * _WORD + 2 * n * 64)
+        n, control = sizes.n_slots, _control_bytes(sizes)
         memory = memoryview(mmap.mmap(fd, segment_bytes(sizes)))
         head = (MAGIC, VERSION, n, sizes.request_bytes, sizes.reply_bytes, len(memory))
         if create:
@@ -79,10 +73,7 @@ class Segment:
         self.nonce: bytes = found[-1]
         self.words = memory[:control].cast("Q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        request_step, reply_step = _aligned(sizes.request_bytes), _aligned(sizes.reply_bytes)
-        replies_at = control + n * request_step
-        self.requests = [memory[at : at + sizes.request_bytes] for at in range(control, replies_at, request_step)]
-        self.replies = [memory[at : at + sizes.reply_bytes] for at in range(replies_at, len(memory), reply_step)]
+        self.buffers = memory[control:]
         flags = posix_ipc.O_CREX if create else 0
         semaphores: list[posix_ipc.Semaphore] = []
         try:
@@ -176,8 +167,11 @@ class Segment:
 
 def segment_bytes(sizes: ChannelSizes) -> int:
     """Returns the size of a whole segment in bytes."""
-    control = _aligned(_RING * _WORD + 2 * sizes.n_slots * 64)
-    return control + sizes.n_slots * (_aligned(sizes.request_bytes) + _aligned(sizes.reply_bytes))
+    return _control_bytes(sizes) + sizes.buffer_bytes
+
+
+def _control_bytes(sizes: ChannelSizes) -> int:
+    return page_aligned(_RING * _WORD + 2 * sizes.n_slots * 64)
 
 
 def unlink(name: str, n_slots: int) -> None:

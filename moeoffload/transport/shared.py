@@ -39,8 +39,7 @@ class SharedHostEnd(HostChannel):
     name = "shared"
 
     def __init__(self, segment: Segment, sizes: ChannelSizes) -> None:
-        areas = zip(segment.requests, segment.replies, strict=True)
-        super().__init__(sizes, tuple(HostSlot(i, request, reply) for i, (request, reply) in enumerate(areas)))
+        super().__init__(sizes, segment.buffers)
         self.nonce = segment.nonce
         self._segment = segment
         self._words = segment.words
@@ -123,8 +122,7 @@ class SharedServerEnd(ServerChannel):
         """Creates the segment and starts the reader thread; if that ends with an error, the channel is closed.
         Raises ServerError: /dev/shm has too little room for it."""
         segment = Segment.create(sizes)
-        areas = zip(segment.requests, segment.replies, strict=True)
-        super().__init__(tuple(ServerSlot(i, request, reply) for i, (request, reply) in enumerate(areas)), deliver)
+        super().__init__(sizes, segment.buffers, deliver)
         self.offer = ChannelOffer(self.name, sizes, {"segment": segment.name})
         self.nonce = segment.nonce
         self._segment = segment

@@ -44,13 +44,14 @@ class HostChannel(ABC):
     name: str
     nonce: bytes = b""
 
-    def __init__(self, sizes: ChannelSizes, slots: tuple[HostSlot, ...]) -> None:
+    def __init__(self, sizes: ChannelSizes, memory: memoryview) -> None:
+        """``memory`` holds the buffers, see `ChannelSizes.buffers`."""
         self.sizes = sizes
-        self.slots = slots
+        self.slots = tuple(HostSlot(i, *pair) for i, pair in enumerate(sizes.buffers(memory)))
         self.n_stale = 0
-        self._states: list[int] = [SlotState.FREE] * len(slots)
-        self._ids = [len(slots) + slot.index for slot in slots]
-        self._free_slots = list(reversed(slots))
+        self._states: list[int] = [SlotState.FREE] * sizes.n_slots
+        self._ids = [sizes.n_slots + slot.index for slot in self.slots]
+        self._free_slots = list(reversed(self.slots))
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
         self._line: list[object] = []

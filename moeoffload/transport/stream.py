@@ -6,6 +6,7 @@ so a single waiting thread needs no hop to another one. The others sleep until a
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from contextlib import suppress
@@ -25,7 +26,6 @@ from moeoffload.transport.zmq_socket import (
     ROUTING_ID_BYTES,
     FrameSocket,
     IncomingFrame,
-    slot_buffers,
 )
 from moeoffload.wire import HEADER_BYTES, FrameHeader, Kind
 
@@ -44,12 +44,11 @@ class StreamHostEnd(HostChannel):
     def __init__(
         self, sizes: ChannelSizes, endpoint: str, routing_id: bytes, keys: tuple[StreamKeys, bytes] | None
     ) -> None:
-        buffers = slot_buffers(sizes)
-        super().__init__(sizes, tuple(HostSlot(i, *pair) for i, pair in enumerate(buffers)))
+        super().__init__(sizes, memoryview(mmap.mmap(-1, sizes.buffer_bytes)))
         self._endpoint = endpoint
         n_pieces = sizes.request_bytes // PIECE_BYTES + 1
         self._wire = FrameSocket(zmq.DEALER, n_queued_out=2 * sizes.n_slots * n_pieces + 64)
-        self._incoming = [IncomingFrame(reply) for _, reply in buffers]
+        self._incoming = [IncomingFrame(slot.reply) for slot in self.slots]
         self._using = threading.Condition(threading.Lock())
         """Guards the socket and everything below; never held while the socket is waited for."""
         self._awaited = [0] * sizes.n_slots

@@ -9,6 +9,7 @@ only after it has received the whole reply.
 
 from __future__ import annotations
 
+import mmap
 import os
 import secrets
 import threading
@@ -27,7 +28,6 @@ from moeoffload.transport.base import (
     ServerChannel,
     ServerSlot,
     ignore_failure,
-    write_error_frame,
 )
 from moeoffload.transport.stream_keys import Door, OnRefused, check_key
 from moeoffload.transport.zmq_socket import (
@@ -35,9 +35,8 @@ from moeoffload.transport.zmq_socket import (
     ROUTING_ID_BYTES,
     FrameSocket,
     IncomingFrame,
-    slot_buffers,
 )
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, is_cancel, peek_request_id
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, is_cancel, peek_request_id, write_error_frame
 
 READ_POLL_S: Final = 0.5
 READ_AHEAD: Final = 16
@@ -55,8 +54,7 @@ class StreamServerEnd(ServerChannel):
     name = "stream"
 
     def __init__(self, listener: StreamListener, sizes: ChannelSizes, deliver: Deliver, key: str) -> None:
-        buffers = slot_buffers(sizes)
-        super().__init__(tuple(ServerSlot(i, *pair) for i, pair in enumerate(buffers)), deliver)
+        super().__init__(sizes, memoryview(mmap.mmap(-1, sizes.buffer_bytes)), deliver)
         self.key = key
         """The host's public CURVE key; empty without encryption."""
         self.routing_id = b"m" + secrets.token_bytes(ROUTING_ID_BYTES - 1)
@@ -68,7 +66,7 @@ class StreamServerEnd(ServerChannel):
         self._listener = listener
         self._scratch = memoryview(bytearray(HEADER_BYTES))
         """For frames that are not received into a slot, and for a cancellation that is sent back."""
-        self._incoming = [IncomingFrame(request) for request, _ in buffers]
+        self._incoming = [IncomingFrame(slot.request) for slot in self.slots]
         self._cancelled = [0] * sizes.n_slots
         """Per slot, the id of the last request that the host has cancelled."""
 

@@ -12,7 +12,6 @@ checks ``readable`` before it waits, and wakes the waiting thread if there is so
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import weakref
@@ -20,7 +19,6 @@ from typing import Final
 
 import zmq
 
-from moeoffload.transport.base import ChannelSizes
 from moeoffload.transport.spin import AdaptiveSpin, Readable
 
 TAG: Final = struct.Struct("<QII")
@@ -36,7 +34,6 @@ _RECONNECT_MS: Final = 50
 _RECONNECT_MAX_MS: Final = 1_000
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
-_PAGE: Final = 4096
 _DESCRIPTORS: Final = 24
 """File descriptors that an encrypted socket may need to bind or connect and to talk to a peer, with some to spare."""
 
@@ -193,14 +190,3 @@ class IncomingFrame:
             self._at = self._frame_bytes = 0  # no further piece of it is accepted
             return None
         return self._at >= self._frame_bytes
-
-
-def slot_buffers(sizes: ChannelSizes) -> list[tuple[memoryview, memoryview]]:
-    """Returns request and reply buffers of all slots, page-aligned as in shared memory; freed with their last view."""
-    request_step, reply_step = (-(-n // _PAGE) * _PAGE for n in (sizes.request_bytes, sizes.reply_bytes))
-    memory = memoryview(mmap.mmap(-1, sizes.n_slots * (request_step + reply_step)))
-    buffers = []
-    for at in range(0, len(memory), request_step + reply_step):
-        reply_at = at + request_step
-        buffers.append((memory[at : at + sizes.request_bytes], memory[reply_at : reply_at + sizes.reply_bytes]))
-    return buffers

@@ -19,7 +19,7 @@ from moeoffload.wire.layout import (
     DispatchViews,
     FrameLayout,
     read_error_text,
-    write_error_text,
+    write_error_frame,
 )
 from moeoffload.wire.views import SlotViews
 
@@ -41,5 +41,5 @@ __all__ = [
     "is_cancel",
     "peek_request_id",
     "read_error_text",
-    "write_error_text",
+    "write_error_frame",
 ]

@@ -15,7 +15,7 @@ import torch
 from moeoffload.errors import ProtocolError
 from moeoffload.payload import PayloadDtype
 from moeoffload.text import one_line
-from moeoffload.wire.header import HEADER_BYTES
+from moeoffload.wire.header import HEADER_BYTES, ErrorCode, FrameHeader, Kind
 
 WEIGHT_BYTES: Final = 4
 SLOT_BYTES: Final = 2
@@ -100,11 +100,16 @@ def _view(frame: memoryview, dtype: torch.dtype, offset: int, rows: int, columns
     return torch.frombuffer(frame, dtype=dtype, count=rows * columns, offset=offset).view(rows, columns)
 
 
-def write_error_text(frame: memoryview, text: str) -> int:
-    """Writes ``text`` as the body of an error frame, truncated to fit; returns its length in bytes."""
+def write_error_frame(
+    header: FrameHeader, frame: memoryview, request_id: int, code: ErrorCode, text: str, row: int = 0
+) -> int:
+    """Writes an error frame into ``frame``, with the text truncated to fit; returns its length in bytes."""
     data = text.encode(errors="replace")[: min(len(frame) - HEADER_BYTES, MAX_ERROR_TEXT_BYTES)]
     frame[HEADER_BYTES : HEADER_BYTES + len(data)] = data
-    return len(data)
+    header.kind, header.request_id, header.code, header.rows = Kind.ERROR, request_id, code, row
+    header.body_bytes = len(data)
+    header.pack_into(frame)
+    return HEADER_BYTES + len(data)
 
 
 def read_error_text(frame: memoryview, body_bytes: int) -> str:

@@ -18,6 +18,7 @@ from moeoffload.transport.zmq_socket import PIECE_BYTES, IncomingFrame
 from moeoffload.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
+    ErrorCode,
     FrameHeader,
     FrameLayout,
     FrameReader,
@@ -26,7 +27,7 @@ from moeoffload.wire import (
     SlotViews,
     peek_request_id,
     read_error_text,
-    write_error_text,
+    write_error_frame,
 )
 from moeoffload.wire.header import RULES
 from moeoffload.wire.layout import MAX_ERROR_TEXT_BYTES
@@ -88,9 +89,10 @@ def test_the_largest_layouts_stay_below_the_frame_limit() -> None:
 def test_error_text_is_cut_to_what_fits_and_never_read_beyond_its_frame(text: str) -> None:
     layout = FrameLayout(2, 1, PayloadDtype.F16, PayloadDtype.F16, 1)
     frame = memoryview(bytearray(layout.reply_bytes))
-    n_bytes = write_error_text(frame, text)
-    assert n_bytes <= layout.reply_bytes - HEADER_BYTES
-    read = read_error_text(frame, n_bytes)
+    header = FrameHeader()
+    n_bytes = write_error_frame(header, frame, 7, ErrorCode.INTERNAL, text)
+    assert n_bytes == HEADER_BYTES + header.body_bytes <= layout.reply_bytes
+    read = read_error_text(frame, header.body_bytes)
     assert one_line(text, MAX_ERROR_TEXT_BYTES).startswith(read.rstrip("\N{REPLACEMENT CHARACTER}."))
     assert read.isprintable()
     assert len(read_error_text(frame, 2**63)) <= MAX_ERROR_TEXT_BYTES

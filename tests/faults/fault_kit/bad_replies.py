@@ -12,8 +12,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Final
 
-from moeoffload.transport.base import ServerChannel, ServerSlot, write_error_frame
-from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, peek_request_id
+from moeoffload.transport.base import ServerChannel, ServerSlot
+from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, peek_request_id, write_error_frame
 
 LATE_S: Final = 3.0
 SLOW_S: Final = 0.02
