@@ -29,7 +29,7 @@ from moeoffload.transport import (
     open_stream,
 )
 from moeoffload.transport.stream import PROBE_S
-from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG, FrameSocket
+from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind
 
 from .conftest import both_ends
@@ -358,15 +358,15 @@ def test_a_send_that_nobody_takes_ends(listener: StreamListener, monkeypatch: py
 def test_ctrl_c_at_the_end_of_a_send_gives_no_request_the_reply_of_another(
     listener: StreamListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sends = FrameSocket.send
+    host: Any = connected(opened(listener, sizes=replace(SIZES, n_slots=1)))
+    sends = host._wire.send
 
     def interrupted(*args: Any) -> int:
         sends(*args)
         raise KeyboardInterrupt
 
-    host = connected(opened(listener, sizes=replace(SIZES, n_slots=1)))
     slot = host.acquire(SOON_S)
-    monkeypatch.setattr(FrameSocket, "send", interrupted)
+    monkeypatch.setattr(host._wire, "send", interrupted)  # not the server's, which may answer at once
     with pytest.raises(KeyboardInterrupt):
         send(host, slot, b"first")
     monkeypatch.undo()
