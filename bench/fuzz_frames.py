@@ -162,7 +162,7 @@ class SharedFuzz:
                 return
         # The token comes after the id.
         self._segment.reply_semaphores[index].acquire(ANSWER_S)
-        counts.answer(self._header, self._segment.replies[index])
+        counts.answer(self._header, self._replies[index])
 
     def close(self) -> None:
         """Leaves the server."""

@@ -106,14 +106,14 @@ def measure(offloaded: OffloadedModel, share: float, n_rows: int, n_calls: int) 
         offloaded.recorder.reset()
         for ids in routes:
             counters = offloaded.recorder.counters
-            times = counters.layers[0]
-            before = times.local_s, sum(s.compute_s + s.queue_s for s in counters.servers), times.pack_s
+            counted = counters.layers[0]
+            before = counted.local_s, sum(s.compute_s + s.queue_s for s in counters.servers), counted.pack_s
             started = perf_counter()
             offloaded.dispatcher(0, hidden, ids, weights)
             settle(device)
             times.append(1e3 * (perf_counter() - started))
-            packed = times.pack_s - before[2]
-            local.append(1e3 * (times.local_s - before[0] + packed))
+            packed = counted.pack_s - before[2]
+            local.append(1e3 * (counted.local_s - before[0] + packed))
             served = sum(s.compute_s + s.queue_s for s in counters.servers) - before[1]
             remote.append(1e3 * (served + packed))
             limits.append(max(local[-1], remote[-1]))

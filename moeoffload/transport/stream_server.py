@@ -225,14 +225,15 @@ class StreamListener:
 
     # -- for the channels
 
-    def send(self, channel: StreamServerEnd, request_id: int, frame: memoryview, n_bytes: int) -> None:
-        """Sends one frame to one host, from any thread; counts it as dropped if the host is not connected."""
+    def send(self, channel: StreamServerEnd, request_id: int, frame: memoryview, n_bytes: int) -> bool:
+        """Sends one frame to one host, from any thread; returns False, and counts it, if the host is not connected."""
         with self._using:
             sent = 0
             if not self._closing and not channel.is_stolen:
                 sent = self._wire.send(request_id, frame, n_bytes, channel.routing_id)
                 self._wake_reader()
             channel.n_dropped += sent != n_bytes
+            return sent == n_bytes
 
     def forget(self, channel: StreamServerEnd) -> None:
         """Notifies the host of a closed channel and drops what it sends from now on."""
