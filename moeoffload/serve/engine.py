@@ -6,11 +6,10 @@ parts of prompts.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
-from collections import deque
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Final
 
@@ -76,16 +75,14 @@ class ServingEngine:
         self.stats.cache.total_tokens = room
         self.stats.cache.total_bytes = self._batch.runner.total_bytes
         self.n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size
-        self._numbers = itertools.count()
         self._requests: dict[Sequence, Ticket] = {}
-        self._new: deque[Ticket] = deque()
-        self._cancelled: deque[Ticket] = deque()
-        self._changing = threading.Lock()
-        """Guards the three attributes above and the three below; never held across a wait or a step."""
+        self._changes: list[Ticket] = []  # of new requests, and once more when they are cancelled
+        self._changing = threading.Condition()
+        """Guards the two attributes above and the three below, and tells when a request has ended; never held across a
+        step."""
         self._draining = False
         self._stopping = False
         self.failure: BaseException | None = None  # what ended the engine for good
-        self._idle = threading.Condition(self._changing)
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
         self._thread.start()
@@ -118,8 +115,7 @@ class ServingEngine:
                 f"the prompt has {len(prompt)} tokens and the answer may have {options.max_tokens}; "
                 f"the context holds {self.context_tokens}"
             )
-        name = f"req-{next(self._numbers)}"
-        sequence = Sequence(name, list(prompt), len(prompt), options.max_tokens, Sampler(options, prompt))
+        sequence = Sequence(list(prompt), len(prompt), options.max_tokens, Sampler(options, prompt))
         request = Ticket(sequence, options, on_progress, self, perf_counter())
         with self._changing:
             if self.failure is not None:
@@ -133,7 +129,7 @@ class ServingEngine:
                     f"{len(self._requests)} requests are running or waiting, more are not taken", self._retry_after_s()
                 )
             self._requests[sequence] = request
-            self._new.append(request)
+            self._changes.append(request)
         self._wake.set()
         return request
 
@@ -142,14 +138,14 @@ class ServingEngine:
         with self._changing:
             if request.sequence not in self._requests:
                 return
-            self._cancelled.append(request)
+            self._changes.append(request)
         self._wake.set()
 
     def drain(self, timeout_s: float) -> bool:
         """Stops accepting requests and waits for the accepted ones; False if some are not done within ``timeout_s``."""
-        with self._idle:
+        with self._changing:
             self._draining = True
-            return self._idle.wait_for(lambda: not self._requests, timeout_s)
+            return self._changing.wait_for(lambda: not self._requests, timeout_s)
 
     def close(self) -> None:
         """Cancels running requests, ends the thread and releases the model. Idempotent."""
@@ -190,10 +186,10 @@ class ServingEngine:
             last = Progress(finish=FinishReason.ERROR, error=ServerError(f"the engine has failed: {error}"))
             with self._changing:
                 self.failure = error
-        with self._idle:
+        with self._changing:
             left = list(self._requests.values())
             self._requests.clear()
-            self._idle.notify_all()
+            self._changing.notify_all()
         for request in left:
             _tell(request, last)
 
@@ -242,14 +238,13 @@ class ServingEngine:
 
     def _take_changes(self) -> None:
         with self._changing:
-            new, self._new = self._new, deque()
-            cancelled, self._cancelled = self._cancelled, deque()
-        for request in new:
-            request.is_scheduled = True
-            self._batch.scheduler.add(request.sequence)
-            self.stats.tokens.prompt += request.sequence.n_prompt
-        for request in cancelled:
-            if request.sequence in self._requests:
+            changes, self._changes = self._changes, []
+        for request in changes:
+            if not request.is_scheduled:
+                request.is_scheduled = True
+                self._batch.scheduler.add(request.sequence)
+                self.stats.tokens.prompt += request.sequence.n_prompt
+            elif not request.is_over:
                 self._end(request, Progress(finish=FinishReason.CANCELLED))
 
     def _count_requests(self) -> None:
@@ -301,9 +296,9 @@ class ServingEngine:
             counts.failed += 1
         else:
             counts.finished += 1
-        with self._idle:
+        with self._changing:
             del self._requests[request.sequence]
-            self._idle.notify_all()
+            self._changing.notify_all()
         _tell(request, progress)
 
     def _fail_all(self, error: Exception) -> None:
@@ -317,23 +312,20 @@ class ServingEngine:
 
     def _warm_up(self) -> None:
         """Runs a request of a few tokens, so that compilation and first allocations happen before the first client."""
-        done: list[Progress] = []
-        over = threading.Event()
-
-        def tell(progress: Progress) -> None:
-            done.append(progress)
-            if progress.finish is not None:
-                over.set()
-
+        told: SimpleQueue[Progress] = SimpleQueue()
         options = SamplingOptions(max_tokens=2, temperature=0, ignore_eos=True)
-        self.submit([0] * min(4, self.context_tokens - 2), options, tell)
+        self.submit([0] * min(4, self.context_tokens - 2), options, told.put)
         # A dispatch may run into its deadline, after which a lost server's experts are read.
         settings = self._offloaded.settings
         timeout_s = settings.dispatch_timeout_s + settings.load_timeout_s
-        if not over.wait(timeout_s):
-            raise ServerError(f"the first step did not end within {timeout_s:g} s")
-        if done[-1].error is not None:
-            raise done[-1].error
+        progress = Progress()
+        while progress.finish is None:
+            try:
+                progress = told.get(timeout=timeout_s)
+            except Empty:
+                raise ServerError(f"a first step did not end within {timeout_s:g} s") from None
+        if progress.error is not None:
+            raise progress.error
         self.stats = ServingStats(self.stats.cache)
         self._offloaded.recorder.reset()
 
@@ -343,4 +335,4 @@ def _tell(request: Ticket, progress: Progress) -> None:
     try:
         request.tell(progress)
     except Exception:
-        logger.exception("%s was not told", request.sequence.request_id)
+        logger.exception("a client was not told of its request's progress")

@@ -12,7 +12,6 @@ from moeoffload.serve.sampling import Sampler
 class Sequence:
     """Tokens of a prompt and of its answer so far."""
 
-    request_id: str
     tokens: list[int]
     n_prompt: int
     max_tokens: int  # of the answer

@@ -78,7 +78,7 @@ def decode(runner: ModelRunner, lengths: list[int]) -> torch.Tensor:
     sequences = []
     for length in lengths:
         tokens = torch.randint(5, 90, (length,), generator=torch.manual_seed(length)).tolist()
-        sequence = Sequence("", tokens, length, 4, Sampler(SamplingOptions(max_tokens=4, temperature=0)))
+        sequence = Sequence(tokens, length, 4, Sampler(SamplingOptions(max_tokens=4, temperature=0)))
         sequence.pages = [free.pop() for _ in range(-(-length // PAGE))]
         sequences.append(sequence)
         if length > 1:
