@@ -1,4 +1,4 @@
-"""From a validated request to its response: reads prompts, submits tickets to the engine, formats their pieces."""
+"""From a validated request to its response: reads prompts, submits them to the engine, formats their pieces."""
 
 from __future__ import annotations
 

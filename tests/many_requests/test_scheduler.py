@@ -8,7 +8,6 @@ import pytest
 
 from moeoffload.serve.block_manager import BlockManager
 from moeoffload.serve.request import SamplingOptions
-from moeoffload.serve.sampling import Sampler
 from moeoffload.serve.scheduler import Scheduler
 from moeoffload.serve.sequence import Sequence, Share
 
@@ -16,7 +15,7 @@ PAGE = 4
 
 
 def sequence(tokens: list[int], max_tokens: int = 8) -> Sequence:
-    return Sequence(list(tokens), len(tokens), max_tokens, Sampler(SamplingOptions(max_tokens, temperature=0)))
+    return Sequence(list(tokens), SamplingOptions(max_tokens, temperature=0), lambda _: None)
 
 
 def scheduler(n_pages: int, *, reuse: bool = True, step_rows: int = 64, max_running: int = 8) -> Scheduler:
@@ -94,7 +93,7 @@ def test_whatever_comes_and_goes_pages_hold_what_their_sequences_say(reuse: bool
             assert seen == share.sequence.tokens[: len(seen)]
         for share in shares:
             here.commit(share, [chance.randrange(2)] if share.has_token else [])
-            if share.sequence.n_answer >= share.sequence.max_tokens:
+            if share.sequence.n_answer >= share.sequence.options.max_tokens:
                 here.remove(share.sequence)
                 alive.remove(share.sequence)
     for each in alive:
