@@ -17,7 +17,7 @@ from moeoffload.serve.block_schemas import MessagesRequest, ResponsesRequest
 from moeoffload.serve.chat import Prompt, PromptReader
 from moeoffload.serve.choices import Choice, Choices, Piece
 from moeoffload.serve.engine import ServingEngine
-from moeoffload.serve.forms import ChatForm, CompletionForm, Form, usage_json
+from moeoffload.serve.forms import ChatForm, CompletionForm, Form
 from moeoffload.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from moeoffload.serve.sse import EventStream, unless_client_leaves
 from moeoffload.text import one_line
@@ -143,11 +143,15 @@ class Answering:
         choices = Choices(self._engine, choice)
 
         def usage() -> dict[str, Any]:
-            return usage_json(
-                prompt=sum(len(prompt.tokens) for prompt, _ in prompts),
-                cached=sum(choice.reused_tokens for choice in choices.choices[::n]),
-                completion=sum(choice.n_tokens for choice in choices.choices),
-            )
+            """Token counts of all prompts, and of all choices."""
+            n_prompt = sum(len(prompt.tokens) for prompt, _ in prompts)
+            n_completion = sum(choice.n_tokens for choice in choices.choices)
+            return {
+                "prompt_tokens": n_prompt,
+                "completion_tokens": n_completion,
+                "total_tokens": n_prompt + n_completion,
+                "prompt_tokens_details": {"cached_tokens": sum(each.reused_tokens for each in choices.choices[::n])},
+            }
 
         async def chunks() -> AsyncGenerator[dict[str, Any], None]:
             for chunk in form.opening(len(choices.choices)):

@@ -44,7 +44,6 @@ def create_app(
     app = FastAPI(title="moeoffload", docs_url=None, redoc_url=None, openapi_url=None)
     _add_error_handlers(app)
     _add_openai_routes(app, answering)
-    _add_operator_routes(app, snapshot)
     guard = Guard(
         app,
         api_key=api_key,
@@ -52,7 +51,7 @@ def create_app(
         max_open=room + _SPARE_PLACES,
         on_busy=engine.note_refused,
     )
-    _add_health(app, engine, guard)
+    _add_operator_routes(app, snapshot, engine, guard)
     return guard, answering
 
 
@@ -83,7 +82,7 @@ def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
         return card()
 
 
-def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
+def _add_operator_routes(app: FastAPI, snapshot: Snapshot, engine: ServingEngine, guard: Guard) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         content, content_type = render_metrics(snapshot(False))
@@ -101,8 +100,6 @@ def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
     async def dashboard() -> Response:
         return HTMLResponse(dashboard_page())
 
-
-def _add_health(app: FastAPI, engine: ServingEngine, guard: Guard) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
         if engine.failure is not None:  # permanent: a supervisor should restart the server

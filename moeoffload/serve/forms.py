@@ -20,16 +20,6 @@ _LEAST_LOGPROB: Final = -9999.0  # stands for minus infinity, which JSON does no
 Json = dict[str, Any]
 
 
-def usage_json(*, prompt: int, cached: int, completion: int) -> Json:
-    """Token counts of one request: of all its prompts (``cached`` of them from the cache) and of all its choices."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
 class Form(ABC):
     """The JSON of one answer: whole, or in the chunks of a stream."""
 
