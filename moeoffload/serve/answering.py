@@ -132,15 +132,7 @@ class Answering:
         receive: Receive,
     ) -> Response:
         n, defaults = request.n or 1, self._engine.sampling_defaults
-
-        def choice(index: int) -> Choice:
-            prompt, _ = prompts[index // n]
-            skips = request.skip_special_tokens is not False and not prompt.with_marks
-            texts = Detokenizer(self._tokenizer, skip_special_tokens=skips)
-            stops, shows_end = StopStrings(request.stop), request.scores_prompt
-            return Choice(index, texts, stops, prompt.parser(), prompt.one_call, shows_end)
-
-        choices = Choices(self._engine, choice)
+        choices = Choices(self._engine)
 
         def usage() -> dict[str, Any]:
             """Token counts of all prompts, and of all choices."""
@@ -174,7 +166,7 @@ class Answering:
             for prompt, max_tokens in prompts:
                 for number in range(n):
                     options = request.options(number, max_tokens, alternatives, prompt.matcher, defaults)
-                    choices.submit(prompt.tokens, options)
+                    choices.submit(prompt.tokens, options, self._choice(len(choices.choices), request, prompt))
             if request.stream:
                 streams = True
                 return EventStream(chunks(), lambda: self._end(choices), form.has_names)
@@ -182,6 +174,13 @@ class Answering:
         finally:
             if not streams:
                 self._end(choices)
+
+    def _choice(self, index: int, request: GenerationRequest, prompt: Prompt) -> Choice:
+        skips = request.skip_special_tokens is not False and not prompt.with_marks
+        texts = Detokenizer(self._tokenizer, skip_special_tokens=skips)
+        return Choice(
+            index, texts, StopStrings(request.stop), prompt.parser(), prompt.one_call, shows_end=request.scores_prompt
+        )
 
     def _end(self, choices: Choices) -> None:
         choices.close()

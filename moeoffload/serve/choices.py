@@ -97,23 +97,20 @@ class Choice:
 class Choices:
     """Several requests as one stream of pieces. Must be closed."""
 
-    def __init__(self, engine: ServingEngine, make: Callable[[int], Choice]) -> None:
-        """``make`` returns the choice with an index."""
+    def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
-        self._make = make
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[tuple[int, Progress | ApiError]] = asyncio.Queue()
         self._requests: list[Request] = []
         self.choices: list[Choice] = []
 
-    def submit(self, prompt: list[int], options: SamplingOptions) -> None:
-        """Submits one more choice to the engine. Raises ApiError: the engine refuses it."""
-        index = len(self.choices)
+    def submit(self, prompt: list[int], options: SamplingOptions, choice: Choice) -> None:
+        """Submits one more choice to the engine, with the next index. Raises ApiError: the engine refuses it."""
         try:
-            self._requests.append(self._engine.submit(prompt, options, self._listener(index)))
+            self._requests.append(self._engine.submit(prompt, options, self._listener(choice.index)))
         except Exception as error:  # a failing engine fails one request, not the server
             raise of_exception(error) from error
-        self.choices.append(self._make(index))
+        self.choices.append(choice)
 
     def close(self) -> None:
         """Cancels choices that still run. Idempotent."""

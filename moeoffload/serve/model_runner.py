@@ -53,8 +53,8 @@ class ModelRunner:
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._model(**self._inputs(zero, zero, [Segment(0, 1, 1, 0, zero)], zero, zero))
         n_layers = self._model.config.get_text_config().num_hidden_layers
-        if len(self._store.shapes) != n_layers:
-            raise NotImplementedError(f"{n_layers - len(self._store.shapes)} of its layers have no attention")
+        if self._store.n_layers != n_layers:
+            raise NotImplementedError(f"{n_layers - self._store.n_layers} of its layers have no attention")
 
     def ordered(self, shares: list[Share]) -> list[Share]:
         """The shares in an order in which those that attention computes in one call follow each other."""

@@ -67,13 +67,14 @@ class Snapshots:
         for other in others:
             add_counters(total, other)
         shards = zip(self._offloaded.shards, total.servers, strict=True)
+        device: torch.device = self._offloaded.model.device
         snapshot = self._stats.snapshot()
         # What the recorder has between forward passes may be idle time.
         snapshot["steps"] |= _parts(total) | {"other_s": max(0.0, snapshot["steps"]["seconds"] - total.forward_s)}
         snapshot |= {
             "version": __version__,
             "model": _model(self._offloaded),
-            "memory": _memory(self._offloaded.model.device),
+            "memory": {"device": str(device)} | asdict(device_memory(device)),
             "servers": [_server(shard, counters, self._batches) for shard, counters in shards],
             "recovery": self._offloaded.recovery(),
             "layers": [{"calls": times.calls} | _parts(times) for times in total.layers],
@@ -117,10 +118,6 @@ def _model(offloaded: OffloadedModel) -> dict[str, Any]:
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "layers": len(checkpoint.layers),
     }
-
-
-def _memory(device: torch.device) -> dict[str, Any]:
-    return {"device": str(device)} | asdict(device_memory(device))
 
 
 def _server(shard: Shard, counters: CallCounters, batches: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
