@@ -217,7 +217,7 @@ class ResponsesForm(_BlockForm):
         return self._event(f"response.{kind}", **where, **fields)
 
     def _of_text(self, block: Block, change: str, **fields: Any) -> Json:
-        logprobs = {"logprobs": []} if block.name == "text" else {}
+        logprobs: Json = {"logprobs": []} if block.name == "text" else {}
         return self._of_part(block, f"{_TEXT_EVENTS[block.name]}.{change}", **fields, **logprobs)
 
     def _begin(self, block: Block) -> list[Json]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from math import isfinite, prod
@@ -128,21 +128,17 @@ def _refused(param: str, reason: str) -> ApiError:
 
 
 def _check_multiples(schema: Any, param: str) -> None:
-    multiples = [
-        int("".join(map(str, Decimal(str(each)).normalize().as_tuple().digits))) for each in _multiples(schema)
-    ]
-    if sum(multiples) > MAX_MULTIPLES or prod(set(multiples)) > MAX_MULTIPLES:
-        raise bad_request(f"Invalid '{param}': its multipleOf are too large together.", param)
-
-
-def _multiples(schema: Any) -> Iterator[float]:
+    multiples: list[int] = []
     left = [schema]
     while left:
         part = left.pop()
         if isinstance(part, dict):
             multiple = part.get("multipleOf")
             if isinstance(multiple, int | float) and isfinite(multiple):
-                yield multiple
+                digits = Decimal(str(multiple)).normalize().as_tuple().digits
+                multiples.append(int("".join(map(str, digits))))
             left += part.values()
         elif isinstance(part, list):
             left += part
+    if sum(multiples) > MAX_MULTIPLES or prod(set(multiples)) > MAX_MULTIPLES:
+        raise bad_request(f"Invalid '{param}': its multipleOf are too large together.", param)

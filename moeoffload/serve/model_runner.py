@@ -82,9 +82,8 @@ class ModelRunner:
         ids, places, written, kept, *found = flat.split([len(each) for each in numbers])
         segments: list[Segment | SingleRows] = []
         start = 0
-        for call in calls:
-            ends, pages_of = found.pop(0), found.pop(0)
-            segments.append(self._segment(start, call, ends, pages_of))
+        for call, ends, table in zip(calls, found[::2], found[1::2], strict=True):
+            segments.append(self._segment(start, call, ends, table))
             start += sum(len(share.tokens) for share in call)
         logits: torch.Tensor = self._model(**self._inputs(ids, places, segments, written, kept)).logits
         return logits[0, -len(kept) :]

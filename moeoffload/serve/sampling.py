@@ -42,7 +42,7 @@ class Sampler:
         self.prompt_scores = PromptScores(prompt, options.alternatives or 0) if options.with_prompt else None
         self._seen = set(prompt) if options.repetition_penalty != 1 else set()
         self._counts: Counter[int] = Counter()
-        self._generator: torch.Generator | None = None
+        self._generator = torch.Generator()
         self._grammar = GrammarState(options.matcher) if options.matcher is not None else None
         self.is_greedy = options.temperature == 0  # whether the most likely token is taken
         self.is_plain = (
@@ -53,12 +53,10 @@ class Sampler:
             and not (options.frequency_penalty or options.presence_penalty or options.bias)
         )
         """Whether sampling is just an argmax over the raw logits."""
-        if not self.is_greedy:
-            self._generator = torch.Generator()
-            if options.seed is None:
-                self._generator.seed()
-            else:
-                self._generator.manual_seed(options.seed)
+        if options.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(options.seed)
 
     @property
     def error(self) -> str:
