@@ -34,9 +34,10 @@ class _BlockForm(Form):
     """Base of both forms, for one choice. ``blocks`` are those that have begun; the last may be open."""
 
     has_names = True
+    prefix: str
 
-    def __init__(self, prefix: str, model: str, n_prompt: int) -> None:
-        self.id = f"{prefix}_{uuid.uuid4().hex}"
+    def __init__(self, model: str, n_prompt: int) -> None:
+        self.id = f"{self.prefix}_{uuid.uuid4().hex}"
         self.blocks: list[Block] = []
         self._model = model
         self._n_prompt = n_prompt
@@ -91,8 +92,7 @@ class _BlockForm(Form):
 class MessagesForm(_BlockForm):
     """Anthropic's messages."""
 
-    def __init__(self, model: str, n_prompt: int) -> None:
-        super().__init__("msg", model, n_prompt)
+    prefix = "msg"
 
     def opening(self, n_choices: int) -> list[Json]:
         """See `Form`."""
@@ -146,8 +146,10 @@ class MessagesForm(_BlockForm):
 class ResponsesForm(_BlockForm):
     """OpenAI's responses. ``asked``: the fields of the request that the response repeats."""
 
+    prefix = "resp"
+
     def __init__(self, model: str, n_prompt: int, asked: Json) -> None:
-        super().__init__("resp", model, n_prompt)
+        super().__init__(model, n_prompt)
         self._asked = asked
         self._created = time.time()
         self._n_events = 0
