@@ -41,7 +41,6 @@ def serve(
         open_with_progress(model, settings, revision, display) as offloaded,
     ):
         from moeoffload.serve.api import create_app
-        from moeoffload.serve.batches import BatchWatcher
         from moeoffload.serve.engine import ServingEngine
         from moeoffload.serve.server import HttpServer
         from moeoffload.serve.snapshot import Snapshots
@@ -50,8 +49,10 @@ def serve(
         host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind
         scheme = "https" if settings.http_tls_cert is not None else "http"
         url = f"{scheme}://{host}:{listener.getsockname()[1]}/v1"
-        with ServingEngine(offloaded, settings) as engine, contextlib.closing(BatchWatcher(offloaded)) as batches:
-            snapshots = Snapshots(offloaded, engine.stats, batches)
+        with (
+            ServingEngine(offloaded, settings) as engine,
+            contextlib.closing(Snapshots(offloaded, engine.stats)) as snapshots,
+        ):
             app, answering = create_app(engine, offloaded.tokenizer, name, settings, snapshots.take)
             server = HttpServer(app, answering, engine, settings, lambda: print(f"serving {name} at {url}", flush=True))
             with contextlib.closing(answering):

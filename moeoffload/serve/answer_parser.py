@@ -12,6 +12,8 @@ from transformers.utils.chat_parsing import ResponseParser
 
 _REASONING: Final = ("reasoning_content", "thinking")
 _NO_LETTERS: Final = " \n\r\t"
+_MALFORMED: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What a template may raise for a text that is not as it expects."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class TemplateParser(AnswerParser):
             return self._inner.push(text)
         try:
             events = self._parser.feed(text)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the template may raise any of these
+        except _MALFORMED:
             self._failed = True
             return self._inner.push(self._body + text)
         return self._parts(events)
@@ -100,7 +102,7 @@ class TemplateParser(AnswerParser):
         if not self._failed:
             try:
                 events = self._parser.finalize()[1]
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except _MALFORMED:
                 return [*self._inner.push(self._body), *self._inner.finish()]
         return [*self._parts(events), *self._inner.finish()]
 

@@ -1,4 +1,4 @@
-"""From a validated request to its response: reads prompts, submits tickets to the engine, formats their pieces."""
+"""From a validated request to its response: reads prompts, submits them to the engine, formats their pieces."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
 from moeoffload.host.detokenizer import Detokenizer, StopStrings, TokenTexts
 from moeoffload.serve.api_errors import ApiError, bad_request, unavailable
-from moeoffload.serve.block_forms import BlockForm, MessagesForm, ResponsesForm
+from moeoffload.serve.block_forms import MessagesForm, ResponsesForm
 from moeoffload.serve.block_schemas import MessagesRequest, ResponsesRequest
 from moeoffload.serve.chat import Prompt, PromptReader
 from moeoffload.serve.choices import Choice, Choices, Piece
 from moeoffload.serve.engine import ServingEngine
-from moeoffload.serve.forms import ChatForm, CompletionForm, usage_json
+from moeoffload.serve.forms import ChatForm, CompletionForm, Form
 from moeoffload.serve.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from moeoffload.serve.sse import EventStream, unless_client_leaves
 from moeoffload.text import one_line
@@ -54,45 +55,46 @@ class Answering:
             shown = one_line(name, 200)
             raise ApiError(404, f"The model '{shown}' does not exist.", param="model", code="model_not_found")
 
-    async def message(self, request: MessagesRequest, receive: Receive) -> Response:
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """The response to /v1/chat/completions. Raises ApiError: there is no answer."""
+        return await self._chat(
+            body,
+            request.receive,
+            lambda _: ChatForm(self.model_name, self._texts, body.alternatives, body.include_usage),
+        )
+
+    async def message(self, body: MessagesRequest, request: Request) -> Response:
         """The response to /v1/messages. Raises ApiError: there is no answer."""
-        return await self.chat(request.chat(), receive, lambda n: MessagesForm(self.model_name, n))
+        return await self._chat(body.chat(), request.receive, lambda n: MessagesForm(self.model_name, n))
 
-    async def respond(self, request: ResponsesRequest, receive: Receive) -> Response:
+    async def respond(self, body: ResponsesRequest, request: Request) -> Response:
         """The response to /v1/responses. Raises ApiError: there is no answer."""
-        repeated = request.repeated()
-        return await self.chat(request.chat(), receive, lambda n: ResponsesForm(self.model_name, n, repeated))
+        repeated = body.repeated()
+        return await self._chat(body.chat(), request.receive, lambda n: ResponsesForm(self.model_name, n, repeated))
 
-    async def chat(
-        self, request: ChatRequest, receive: Receive, make_form: Callable[[int], BlockForm] | None = None
-    ) -> Response:
-        """The response to /v1/chat/completions, or in the form that ``make_form`` makes from the prompt's length.
-        Raises ApiError: there is no answer."""
+    async def _chat(self, request: ChatRequest, receive: Receive, make_form: Callable[[int], Form]) -> Response:
+        """Answers in the form that ``make_form`` makes from the prompt's length."""
         self._check(request)
         prompt = await self._reader.read_chat(request)
         max_tokens = self._room(prompt.tokens, request.max_completion_tokens or request.max_tokens, None, "messages")
-        form: ChatForm | BlockForm
-        if make_form is not None:
-            form = make_form(len(prompt.tokens))
-        else:
-            form = ChatForm(self.model_name, self._texts, request.alternatives, request.include_usage)
+        form = make_form(len(prompt.tokens))
         return await self._answer(request, form, [(prompt, max_tokens)], request.alternatives, receive)
 
-    async def complete(self, request: CompletionRequest, receive: Receive) -> Response:
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """The response to /v1/completions. Raises ApiError: there is no answer."""
-        self._check(request)
-        n = request.n or 1
-        if len(request.prompt) * n > self._max_choices:
+        self._check(body)
+        n = body.n or 1
+        if len(body.prompt) * n > self._max_choices:
             raise bad_request(f"At most {self._max_choices} answers can be asked for at a time.", "prompt")
         prompts = []
-        matcher = await self._reader.read_grammar(request.grammar())
-        for each in request.prompt:
+        matcher = await self._reader.read_grammar(body.grammar())
+        for each in body.prompt:
             tokens = await self._reader.read_text(each) if isinstance(each, str) else each
-            room = self._room(tokens, request.max_tokens, COMPLETION_TOKENS, "prompt")
+            room = self._room(tokens, body.max_tokens, COMPLETION_TOKENS, "prompt")
             prompts.append((Prompt(tokens, matcher), room))
-        echoes = [self._echo(each) if request.echo else "" for each in request.prompt for _ in range(n)]
-        form = CompletionForm(self.model_name, self._texts, request.logprobs, request.include_usage, echoes)
-        return await self._answer(request, form, prompts, request.logprobs, receive)
+        echoes = [self._echo(each) if body.echo else "" for each in body.prompt for _ in range(n)]
+        form = CompletionForm(self.model_name, self._texts, body.logprobs, body.include_usage, echoes)
+        return await self._answer(body, form, prompts, body.logprobs, request.receive)
 
     def _check(self, request: GenerationRequest) -> None:
         self.check_model(request.model)
@@ -124,28 +126,24 @@ class Answering:
     async def _answer(
         self,
         request: GenerationRequest,
-        form: ChatForm | CompletionForm | BlockForm,
+        form: Form,
         prompts: Sequence[tuple[Prompt, int]],
         alternatives: int | None,
         receive: Receive,
     ) -> Response:
         n, defaults = request.n or 1, self._engine.sampling_defaults
-
-        def choice(index: int) -> Choice:
-            prompt, _ = prompts[index // n]
-            skips = request.skip_special_tokens is not False and not prompt.with_marks
-            texts = Detokenizer(self._tokenizer, skip_special_tokens=skips)
-            stops, shows_end = StopStrings(request.stop), request.scores_prompt
-            return Choice(index, texts, stops, prompt.parser(), prompt.one_call, shows_end)
-
-        choices = Choices(self._engine, choice)
+        choices = Choices(self._engine)
 
         def usage() -> dict[str, Any]:
-            return usage_json(
-                prompt=sum(len(prompt.tokens) for prompt, _ in prompts),
-                cached=sum(choice.reused_tokens for choice in choices.choices[::n]),
-                completion=sum(choice.n_tokens for choice in choices.choices),
-            )
+            """Token counts of all prompts, and of all choices."""
+            n_prompt = sum(len(prompt.tokens) for prompt, _ in prompts)
+            n_completion = sum(choice.n_tokens for choice in choices.choices)
+            return {
+                "prompt_tokens": n_prompt,
+                "completion_tokens": n_completion,
+                "total_tokens": n_prompt + n_completion,
+                "prompt_tokens_details": {"cached_tokens": sum(each.reused_tokens for each in choices.choices[::n])},
+            }
 
         async def chunks() -> AsyncGenerator[dict[str, Any], None]:
             for chunk in form.opening(len(choices.choices)):
@@ -168,7 +166,7 @@ class Answering:
             for prompt, max_tokens in prompts:
                 for number in range(n):
                     options = request.options(number, max_tokens, alternatives, prompt.matcher, defaults)
-                    choices.submit(prompt.tokens, options)
+                    choices.submit(prompt.tokens, options, self._choice(len(choices.choices), request, prompt))
             if request.stream:
                 streams = True
                 return EventStream(chunks(), lambda: self._end(choices), form.has_names)
@@ -176,6 +174,13 @@ class Answering:
         finally:
             if not streams:
                 self._end(choices)
+
+    def _choice(self, index: int, request: GenerationRequest, prompt: Prompt) -> Choice:
+        skips = request.skip_special_tokens is not False and not prompt.with_marks
+        texts = Detokenizer(self._tokenizer, skip_special_tokens=skips)
+        return Choice(
+            index, texts, StopStrings(request.stop), prompt.parser(), prompt.one_call, shows_end=request.scores_prompt
+        )
 
     def _end(self, choices: Choices) -> None:
         choices.close()

@@ -14,12 +14,11 @@ from moeoffload.config import ServeSettings, is_loopback
 from moeoffload.serve.access import read_api_key
 from moeoffload.serve.answering import Answering
 from moeoffload.serve.api_errors import ApiError, bad_request, of_exception
-from moeoffload.serve.block_schemas import MessagesRequest, ResponsesRequest
 from moeoffload.serve.dashboard import dashboard_page
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.guard import Guard
 from moeoffload.serve.metrics import render_metrics
-from moeoffload.serve.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
+from moeoffload.serve.schemas import MAX_CHOICES
 from moeoffload.text import one_line
 
 _SPARE_PLACES: Final = 32
@@ -45,7 +44,6 @@ def create_app(
     app = FastAPI(title="moeoffload", docs_url=None, redoc_url=None, openapi_url=None)
     _add_error_handlers(app)
     _add_openai_routes(app, answering)
-    _add_operator_routes(app, snapshot)
     guard = Guard(
         app,
         api_key=api_key,
@@ -53,7 +51,7 @@ def create_app(
         max_open=room + _SPARE_PLACES,
         on_busy=engine.note_refused,
     )
-    _add_health(app, engine, guard)
+    _add_operator_routes(app, snapshot, engine, guard)
     return guard, answering
 
 
@@ -61,21 +59,13 @@ def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
     def card() -> dict[str, Any]:
         return {"id": answering.model_name, "object": "model", "created": answering.created, "owned_by": "moeoffload"}
 
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await answering.chat(body, request.receive)
-
-    @app.post("/v1/completions", response_model=None)
-    async def complete(body: CompletionRequest, request: Request) -> Response:
-        return await answering.complete(body, request.receive)
-
-    @app.post("/v1/responses", response_model=None)
-    async def respond(body: ResponsesRequest, request: Request) -> Response:
-        return await answering.respond(body, request.receive)
-
-    @app.post("/v1/messages", response_model=None)
-    async def message(body: MessagesRequest, request: Request) -> Response:
-        return await answering.message(body, request.receive)
+    for path, answer in (
+        ("/v1/chat/completions", answering.chat),
+        ("/v1/completions", answering.complete),
+        ("/v1/responses", answering.respond),
+        ("/v1/messages", answering.message),
+    ):
+        app.post(path, response_model=None)(answer)
 
     @app.post("/v1/embeddings", response_model=None)
     async def embed() -> Response:
@@ -92,7 +82,7 @@ def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
         return card()
 
 
-def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
+def _add_operator_routes(app: FastAPI, snapshot: Snapshot, engine: ServingEngine, guard: Guard) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         content, content_type = render_metrics(snapshot(False))
@@ -110,8 +100,6 @@ def _add_operator_routes(app: FastAPI, snapshot: Snapshot) -> None:
     async def dashboard() -> Response:
         return HTMLResponse(dashboard_page())
 
-
-def _add_health(app: FastAPI, engine: ServingEngine, guard: Guard) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
         if engine.failure is not None:  # permanent: a supervisor should restart the server

@@ -5,35 +5,39 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from moeoffload.serve.answer_parser import Part, ToolCall
 from moeoffload.serve.choices import Piece
+from moeoffload.serve.forms import Form, Json
 from moeoffload.serve.request import FinishReason
 
-Json = dict[str, Any]
 _STOP_REASONS: Final = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
+_TEXT_EVENTS: Final = {"call": "function_call_arguments", "reasoning": "reasoning_text", "text": "output_text"}
+"""What responses call the text of a block."""
 
 
 @dataclass
 class Block:
-    """Content, reasoning, or a call."""
+    """Content (``text``), ``reasoning``, or a ``call``; the ``number``-th of its answer."""
 
+    number: int
     name: str
     text: str = ""
     call: ToolCall | None = None
 
 
-class BlockForm(ABC):
+class _BlockForm(Form):
     """Base of both forms, for one choice. ``blocks`` are those that have begun; the last may be open."""
 
-    has_names = True  # whether events of a stream have names
+    has_names = True
+    prefix: str
 
-    def __init__(self, prefix: str, model: str, n_prompt: int) -> None:
-        self.id = f"{prefix}_{uuid.uuid4().hex}"
+    def __init__(self, model: str, n_prompt: int) -> None:
+        self.id = f"{self.prefix}_{uuid.uuid4().hex}"
         self.blocks: list[Block] = []
         self._model = model
         self._n_prompt = n_prompt
@@ -41,7 +45,7 @@ class BlockForm(ABC):
         self._finish: FinishReason | None = None
 
     def chunks(self, piece: Piece) -> list[Json]:
-        """The events of one piece."""
+        """See `Form`."""
         events = [event for part in piece.parts for event in self._take(part)]
         if piece.finish is not None:
             self._finish = piece.finish
@@ -49,18 +53,10 @@ class BlockForm(ABC):
         return events
 
     def whole(self, pieces: Sequence[Sequence[Piece]], usage: Json) -> Json:
-        """The whole answer as one object."""
+        """See `Form`."""
         for piece in pieces[0]:
             self.chunks(piece)
         return self.message(usage)
-
-    @abstractmethod
-    def opening(self, n_choices: int) -> list[Json]:
-        """The events at the start of a stream."""
-
-    @abstractmethod
-    def closing(self, usage: Json) -> list[Json]:
-        """The events at the end of a stream."""
 
     @abstractmethod
     def message(self, usage: Json | None) -> Json:
@@ -81,7 +77,7 @@ class BlockForm(ABC):
         events: list[Json] = []
         if not self._is_open or self.blocks[-1].name != name or part.call:
             events += self._end()
-            self.blocks.append(Block(name, call=part.call))
+            self.blocks.append(Block(len(self.blocks), name, call=part.call))
             self._is_open = True
             events += self._begin(self.blocks[-1])
         block = self.blocks[-1]
@@ -93,24 +89,23 @@ class BlockForm(ABC):
         return self._close(self.blocks[-1]) if was_open else []
 
 
-class MessagesForm(BlockForm):
+class MessagesForm(_BlockForm):
     """Anthropic's messages."""
 
-    def __init__(self, model: str, n_prompt: int) -> None:
-        super().__init__("msg", model, n_prompt)
+    prefix = "msg"
 
     def opening(self, n_choices: int) -> list[Json]:
-        """See `BlockForm`."""
+        """See `Form`."""
         return [{"type": "message_start", "message": self.message(None)}]
 
     def closing(self, usage: Json) -> list[Json]:
-        """See `BlockForm`."""
+        """See `Form`."""
         told = self.message(usage)
         delta = {"stop_reason": told["stop_reason"], "stop_sequence": None}
         return [{"type": "message_delta", "delta": delta, "usage": told["usage"]}, {"type": "message_stop"}]
 
     def message(self, usage: Json | None) -> Json:
-        """See `BlockForm`."""
+        """See `_BlockForm`."""
         usage = usage or {"prompt_tokens": self._n_prompt, "completion_tokens": 0}
         cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
         return {
@@ -136,41 +131,40 @@ class MessagesForm(BlockForm):
             return {"type": "thinking", "thinking": text, "signature": ""}
         return {"type": "text", "text": text}
 
-    def _event(self, kind: str, **fields: Any) -> list[Json]:
-        return [{"type": f"content_block_{kind}", "index": len(self.blocks) - 1} | fields]
-
     def _begin(self, block: Block) -> list[Json]:
-        return self._event("start", content_block=self._json(block, ""))
+        return [{"type": "content_block_start", "index": block.number, "content_block": self._json(block, "")}]
 
     def _delta(self, block: Block, text: str) -> list[Json]:
         kinds = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
         kind, field = kinds.get(block.name, ("input_json_delta", "partial_json"))
-        return self._event("delta", delta={"type": kind, field: text})
+        return [{"type": "content_block_delta", "index": block.number, "delta": {"type": kind, field: text}}]
 
     def _close(self, block: Block) -> list[Json]:
-        return self._event("stop")
+        return [{"type": "content_block_stop", "index": block.number}]
 
 
-class ResponsesForm(BlockForm):
+class ResponsesForm(_BlockForm):
     """OpenAI's responses. ``asked``: the fields of the request that the response repeats."""
 
+    prefix = "resp"
+
     def __init__(self, model: str, n_prompt: int, asked: Json) -> None:
-        super().__init__("resp", model, n_prompt)
+        super().__init__(model, n_prompt)
         self._asked = asked
         self._created = time.time()
         self._n_events = 0
 
     def opening(self, n_choices: int) -> list[Json]:
-        """See `BlockForm`."""
+        """See `Form`."""
         return [self._event(f"response.{kind}", response=self.message(None)) for kind in ("created", "in_progress")]
 
     def closing(self, usage: Json) -> list[Json]:
-        """See `BlockForm`."""
+        """See `Form`."""
         told = self.message(usage)
         return [self._event(f"response.{told['status']}", response=told)]
 
     def message(self, usage: Json | None) -> Json:
-        """See `BlockForm`."""
+        """See `_BlockForm`."""
         cut = self._finish is FinishReason.LENGTH
         status = "in_progress" if self._finish is None else "incomplete" if cut else "completed"
         told: Json = {
@@ -181,7 +175,7 @@ class ResponsesForm(BlockForm):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "model": self._model,
-            "output": [self._item(number, "completed") for number in range(len(self.blocks))],
+            "output": [self._item(block, "completed") for block in self.blocks],
             "usage": None,
         }
         if usage is not None:
@@ -194,20 +188,18 @@ class ResponsesForm(BlockForm):
             }
         return self._asked | told
 
-    def _item(self, number: int, status: str) -> Json:
-        block = self.blocks[number]
-        head = {"id": f"{self.id}_{number}", "status": status}
+    def _item(self, block: Block, status: str) -> Json:
+        head = {"id": f"{self.id}_{block.number}", "status": status}
         if block.call is not None:
             call = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text}
             return head | {"type": "function_call"} | call
-        parts = [self._part(block)] if block.text else []
+        parts = [self._part(block, block.text)] if block.text else []
         if block.name == "reasoning":
             return head | {"type": "reasoning", "summary": [], "content": parts}
         return head | {"type": "message", "role": "assistant", "content": parts}
 
     @staticmethod
-    def _part(block: Block, text: str | None = None) -> Json:
-        text = block.text if text is None else text
+    def _part(block: Block, text: str) -> Json:
         if block.name == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -216,38 +208,33 @@ class ResponsesForm(BlockForm):
         self._n_events += 1
         return {"type": kind, "sequence_number": self._n_events - 1} | fields
 
-    def _of_item(self, kind: str, **fields: Any) -> Json:
-        number = len(self.blocks) - 1
-        where: Json = {"output_index": number}
-        if not kind.startswith("response.output_item"):
-            where["item_id"] = f"{self.id}_{number}"
-            if "function" not in kind:
-                where["content_index"] = 0
-        return self._event(kind, **where, **fields)
+    def _of_item(self, block: Block, change: str, status: str) -> Json:
+        item = self._item(block, status)
+        return self._event(f"response.output_item.{change}", output_index=block.number, item=item)
+
+    def _of_part(self, block: Block, kind: str, **fields: Any) -> Json:
+        where: Json = {"output_index": block.number, "item_id": f"{self.id}_{block.number}"}
+        if block.call is None:
+            where["content_index"] = 0
+        return self._event(f"response.{kind}", **where, **fields)
+
+    def _of_text(self, block: Block, change: str, **fields: Any) -> Json:
+        logprobs: Json = {"logprobs": []} if block.name == "text" else {}
+        return self._of_part(block, f"{_TEXT_EVENTS[block.name]}.{change}", **fields, **logprobs)
 
     def _begin(self, block: Block) -> list[Json]:
-        events = [self._of_item("response.output_item.added", item=self._item(len(self.blocks) - 1, "in_progress"))]
+        events = [self._of_item(block, "added", "in_progress")]
         if block.call is None:
-            events.append(self._of_item("response.content_part.added", part=self._part(block, "")))
+            events.append(self._of_part(block, "content_part.added", part=self._part(block, "")))
         return events
 
     def _delta(self, block: Block, text: str) -> list[Json]:
-        return [self._of_item(f"{self._kind(block)}.delta", delta=text, **self._logprobs(block))]
+        return [self._of_text(block, "delta", delta=text)]
 
     def _close(self, block: Block) -> list[Json]:
-        field = "text" if block.call is None else "arguments"
-        events = [self._of_item(f"{self._kind(block)}.done", **{field: block.text}, **self._logprobs(block))]
-        if block.call is None:
-            events.append(self._of_item("response.content_part.done", part=self._part(block)))
+        if block.call is not None:
+            events = [self._of_text(block, "done", arguments=block.text, name=block.call.name)]
         else:
-            events[0]["name"] = block.call.name
-        return [*events, self._of_item("response.output_item.done", item=self._item(len(self.blocks) - 1, "completed"))]
-
-    @staticmethod
-    def _kind(block: Block) -> str:
-        kinds = {"call": "function_call_arguments", "reasoning": "reasoning_text", "text": "output_text"}
-        return f"response.{kinds[block.name]}"
-
-    @staticmethod
-    def _logprobs(block: Block) -> Json:
-        return {"logprobs": []} if block.name == "text" else {}
+            events = [self._of_text(block, "done", text=block.text)]
+            events.append(self._of_part(block, "content_part.done", part=self._part(block, block.text)))
+        return [*events, self._of_item(block, "done", "completed")]

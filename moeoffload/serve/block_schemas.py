@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from moeoffload.serve.api_errors import bad_request, unsupported
-from moeoffload.serve.schemas import ChatRequest
+from moeoffload.serve.schemas import ChatRequest, StrictModel
 
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {"truncation": ("disabled",), "background": (False,)}
 _IGNORED: Final = frozenset(
@@ -19,9 +19,14 @@ _IGNORED: Final = frozenset(
 Blocks = str | list[dict[str, Any]]
 
 
-class _Asked(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+class Turn(StrictModel):
+    """A message of Anthropic's API."""
 
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class _Asked(StrictModel):
     model: str
     stream: bool | None = False
     temperature: float | None = None
@@ -38,14 +43,6 @@ class _Asked(BaseModel):
             first = error.errors()[0]
             param = ".".join(str(part) for part in first["loc"])
             raise bad_request(f"Invalid '{param}': {first['msg']}.", param) from None
-
-
-class Turn(_Asked):
-    """A message of Anthropic's API."""
-
-    model: str = ""
-    role: Literal["user", "assistant", "system"]
-    content: Blocks
 
 
 class MessagesRequest(_Asked):

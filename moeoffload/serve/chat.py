@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 
@@ -18,8 +18,9 @@ from moeoffload.serve.answer_parser import AnswerParser, ForcedCalls, TemplatePa
 from moeoffload.serve.api_errors import bad_request
 from moeoffload.serve.grammar import Grammar, GrammarCompiler
 from moeoffload.serve.response_formats import answer_format
-from moeoffload.serve.schemas import ChatRequest, Message
-from moeoffload.serve.tools import calls_grammar, forced_tools
+from moeoffload.serve.schemas import ChatRequest, Function, Message
+
+_MAX_CALLS: Final = 16  # the maximum number of forced calls of an answer
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,13 @@ class PromptReader:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._grammars.compile, grammar)
 
     def _read_chat(self, request: ChatRequest) -> Prompt:
-        forced = forced_tools(request.tools, request.tool_choice)
+        forced = request.forced_functions()
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
         if request.tool_choice == "none":
             tools = []
         text = self._render(request, tools, bool(forced))
         one_call = request.parallel_tool_calls is False or isinstance(request.tool_choice, dict)
-        grammar = calls_grammar(forced, not one_call) if forced else request.grammar()
+        grammar = _calls_grammar(forced, not one_call) if forced else request.grammar()
         if grammar is not None:
             grammar = replace(grammar, opening=self._format.opening(text))
         template = self._format.template(text, bool(tools) and not forced)
@@ -136,3 +137,17 @@ def _as_templates_take_it(message: Message) -> dict[str, Any]:
             except (ValueError, RecursionError):
                 raise bad_request("Invalid 'messages': arguments of a tool call are no JSON.", "messages") from None
     return plain
+
+
+def _calls_grammar(functions: list[Function], parallel: bool) -> Grammar:
+    """The grammar of an array of calls of ``functions``, of one call unless ``parallel``; `ForcedCalls` parses it."""
+    parts: list[Any] = []
+    calls = []
+    for number, function in enumerate(functions):
+        schema = {"type": "object", **(function.parameters or {"additionalProperties": False})}
+        parts.append({"name": f"arguments{number}", "json_schema": schema})
+        head = json.dumps('{"name": ' + json.dumps(function.name) + ', "arguments": ')
+        calls.append(f'{head} @arguments{number} "}}"')
+    more = f'(", " call){{0,{_MAX_CALLS - 1}}}' if parallel else ""
+    parts.insert(0, {"name": "calls", "lark_grammar": f'start: "[" call {more} "]"\ncall: {" | ".join(calls)}'})
+    return Grammar.of("parts", parts, "tools")

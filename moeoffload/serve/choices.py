@@ -1,4 +1,4 @@
-"""The choices of one HTTP request: each is a ticket of the engine, whose tokens become pieces of text.
+"""The choices of one HTTP request: each is a request to the engine, whose tokens become pieces of text.
 
 The engine's thread passes progress to the event loop; everything else runs in the event loop.
 """
@@ -15,8 +15,9 @@ from moeoffload.errors import BusyError
 from moeoffload.host.detokenizer import Detokenizer, StopStrings
 from moeoffload.serve.answer_parser import AnswerParser, Part
 from moeoffload.serve.api_errors import ApiError, of_exception, unavailable
-from moeoffload.serve.engine import ServingEngine, Ticket
+from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import FinishReason, Progress, SamplingOptions, TokenChoice
+from moeoffload.serve.sequence import Sequence as Request
 
 
 @dataclass(frozen=True)
@@ -94,31 +95,28 @@ class Choice:
 
 
 class Choices:
-    """Several tickets as one stream of pieces. Must be closed."""
+    """Several requests as one stream of pieces. Must be closed."""
 
-    def __init__(self, engine: ServingEngine, make: Callable[[int], Choice]) -> None:
-        """``make`` returns the choice with an index."""
+    def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
-        self._make = make
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[tuple[int, Progress | ApiError]] = asyncio.Queue()
-        self._tickets: list[Ticket] = []
+        self._requests: list[Request] = []
         self.choices: list[Choice] = []
 
-    def submit(self, prompt: list[int], options: SamplingOptions) -> None:
-        """Submits one more choice to the engine. Raises ApiError: the engine refuses it."""
-        index = len(self.choices)
+    def submit(self, prompt: list[int], options: SamplingOptions, choice: Choice) -> None:
+        """Submits one more choice to the engine, with the next index. Raises ApiError: the engine refuses it."""
         try:
-            self._tickets.append(self._engine.submit(prompt, options, self._listener(index)))
+            self._requests.append(self._engine.submit(prompt, options, self._listener(choice.index)))
         except Exception as error:  # a failing engine fails one request, not the server
             raise of_exception(error) from error
-        self.choices.append(self._make(index))
+        self.choices.append(choice)
 
     def close(self) -> None:
         """Cancels choices that still run. Idempotent."""
-        for ticket, choice in zip(self._tickets, self.choices, strict=False):
+        for request, choice in zip(self._requests, self.choices, strict=False):
             if not choice.ended:
-                ticket.cancel()
+                self._engine.cancel(request)
 
     def give_up(self, error: ApiError) -> None:
         """Ends the stream of pieces with ``error``; call it in the event loop."""
@@ -139,7 +137,7 @@ class Choices:
             if choice.ended:
                 n_running -= 1
                 if news.finish is None:
-                    self._tickets[index].complete()
+                    self._engine.cancel(self._requests[index], complete=True)
             if piece is not None:
                 yield piece
 

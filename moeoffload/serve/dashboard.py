@@ -6,10 +6,6 @@ import base64
 import functools
 import hashlib
 from importlib import resources
-from typing import Final
-
-_FOLDER: Final = "page"
-_SCRIPTS: Final = ("draw.js", "view.js")
 
 
 @functools.cache
@@ -18,7 +14,7 @@ def dashboard_page() -> str:
 
     Its content security policy allows only this script and only these requests.
     """
-    script = "(() => {\n" + "\n".join(_read(name) for name in _SCRIPTS) + "})();"
+    script = "(() => {\n" + "\n".join(_read(name) for name in ("draw.js", "view.js")) + "})();"
     style = _read("dashboard.css")
     page = _read("dashboard.html")
     # Style and script are inserted last, so that no mark is replaced inside them.
@@ -33,7 +29,7 @@ def dashboard_page() -> str:
 
 
 def _read(name: str) -> str:
-    return resources.files(__package__).joinpath(_FOLDER, name).read_text(encoding="utf-8")
+    return resources.files(__package__).joinpath("page", name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -6,11 +6,9 @@ parts of prompts.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
-from collections import deque
-from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Final
 
@@ -22,7 +20,6 @@ from moeoffload.host.model import eos_tokens, recommended_sampling
 from moeoffload.host.session import OffloadedModel
 from moeoffload.serve.batch_runner import PAGE_TOKENS, BatchRunner
 from moeoffload.serve.request import FinishReason, OnProgress, Progress, SamplingOptions, TokenChoice
-from moeoffload.serve.sampling import Sampler
 from moeoffload.serve.sequence import Sequence, Share
 from moeoffload.serve.stats import ServingStats
 
@@ -30,32 +27,6 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S: Final = 0.5
 _STOP_TIMEOUT_S: Final = 30.0
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request from `ServingEngine.submit` to its last `Progress`."""
-
-    sequence: Sequence
-    options: SamplingOptions
-    tell: OnProgress
-    engine: ServingEngine
-    submitted: float
-    last_token: float = 0.0
-    n_tokens: int = 0
-    is_over: bool = False
-    is_complete: bool = False  # its client has everything that it needs
-    is_scheduled: bool = False  # whether it was added to the scheduler
-    reused: int | None = None  # None until its first step
-
-    def cancel(self) -> None:
-        """Ends the request; from any thread, at any time, idempotent. Its KV cache is free within one step."""
-        self.engine.cancel(self)
-
-    def complete(self) -> None:
-        """As `cancel`, for an answer of which the client has everything it needs: it counts as finished."""
-        self.is_complete = True
-        self.engine.cancel(self)
 
 
 class ServingEngine:
@@ -76,16 +47,14 @@ class ServingEngine:
         self.stats.cache.total_tokens = room
         self.stats.cache.total_bytes = self._batch.runner.total_bytes
         self.n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size
-        self._numbers = itertools.count()
-        self._requests: dict[Sequence, Ticket] = {}
-        self._new: deque[Ticket] = deque()
-        self._cancelled: deque[Ticket] = deque()
-        self._changing = threading.Lock()
-        """Guards the three attributes above and the three below; never held across a wait or a step."""
+        self._requests: set[Sequence] = set()
+        self._changes: list[Sequence] = []  # of new requests, and once more when they are cancelled
+        self._changing = threading.Condition()
+        """Guards the two attributes above and the three below, and tells when a request has ended; never held across a
+        step."""
         self._draining = False
         self._stopping = False
         self.failure: BaseException | None = None  # what ended the engine for good
-        self._idle = threading.Condition(self._changing)
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
         self._thread.start()
@@ -102,7 +71,7 @@ class ServingEngine:
         """Whether requests are accepted: the engine is neither draining, stopping nor failed."""
         return self._thread.is_alive() and not (self.failure or self._draining or self._stopping)
 
-    def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> Ticket:
+    def submit(self, prompt: list[int], options: SamplingOptions, on_progress: OnProgress) -> Sequence:
         """Queues a request.
         Raises PromptError: the prompt is empty or does not fit, or has a token outside the vocabulary; BusyError: the
         queue is full or the engine is draining, with the seconds to wait before a retry; ServerError: the engine has
@@ -118,9 +87,7 @@ class ServingEngine:
                 f"the prompt has {len(prompt)} tokens and the answer may have {options.max_tokens}; "
                 f"the context holds {self.context_tokens}"
             )
-        name = f"req-{next(self._numbers)}"
-        sequence = Sequence(name, list(prompt), len(prompt), options.max_tokens, Sampler(options, prompt))
-        request = Ticket(sequence, options, on_progress, self, perf_counter())
+        request = Sequence(list(prompt), options, on_progress)
         with self._changing:
             if self.failure is not None:
                 raise ServerError(f"the engine has failed: {self.failure}")
@@ -132,24 +99,27 @@ class ServingEngine:
                 raise BusyError(
                     f"{len(self._requests)} requests are running or waiting, more are not taken", self._retry_after_s()
                 )
-            self._requests[sequence] = request
-            self._new.append(request)
+            self._requests.add(request)
+            self._changes.append(request)
         self._wake.set()
         return request
 
-    def cancel(self, request: Ticket) -> None:
-        """Ends a request before the next step, if it has not ended."""
+    def cancel(self, request: Sequence, *, complete: bool = False) -> None:
+        """Ends a request before the next step, if it has not ended; from any thread, at any time, idempotent. Its KV
+        cache is free within one step. A request whose client has everything it needs is ``complete`` and counts as
+        finished."""
         with self._changing:
-            if request.sequence not in self._requests:
+            if request not in self._requests:
                 return
-            self._cancelled.append(request)
+            request.is_complete = request.is_complete or complete
+            self._changes.append(request)
         self._wake.set()
 
     def drain(self, timeout_s: float) -> bool:
         """Stops accepting requests and waits for the accepted ones; False if some are not done within ``timeout_s``."""
-        with self._idle:
+        with self._changing:
             self._draining = True
-            return self._idle.wait_for(lambda: not self._requests, timeout_s)
+            return self._changing.wait_for(lambda: not self._requests, timeout_s)
 
     def close(self) -> None:
         """Cancels running requests, ends the thread and releases the model. Idempotent."""
@@ -190,10 +160,10 @@ class ServingEngine:
             last = Progress(finish=FinishReason.ERROR, error=ServerError(f"the engine has failed: {error}"))
             with self._changing:
                 self.failure = error
-        with self._idle:
-            left = list(self._requests.values())
+        with self._changing:
+            left = list(self._requests)
             self._requests.clear()
-            self._idle.notify_all()
+            self._changing.notify_all()
         for request in left:
             _tell(request, last)
 
@@ -221,17 +191,17 @@ class ServingEngine:
         except MoeOffloadError as error:
             logger.warning("a step of %d requests failed: %s", len(shares), error)
             for share in shares:
-                self._end(self._requests[share.sequence], Progress(finish=FinishReason.ERROR, error=error))
+                self._end(share.sequence, Progress(finish=FinishReason.ERROR, error=error))
             return True
         self._count_step(shares, per_share, took_s)
         now = perf_counter()
         for share, choices in zip(shares, per_share, strict=True):
-            request = self._requests[share.sequence]
+            request = share.sequence
             if request.reused is None:
                 request.reused = share.past
-                self._offloaded.recorder.told().prompt += share.sequence.n_prompt - share.past
+                self._offloaded.recorder.told().prompt += request.n_prompt - share.past
                 self.stats.tokens.reused += share.past
-            if reason := share.sequence.sampler.error:
+            if reason := request.sampler.error:
                 self._end(request, Progress(finish=FinishReason.ERROR, error=PromptError(reason)))
                 continue
             for choice in choices:
@@ -242,14 +212,13 @@ class ServingEngine:
 
     def _take_changes(self) -> None:
         with self._changing:
-            new, self._new = self._new, deque()
-            cancelled, self._cancelled = self._cancelled, deque()
-        for request in new:
-            request.is_scheduled = True
-            self._batch.scheduler.add(request.sequence)
-            self.stats.tokens.prompt += request.sequence.n_prompt
-        for request in cancelled:
-            if request.sequence in self._requests:
+            changes, self._changes = self._changes, []
+        for request in changes:
+            if not request.is_scheduled:
+                request.is_scheduled = True
+                self._batch.scheduler.add(request)
+                self.stats.tokens.prompt += request.n_prompt
+            elif not request.is_over:
                 self._end(request, Progress(finish=FinishReason.CANCELLED))
 
     def _count_requests(self) -> None:
@@ -265,16 +234,16 @@ class ServingEngine:
         tokens.guessed += sum(share.n_guesses for share in shares)
         tokens.guessed_right += sum(max(0, len(choices) - 1) for choices in per_share)
 
-    def _take_token(self, request: Ticket, choice: TokenChoice, now: float) -> None:
-        scores = request.sequence.sampler.prompt_scores
-        prompt = tuple(scores.choices) if scores is not None and not request.n_tokens else ()
+    def _take_token(self, request: Sequence, choice: TokenChoice, now: float) -> None:
+        scores = request.sampler.prompt_scores
+        prompt = tuple(scores.choices) if scores is not None and not request.n_told else ()
         if request.options.max_tokens == 0:
             self._end(request, Progress(finish=FinishReason.LENGTH, prompt=prompt))
             return
-        request.n_tokens += 1
+        request.n_told += 1
         self.stats.tokens.completion += 1
         self._offloaded.recorder.told().completion += 1
-        if request.n_tokens == 1:
+        if request.n_told == 1:
             self.stats.first_token_s.add(now - request.submitted)
         else:
             self.stats.between_tokens_s.add(now - request.last_token)
@@ -282,7 +251,7 @@ class ServingEngine:
         finish = None
         if choice.token in self.eos and not request.options.ignore_eos:
             finish = FinishReason.STOP
-        elif request.n_tokens >= request.options.max_tokens:
+        elif request.n_told >= request.options.max_tokens:
             finish = FinishReason.LENGTH
         progress = Progress(choice, finish, reused_tokens=request.reused or 0, prompt=prompt)
         if finish is None:
@@ -290,10 +259,10 @@ class ServingEngine:
         else:
             self._end(request, progress)
 
-    def _end(self, request: Ticket, progress: Progress) -> None:
+    def _end(self, request: Sequence, progress: Progress) -> None:
         request.is_over = True
         if request.is_scheduled:
-            self._batch.scheduler.remove(request.sequence)
+            self._batch.scheduler.remove(request)
         counts = self.stats.requests
         if progress.finish is FinishReason.CANCELLED and not request.is_complete:
             counts.cancelled += 1
@@ -301,46 +270,43 @@ class ServingEngine:
             counts.failed += 1
         else:
             counts.finished += 1
-        with self._idle:
-            del self._requests[request.sequence]
-            self._idle.notify_all()
+        with self._changing:
+            self._requests.remove(request)
+            self._changing.notify_all()
         _tell(request, progress)
 
     def _fail_all(self, error: Exception) -> None:
         """Fails all requests after an unexpected error, when the cache cannot be trusted."""
         told = error if isinstance(error, MoeOffloadError) else ServerError(f"internal error: {error}")
         with self._changing:
-            left = [request for request in self._requests.values() if request.is_scheduled]
+            left = [request for request in self._requests if request.is_scheduled]
         for request in left:
             self._end(request, Progress(finish=FinishReason.ERROR, error=told))
         self._batch.scheduler.reset()
 
     def _warm_up(self) -> None:
         """Runs a request of a few tokens, so that compilation and first allocations happen before the first client."""
-        done: list[Progress] = []
-        over = threading.Event()
-
-        def tell(progress: Progress) -> None:
-            done.append(progress)
-            if progress.finish is not None:
-                over.set()
-
+        told: SimpleQueue[Progress] = SimpleQueue()
         options = SamplingOptions(max_tokens=2, temperature=0, ignore_eos=True)
-        self.submit([0] * min(4, self.context_tokens - 2), options, tell)
+        self.submit([0] * min(4, self.context_tokens - 2), options, told.put)
         # A dispatch may run into its deadline, after which a lost server's experts are read.
         settings = self._offloaded.settings
         timeout_s = settings.dispatch_timeout_s + settings.load_timeout_s
-        if not over.wait(timeout_s):
-            raise ServerError(f"the first step did not end within {timeout_s:g} s")
-        if done[-1].error is not None:
-            raise done[-1].error
+        progress = Progress()
+        while progress.finish is None:
+            try:
+                progress = told.get(timeout=timeout_s)
+            except Empty:
+                raise ServerError(f"a first step did not end within {timeout_s:g} s") from None
+        if progress.error is not None:
+            raise progress.error
         self.stats = ServingStats(self.stats.cache)
         self._offloaded.recorder.reset()
 
 
-def _tell(request: Ticket, progress: Progress) -> None:
+def _tell(request: Sequence, progress: Progress) -> None:
     """Passes progress to a client's callback; its exceptions must not affect other requests."""
     try:
         request.tell(progress)
     except Exception:
-        logger.exception("%s was not told", request.sequence.request_id)
+        logger.exception("a client was not told of its request's progress")

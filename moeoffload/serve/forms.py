@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -19,38 +20,53 @@ _LEAST_LOGPROB: Final = -9999.0  # stands for minus infinity, which JSON does no
 Json = dict[str, Any]
 
 
-def usage_json(*, prompt: int, cached: int, completion: int) -> Json:
-    """Token counts of one request: of all its prompts (``cached`` of them from the cache) and of all its choices."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+class Form(ABC):
+    """The JSON of one answer: whole, or in the chunks of a stream."""
+
+    has_names = False  # whether chunks are events with names
+
+    @abstractmethod
+    def opening(self, n_choices: int) -> list[Json]:
+        """The chunks at the start of a stream."""
+
+    @abstractmethod
+    def chunks(self, piece: Piece) -> list[Json]:
+        """The chunks for one piece."""
+
+    @abstractmethod
+    def closing(self, usage: Json) -> list[Json]:
+        """The chunks at the end of a stream."""
+
+    @abstractmethod
+    def whole(self, pieces: Sequence[Sequence[Piece]], usage: Json) -> Json:
+        """The whole answer; ``pieces`` are by choice."""
 
 
-class _Form(ABC):
-    """Base of both forms."""
+class _ChoicesForm(Form):
+    """An answer as a list of choices. ``alternatives``: how many are listed for each token; None for no log
+    probabilities."""
 
-    def __init__(self, kind: str, prefix: str, model: str, texts: TokenTexts, with_usage: bool) -> None:
+    kind: str
+    prefix: str
+
+    def __init__(self, model: str, texts: TokenTexts, alternatives: int | None, with_usage: bool) -> None:
         self._texts = texts
+        self._alternatives = alternatives
         self._with_usage = with_usage
         self._head = {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
-            "object": kind,
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "object": self.kind,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": f"moeoffload-{__version__}",
         }
 
-    has_names = False  # whether events of a stream have names
-
     def closing(self, usage: Json) -> list[Json]:
-        """The chunk with the token counts, if requested."""
+        """See `Form`: the token counts, if requested."""
         return [self._chunk_head() | {"choices": [], "usage": usage}] if self._with_usage else []
 
     def whole(self, pieces: Sequence[Sequence[Piece]], usage: Json) -> Json:
-        """The whole answer; ``pieces`` are by choice."""
+        """See `Form`."""
         choices = [self._whole(index, mine) for index, mine in enumerate(pieces)]
         return self._head | {"choices": choices, "usage": usage}
 
@@ -65,20 +81,21 @@ class _Form(ABC):
         return self._chunk_head() | {"choices": [choice]}
 
 
-class ChatForm(_Form):
-    """Chat completions. ``alternatives``: how many are listed for each token; None for no log probabilities."""
+class ChatForm(_ChoicesForm):
+    """Chat completions."""
+
+    kind, prefix = "chat.completion", "chatcmpl"
 
     def __init__(self, model: str, texts: TokenTexts, alternatives: int | None, with_usage: bool) -> None:
-        super().__init__("chat.completion", "chatcmpl", model, texts, with_usage)
-        self._alternatives = alternatives
-        self._n_calls: dict[int, int] = {}  # by choice
+        super().__init__(model, texts, alternatives, with_usage)
+        self._n_calls: Counter[int] = Counter()  # by choice
 
     def opening(self, n_choices: int) -> list[Json]:
-        """The chunks at the start of a stream."""
+        """See `Form`."""
         return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(n_choices)]
 
     def chunks(self, piece: Piece) -> list[Json]:
-        """The chunks for one piece."""
+        """See `Form`."""
         logprobs = self._logprobs([piece]) if piece.tokens else None
         deltas = self._deltas(piece) or ([{"content": ""}] if logprobs else [])
         chunks = [self._delta(piece.index, delta, None if i else logprobs) for i, delta in enumerate(deltas)]
@@ -106,8 +123,8 @@ class ChatForm(_Form):
         deltas: list[Json] = []
         for part in piece.parts:
             if part.call is not None:
-                number = self._n_calls[piece.index] = self._n_calls.get(piece.index, -1) + 1
-                deltas.append({"tool_calls": [{"index": number} | _call_json(part.call)]})
+                deltas.append({"tool_calls": [{"index": self._n_calls[piece.index]} | _call_json(part.call)]})
+                self._n_calls[piece.index] += 1
             elif part.reasoning:
                 deltas.append({"reasoning_content": part.reasoning})
             else:
@@ -133,24 +150,25 @@ class ChatForm(_Form):
         return {"token": text, "logprob": _finite(logprob), "bytes": parts}
 
 
-class CompletionForm(_Form):
+class CompletionForm(_ChoicesForm):
     """Text completions. ``echoes``: the text before each choice; log probabilities then include its tokens."""
+
+    kind, prefix = "text_completion", "cmpl"
 
     def __init__(
         self, model: str, texts: TokenTexts, alternatives: int | None, with_usage: bool, echoes: Sequence[str]
     ) -> None:
-        super().__init__("text_completion", "cmpl", model, texts, with_usage)
-        self._alternatives = alternatives
+        super().__init__(model, texts, alternatives, with_usage)
         self._echoes = echoes
 
     def opening(self, n_choices: int) -> list[Json]:
-        """See `ChatForm`."""
+        """See `Form`."""
         if self._alternatives is not None:
             return []  # the first piece contains the prompt and its tokens
         return [self._chunk(self._choice(index, text, [])) for index, text in enumerate(self._echoes) if text]
 
     def chunks(self, piece: Piece) -> list[Json]:
-        """See `ChatForm`."""
+        """See `Form`."""
         echo = self._echoes[piece.index] if piece.prompt else ""
         return [self._chunk(self._choice(piece.index, echo + piece.text, [piece]))]
 

@@ -5,9 +5,9 @@ A client's input is bounded before it is compiled, and the cost of compiling and
 
 from __future__ import annotations
 
+import functools
 import json
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from math import isfinite, prod
@@ -26,7 +26,6 @@ _LIMITS: Final = {"max_lexer_states": 20_000, "max_grammar_size": 100_000, "verb
 """Limits per answer; a state takes 1 to 2 kB. Other limits are the library's defaults: about 20 ms per token."""
 _WHITESPACE: Final = r" |\n {0,24}"  # with more, a weak model may fill its answer with white space
 _JSON_OPTIONS: Final = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "lenient": False}
-_KEPT: Final = 32  # compiled grammars in the cache
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,9 @@ class Grammar:
     opening: str = ""
 
     @classmethod
-    def json(cls, schema: dict[str, Any], param: str) -> Grammar:
-        """A grammar of answers that are valid by ``schema``. Raises ApiError: it is nested too deeply."""
-        return cls._of("json", schema, param)
-
-    @classmethod
-    def of_parts(cls, parts: list[dict[str, Any]], param: str) -> Grammar:
-        """A grammar of ``parts``, of which the first may refer to the others. Raises ApiError: nested too deeply."""
-        return cls._of("parts", parts, param)
-
-    @classmethod
-    def _of(cls, kind: Literal["json", "parts"], value: Any, param: str) -> Grammar:
+    def of(cls, kind: Literal["json", "parts"], value: Any, param: str) -> Grammar:
+        """A grammar of answers that are valid by the JSON schema ``value``, or by the first of the ``parts``, which may
+        refer to the others. Raises ApiError: it is nested too deeply."""
         try:
             return cls(kind, json.dumps(value, separators=(",", ":")), param)
         except RecursionError:
@@ -64,19 +55,10 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._n_vocabulary = max(n_vocabulary, len(tokenizer))
         self._eos = list(eos)
-        self._known: OrderedDict[Grammar, Any] = OrderedDict()
         self._library: Any = None  # llguidance's view of the tokenizer, made for the first grammar
-
-    def compile(self, grammar: Grammar) -> Any:
-        """An llguidance matcher at the start of ``grammar``; callers must copy it.
+        self.compile = functools.lru_cache(maxsize=32)(self._compile)
+        """Returns an llguidance matcher at the start of a `Grammar`; callers must copy it.
         Raises ApiError: the grammar is invalid, too large, or not supported by the library."""
-        matcher = self._known.get(grammar)
-        if matcher is None:
-            matcher = self._known[grammar] = self._compile(grammar)
-            if len(self._known) > _KEPT:
-                self._known.popitem(last=False)
-        self._known.move_to_end(grammar)
-        return matcher
 
     def _compile(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher, LLParserLimits  # a request without a grammar does not need it
@@ -146,21 +128,17 @@ def _refused(param: str, reason: str) -> ApiError:
 
 
 def _check_multiples(schema: Any, param: str) -> None:
-    multiples = [
-        int("".join(map(str, Decimal(str(each)).normalize().as_tuple().digits))) for each in _multiples(schema)
-    ]
-    if sum(multiples) > MAX_MULTIPLES or prod(set(multiples)) > MAX_MULTIPLES:
-        raise bad_request(f"Invalid '{param}': its multipleOf are too large together.", param)
-
-
-def _multiples(schema: Any) -> Iterator[float]:
+    multiples: list[int] = []
     left = [schema]
     while left:
         part = left.pop()
         if isinstance(part, dict):
             multiple = part.get("multipleOf")
             if isinstance(multiple, int | float) and isfinite(multiple):
-                yield multiple
+                digits = Decimal(str(multiple)).normalize().as_tuple().digits
+                multiples.append(int("".join(map(str, digits))))
             left += part.values()
         elif isinstance(part, list):
             left += part
+    if sum(multiples) > MAX_MULTIPLES or prod(set(multiples)) > MAX_MULTIPLES:
+        raise bad_request(f"Invalid '{param}': its multipleOf are too large together.", param)

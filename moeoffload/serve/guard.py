@@ -47,10 +47,7 @@ class Guard:
         self.stopping = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        """See ASGI; the server has HTTP alone, no websockets."""
         send = _told(scope, send)
         try:
             self._check_who(scope)

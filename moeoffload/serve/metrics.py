@@ -71,7 +71,7 @@ Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 def render_metrics(snapshot: dict[str, Any]) -> tuple[bytes, str]:
-    """The body and the content type of an answer to a scraper; ``snapshot`` is one of `serving_snapshot`."""
+    """The body and the content type of an answer to a scraper; ``snapshot`` is one of `Snapshots`."""
     return generate_latest(_SnapshotCollector(snapshot)), CONTENT_TYPE_LATEST
 
 

@@ -53,8 +53,8 @@ class ModelRunner:
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._model(**self._inputs(zero, zero, [Segment(0, 1, 1, 0, zero)], zero, zero))
         n_layers = self._model.config.get_text_config().num_hidden_layers
-        if len(self._store.shapes) != n_layers:
-            raise NotImplementedError(f"{n_layers - len(self._store.shapes)} of its layers have no attention")
+        if self._store.n_layers != n_layers:
+            raise NotImplementedError(f"{n_layers - self._store.n_layers} of its layers have no attention")
 
     def ordered(self, shares: list[Share]) -> list[Share]:
         """The shares in an order in which those that attention computes in one call follow each other."""
@@ -82,9 +82,8 @@ class ModelRunner:
         ids, places, written, kept, *found = flat.split([len(each) for each in numbers])
         segments: list[Segment | SingleRows] = []
         start = 0
-        for call in calls:
-            ends, pages_of = found.pop(0), found.pop(0)
-            segments.append(self._segment(start, call, ends, pages_of))
+        for call, ends, table in zip(calls, found[::2], found[1::2], strict=True):
+            segments.append(self._segment(start, call, ends, table))
             start += sum(len(share.tokens) for share in call)
         logits: torch.Tensor = self._model(**self._inputs(ids, places, segments, written, kept)).logits
         return logits[0, -len(kept) :]

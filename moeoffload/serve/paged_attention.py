@@ -73,34 +73,34 @@ class KeyValueStore:
 
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens = page_tokens
-        self.shapes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By layer an empty tensor each, of the key's and the value's heads, dim, dtype and device."""
-        self._memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.is_allocated = False
+        self._memory: dict[int, list[torch.Tensor]] = {}
+        """By layer its keys and its values; (0, heads, dim) before `allocate`."""
+
+    @property
+    def n_layers(self) -> int:
+        """Layers that were seen."""
+        return len(self._memory)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, over all layers."""
-        return sum(
-            self.page_tokens * each.shape[1] * each.shape[2] * each.dtype.itemsize
-            for pair in self.shapes.values()
-            for each in pair
-        )
+        pairs = self._memory.values()
+        return sum(self.page_tokens * each.shape[-2:].numel() * each.itemsize for pair in pairs for each in pair)
 
     def allocate(self, n_pages: int) -> None:
         """Makes the memory of all layers that were seen."""
         self._memory = {
-            layer: (
-                keys.new_empty(n_pages, self.page_tokens, *keys.shape[1:]),
-                values.new_empty(n_pages, self.page_tokens, *values.shape[1:]),
-            )
-            for layer, (keys, values) in self.shapes.items()
+            layer: [each.new_empty(n_pages, self.page_tokens, *each.shape[1:]) for each in pair]
+            for layer, pair in self._memory.items()
         }
+        self.is_allocated = True
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keeps (1, key heads, rows, dim) keys and values; ``slots`` (rows,) int64: page * page tokens + token."""
-        rows = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        if not self._memory:
-            self.shapes[layer] = rows[0][:0], rows[1][:0]
+        rows = [each[0].transpose(0, 1) for each in (key, value)]
+        if not self.is_allocated:
+            self._memory[layer] = [each[:0] for each in rows]
             return
         for memory, new in zip(self._memory[layer], rows, strict=True):
             memory.flatten(0, 1).index_copy_(0, slots, new)
@@ -121,11 +121,6 @@ class KeyValueStore:
             for memory in self._memory[layer]
         )
         return keys, values
-
-    @property
-    def is_allocated(self) -> bool:
-        """Whether there is memory."""
-        return bool(self._memory)
 
     def _read(self, memory: torch.Tensor, segment: Segment) -> torch.Tensor:
         if segment.first_page >= 0:
@@ -183,16 +178,16 @@ def paged_attention(
         mask = None
         if n_rows not in (1, n_keys) or (window is not None and n_keys > window):
             mask = seen_keys(n_rows, n_keys, window, query.device)
+        is_causal = n_rows > 1 and mask is None
         queries = query.narrow(2, segment.start, n_rows)
         if packed_rows.is_eager:
-            if mask is None and n_rows > 1:
+            if is_causal:
                 mask = seen_keys(n_rows, n_keys, None, query.device)
             if mask is not None:
                 mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
             part, _ = attend(module, queries, keys, values, mask, **kwargs)
         else:
-            causal = n_rows > 1 and mask is None
-            part, _ = attend(module, queries, keys, values, mask, is_causal=causal, **kwargs)
+            part, _ = attend(module, queries, keys, values, mask, is_causal=is_causal, **kwargs)
         parts.append(part)
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -31,11 +31,7 @@ class PromptScores:
             rows = logits[start : min(n_rows, start + _SCORED_ROWS)].float().log_softmax(dim=-1)
             first = past + 1 + start
             tokens = self._tokens[first : first + len(rows)]
-            own = rows.gather(1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist()
-            best = rows.topk(min(self._n_alternatives, rows.shape[1]), dim=-1)
-            others = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            for token, logprob, (names, values) in zip(tokens, own, others, strict=True):
-                self.choices.append(TokenChoice(token, logprob, tuple(zip(names, values, strict=True))))
+            self.choices += _scored(rows, tokens, self._n_alternatives)
 
 
 class Sampler:
@@ -46,7 +42,7 @@ class Sampler:
         self.prompt_scores = PromptScores(prompt, options.alternatives or 0) if options.with_prompt else None
         self._seen = set(prompt) if options.repetition_penalty != 1 else set()
         self._counts: Counter[int] = Counter()
-        self._generator: torch.Generator | None = None
+        self._generator = torch.Generator()
         self._grammar = GrammarState(options.matcher) if options.matcher is not None else None
         self.is_greedy = options.temperature == 0  # whether the most likely token is taken
         self.is_plain = (
@@ -57,12 +53,10 @@ class Sampler:
             and not (options.frequency_penalty or options.presence_penalty or options.bias)
         )
         """Whether sampling is just an argmax over the raw logits."""
-        if not self.is_greedy:
-            self._generator = torch.Generator()
-            if options.seed is None:
-                self._generator.seed()
-            else:
-                self._generator.manual_seed(options.seed)
+        if options.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(options.seed)
 
     @property
     def error(self) -> str:
@@ -86,10 +80,7 @@ class Sampler:
             self._grammar.take(token)
         if options.alternatives is None:
             return TokenChoice(token)
-        logprobs = logits.log_softmax(dim=-1)
-        best = logprobs.topk(min(options.alternatives, logprobs.numel()))
-        alternatives = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        return TokenChoice(token, float(logprobs[token]), alternatives)
+        return next(_scored(logits[None].log_softmax(dim=-1), [token], options.alternatives))
 
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
         options = self._options
@@ -132,3 +123,12 @@ class Sampler:
         times = torch.empty_like(probabilities).exponential_(generator=self._generator)
         drawn = int((probabilities / times).argmax())
         return drawn if tokens is None else int(tokens[drawn])
+
+
+def _scored(logprobs: torch.Tensor, tokens: Sequence[int], n_alternatives: int) -> Iterator[TokenChoice]:
+    """The ``tokens`` with their log probabilities, of each its row of ``logprobs`` (rows, vocabulary)."""
+    own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(n_alternatives, logprobs.shape[1]), dim=-1)
+    others = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    for token, logprob, (names, values) in zip(tokens, own, others, strict=True):
+        yield TokenChoice(token, logprob, tuple(zip(names, values, strict=True)))

@@ -11,12 +11,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from moeoffload.serve.api_errors import bad_request, unsupported
 from moeoffload.serve.grammar import MAX_GRAMMAR_BYTES, Grammar
 from moeoffload.serve.request import MAX_ALTERNATIVES, SamplingOptions
-from moeoffload.serve.tools import Tools
 
 MAX_CHOICES: Final = 16
 MAX_STOPS: Final = 4
 MAX_STOP_LENGTH: Final = 1000
 MAX_BIASES: Final = 1024
+MAX_TOOLS: Final = 128
 
 IGNORED: Final = frozenset(
     (
@@ -85,17 +85,19 @@ Biases = Annotated[
 ]
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
+    """Base of everything that clients send: no conversions; fields that are not known are kept."""
+
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     """Options of a stream."""
 
     include_usage: bool | None = False
 
 
-class _Closed(_Strict):
+class _Closed(StrictModel):
     model_config = ConfigDict(extra="forbid")
 
 
@@ -129,7 +131,7 @@ class StructuredOutputs(_Closed):
     choice: Alternatives | None = None
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(StrictModel):
     """Parameters that chats and completions share."""
 
     model: str
@@ -156,16 +158,36 @@ class GenerationRequest(_Strict):
 
     def grammar(self) -> Grammar | None:
         """The grammar of the answer; None for any text. Raises ApiError: several were given."""
-        asked = [
-            *_grammars("guided_", self.guided_json, self.guided_regex, self.guided_choice),
-            *_of_structured_outputs(self.structured_outputs),
-            *_of_response_format(self.response_format),
-        ]
+        asked = list(self._grammars())
         if len(asked) > 1:
             raise bad_request(f"'{asked[0].param}' and '{asked[1].param}' cannot go together.", asked[1].param)
         if asked and self.ignore_eos:
             raise bad_request("'ignore_eos' and a form of the answer cannot go together.", "ignore_eos")
         return asked[0] if asked else None
+
+    def _grammars(self) -> Iterator[Grammar]:
+        outputs = self.structured_outputs or StructuredOutputs()
+        for prefix, schema, regex, choice in (
+            ("guided_", self.guided_json, self.guided_regex, self.guided_choice),
+            ("structured_outputs.", outputs.json_, outputs.regex, outputs.choice),
+        ):
+            if schema is not None:
+                yield Grammar.of("json", schema, f"{prefix}json")
+            if regex is not None:
+                yield Grammar("regex", regex, f"{prefix}regex")
+            if choice is not None:
+                texts = (re.sub(r"([^\w\s])", r"\\\1", text, flags=re.ASCII) for text in choice)
+                yield Grammar("regex", "|".join(texts), f"{prefix}choice")
+        form = self.response_format
+        if form is None or form.type == "text":
+            return
+        if form.type == "json_object":
+            yield Grammar.of("json", {"type": "object"}, "response_format")
+        elif form.json_schema is not None:
+            yield Grammar.of("json", form.json_schema.schema_, "response_format.json_schema.schema")
+        else:
+            message = "'response_format' of type json_schema needs 'json_schema'."
+            raise bad_request(message, "response_format.json_schema")
 
     @property
     def scores_prompt(self) -> bool:
@@ -197,55 +219,48 @@ class GenerationRequest(_Strict):
     ) -> SamplingOptions:
         """The sampling options of choice ``index``; each choice has its own seed, the first one has the request's.
         ``matcher`` is that of `grammar`, ``defaults`` are the model's recommended values."""
-        told = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0} | dict(defaults)
-        told |= {name: getattr(self, name) for name in told if getattr(self, name) is not None}
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+        )
+        told: dict[str, Any] = dict(defaults)
+        told |= {name: value for name in names if (value := getattr(self, name)) is not None}
+        if told.get("top_p") == 0:
+            told |= {"temperature": 0.0, "top_p": 1.0}
+        told["top_k"] = max(0, int(told.get("top_k", 0)))
         return SamplingOptions(
             max_tokens=max_tokens,
-            temperature=0.0 if told["top_p"] == 0 else told["temperature"],
-            top_p=told["top_p"] or 1.0,
-            top_k=max(0, int(told["top_k"])),
-            min_p=told["min_p"],
-            repetition_penalty=told["repetition_penalty"],
             seed=None if self.seed is None else (self.seed + index) % 2**63,
             alternatives=alternatives,
             with_prompt=self.scores_prompt,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
             bias={int(token): bias for token, bias in self.logit_bias.items()},
             ignore_eos=bool(self.ignore_eos),
             matcher=matcher,
+            **told,
         )
 
 
-def _grammars(
-    prefix: str, schema: dict[str, Any] | None, regex: str | None, choice: list[str] | None
-) -> Iterator[Grammar]:
-    if schema is not None:
-        yield Grammar.json(schema, f"{prefix}json")
-    if regex is not None:
-        yield Grammar("regex", regex, f"{prefix}regex")
-    if choice is not None:
-        texts = (re.sub(r"([^\w\s])", r"\\\1", text, flags=re.ASCII) for text in choice)
-        yield Grammar("regex", "|".join(texts), f"{prefix}choice")
+class Function(StrictModel):
+    """A tool's name, description, and the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
 
 
-def _of_structured_outputs(asked: StructuredOutputs | None) -> Iterator[Grammar]:
-    if asked is not None:
-        yield from _grammars("structured_outputs.", asked.json_, asked.regex, asked.choice)
+class FunctionTool(StrictModel):
+    """A tool in OpenAI's form."""
+
+    type: Literal["function"]
+    function: Function
 
 
-def _of_response_format(asked: ResponseFormat | None) -> Iterator[Grammar]:
-    if asked is None or asked.type == "text":
-        return
-    if asked.type == "json_object":
-        yield Grammar.json({"type": "object"}, "response_format")
-    elif asked.json_schema is not None:
-        yield Grammar.json(asked.json_schema.schema_, "response_format.json_schema.schema")
-    else:
-        raise bad_request("'response_format' of type json_schema needs 'json_schema'.", "response_format.json_schema")
-
-
-class Message(_Strict):
+class Message(StrictModel):
     """One message of a chat. Further fields are passed to the chat template unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -261,7 +276,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
-    tools: Tools | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -271,6 +286,25 @@ class ChatRequest(GenerationRequest):
     def alternatives(self) -> int | None:
         """How many alternatives are listed for each token; None for no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def forced_functions(self) -> list[Function]:
+        """The functions of which one must be called; empty if the model may choose.
+        Raises ApiError: invalid ``tool_choice``."""
+        functions, choice = [tool.function for tool in self.tools or ()], self.tool_choice
+        if choice in (None, "auto", "none"):
+            return []
+        if choice == "required":
+            if not functions:
+                raise bad_request("'tool_choice' required needs 'tools'.", "tool_choice")
+            return functions
+        if not isinstance(choice, dict) or choice.get("type") != "function":
+            raise unsupported("tool_choice", "only 'auto', 'none', 'required' and a function are")
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        named = [each for each in functions if each.name == name]
+        if not named:
+            raise bad_request("'tool_choice' names none of the 'tools'.", "tool_choice")
+        return named[:1]
 
     def check(self, n_vocabulary: int) -> None:
         """See `GenerationRequest.check`."""

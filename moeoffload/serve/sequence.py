@@ -1,10 +1,12 @@
-"""A request as the scheduler sees it: its tokens, and where their keys and values lie."""
+"""A request in the engine: its tokens, where their keys and values lie, and whom to tell."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from moeoffload.host.drafters import Drafter
+from moeoffload.serve.request import OnProgress, SamplingOptions
 from moeoffload.serve.sampling import Sampler
 
 
@@ -12,11 +14,13 @@ from moeoffload.serve.sampling import Sampler
 class Sequence:
     """Tokens of a prompt and of its answer so far."""
 
-    request_id: str
     tokens: list[int]
-    n_prompt: int
-    max_tokens: int  # of the answer
-    sampler: Sampler
+    options: SamplingOptions
+    tell: OnProgress
+    n_prompt: int = field(init=False)
+    sampler: Sampler = field(init=False)
+
+    # for the scheduler
     n_computed: int = 0
     """Tokens whose keys and values are in the cache; a sequence that lost its pages starts again from 0."""
     pages: list[int] = field(default_factory=list)  # the block table: page i holds the tokens from i * page_tokens on
@@ -24,6 +28,19 @@ class Sequence:
     """What names the beginning up to the end of each full page; see `BlockManager.page_key`."""
     drafter: Drafter | None = None
     guesses: list[int] = field(default_factory=list)  # tokens that may follow, for the next step to verify
+
+    # for the engine
+    submitted: float = field(default_factory=perf_counter)
+    last_token: float = 0.0  # when it was told
+    n_told: int = 0  # tokens that the client has
+    reused: int | None = None  # tokens of the prompt that the cache had; None until the first step
+    is_scheduled: bool = False  # whether it was added to the scheduler
+    is_over: bool = False
+    is_complete: bool = False  # its client has everything that it needs
+
+    def __post_init__(self) -> None:
+        self.n_prompt = len(self.tokens)
+        self.sampler = Sampler(self.options, self.tokens)
 
     @property
     def n_left(self) -> int:

@@ -16,7 +16,7 @@ import uvicorn
 from moeoffload.config import ServeSettings
 from moeoffload.serve.access import tls_context
 from moeoffload.serve.answering import Answering
-from moeoffload.serve.connection import IdleConnections
+from moeoffload.serve.connection import ImpatientProtocol
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.guard import Guard
 
@@ -46,11 +46,10 @@ class HttpServer(uvicorn.Server):
         self._draining: threading.Thread | None = None
         self.finished_all = True  # whether all accepted requests were answered
         tls = tls_context(settings)
-        connections = IdleConnections(app)
         super().__init__(
             uvicorn.Config(
-                connections,
-                http=connections.protocol,
+                app,
+                http=ImpatientProtocol,
                 ws="none",
                 loop="asyncio",
                 lifespan="off",

@@ -5,7 +5,9 @@ docs/monitoring.md describes every field.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -14,62 +16,96 @@ import torch
 
 from moeoffload import __version__
 from moeoffload.device_memory import device_memory
+from moeoffload.errors import MoeOffloadError
 from moeoffload.host.counters import CallCounters, LayerTimes, add_counters
 from moeoffload.host.session import OffloadedModel
 from moeoffload.host.shard import Shard
-from moeoffload.serve.batches import BatchWatcher
 from moeoffload.serve.figures import History, figures
 from moeoffload.serve.stats import ServingStats
 
 LISTEN_S: Final = 60.0  # more than between two scrapes
-
-
-def serving_snapshot(
-    offloaded: OffloadedModel,
-    stats: ServingStats,
-    *,
-    batches: Mapping[str, dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """The figures as they stand, in seconds and bytes since the model was opened; from any thread.
-
-    ``batches`` is by address what expert servers say of their kernel calls, where that is known.
-    """
-    recorder = offloaded.recorder
-    recorder.listen(LISTEN_S)
-    total, *others = recorder.phases.values()
-    for other in others:
-        add_counters(total, other)
-    known = batches or {}
-    servers = [_server(shard, counters, known) for shard, counters in zip(offloaded.shards, total.servers, strict=True)]
-    figures = stats.snapshot()
-    # What the recorder has between forward passes may be idle time.
-    figures["steps"] |= _parts(total.times) | {"other_s": max(0.0, figures["steps"]["seconds"] - total.forward_s)}
-    return figures | {
-        "version": __version__,
-        "model": _model(offloaded),
-        "memory": _memory(offloaded.model.device),
-        "servers": servers,
-        "recovery": offloaded.recovery(),
-        "layers": [{"calls": times.calls} | _parts(times) for times in total.layers],
-    }
+MEMBER_BOUNDS: Final = (1, 2, 3, 4, 8)
+"""Of the histogram that servers give: 1, 2, 3, 4, 5 to 8, and more requests in one call."""
+_ASK_S: Final = 1.0  # a server that does not answer within so many seconds is left out
+_ASK_PAUSE_S: Final = 0.5
 
 
 class Snapshots:
-    """Takes snapshots of one serving host, for several clients. For one thread."""
+    """Takes snapshots of one serving host, for several clients. For one thread at a time. Close it.
 
-    def __init__(self, offloaded: OffloadedModel, stats: ServingStats, batches: BatchWatcher) -> None:
+    A thread of its own asks the expert servers what their kernel calls were, only while snapshots are taken.
+    """
+
+    def __init__(self, offloaded: OffloadedModel, stats: ServingStats) -> None:
         self._offloaded = offloaded
         self._stats = stats
-        self._batches = batches
         self._history = History()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._asking: Future[None] | None = None
+        self._asked_at = 0.0
+        self._batches: dict[str, dict[str, Any]] = {}  # by address, what each server told last
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._thread.shutdown(cancel_futures=True)
 
     def take(self, watch: bool) -> dict[str, Any]:
-        """All figures as they stand; with ``watch`` also ``now``: see `figures`."""
-        snapshot = serving_snapshot(self._offloaded, self._stats, batches=self._batches.latest())
+        """All figures as they stand, in seconds and bytes since the model was opened.
+
+        With ``watch``, which scrapers do not use, also ``now`` (see `figures`). What expert servers tell comes with
+        later snapshots.
+        """
+        is_idle = self._asking is None or self._asking.done()
+        if is_idle and time.monotonic() - self._asked_at >= _ASK_PAUSE_S:
+            self._asked_at = time.monotonic()
+            self._asking = self._thread.submit(self._ask_servers)
+        recorder = self._offloaded.recorder
+        recorder.listen(LISTEN_S)
+        total, *others = recorder.phases.values()
+        for other in others:
+            add_counters(total, other)
+        shards = zip(self._offloaded.shards, total.servers, strict=True)
+        device: torch.device = self._offloaded.model.device
+        snapshot = self._stats.snapshot()
+        # What the recorder has between forward passes may be idle time.
+        snapshot["steps"] |= _parts(total.times) | {"other_s": max(0.0, snapshot["steps"]["seconds"] - total.forward_s)}
+        snapshot |= {
+            "version": __version__,
+            "model": _model(self._offloaded),
+            "memory": {"device": str(device)} | asdict(device_memory(device)),
+            "servers": [_server(shard, counters, self._batches) for shard, counters in shards],
+            "recovery": self._offloaded.recovery(),
+            "layers": [{"calls": times.calls} | _parts(times) for times in total.layers],
+        }
         if not watch:
             return snapshot
         self._history.add(snapshot)
         return snapshot | {"now": figures(self._history)}
+
+    def _ask_servers(self) -> None:
+        batches = dict(self._batches)
+        for link in self._offloaded.links:
+            try:
+                reply = link.client.stats(_ASK_S)
+            except MoeOffloadError:
+                continue  # what it said last stays
+            counts = list(reply.batches.by_members)
+            if len(counts) != len(MEMBER_BOUNDS) + 1:
+                continue  # a server that counts otherwise
+            tiers, memory = reply.tiers, reply.memory
+            batches[link.info.address] = {
+                "members": {"bounds": list(MEMBER_BOUNDS), "counts": counts, "total": reply.requests, "n": sum(counts)},
+                "wait_s": reply.batches.wait_seconds,
+                "warm_bytes": reply.warm_bytes,
+                "fast_bytes": tiers.fast_bytes,
+                "moves": tiers.moves,
+                "fast_routes": tiers.fast_routes,
+                "slow_routes": tiers.slow_routes,
+                "allocated_bytes": memory.allocated_bytes,
+                "reserved_bytes": memory.reserved_bytes,
+                "total_bytes": memory.total_bytes,
+            }
+        self._batches = batches
 
 
 def _model(offloaded: OffloadedModel) -> dict[str, Any]:
@@ -80,10 +116,6 @@ def _model(offloaded: OffloadedModel) -> dict[str, Any]:
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "layers": len(checkpoint.layers),
     }
-
-
-def _memory(device: torch.device) -> dict[str, Any]:
-    return {"device": str(device)} | asdict(device_memory(device))
 
 
 def _server(shard: Shard, counters: CallCounters, batches: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

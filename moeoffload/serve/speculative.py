@@ -42,7 +42,7 @@ class Guesser:
             self._chosen = self._lengths[len(decoding)]
             number = self._chosen.choose()
             for sequence in decoding:
-                most = min(number, sequence.max_tokens - sequence.n_answer - 1)
+                most = min(number, sequence.options.max_tokens - sequence.n_answer - 1)
                 if sequence.drafter is not None and most > 0:
                     sequence.guesses = sequence.drafter.guess(sequence.tokens, most)
         self._guess_s = perf_counter() - started

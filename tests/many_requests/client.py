@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
-    ticket: Any = None
+    cancel: Callable[[], None] = lambda: None
 
     def take(self, progress: Progress) -> None:
         assert not self.over.is_set(), "nothing comes after the end"
@@ -45,7 +46,8 @@ def ask(engine: ServingEngine, prompt: list[int], max_tokens: int = 24, **option
     """Submits a request; greedy unless told otherwise."""
     answer = Answer()
     options.setdefault("temperature", 0.0)
-    answer.ticket = engine.submit(prompt, SamplingOptions(max_tokens=max_tokens, **options), answer.take)
+    request = engine.submit(prompt, SamplingOptions(max_tokens=max_tokens, **options), answer.take)
+    answer.cancel = lambda: engine.cancel(request)
     return answer
 
 

@@ -30,11 +30,6 @@ class FakeTicket:
     cancelled: threading.Event = field(default_factory=threading.Event)
     ended: bool = False
 
-    def cancel(self) -> None:
-        self.cancelled.set()
-
-    complete = cancel
-
     def tell(self, progress: Progress) -> None:
         self.ended = progress.finish is not None
         self.on_progress(progress)
@@ -68,6 +63,9 @@ class FakeEngine:
         self.tickets.append(ticket)
         threading.Thread(target=self._answer, args=(ticket,), daemon=True).start()
         return ticket
+
+    def cancel(self, ticket: FakeTicket, *, complete: bool = False) -> None:
+        ticket.cancelled.set()
 
     def drain(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

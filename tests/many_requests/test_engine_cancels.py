@@ -41,13 +41,13 @@ def test_thousands_of_cancels_leave_nothing(offloaded: OffloadedModel) -> None:
                 prompt = [generator.randrange(5, 60) for _ in range(generator.randrange(1, 40))]
                 answers.append(ask(engine, prompt, generator.randrange(1, 12), ignore_eos=True))
                 if generator.random() < 0.2:
-                    answers[-1].ticket.cancel()
+                    answers[-1].cancel()
             target = engine.stats.steps.steps + generator.randrange(4)
             while engine.stats.steps.steps < target and not all(answer.over.is_set() for answer in answers):
                 time.sleep(0.0005)
             for answer in generator.sample(answers, WAVE):
-                answer.ticket.cancel()
-                answer.ticket.cancel()
+                answer.cancel()
+                answer.cancel()
             finishes += [answer.finish for answer in answers]
             n_begun += sum(bool(answer.tokens) and answer.finish is FinishReason.CANCELLED for answer in answers)
         assert set(finishes) == {FinishReason.CANCELLED, FinishReason.LENGTH}
@@ -71,7 +71,7 @@ def test_a_cancel_is_answered_within_a_step_and_its_room_is_free(offloaded: Offl
             assert not long.over.wait(0.01)
         assert not second.over.is_set()
         steps = engine.stats.steps.steps
-        long.ticket.cancel()
+        long.cancel()
         assert long.finish is FinishReason.CANCELLED
         assert engine.stats.steps.steps <= steps + 2
         assert second.finish is FinishReason.LENGTH

@@ -8,15 +8,14 @@ import pytest
 
 from moeoffload.serve.block_manager import BlockManager
 from moeoffload.serve.request import SamplingOptions
-from moeoffload.serve.sampling import Sampler
 from moeoffload.serve.scheduler import Scheduler
 from moeoffload.serve.sequence import Sequence, Share
 
 PAGE = 4
 
 
-def sequence(name: str, tokens: list[int], max_tokens: int = 8) -> Sequence:
-    return Sequence(name, list(tokens), len(tokens), max_tokens, Sampler(SamplingOptions(max_tokens, temperature=0)))
+def sequence(tokens: list[int], max_tokens: int = 8) -> Sequence:
+    return Sequence(list(tokens), SamplingOptions(max_tokens, temperature=0), lambda _: None)
 
 
 def scheduler(n_pages: int, *, reuse: bool = True, step_rows: int = 64, max_running: int = 8) -> Scheduler:
@@ -30,19 +29,21 @@ def commit(scheduler: Scheduler, shares: list[Share], token: int = 7) -> None:
 
 def test_prompts_share_what_answers_leave_of_a_step() -> None:
     here = scheduler(1000, step_rows=100)
-    first = sequence("a", [1] * 10)
+    first = sequence([1] * 10)
     here.add(first)
     commit(here, here.schedule())
-    for name in "bc":
-        here.add(sequence(name, [2] * 500))
+    others = [sequence([2] * 500) for _ in range(2)]
+    for each in others:
+        here.add(each)
     shares = here.schedule()
-    assert [(share.sequence.request_id, len(share.tokens)) for share in shares] == [("a", 1), ("b", 50), ("c", 49)]
+    assert [share.sequence for share in shares] == [first, *others]
+    assert [len(share.tokens) for share in shares] == [1, 50, 49]
     assert [share.has_token for share in shares] == [True, False, False]
 
 
 def test_the_newest_gives_its_pages_up_and_starts_again_with_what_it_said() -> None:
     here = scheduler(4, reuse=False)
-    old, new = sequence("old", [1] * 7), sequence("new", [2] * 7)
+    old, new = sequence([1] * 7), sequence([2] * 7)
     for each in (old, new):
         here.add(each)
     for _ in range(2):
@@ -57,12 +58,12 @@ def test_the_newest_gives_its_pages_up_and_starts_again_with_what_it_said() -> N
 
 def test_a_beginning_is_used_again_and_one_token_is_always_computed() -> None:
     here = scheduler(8)
-    first = sequence("a", list(range(8)))
+    first = sequence(list(range(8)))
     here.add(first)
     commit(here, here.schedule())
     here.remove(first)
     for tokens, past in ((list(range(8)), 4), ([*range(8), 50], 8), ([9, *range(1, 8)], 0)):
-        again = sequence("b", tokens)
+        again = sequence(tokens)
         here.add(again)
         (share,) = here.schedule()
         assert share.past == past
@@ -76,9 +77,9 @@ def test_whatever_comes_and_goes_pages_hold_what_their_sequences_say(reuse: bool
     here = Scheduler(blocks, 16, 4)
     memory: dict[int, int] = {}
     alive: list[Sequence] = []
-    for number in range(3000):
+    for _ in range(3000):
         if chance.random() < 0.3 and len(alive) < 8:
-            alive.append(sequence(str(number), [chance.randrange(2) for _ in range(chance.randrange(1, 24))], 20))
+            alive.append(sequence([chance.randrange(2) for _ in range(chance.randrange(1, 24))], 20))
             here.add(alive[-1])
         if alive and chance.random() < 0.05:
             here.remove(alive.pop(chance.randrange(len(alive))))
@@ -92,7 +93,7 @@ def test_whatever_comes_and_goes_pages_hold_what_their_sequences_say(reuse: bool
             assert seen == share.sequence.tokens[: len(seen)]
         for share in shares:
             here.commit(share, [chance.randrange(2)] if share.has_token else [])
-            if share.sequence.n_answer >= share.sequence.max_tokens:
+            if share.sequence.n_answer >= share.sequence.options.max_tokens:
                 here.remove(share.sequence)
                 alive.remove(share.sequence)
     for each in alive:

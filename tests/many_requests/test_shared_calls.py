@@ -17,7 +17,6 @@ from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.model_runner import ModelRunner
 from moeoffload.serve.paged_attention import SingleRows
 from moeoffload.serve.request import SamplingOptions
-from moeoffload.serve.sampling import Sampler
 from moeoffload.serve.sequence import Sequence, Share
 
 from .client import ask, limits
@@ -78,7 +77,7 @@ def decode(runner: ModelRunner, lengths: list[int]) -> torch.Tensor:
     sequences = []
     for length in lengths:
         tokens = torch.randint(5, 90, (length,), generator=torch.manual_seed(length)).tolist()
-        sequence = Sequence("", tokens, length, 4, Sampler(SamplingOptions(max_tokens=4, temperature=0)))
+        sequence = Sequence(tokens, SamplingOptions(max_tokens=4, temperature=0), lambda _: None)
         sequence.pages = [free.pop() for _ in range(-(-length // PAGE))]
         sequences.append(sequence)
         if length > 1:

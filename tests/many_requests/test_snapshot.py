@@ -15,11 +15,10 @@ from conftest import DEMO, ROOT, StartServer, demo_prompt
 from moeoffload import OffloadedModel, open_model
 from moeoffload.device_memory import DeviceMemory
 from moeoffload.errors import ServerError
-from moeoffload.serve.batches import BatchWatcher
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.metrics import render_metrics
 from moeoffload.serve.request import FinishReason
-from moeoffload.serve.snapshot import serving_snapshot
+from moeoffload.serve.snapshot import Snapshots
 from moeoffload.serve.stats import ServingStats
 
 from .client import ask, limits
@@ -31,8 +30,9 @@ def generate(offloaded: OffloadedModel, n: int) -> None:
     offloaded.model.generate(demo_prompt(40, seed=1), max_new_tokens=n, min_new_tokens=n, do_sample=False)
 
 
-def look(offloaded: OffloadedModel, **options: Any) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(json.dumps(serving_snapshot(offloaded, ServingStats(), **options)))
+def look(offloaded: OffloadedModel, *, watch: bool = True, stats: ServingStats | None = None) -> dict[str, Any]:
+    with contextlib.closing(Snapshots(offloaded, stats or ServingStats())) as snapshots:
+        data: dict[str, Any] = json.loads(json.dumps(snapshots.take(watch)))
     return data
 
 
@@ -69,7 +69,7 @@ def test_the_parts_of_the_engines_steps_add_up_to_their_time(three_servers: list
         with ServingEngine(offloaded, limits()) as engine:
             answers = [ask(engine, prompt, 40, ignore_eos=True) for _ in range(3)]
             assert {answer.finish for answer in answers} == {FinishReason.LENGTH}
-            snapshot = json.loads(json.dumps(serving_snapshot(offloaded, engine.stats)))
+            snapshot = look(offloaded, stats=engine.stats)
     steps = snapshot["steps"]
     assert snapshot["requests"]["finished"] == 3
     assert snapshot["tokens"]["completion"] == 120
@@ -98,11 +98,11 @@ def test_a_lost_server_is_seen_and_who_stands_in_for_it(start_server: StartServe
 def test_what_servers_tell_of_their_batches_comes_with_later_snapshots(start_server: StartServer) -> None:
     server = start_server()
     opened = open_model(DEMO, experts=[server.address], device="cpu")
-    with opened as offloaded, contextlib.closing(BatchWatcher(offloaded)) as batches:
+    with opened as offloaded, contextlib.closing(Snapshots(offloaded, ServingStats())) as snapshots:
         generate(offloaded, 4)
-        assert "batches" not in look(offloaded, batches=batches.latest())["servers"][0]
-        wait_until(batches.latest, "what the server tells")
-        told = look(offloaded, batches=batches.latest())["servers"][0]
+        assert "batches" not in snapshots.take(True)["servers"][0]
+        wait_until(lambda: "batches" in snapshots.take(True)["servers"][0], "what the server tells")
+        told = snapshots.take(True)["servers"][0]
     members = told["batches"]["members"]
     assert members["n"] == sum(members["counts"]) == told["calls"]
     assert members["counts"][0] == members["total"]  # one host, one request at a time
@@ -113,9 +113,9 @@ def test_the_memory_of_both_sides_devices_is_there(start_server: StartServer, mo
     server = start_server(patch=_gpu_of_the_server)
     monkeypatch.setattr("moeoffload.serve.snapshot.device_memory", lambda _: DeviceMemory(10, 20, 40))
     opened = open_model(DEMO, experts=[server.address], device="cpu")
-    with opened as offloaded, contextlib.closing(BatchWatcher(offloaded)) as batches:
-        wait_until(batches.latest, "what the server tells")
-        snapshot = look(offloaded, batches=batches.latest())
+    with opened as offloaded, contextlib.closing(Snapshots(offloaded, ServingStats())) as snapshots:
+        wait_until(lambda: "batches" in snapshots.take(True)["servers"][0], "what the server tells")
+        snapshot = snapshots.take(True)
     assert snapshot["memory"] == {
         "device": "cpu", "allocated_bytes": 10, "reserved_bytes": 20, "total_bytes": 40
     }  # fmt: skip
@@ -136,7 +136,7 @@ def _gpu_of_the_server() -> None:
 def test_every_field_is_documented(three_servers: list[str]) -> None:
     text = (ROOT / "docs" / "monitoring.md").read_text()
     with open_model(DEMO, experts=three_servers[:1], device="cpu") as offloaded:
-        snapshot = look(offloaded)
+        snapshot = look(offloaded, watch=False)
     for name, value in snapshot.items():
         assert f"`{name}`" in text
         inner = value[0] if isinstance(value, list) else value
