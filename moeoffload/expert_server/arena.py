@@ -38,7 +38,7 @@ class Arena(Protocol):
 
         ``views`` are over the frame; ``weights_dtype`` is float32 or the compute dtype. Views of buffers are cached by
         row count for decode-shaped calls.
-        Raises IndexError: a slot is outside -1 to n_experts - 1, and the kernels of this device do not check slots.
+        Raises SlotError: a slot is outside -1 to n_experts - 1, and the kernels of this device do not check slots.
         """
 
     def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
@@ -78,23 +78,22 @@ class HostArena:
     def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
         """See `Arena`; the kernels check the slots."""
         del n_experts
-        buffers = self.part(0, n_rows, weights_dtype)
-        # The kernels check slots, so they must not change after the check: a host could still write to shared memory.
-        buffers.slots.copy_(views.slots)
-        buffers.weights.copy_(views.weights)
-        if not self.copies_rows:
-            return KernelInput(views.rows, *buffers[1:])
-        load_rows(views.rows, buffers.rows)
-        return buffers
+        return self.gather(views, 0, n_rows, weights_dtype, in_place=not self.copies_rows)
 
-    def gather(self, views: DispatchViews, start: int, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
-        """As `fill`, for one of several requests of a call; its rows are placed from ``start`` on.
+    def gather(
+        self, views: DispatchViews, start: int, n_rows: int, weights_dtype: torch.dtype, *, in_place: bool = False
+    ) -> KernelInput:
+        """As `fill`, for one of several requests of a call; its rows are placed from ``start`` on, or stay in the frame
+        if ``in_place``.
 
         ``views`` may be over a frame of another host, with another payload dtype.
         """
         part = self.part(start, n_rows, weights_dtype)
+        # The kernels check slots, so they must not change after the check: a host could still write to shared memory.
         part.slots.copy_(views.slots)
         part.weights.copy_(views.weights)
+        if in_place:
+            return KernelInput(views.rows, *part[1:])
         load_rows(views.rows, part.rows)
         return part
 

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 import torch
 
 from moeoffload.expert_server.arena import DECODE_ROWS, KernelInput
+from moeoffload.kernels import SlotError
 from moeoffload.payload import first_bad_row, load_rows, store_rows
 from moeoffload.wire import DispatchViews, FrameLayout
 
@@ -65,9 +66,8 @@ class DeviceArena:
         staged = self._staged = self._views(n_rows, weights_dtype)
         host, device, call = staged.host, staged.device, staged.call
         host.slots.copy_(views.slots)
-        least, greatest = (int(slot) for slot in host.slots.aminmax())
-        if least < -1 or greatest >= n_experts:
-            raise IndexError(f"a slot is {least} or {greatest}, allowed are -1 to {n_experts - 1}")
+        if host.slots.min() < -1 or host.slots.max() >= n_experts:
+            raise SlotError(n_experts)
         self._is_busy = True
         if self.frames_are_locked and n_rows > DECODE_ROWS:
             device.slots.copy_(host.slots, non_blocking=True)

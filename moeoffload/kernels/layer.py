@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from moeoffload.kernels.calls import SlotError
 from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.layout import hidden_of, lay_out, n_experts_of, why_not
 from moeoffload.kernels.packing import dtype_of, first_tensor
@@ -94,7 +95,7 @@ class LayerKernels:
             workspace: used instead of the layer's own, for calls from another thread.
 
         Raises:
-            IndexError: a slot below -1 or above the last expert; ``out`` is not written. On a GPU, where a check
+            SlotError: a slot below -1 or above the last expert; ``out`` is not written. On a GPU, where a check
                 would wait for the device, such a slot adds nothing.
             ValueError: shapes or dtypes do not match.
         """
@@ -122,7 +123,7 @@ class LayerKernels:
         A slice computes the routes of some experts, so that weights are read once; the last slices write ``out``.
         Between two slices, calls of this and of other layers may run in another workspace; the tensors must not be
         touched before the end. The grouped kernel and those of a GPU cannot be sliced and make one slice.
-        Raises IndexError, ValueError: see `__call__`.
+        Raises SlotError, ValueError: see `__call__`.
         """
         self._check(rows, slots, weights, out)
         few = self._few_rows is not None and slots.shape[0] <= self._few_rows.most_rows
@@ -135,9 +136,8 @@ class LayerKernels:
     def _check_slots(self, slots: torch.Tensor) -> None:
         if slots.device.type != "cpu" or not slots.numel():
             return
-        lowest, highest = torch.aminmax(slots)
-        if int(lowest) < -1 or int(highest) >= self.n_experts:
-            raise IndexError(f"slots from {int(lowest)} to {int(highest)}, allowed are -1 to {self.n_experts - 1}")
+        if slots.min() < -1 or slots.max() >= self.n_experts:
+            raise SlotError(self.n_experts)
 
     def _check(
         self,

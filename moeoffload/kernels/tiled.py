@@ -13,7 +13,7 @@ from torch import nn
 from moeoffload import native
 from moeoffload.kernels import calls
 from moeoffload.kernels.batch_invariance import is_independent_of_batch
-from moeoffload.kernels.calls import DTYPE_CODES, Layer, Step
+from moeoffload.kernels.calls import DTYPE_CODES, Layer, SlotError, Step
 from moeoffload.kernels.layout import ExpertsLayout
 from moeoffload.kernels.threads import parallel_address, threads_for
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
@@ -152,9 +152,8 @@ class TiledExperts:
 
     def _compute(self, arena: Arena, steps: Step) -> None:
         arena.call.steps = steps
-        bad_route = self._run(arena.address)
-        if bad_route >= 0:
-            raise IndexError(f"route {bad_route}: its slot is not in -1..{self.shape.n_experts - 1}")
+        if self._run(arena.address) >= 0:  # the first route whose slot does not exist
+            raise SlotError(self.shape.n_experts)
 
     def _activate(self, arena: Arena) -> None:
         """Applies the module's own activation or gate, in torch."""
