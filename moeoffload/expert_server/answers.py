@@ -9,12 +9,12 @@ from time import perf_counter
 import torch
 
 from moeoffload.errors import MoeOffloadError
-from moeoffload.expert_server.arena import HostArena, KernelInput
+from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.counters import EngineCounters
 from moeoffload.expert_server.fair_share import SMALL_ROWS, FairShares
 from moeoffload.expert_server.requests import Job, Request, RequestError, SlotContext, check, write_sums_header
-from moeoffload.kernels import KernelWorkspace, LayerKernels, SlotError
+from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels, SlotError
 from moeoffload.payload import describe_bad_row
 from moeoffload.transport.base import write_error_frame
 from moeoffload.wire import ErrorCode

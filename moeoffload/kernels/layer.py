@@ -10,9 +10,9 @@ from torch import nn
 
 from moeoffload.kernels.calls import SlotError
 from moeoffload.kernels.grouped import GroupedKernel
-from moeoffload.kernels.layout import hidden_of, lay_out, n_experts_of, why_not
+from moeoffload.kernels.layout import hidden_of, up_weight, why_not
 from moeoffload.kernels.packing import dtype_of, first_tensor
-from moeoffload.kernels.tiled import TiledExperts
+from moeoffload.kernels.tiled import TiledExperts, contiguous
 from moeoffload.kernels.triton_experts import few_rows_kernel
 from moeoffload.kernels.workspace import KernelWorkspace
 
@@ -53,11 +53,11 @@ class LayerKernels:
         if kernel == "tiled" and self.falls_back:
             raise ValueError(f"these experts cannot be computed by the tiled kernel: {self.falls_back}")
         self.weight_error: float | None = getattr(experts, "weight_error", None)
-        self.n_experts = n_experts_of(experts)
+        self.n_experts = first_tensor(up_weight(module)).shape[0]
         self.dtype = dtype_of(experts)
         self.hidden = hidden_of(experts)
         if self.falls_back is None:
-            self._tiled = TiledExperts(experts, lay_out(experts))
+            self._tiled = TiledExperts(experts)
         is_tiled = self.falls_back is None and self._few_rows is None
         self.is_batch_invariant = is_tiled and self._tiled.is_batch_invariant
 
@@ -108,7 +108,7 @@ class LayerKernels:
             self._check_slots(slots)
             out.copy_(self._grouped(self._experts, rows, slots, weights))
         else:
-            self._tiled.run((rows, slots, weights, out), workspace or self._workspace)
+            self._tiled.run(contiguous(rows, slots, weights, out), workspace or self._workspace)
 
     def in_slices(
         self,
@@ -131,7 +131,7 @@ class LayerKernels:
             self(rows, slots, weights, out)
             yield
         else:
-            yield from self._tiled.in_slices((rows, slots, weights, out), workspace or self._workspace)
+            yield from self._tiled.in_slices(contiguous(rows, slots, weights, out), workspace or self._workspace)
 
     def _check_slots(self, slots: torch.Tensor) -> None:
         if slots.device.type != "cpu" or not slots.numel():
