@@ -56,7 +56,7 @@ def test_parts_add_up_to_the_layer(checkpoint: Checkpoint) -> None:
                 split(rows[:1], slots[:1], weights[:1], torch.empty_like(out[:1]), KernelWorkspace())
             assert (out - expected).norm() <= 2**-16 * expected.norm()
             assert torch.equal(out, again)
-        with pytest.raises(IndexError, match="allowed are -1 to"):
+        with pytest.raises(IndexError, match="slots must be -1 to"):
             split(rows.new_zeros(1, whole.hidden), torch.full((1, TOP_K), n_experts), *torch.ones(2, 1, 4))
 
 

@@ -123,7 +123,7 @@ def test_sums_are_the_same_while_experts_move(checkpoint: Checkpoint, monkeypatc
     assert tiers.moves > 0
     assert tiers.fast_routes + tiers.slow_routes > 0
     assert tiered._hot.is_fast[list(last)].mean() > 0.5, "hot ones have come"
-    with pytest.raises(IndexError, match="allowed are -1 to"):
+    with pytest.raises(IndexError, match="slots must be -1 to"):
         tiered(torch.zeros(1, whole.hidden, dtype=whole.dtype), torch.full((1, TOP_K), n_experts), *torch.ones(2, 1, 4))
 
 

@@ -9,12 +9,12 @@ from time import perf_counter
 import torch
 
 from moeoffload.errors import MoeOffloadError
-from moeoffload.expert_server.arena import HostArena, KernelInput
+from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.counters import EngineCounters
 from moeoffload.expert_server.fair_share import SMALL_ROWS, FairShares
 from moeoffload.expert_server.requests import Job, Request, RequestError, SlotContext, check, write_sums_header
-from moeoffload.kernels import KernelWorkspace, LayerKernels
+from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels, SlotError
 from moeoffload.payload import describe_bad_row
 from moeoffload.wire import ErrorCode, write_error_frame
 
@@ -77,10 +77,7 @@ class Answers:
         n_rows = header.rows
         arena = host.workspace.arena
         reply = views.combine(n_rows)  # made before computing: the lease may end meanwhile
-        try:
-            call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts)
-        except IndexError:
-            raise _bad_slots(experts) from None
+        call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts)
         given_s = self._run(experts, call, whole=n_rows == 1, pause=pause)
         bad = arena.finish(call, reply)
         if bad is not None:
@@ -135,23 +132,10 @@ class Answers:
 
         The call is not sliced if ``whole``, if only one host is attached, or if it interrupts another call.
         """
-        given_s = 0.0
         if pause is None or whole or len(self._shares.all) == 1:
-            try:
-                experts(*call, self._urgent_workspace if pause is None else None)
-            except IndexError:
-                raise _bad_slots(experts) from None
-        else:
-            parts = experts.in_slices(*call)
-            while True:
-                try:  # around the slice alone: requests computed in `pause` report their own errors
-                    next(parts)
-                except StopIteration:
-                    break
-                except IndexError:
-                    raise _bad_slots(experts) from None
-                given_s += pause()
-        return given_s
+            experts(*call, self._urgent_workspace if pause is None else None)
+            return 0.0
+        return sum(pause() for _ in experts.in_slices(*call))
 
     def refuse(self, request: Request, error: Exception) -> None:
         """Answers a request with an error frame that says what is wrong with it, or with this server."""
@@ -160,6 +144,8 @@ class Answers:
         code, text, row = ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", 0
         if isinstance(error, RequestError):
             code, text, row = error.code, str(error), error.row
+        elif isinstance(error, SlotError):
+            code, text = ErrorCode.BAD_SLOT, str(error)
         elif context.host.closed:  # the host left and its buffers were freed during the computation
             code, text = ErrorCode.DRAINING, "the lease has ended"
         if code == ErrorCode.TOO_LATE:
@@ -188,10 +174,6 @@ class Answers:
             logger.warning("epoch %d: reply not sent: %s", slot.owner.host.epoch, error)
         except Exception:  # a host can corrupt the semaphores it shares; other hosts must still be served
             logger.exception("epoch %d: reply not sent", slot.owner.host.epoch)
-
-
-def _bad_slots(experts: LayerKernels) -> RequestError:
-    return RequestError(ErrorCode.BAD_SLOT, f"slots must be -1 to {experts.n_experts - 1}")
 
 
 def _bad_sums(context: SlotContext, call: KernelInput, row: int) -> RequestError:

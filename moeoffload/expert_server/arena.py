@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 import torch
 
+from moeoffload.kernels import KernelInput
 from moeoffload.payload import load_rows, store_rows
 from moeoffload.wire import DispatchViews, FrameLayout
 
@@ -16,40 +17,11 @@ _MOST_KEPT: Final = 256
 """At most ``_MOST_KEPT`` views are cached, only those that end at or before row ``_KEPT_END``."""
 
 
-class KernelInput(NamedTuple):
-    """Arguments of a kernel: rows (n, hidden) compute dtype, slots (n, top_k) int64, weights (n, top_k), and the buffer
-    for its result, out (n, hidden) float32."""
-
-    rows: torch.Tensor
-    slots: torch.Tensor
-    weights: torch.Tensor
-    out: torch.Tensor
-
-
-class Arena(Protocol):
-    """Buffers for calls of up to a fixed number of rows. ``n_created`` counts buffers and cached views made so far."""
-
-    @property
-    def n_created(self) -> int:
-        """See the class."""
-
-    def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
-        """Converts a received dispatch to the form that kernels take.
-
-        ``views`` are over the frame; ``weights_dtype`` is float32 or the compute dtype. Views of buffers are cached by
-        row count for decode-shaped calls.
-        Raises IndexError: a slot is outside -1 to n_experts - 1, and the kernels of this device do not check slots.
-        """
-
-    def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
-        """Writes the result of a call into ``reply`` (n, columns) of the payload dtype, in the frame.
-
-        Returns the first row that is not finite there, or None.
-        """
-
-
 class HostArena:
-    """The arena of kernels that run on the CPU."""
+    """Buffers for calls of up to a fixed number of rows, of kernels that run on the CPU.
+
+    ``n_created`` counts buffers and cached views made so far.
+    """
 
     def __init__(self, max_rows: int, layout: FrameLayout, compute_dtype: torch.dtype) -> None:
         # Rows that arrive in the compute dtype are used in place in the frame, unless the call has several members.
@@ -76,28 +48,35 @@ class HostArena:
         return part
 
     def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
-        """See `Arena`; the kernels check the slots."""
-        del n_experts
-        buffers = self.part(0, n_rows, weights_dtype)
-        # The kernels check slots, so they must not change after the check: a host could still write to shared memory.
-        buffers.slots.copy_(views.slots)
-        buffers.weights.copy_(views.weights)
-        if not self.copies_rows:
-            return KernelInput(views.rows, *buffers[1:])
-        load_rows(views.rows, buffers.rows)
-        return buffers
+        """Converts a received dispatch to the form that kernels take.
 
-    def gather(self, views: DispatchViews, start: int, n_rows: int, weights_dtype: torch.dtype) -> KernelInput:
-        """As `fill`, for one of several requests of a call; its rows are placed from ``start`` on.
+        ``views`` are over the frame; ``weights_dtype`` is float32 or the compute dtype. Views of buffers are cached by
+        row count for decode-shaped calls. The kernels check the slots, so ``n_experts`` is not used.
+        """
+        del n_experts
+        return self.gather(views, 0, n_rows, weights_dtype, in_place=not self.copies_rows)
+
+    def gather(
+        self, views: DispatchViews, start: int, n_rows: int, weights_dtype: torch.dtype, *, in_place: bool = False
+    ) -> KernelInput:
+        """As `fill`, for one of several requests of a call; its rows are placed from ``start`` on, or stay in the frame
+        if ``in_place``.
 
         ``views`` may be over a frame of another host, with another payload dtype.
         """
         part = self.part(start, n_rows, weights_dtype)
+        # The kernels check slots, so they must not change after the check: a host could still write to shared memory.
         part.slots.copy_(views.slots)
         part.weights.copy_(views.weights)
+        if in_place:
+            return KernelInput(views.rows, *part[1:])
         load_rows(views.rows, part.rows)
         return part
 
     def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
-        """See `Arena`; uses no buffers of its own, so ``call`` may belong to another host's arena."""
+        """Writes the result of a call into ``reply`` (n, columns) of the payload dtype, in the frame.
+
+        Returns the first row that is not finite there, or None. Uses no buffers of its own, so ``call`` may belong to
+        another host's arena.
+        """
         return store_rows(call.out, reply)

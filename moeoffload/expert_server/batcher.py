@@ -10,7 +10,6 @@ requests queued than the first member's host is left out: its requests become ca
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -28,7 +27,7 @@ COMPARABLE: Final = 4
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """The requests of one kernel call, at least one. Made once and refilled with `begin`."""
+    """The requests of one kernel call, at least one. Made once and refilled with `begin` by the computing thread."""
 
     members: list[Request] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -77,20 +76,45 @@ class Batch:
             n_rows for (_, slot), n_rows in zip(self.members, self.rows, strict=True) if slot.owner.host.share is share
         )
 
-    def take(self, queue: deque[Request | Job], least: int, room: int) -> None:
-        """Takes matching requests in order of arrival: at most ``room`` rows in all, at least ``least`` in each.
+    def collect(self, shares: FairShares[Request | Job], interrupted: HostShare | None = None) -> None:
+        """Adds queued requests of all hosts for the same experts to a batch that has begun.
 
-        The caller holds the lock of the shares; readers may append to the queue meanwhile.
+        ``interrupted`` is the host whose long call is interrupted for this batch: it adds nothing, and the batch has at
+        most `SMALL_ROWS` rows. Kernels that are not batch-invariant compute each request alone.
         """
-        at = 0
-        while room > 0 and at < len(queue):
-            request = queue[at]
-            if isinstance(request, Job) or not self._fits(request, least, room):
-                at += 1
+        if not self.experts.is_batch_invariant:
+            return
+        capacity = self.lead.host.layout.capacity
+        if interrupted is not None:
+            capacity = min(capacity, SMALL_ROWS)
+        own, lead_rows = self.lead.host.share, self.rows[0]
+        others_wait = False
+        for share in shares.all:
+            if share is own or share is interrupted:
                 continue
-            del queue[at]
-            self._add(request)
-            room -= self.rows[-1]
+            if self.is_small and len(share.small) > len(own.small) + MORE_IN_FLIGHT:
+                # Its requests would lengthen this call, and the rest of its queue would still be a call right after it.
+                others_wait = True
+                continue
+            room = min(capacity - self.n_rows, lead_rows - self.rows_of(share))
+            self._take(shares, share, -(-lead_rows // COMPARABLE), room)
+            others_wait = others_wait or (self.is_small and bool(share.small))
+        if self.rows_of(own) == self.n_rows and not others_wait:
+            self._take(shares, own, 1, capacity - self.n_rows)
+
+    def _take(self, shares: FairShares[Request | Job], share: HostShare, least: int, room: int) -> None:
+        """Takes matching requests of a host in order of arrival: at most ``room`` rows in all, at least ``least`` in
+        each. Readers may append to the queue meanwhile."""
+        queue, at = share.small if self.is_small else share.large, 0
+        with shares.lock:
+            while room > 0 and at < len(queue):
+                request = queue[at]
+                if isinstance(request, Job) or not self._fits(request, least, room):
+                    at += 1
+                    continue
+                del queue[at]
+                self._add(request)
+                room -= self.rows[-1]
 
     def _fits(self, request: Request, least: int, room: int) -> bool:
         slot = request[1]
@@ -109,46 +133,3 @@ class Batch:
         price = SMALL_PRICE if self.is_small else 1.0
         for (_, slot), n_rows in zip(self.members, self.rows, strict=True):
             slot.owner.host.share.charge(took_s, price, n_rows / self.n_rows)
-
-
-class Batcher:
-    """Fills batches from the queues of all hosts. Called by the computing thread."""
-
-    def __init__(self, shares: FairShares[Request | Job], *, coalesce: bool) -> None:
-        """``coalesce``: whether a batch may have several members."""
-        self._shares = shares
-        self._coalesces = coalesce
-
-    def may_collect(self) -> bool:
-        """Whether requests are queued that may join the one whose turn it is."""
-        return self._coalesces and any(share.small or share.large for share in self._shares.all)
-
-    def collect(self, batch: Batch, interrupted: HostShare | None = None) -> None:
-        """Adds queued requests for the same experts to a batch that has begun.
-
-        ``interrupted`` is the host whose long call is interrupted for this batch: it adds nothing, and the batch has at
-        most `SMALL_ROWS` rows. Kernels that are not batch-invariant compute each request alone.
-        """
-        if not self._coalesces or not batch.experts.is_batch_invariant:
-            return
-        capacity = batch.lead.host.layout.capacity
-        if interrupted is not None:
-            capacity = min(capacity, SMALL_ROWS)
-        own, lead_rows = batch.lead.host.share, batch.rows[0]
-        others_wait = False
-        for share in self._shares.all:
-            if share is own or share is interrupted:
-                continue
-            if batch.is_small and len(share.small) > len(own.small) + MORE_IN_FLIGHT:
-                # Its requests would lengthen this call, and the rest of its queue would still be a call right after it.
-                others_wait = True
-                continue
-            room = min(capacity - batch.n_rows, lead_rows - batch.rows_of(share))
-            self._take_of(share, batch, -(-lead_rows // COMPARABLE), room)
-            others_wait = others_wait or (batch.is_small and bool(share.small))
-        if batch.rows_of(own) == batch.n_rows and not others_wait:
-            self._take_of(own, batch, 1, capacity - batch.n_rows)
-
-    def _take_of(self, share: HostShare, batch: Batch, least: int, room: int) -> None:
-        with self._shares.lock:
-            batch.take(share.small if batch.is_small else share.large, least, room)

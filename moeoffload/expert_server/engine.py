@@ -22,7 +22,7 @@ import torch
 
 from moeoffload.errors import ServerError
 from moeoffload.expert_server.answers import Answers
-from moeoffload.expert_server.batcher import Batch, Batcher
+from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.counters import EngineCounters
 from moeoffload.expert_server.fair_share import SMALL_PRICE, FairShares, Share
 from moeoffload.expert_server.requests import HostShare, Job, Request, RequestError, is_small
@@ -40,13 +40,13 @@ class Engine:
     """Owns the compute thread and the right to compute. `submit` may be called from any thread."""
 
     def __init__(self, *, coalesce: bool = True) -> None:
-        """``coalesce``: see `Batcher`."""
+        """``coalesce``: whether a batch may have several members."""
         self.on_failure: OnFailure = ignore_failure
         """Called if the compute thread ends with an error; nothing is computed from then on. Set before `start`."""
         self._counters = EngineCounters()
         self.kernel_workspace = KernelWorkspace()
         self.shares: FairShares[Request | Job] = FairShares()
-        self._batcher = Batcher(self.shares, coalesce=coalesce)
+        self._coalesces = coalesce
         self._answers = Answers(self.shares, self._counters)
         self._batch = Batch()
         self._urgent = Batch()
@@ -193,7 +193,7 @@ class Engine:
         if isinstance(request, Job):
             with torch.inference_mode():
                 request.run()
-        elif not self._batcher.may_collect():
+        elif not (self._coalesces and self.shares.has_any()):
             self._answers.serve(request, self.pause)
         elif self._begin(self._batch, request, None):
             self._serve_batch(share)
@@ -214,7 +214,8 @@ class Engine:
         if experts is None:
             return False
         batch.begin(request, experts)
-        self._batcher.collect(batch, interrupted)
+        if self._coalesces:
+            batch.collect(self.shares, interrupted)
         return True
 
     def _give_way(self) -> None:

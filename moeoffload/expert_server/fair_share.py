@@ -106,6 +106,13 @@ class FairShares(Generic[T]):
                 return True
         return False
 
+    def has_any(self) -> bool:
+        """Whether any host has a request queued."""
+        for share in self.all:  # noqa: SIM110 (as in `has_small`)
+            if share.small or share.large:
+                return True
+        return False
+
     def pick(self) -> Share[T] | None:
         """Returns the host whose turn it is; None if no request is queued."""
         least = self._least(None)

@@ -6,7 +6,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from moeoffload.expert_server.arena import DECODE_ROWS, KernelInput
+from moeoffload.expert_server.arena import DECODE_ROWS
+from moeoffload.kernels import KernelInput, SlotError
 from moeoffload.payload import first_bad_row, load_rows, store_rows
 from moeoffload.wire import DispatchViews, FrameLayout
 
@@ -27,7 +28,7 @@ class _Staged(NamedTuple):
 
 
 class DeviceArena:
-    """The arena of kernels that run on a GPU: its operations run in order, and the CPU waits once, for the reply.
+    """As `HostArena`, for a GPU's kernels: its operations run in order, and the CPU waits once, for the reply.
 
     Large calls are copied straight from the frame if it is page-locked, others through a page-locked buffer. Slots are
     always copied to the server's own memory and checked there: the peer can still write to the frame, and a slot is
@@ -59,15 +60,14 @@ class DeviceArena:
         self.n_created = 1
 
     def fill(self, views: DispatchViews, n_rows: int, weights_dtype: torch.dtype, n_experts: int) -> KernelInput:
-        """See `Arena`."""
+        """See `HostArena.fill`. Raises SlotError: a slot is outside -1 to n_experts - 1."""
         if self._is_busy:
             self.settle()  # the last call failed before `finish`: its copies may still read the buffers
         staged = self._staged = self._views(n_rows, weights_dtype)
         host, device, call = staged.host, staged.device, staged.call
         host.slots.copy_(views.slots)
-        least, greatest = (int(slot) for slot in host.slots.aminmax())
-        if least < -1 or greatest >= n_experts:
-            raise IndexError(f"a slot is {least} or {greatest}, allowed are -1 to {n_experts - 1}")
+        if host.slots.min() < -1 or host.slots.max() >= n_experts:
+            raise SlotError(n_experts)
         self._is_busy = True
         if self.frames_are_locked and n_rows > DECODE_ROWS:
             device.slots.copy_(host.slots, non_blocking=True)
@@ -85,7 +85,7 @@ class DeviceArena:
         return call
 
     def finish(self, call: KernelInput, reply: torch.Tensor) -> int | None:
-        """See `Arena`; waits for the device."""
+        """See `HostArena.finish`; waits for the device."""
         staged = self._staged
         assert staged is not None
         assert call is staged.call, "calls are finished before the next one is filled in"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from moeoffload.errors import ServerError
-from moeoffload.expert_server.arena import Arena, HostArena
+from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.page_locked import PageLocked
 from moeoffload.transport.base import ServerSlot
@@ -26,7 +26,7 @@ class Workspace:
         self._lock = threading.Lock()
         self._pages: PageLocked | None = None
         self._closed = False
-        self.arena: Arena
+        self.arena: HostArena | DeviceArena
         if device.type == "cpu":
             self.arena = HostArena(layout.capacity, layout, compute_dtype)
         else:

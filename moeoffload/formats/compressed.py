@@ -40,37 +40,29 @@ def check(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"compressed-tensors, format {str(layout)[:40]}")
 
 
-def _pack_words(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """Packs (..., out, words) int32 of 4-bit or 8-bit integers; the shape of the scales determines which."""
+def _pack_int(parts: Parts, settings: Mapping[str, Any]) -> Packing:
+    """Packs (..., out, words) int32 of 4-bit or 8-bit integers, or (..., out, in) int8.
+
+    The shape of the scales determines which, and whether there is one for each row or for each group of a row.
+    """
     *lead, n_out, n_words = parts["weight"].shape
-    n_groups = parts["scale"].shape[-1]
+    n_groups, is_int8 = parts["scale"].shape[-1], parts["weight"].dtype is torch.int8
     for n_bits, size in _int_groups(settings):
-        n_in = n_words * 32 // n_bits
-        if n_groups != (-(-n_in // size) if size else 1):
+        n_in = n_words if is_int8 else n_words * 32 // n_bits
+        if n_groups != (-(-n_in // size) if size else 1) or (is_int8 and n_bits != 8):
             continue
         check_shape("scale", parts["scale"], *lead, n_out, n_groups)
+        shape = (*lead, n_out, n_in)
         if n_bits == 8:
-            form = _int8_format(parts, size)
-            return Packing(form, (*lead, n_out, n_in), _offset_bytes)
+            return Packing(_int8_format(parts, size), shape, _signed_bytes if is_int8 else _offset_bytes)
         form = int4_format(parts["scale"], size, with_zeros="zeros" in parts)
         if "zeros" in parts:
             check_shape("zero point", parts["zeros"], *lead, -(-n_out * n_bits // 32), n_groups)
-        return Packing(form, (*lead, n_out, n_in), _nibble_words)
+        return Packing(form, shape, _nibble_words)
     raise ValueError(
-        f"{tuple(parts['weight'].shape)} words and {tuple(parts['scale'].shape)} scales fit no group of the config "
+        f"its codes {tuple(parts['weight'].shape)} and scales {tuple(parts['scale'].shape)} fit no group of the config "
         "with 4 or 8 bits"
     )
-
-
-def _pack_int8(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    """Packs (..., out, in) int8, with a scale for each row or each group of a row."""
-    *lead, n_out, n_in = parts["weight"].shape
-    n_groups = parts["scale"].shape[-1]
-    for n_bits, size in _int_groups(settings):
-        if n_bits == 8 and n_groups == (-(-n_in // size) if size else 1):
-            check_shape("scale", parts["scale"], *lead, n_out, n_groups)
-            return Packing(_int8_format(parts, size), (*lead, n_out, n_in), _signed_bytes)
-    raise ValueError(f"its scales have shape {tuple(parts['scale'].shape)}, which fits no group of the config")
 
 
 def _pack_fp8(parts: Parts, settings: Mapping[str, Any]) -> Packing:
@@ -133,12 +125,12 @@ FILE_FORMATS: Final = (
         ".weight_packed",
         (torch.int32,),
         {"scale": (".weight_scale",), "g_idx": (".weight_g_idx",), "shape": (".weight_shape",), **_ZEROS},
-        _pack_words,
+        _pack_int,
         optional=frozenset({"zeros", "g_idx", "shape"}),
     ),
     FileFormat(".weight_packed", (torch.uint8,), {"scale": (".weight_scale",)}, mxfp4.pack_bytes),
     FileFormat(".weight", (torch.float8_e4m3fn,), {"scale": (".weight_scale",)}, _pack_fp8),
     FileFormat(
-        ".weight", (torch.int8,), {"scale": (".weight_scale",), **_ZEROS}, _pack_int8, optional=frozenset({"zeros"})
+        ".weight", (torch.int8,), {"scale": (".weight_scale",), **_ZEROS}, _pack_int, optional=frozenset({"zeros"})
     ),
 )

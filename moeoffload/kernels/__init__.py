@@ -3,9 +3,10 @@
 Kernels of dense layers are in `fast_dense`, which an expert server does not import.
 """
 
-from moeoffload.kernels.calls import COMPUTE_DTYPES
+from moeoffload.kernels.calls import SlotError
 from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.layer import KernelChoice, LayerKernels
+from moeoffload.kernels.tiled import KernelInput
 from moeoffload.kernels.workspace import KernelWorkspace
 
-__all__ = ["COMPUTE_DTYPES", "GroupedKernel", "KernelChoice", "KernelWorkspace", "LayerKernels"]
+__all__ = ["GroupedKernel", "KernelChoice", "KernelInput", "KernelWorkspace", "LayerKernels", "SlotError"]

@@ -24,6 +24,13 @@ _Word = ctypes.c_int64
 _Pointer = ctypes.c_void_p
 
 
+class SlotError(IndexError):
+    """A slot is not in -1 to n_experts - 1."""
+
+    def __init__(self, n_experts: int) -> None:
+        super().__init__(f"slots must be -1 to {n_experts - 1}")
+
+
 class Step(IntFlag):
     """Steps of an `ExpertsCall`. TAKE replaces ACTIVATE if torch has computed the activations."""
 

@@ -8,10 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from moeoffload.kernels.calls import SlotError
 from moeoffload.kernels.grouped import GroupedKernel
-from moeoffload.kernels.layout import hidden_of, lay_out, n_experts_of, why_not
+from moeoffload.kernels.layout import hidden_of, up_weight, why_not
 from moeoffload.kernels.packing import dtype_of, first_tensor
-from moeoffload.kernels.tiled import TiledExperts
+from moeoffload.kernels.tiled import TiledExperts, contiguous
 from moeoffload.kernels.triton_experts import few_rows_kernel
 from moeoffload.kernels.workspace import KernelWorkspace
 
@@ -52,11 +53,11 @@ class LayerKernels:
         if kernel == "tiled" and self.falls_back:
             raise ValueError(f"these experts cannot be computed by the tiled kernel: {self.falls_back}")
         self.weight_error: float | None = getattr(experts, "weight_error", None)
-        self.n_experts = n_experts_of(experts)
+        self.n_experts = first_tensor(up_weight(module)).shape[0]
         self.dtype = dtype_of(experts)
         self.hidden = hidden_of(experts)
         if self.falls_back is None:
-            self._tiled = TiledExperts(experts, lay_out(experts))
+            self._tiled = TiledExperts(experts)
         is_tiled = self.falls_back is None and self._few_rows is None
         self.is_batch_invariant = is_tiled and self._tiled.is_batch_invariant
 
@@ -94,7 +95,7 @@ class LayerKernels:
             workspace: used instead of the layer's own, for calls from another thread.
 
         Raises:
-            IndexError: a slot below -1 or above the last expert; ``out`` is not written. On a GPU, where a check
+            SlotError: a slot below -1 or above the last expert; ``out`` is not written. On a GPU, where a check
                 would wait for the device, such a slot adds nothing.
             ValueError: shapes or dtypes do not match.
         """
@@ -107,7 +108,7 @@ class LayerKernels:
             self._check_slots(slots)
             out.copy_(self._grouped(self._experts, rows, slots, weights))
         else:
-            self._tiled.run((rows, slots, weights, out), workspace or self._workspace)
+            self._tiled.run(contiguous(rows, slots, weights, out), workspace or self._workspace)
 
     def in_slices(
         self,
@@ -122,7 +123,7 @@ class LayerKernels:
         A slice computes the routes of some experts, so that weights are read once; the last slices write ``out``.
         Between two slices, calls of this and of other layers may run in another workspace; the tensors must not be
         touched before the end. The grouped kernel and those of a GPU cannot be sliced and make one slice.
-        Raises IndexError, ValueError: see `__call__`.
+        Raises SlotError, ValueError: see `__call__`.
         """
         self._check(rows, slots, weights, out)
         few = self._few_rows is not None and slots.shape[0] <= self._few_rows.most_rows
@@ -130,14 +131,13 @@ class LayerKernels:
             self(rows, slots, weights, out)
             yield
         else:
-            yield from self._tiled.in_slices((rows, slots, weights, out), workspace or self._workspace)
+            yield from self._tiled.in_slices(contiguous(rows, slots, weights, out), workspace or self._workspace)
 
     def _check_slots(self, slots: torch.Tensor) -> None:
         if slots.device.type != "cpu" or not slots.numel():
             return
-        lowest, highest = torch.aminmax(slots)
-        if int(lowest) < -1 or int(highest) >= self.n_experts:
-            raise IndexError(f"slots from {int(lowest)} to {int(highest)}, allowed are -1 to {self.n_experts - 1}")
+        if slots.min() < -1 or slots.max() >= self.n_experts:
+            raise SlotError(self.n_experts)
 
     def _check(
         self,

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from moeoffload.kernels import calls
-from moeoffload.kernels.packing import KernelMatrix, Weights, dtype_of, first_tensor, why_not_dtype, why_not_packed
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsLayout:
-    """Weights of a module in the layout that the C kernels read: (n_experts, out, in), contiguous, on the CPU."""
-
-    dtype: torch.dtype
-    up: KernelMatrix
-    up_bias: torch.Tensor | None
-    down: KernelMatrix
-    down_bias: torch.Tensor | None
-    fuses_activation: bool
-    """Whether the activation is silu(gate) * up on [gate | up], which the C kernels compute."""
-
-
-def n_experts_of(experts: nn.Module) -> int:
-    """Returns the number of experts that the module holds."""
-    return first_tensor(up_weight(experts)).shape[0]
+from moeoffload.kernels.packing import Weights, dtype_of, first_tensor, why_not_dtype, why_not_packed
 
 
 def hidden_of(experts: nn.Module) -> int:
@@ -65,27 +46,6 @@ def why_not_weights(up: Weights, down: Weights) -> str | None:
     return f"weights of {up.dim()} dimensions" if up.dim() != 3 or down.dim() != 3 else None
 
 
-def lay_out(experts: nn.Module) -> ExpertsLayout:
-    """Reads the module's layout; weights stored (in, out) are transposed in place, once.
-
-    The parameters keep their shapes and values and change only their strides, so other users of the module are not
-    affected. Transposing needs extra memory for one matrix of one expert.
-    """
-    module: Any = experts
-    up_name = "gate_up_proj" if module.has_gate else "up_proj"
-    bias = module.has_bias
-    dtype = dtype_of(module)
-    up, down = (_rows_of(module, name) for name in (up_name, "down_proj"))
-    return ExpertsLayout(
-        dtype=dtype,
-        up=KernelMatrix(up, dtype),
-        up_bias=getattr(module, f"{up_name}_bias").detach().contiguous() if bias else None,
-        down=KernelMatrix(down, dtype),
-        down_bias=module.down_proj_bias.detach().contiguous() if bias else None,
-        fuses_activation=_is_gated_silu(module),
-    )
-
-
 def up_weight(module: Any) -> Weights:
     """Returns the weight of the first projection."""
     weight: Weights = module.gate_up_proj if module.has_gate else module.up_proj
@@ -97,7 +57,12 @@ def rows_first(weight: torch.Tensor, module: Any) -> torch.Tensor:
     return weight.detach().transpose(-2, -1) if module.is_transposed else weight.detach()
 
 
-def _rows_of(module: Any, name: str) -> Weights:
+def rows_in_place(module: Any, name: str) -> Weights:
+    """Returns a weight of the module as (experts, out, in), contiguous; if stored (in, out) it is transposed in place.
+
+    The parameter keeps its shape and values and changes only its strides, so other users of the module are not
+    affected. Transposing needs extra memory for one matrix of one expert.
+    """
     parameter = getattr(module, name)
     if isinstance(parameter, tuple):
         return parameter
@@ -115,7 +80,8 @@ def _rows_of(module: Any, name: str) -> Weights:
     return weight
 
 
-def _is_gated_silu(module: Any) -> bool:
+def is_gated_silu(module: Any) -> bool:
+    """Whether the activation is silu(gate) * up on [gate | up], which the C kernels compute."""
     # Imported here because it takes seconds: a server that starts need not wait for it.
     from transformers.activations import SiLUActivation
     from transformers.integrations import moe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -13,8 +13,9 @@ from torch import nn
 from moeoffload import native
 from moeoffload.kernels import calls
 from moeoffload.kernels.batch_invariance import is_independent_of_batch
-from moeoffload.kernels.calls import DTYPE_CODES, Layer, Step
-from moeoffload.kernels.layout import ExpertsLayout
+from moeoffload.kernels.calls import DTYPE_CODES, Layer, SlotError, Step
+from moeoffload.kernels.layout import is_gated_silu, rows_in_place
+from moeoffload.kernels.packing import KernelMatrix, dtype_of
 from moeoffload.kernels.threads import parallel_address, threads_for
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
 
@@ -30,27 +31,36 @@ _NEWEST: Final = 0.25
 """Weight of the newest slice in the moving average of seconds per byte."""
 _UP_AND_ACTIVATE: Final = Step.UP | Step.ACTIVATE
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Rows, slots, weights and out of a call, see `LayerKernels`."""
+
+class KernelInput(NamedTuple):
+    """Rows (n, hidden) of the compute dtype, slots (n, top_k) int64, weights (n, top_k), and the buffer for the result,
+    out (n, hidden) float32; see `LayerKernels`."""
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor
 
 
 class TiledExperts:
     """The C kernels with the weights of one layer. Holds no buffers: these belong to the workspace."""
 
-    def __init__(self, experts: nn.Module, layout: ExpertsLayout) -> None:
+    def __init__(self, experts: nn.Module) -> None:
+        """Reads the layout of a module for which `why_not` returns None; transposes weights, see `rows_in_place`."""
         self._experts: Any = experts
-        self._layout = layout
-        self._dtype = layout.dtype
+        self._dtype = dtype = dtype_of(experts)
         library, features = calls.library(), native.cpu_features()
-        code = DTYPE_CODES[self._dtype]
-        n_experts, hidden, inter = layout.down.shape
-        up_columns = layout.up.shape[1]
+        code = DTYPE_CODES[dtype]
+        names = ("gate_up_proj" if self._experts.has_gate else "up_proj", "down_proj")
+        up, down = self._matrices = [KernelMatrix(rows_in_place(self._experts, name), dtype) for name in names]
+        biases = (getattr(self._experts, f"{name}_bias") for name in names if self._experts.has_bias)
+        self._biases = [bias.detach().contiguous() for bias in biases]
+        n_experts, hidden, inter = down.shape
+        up_columns = up.shape[1]
         self._layer = Layer(n_experts, hidden, inter, up_columns, code, features)
-        self._layer.up, self._layer.up_parts = layout.up.addresses()
-        self._layer.down, self._layer.down_parts = layout.down.addresses()
-        self._layer.up_bias, self._layer.down_bias = (
-            0 if each is None else each.data_ptr() for each in (layout.up_bias, layout.down_bias)
-        )
+        self._layer.up, self._layer.up_parts = up.addresses()
+        self._layer.down, self._layer.down_parts = down.addresses()
+        self._layer.up_bias, self._layer.down_bias = [bias.data_ptr() for bias in self._biases] or (0, 0)
         self._layer_address = ctypes.addressof(self._layer)
         self._run = library.moe_experts
         self.shape = LayerShape(
@@ -58,21 +68,20 @@ class TiledExperts:
             hidden,
             inter,
             up_columns,
-            self._dtype.itemsize,
+            dtype.itemsize,
             library.moe_operand_bytes(code, features, hidden),
             library.moe_operand_bytes(code, features, inter),
             bool(library.moe_uses_matrix_unit(self._layer_address)),
             library.moe_scratch_bytes(self._layer_address),
         )
-        self._expert_bytes = (layout.up.nbytes + layout.down.nbytes) // n_experts
-        self.is_fused = layout.fuses_activation and not self._experts.has_post_expert_norm
+        self._expert_bytes = (up.nbytes + down.nbytes) // n_experts
+        self.is_fused = is_gated_silu(experts) and not self._experts.has_post_expert_norm
         self.is_batch_invariant = self.is_fused or is_independent_of_batch(
-            self._experts, up_columns=up_columns, hidden=hidden, dtype=self._dtype
+            self._experts, up_columns=up_columns, hidden=hidden, dtype=dtype
         )
 
-    def run(self, inputs: Inputs, workspace: KernelWorkspace) -> None:
-        """See `LayerKernels`; the caller has checked everything but the slots."""
-        inputs = _contiguous(inputs)
+    def run(self, inputs: KernelInput, workspace: KernelWorkspace) -> None:
+        """See `LayerKernels`; the caller has checked everything but the slots, and made inputs `contiguous`."""
         arena = self._fill(inputs, workspace)
         if self.is_fused:
             self._compute(arena, Step.ALL)
@@ -83,9 +92,8 @@ class TiledExperts:
         self._compute(arena, Step.DOWN)
         self._sum(arena)
 
-    def in_slices(self, inputs: Inputs, workspace: KernelWorkspace) -> Iterator[None]:
-        """See `LayerKernels.in_slices`; the caller has checked everything but the slots."""
-        inputs = _contiguous(inputs)
+    def in_slices(self, inputs: KernelInput, workspace: KernelWorkspace) -> Iterator[None]:
+        """See `LayerKernels.in_slices`; the caller has done what `run` needs."""
         arena = self._fill(inputs, workspace)
         call = arena.call
         self._compute(arena, Step.PLAN)
@@ -134,7 +142,7 @@ class TiledExperts:
         end = min(last, begin + PIECE_ROUTES * max(1, int(most * at_once / PIECE_ROUTES)))
         return end, max(1.0, (end - begin) / at_once)
 
-    def _fill(self, inputs: Inputs, workspace: KernelWorkspace) -> Arena:
+    def _fill(self, inputs: KernelInput, workspace: KernelWorkspace) -> Arena:
         """Fills in the call structure with contiguous tensors; returns its arena."""
         rows, slots, weights, out = inputs
         n_rows, top_k = slots.shape
@@ -152,9 +160,8 @@ class TiledExperts:
 
     def _compute(self, arena: Arena, steps: Step) -> None:
         arena.call.steps = steps
-        bad_route = self._run(arena.address)
-        if bad_route >= 0:
-            raise IndexError(f"route {bad_route}: its slot is not in -1..{self.shape.n_experts - 1}")
+        if self._run(arena.address) >= 0:  # the first route whose slot does not exist
+            raise SlotError(self.shape.n_experts)
 
     def _activate(self, arena: Arena) -> None:
         """Applies the module's own activation or gate, in torch."""
@@ -175,7 +182,6 @@ class TiledExperts:
         arena.call.values = arena.buffers["values"].data_ptr()
 
 
-def _contiguous(inputs: Inputs) -> Inputs:
+def contiguous(rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> KernelInput:
     """Returns contiguous inputs; the call holds only their addresses, so the caller keeps them alive while it runs."""
-    rows, slots, weights, out = inputs
-    return rows.contiguous(), slots.contiguous(), weights.contiguous(), out
+    return KernelInput(rows.contiguous(), slots.contiguous(), weights.contiguous(), out)
