@@ -34,7 +34,7 @@ from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 from moeoffload.checkpoint.gguf_config import FAMILIES
 from moeoffload.checkpoint.gguf_file import GgufFile
 from moeoffload.checkpoint.tensors import DTYPES, StoredTensor, TensorReader
-from moeoffload.checkpoint.weights import StoredWeight, WeightIndex
+from moeoffload.checkpoint.weights import StoredWeight
 from moeoffload.errors import ModelError
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.file_format import Packing, Parts
@@ -48,7 +48,7 @@ _PIECE_BYTES: Final = 1 << 18  # bytes of blocks unpacked at a time: intermediat
 _BIASES: Final = {"gate_up_proj": "gate_up_proj_bias", "up_proj": "up_proj_bias", "down_proj": "down_proj_bias"}
 
 
-def expert_weights(gguf: GgufFile, experts: Mapping[str, nn.Module]) -> WeightIndex:
+def expert_weights(gguf: GgufFile, experts: Mapping[str, nn.Module]) -> list[StoredWeight]:
     """Returns the stored weights of the experts modules, each named after its module: ``{module}.ffn_up_exps.weight``.
 
     Raises ModelError for a type that experts are not computed from, and for unsupported tensors of experts.
@@ -63,7 +63,7 @@ def expert_weights(gguf: GgufFile, experts: Mapping[str, nn.Module]) -> WeightIn
         if name is None:
             raise ModelError(f"{tensor.name}: is a tensor of routed experts that is not supported")
         found.append(_packed(tensor, f"{modules[int(layer[1])]}.{name[2]}"))
-    return WeightIndex(found)
+    return found
 
 
 def expert_mapping(experts: Mapping[str, nn.Module]) -> list[WeightTransform]:
