@@ -219,20 +219,14 @@ def _unpack(reader: TensorReader, tensor: StoredTensor, dtype: torch.dtype) -> t
     """Reads the weights of a tensor of any type as ``dtype``."""
     if tensor.dtype in DTYPES:
         return reader.read(tensor).to(dtype)
+    from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
     rows = reader.read(_as_bytes(tensor)).flatten(0, -2)
     result = empty_weights((rows.shape[0], tensor.shape[-1]), dtype)
     step = max(1, _PIECE_BYTES // max(1, rows.shape[1]))
-    kind = _type_of(tensor.dtype)
+    kind = GGMLQuantizationType[tensor.dtype]
     for start in range(0, rows.shape[0], step):
         piece = dequantize(rows[start : start + step].numpy(), kind)
         result[start : start + step] = torch.from_numpy(piece)
     return result.reshape(tensor.shape)
-
-
-@cache
-def _type_of(name: str) -> Any:
-    from gguf.constants import GGMLQuantizationType
-
-    return GGMLQuantizationType[name]
