@@ -24,10 +24,10 @@ from moeoffload.checkpoint.layout import (
     ExpertLayer,
     build_meta_model,
     dense_bytes_of,
-    expert_size_of,
     find_experts,
     intermediate_of,
     n_experts_of,
+    per_expert_parameters,
     row_width_of,
     top_k_of,
 )
@@ -235,7 +235,7 @@ class Checkpoint:
 
     def _describe(self, number: int, name: str) -> ExpertLayer:
         mould = self._moulds[name]
-        sizes = expert_size_of(mould)
+        sizes = {leaf: shape[1:].numel() for leaf, shape in per_expert_parameters(mould).items()}
         pieces = self._pieces(name)
         packed = {leaf: sum(piece.nbytes for piece in each) for leaf, each in pieces.items()}
         n_bytes = sum(packed.get(leaf, size * self.dtype.itemsize) for leaf, size in sizes.items())
