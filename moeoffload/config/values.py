@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -94,9 +95,9 @@ def _read_several(read: Callable[[str], Any]) -> BeforeValidator:
 
 
 def _each_once(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    for i, value in enumerate(values or ()):
-        if value in values[:i]:
-            raise ValueError(f"{value} is there twice")
+    repeated = [value for value, n in Counter(values or ()).items() if n > 1]
+    if repeated:
+        raise ValueError(f"{repeated[0]} is there twice")
     return values
 
 
