@@ -9,10 +9,10 @@ from pydantic import TypeAdapter
 
 from moeoffload.config.values import (
     Address,
+    Addresses,
     FileToRead,
     FileToWrite,
     FolderToFill,
-    read_addresses,
     read_device,
     read_listen,
     read_size,
@@ -21,7 +21,7 @@ from moeoffload.errors import SettingError
 
 _PATHS: tuple[Any, ...] = (FolderToFill, FileToRead, FileToWrite)
 _READERS: tuple[Callable[[str], object], ...] = (
-    read_addresses,
+    TypeAdapter(Addresses).validate_python,
     read_listen,
     read_size,
     read_device,

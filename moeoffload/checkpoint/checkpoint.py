@@ -16,7 +16,7 @@ from torch import nn
 
 from moeoffload.checkpoint.convert import Plans, Recipe, Shapes, plan_rows
 from moeoffload.checkpoint.copy_buffers import CopyBuffers
-from moeoffload.checkpoint.digest import digest_checkpoint
+from moeoffload.checkpoint.digest import digest_checkpoint, stamp_of
 from moeoffload.checkpoint.draft_head import draft_head_of
 from moeoffload.checkpoint.gguf import open_gguf
 from moeoffload.checkpoint.gguf_file import is_gguf
@@ -24,10 +24,10 @@ from moeoffload.checkpoint.layout import (
     ExpertLayer,
     build_meta_model,
     dense_bytes_of,
-    expert_size_of,
     find_experts,
     intermediate_of,
     n_experts_of,
+    per_expert_parameters,
     row_width_of,
     top_k_of,
 )
@@ -36,7 +36,6 @@ from moeoffload.checkpoint.model_config import CONFIG_FILE
 from moeoffload.checkpoint.packed_rows import PLAIN, Piece
 from moeoffload.checkpoint.quantised import quantised_experts, quantised_pieces, refuse_packed
 from moeoffload.checkpoint.source import Readable, Source, open_folder
-from moeoffload.checkpoint.stamp import stamp_of
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, INDEX_FILE, TensorReader
 from moeoffload.errors import ModelError
 from moeoffload.formats import PackedWeights
@@ -236,7 +235,7 @@ class Checkpoint:
 
     def _describe(self, number: int, name: str) -> ExpertLayer:
         mould = self._moulds[name]
-        sizes = expert_size_of(mould)
+        sizes = {leaf: shape[1:].numel() for leaf, shape in per_expert_parameters(mould).items()}
         pieces = self._pieces(name)
         packed = {leaf: sum(piece.nbytes for piece in each) for leaf, each in pieces.items()}
         n_bytes = sum(packed.get(leaf, size * self.dtype.itemsize) for leaf, size in sizes.items())

@@ -36,7 +36,7 @@ from moeoffload.checkpoint.layout import n_experts_of, per_expert_parameters
 from moeoffload.checkpoint.model_config import first_line
 from moeoffload.checkpoint.packed_rows import Piece, plan, trace
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorReader
-from moeoffload.checkpoint.weights import StoredWeight, WeightIndex
+from moeoffload.checkpoint.weights import StoredWeight
 from moeoffload.errors import ModelError
 
 _PER_EXPERT_OPERATIONS = (Chunk, Concatenate, Interleave, Transpose)
@@ -125,7 +125,7 @@ class Shapes:
 def make_recipes(
     model: nn.Module,
     experts: dict[str, nn.Module],
-    weights: WeightIndex,
+    weights: Sequence[StoredWeight],
     mapping: Sequence[WeightTransform] | None = None,
 ) -> tuple[dict[str, list[Recipe]], list[StoredWeight]]:
     """Returns the recipes of all parameters of every experts module, and the stored weights of the rest of ``model``.
@@ -150,7 +150,9 @@ def make_recipes(
     return recipes, dense
 
 
-def dense_weights(model: nn.Module, experts: dict[str, nn.Module], weights: WeightIndex) -> list[StoredWeight]:
+def dense_weights(
+    model: nn.Module, experts: dict[str, nn.Module], weights: Sequence[StoredWeight]
+) -> list[StoredWeight]:
     """Returns the stored weights of ``model`` except those of its experts, which may be missing."""
     return _match(model, experts, _owners(experts), weights, None)[1]
 
@@ -166,7 +168,7 @@ def _match(
     model: nn.Module,
     experts: dict[str, nn.Module],
     owners: dict[str, str],
-    weights: WeightIndex,
+    weights: Sequence[StoredWeight],
     mapping: Sequence[WeightTransform] | None,
 ) -> tuple[dict[str, Recipe], list[StoredWeight]]:
     """Groups the stored weights by the expert parameters that they become, as transformers does when it loads."""

@@ -1,16 +1,18 @@
-"""Computes a fingerprint by which a host and its expert servers verify that they have the same model.
+"""Computes a fingerprint by which a host and its expert servers verify that they have the same model, and one by which
+each of them notices that its files have changed.
 
-It covers what determines the results (config, names, dtypes, shapes) and samples the contents: reading every byte of a
-large checkpoint takes minutes, and two different sets of weights practically never agree in sampled blocks of every
-tensor.
+The first covers what determines the results (config, names, dtypes, shapes) and samples the contents: reading every
+byte of a large checkpoint takes minutes, and two different sets of weights practically never agree in sampled blocks of
+every tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from moeoffload.checkpoint.tensors import StoredTensor, TensorIndex, TensorReader
@@ -75,3 +77,19 @@ def _stable(value: Any) -> Any:
     if isinstance(value, list):
         return [_stable(entry) for entry in value]
     return value
+
+
+def stamp_of(files: Iterable[Path]) -> str:
+    """Returns a digest that changes when one of the files is written, replaced or removed.
+
+    A write within the same clock tick of the file system may go unnoticed. All names (links) of a file give the same.
+    """
+    return hashlib.sha256(repr([_facts(file) for file in files]).encode()).hexdigest()
+
+
+def _facts(file: Path) -> tuple[int, ...]:
+    try:
+        facts = file.stat()
+    except OSError:
+        return ()
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns

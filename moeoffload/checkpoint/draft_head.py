@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ from moeoffload.checkpoint.convert import make_recipes
 from moeoffload.checkpoint.layout import BUILDING, build_meta_model
 from moeoffload.checkpoint.model_config import first_line, quantisation
 from moeoffload.checkpoint.source import Sorted, Source, as_dense
-from moeoffload.checkpoint.weights import StoredWeight, WeightIndex
+from moeoffload.checkpoint.weights import stored_weights
 from moeoffload.errors import ModelError
 
 _LAYER: Final = 0
@@ -31,8 +30,10 @@ def draft_head_of(source: Source, dtype: torch.dtype) -> tuple[nn.Module, Source
         raise ModelError(f"--draft own: {source.path} is a GGUF file; such a layer is read from other checkpoints only")
     main: Any = build_meta_model(source.config, dtype)
     n_layers = main.config.get_text_config().num_hidden_layers
-    weights = WeightIndex(_weights_of_head(WeightIndex.of(source.index, quantisation(source.folder)), n_layers))
-    if not any(weights):
+    own = re.compile(rf"(^|\.)(mtp\.|layers\.{n_layers}\.)")
+    all_weights = stored_weights(source.index, quantisation(source.values, str(source.path)))
+    weights = [weight for weight in all_weights if own.search(weight.name)]
+    if not weights:
         raise ModelError(
             f"--draft own: {source.path} has no multi-token-prediction layer: "
             f"neither model.layers.{n_layers}.* nor mtp.*"
@@ -69,8 +70,3 @@ def build_head(main: Any, dtype: torch.dtype) -> Any:
             raise ModelError(f"--draft own: transformers cannot build the layer: {first_line(error)}") from error
         finally:
             torch.set_default_dtype(before)
-
-
-def _weights_of_head(weights: WeightIndex, n_layers: int) -> Iterator[StoredWeight]:
-    own = re.compile(rf"(^|\.)(mtp\.|layers\.{n_layers}\.)")
-    return (weight for weight in weights if own.search(weight.name))

@@ -25,12 +25,13 @@ from moeoffload.checkpoint.model_config import (
     config_of,
     parse_config,
     quantisation,
+    read_config,
     refuse_empty_claims,
     without_quantisation,
 )
 from moeoffload.checkpoint.source import Sorted, Source, as_dense
-from moeoffload.checkpoint.tensors import DTYPES, TensorIndex, TensorReader, read_json
-from moeoffload.checkpoint.weights import StoredWeight, WeightIndex
+from moeoffload.checkpoint.tensors import DTYPES, TensorIndex, TensorReader
+from moeoffload.checkpoint.weights import StoredWeight, stored_weights
 from moeoffload.errors import ModelError
 
 MAX_CONFIG_TEXT: Final = 1 << 18
@@ -50,18 +51,17 @@ def open_gguf(path: Path, dense: Path | None, config_text: str) -> Source:
     """
     gguf = GgufFile.open(path)
     if dense is not None:
-        values, where = read_json(dense / CONFIG_FILE), f"--dense: {dense / CONFIG_FILE}"
+        values, where = read_config(dense), f"--dense: {dense / CONFIG_FILE}"
     elif config_text:
         values, where = parse_config(config_text[: MAX_CONFIG_TEXT + 1], MAX_CONFIG_TEXT), "the host's config"
     else:
         values, where = config_values(gguf), f"{path}: config in its metadata"
-    values = without_quantisation(values)
     config = config_of(values, where)
     index = TensorIndex(gguf.tensors)
     refuse_empty_claims(config, index)
     if dense is not None or config_text:
         _compare(gguf, config.get_text_config(), where)
-    weights = WeightIndex.of(TensorIndex.open(dense), quantisation(dense)) if dense is not None else None
+    weights = stored_weights(TensorIndex.open(dense), quantisation(values, str(dense))) if dense is not None else None
 
     def sort(model: nn.Module, experts: dict[str, nn.Module]) -> Sorted:
         recipes, _ = make_recipes(model, experts, expert_weights(gguf, experts), expert_mapping(experts))
@@ -73,6 +73,7 @@ def open_gguf(path: Path, dense: Path | None, config_text: str) -> Source:
         shapes = {name: tensor.shape for name, tensor in state.items() if name.rpartition(".")[0] not in experts}
         return recipes, lambda dtype: dense_tensors(gguf, config, shapes, dtype)
 
+    values = without_quantisation(values)
     text = json.dumps(values) if dense is not None else ""
     if len(text) > MAX_CONFIG_TEXT:
         raise ModelError(f"{where}: has {len(text)} characters, the most that a server takes are {MAX_CONFIG_TEXT}")

@@ -86,18 +86,13 @@ FAMILIES: Final = {
 _OF_TRANSFORMERS: Final = frozenset(name for name in GGUF_CONFIG_ARCHS if name.endswith("moe"))
 
 
-def is_complete(architecture: str) -> bool:
-    """Whether config and dense tensors of an architecture can be read from the GGUF file itself."""
-    return architecture in FAMILIES or architecture in _OF_TRANSFORMERS
-
-
 def config_values(gguf: GgufFile) -> dict[str, Any]:
     """Returns the values that config.json would have.
 
     Raises ModelError when the metadata is incomplete, or the architecture is not supported without ``--dense``.
     """
     name = gguf.architecture
-    if not is_complete(name):
+    if name not in FAMILIES and name not in _OF_TRANSFORMERS:
         known = ", ".join(sorted({*FAMILIES, *_OF_TRANSFORMERS}))
         raise ModelError(
             f"{gguf.files[0]}: config and dense layers of architecture {name!r} cannot be had from a GGUF file (those "

@@ -34,7 +34,7 @@ from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 from moeoffload.checkpoint.gguf_config import FAMILIES
 from moeoffload.checkpoint.gguf_file import GgufFile
 from moeoffload.checkpoint.tensors import DTYPES, StoredTensor, TensorReader
-from moeoffload.checkpoint.weights import StoredWeight, WeightIndex
+from moeoffload.checkpoint.weights import StoredWeight
 from moeoffload.errors import ModelError
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.file_format import Packing, Parts
@@ -48,7 +48,7 @@ _PIECE_BYTES: Final = 1 << 18  # bytes of blocks unpacked at a time: intermediat
 _BIASES: Final = {"gate_up_proj": "gate_up_proj_bias", "up_proj": "up_proj_bias", "down_proj": "down_proj_bias"}
 
 
-def expert_weights(gguf: GgufFile, experts: Mapping[str, nn.Module]) -> WeightIndex:
+def expert_weights(gguf: GgufFile, experts: Mapping[str, nn.Module]) -> list[StoredWeight]:
     """Returns the stored weights of the experts modules, each named after its module: ``{module}.ffn_up_exps.weight``.
 
     Raises ModelError for a type that experts are not computed from, and for unsupported tensors of experts.
@@ -63,7 +63,7 @@ def expert_weights(gguf: GgufFile, experts: Mapping[str, nn.Module]) -> WeightIn
         if name is None:
             raise ModelError(f"{tensor.name}: is a tensor of routed experts that is not supported")
         found.append(_packed(tensor, f"{modules[int(layer[1])]}.{name[2]}"))
-    return WeightIndex(found)
+    return found
 
 
 def expert_mapping(experts: Mapping[str, nn.Module]) -> list[WeightTransform]:
@@ -219,20 +219,14 @@ def _unpack(reader: TensorReader, tensor: StoredTensor, dtype: torch.dtype) -> t
     """Reads the weights of a tensor of any type as ``dtype``."""
     if tensor.dtype in DTYPES:
         return reader.read(tensor).to(dtype)
+    from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
     rows = reader.read(_as_bytes(tensor)).flatten(0, -2)
     result = empty_weights((rows.shape[0], tensor.shape[-1]), dtype)
     step = max(1, _PIECE_BYTES // max(1, rows.shape[1]))
-    kind = _type_of(tensor.dtype)
+    kind = GGMLQuantizationType[tensor.dtype]
     for start in range(0, rows.shape[0], step):
         piece = dequantize(rows[start : start + step].numpy(), kind)
         result[start : start + step] = torch.from_numpy(piece)
     return result.reshape(tensor.shape)
-
-
-@cache
-def _type_of(name: str) -> Any:
-    from gguf.constants import GGMLQuantizationType
-
-    return GGMLQuantizationType[name]

@@ -103,11 +103,6 @@ def per_expert_parameters(module: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in own if parameter.ndim > 1 and parameter.shape[0] == n_experts}
 
 
-def expert_size_of(module: nn.Module) -> dict[str, int]:
-    """Returns the number of elements of one expert's parameters, by name."""
-    return {name: shape[1:].numel() for name, shape in per_expert_parameters(module).items()}
-
-
 def intermediate_of(module: nn.Module) -> int:
     """Returns the elements of a row between the projections of an expert: the input width of its down projection."""
     return module.get_parameter("down_proj").shape[1 if cast(Any, module).is_transposed else 2]

@@ -8,7 +8,7 @@ from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
 from moeoffload.checkpoint.gguf_file import is_gguf
 from moeoffload.checkpoint.model_config import CONFIG_FILE, first_line
-from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, read_json
+from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, names_by_shard
 from moeoffload.errors import ModelError
 from moeoffload.hub import check_hub_id
 from moeoffload.model_name import check_revision, is_hub_id, named_path
@@ -82,12 +82,4 @@ def _from_hub(model: str, revision: str | None) -> Path:
 def _is_complete(folder: Path) -> bool:
     if (folder / SINGLE_FILE).is_file():
         return True
-    if not (folder / INDEX_FILE).is_file():
-        return False
-    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict):
-        return False
-    return all(
-        isinstance(shard, str) and Path(shard).name == shard and (folder / shard).is_file()
-        for shard in weight_map.values()
-    )
+    return (folder / INDEX_FILE).is_file() and all((folder / shard).is_file() for shard in names_by_shard(folder))

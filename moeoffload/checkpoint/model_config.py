@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from moeoffload.checkpoint.tensors import TensorIndex, read_json
 from moeoffload.errors import ModelError
@@ -24,36 +24,27 @@ _MAX_EXPERTS = 1 << 18  # all layers together
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
 
 
-def read_config(folder: Path) -> Any:
-    """Returns the transformers config of ``folder`` without its quantisation; never runs code in a checkpoint.
-
-    Raises ModelError when config.json is missing, damaged or of an unknown model_type.
-    """
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the values of config.json. Raises ModelError when it is missing or damaged."""
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder}: has no {CONFIG_FILE}; needed is a folder in the transformers format")
-    raw = read_json(folder / CONFIG_FILE, _CONFIG_BYTES)
-    _refuse_wrong(str(folder / CONFIG_FILE), raw)
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        config.get_text_config()  # raises for models with several generating parts
-    except Exception as error:  # a config class may raise anything for an unexpected value
-        raise ModelError(
-            f"{folder / CONFIG_FILE}: not a valid {raw['model_type']} config: {first_line(error)}"
-        ) from error
-    return _without_quantisation(config)
+    read_json(folder / CONFIG_FILE, _CONFIG_BYTES)  # refuses what is not JSON or not a file, in one line
+    values, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)  # reads transformers' infinities, too
+    return values
 
 
 def config_of(values: dict[str, Any], where: str) -> Any:
     """Returns the transformers config of the values of a config.json; ``where`` names their origin in errors.
 
-    Raises ModelError when the model_type is unknown, or its class does not accept the values.
+    It has no quantisation, so that the model is built with plain weights however they are stored. Code in a checkpoint
+    is never run. Raises ModelError when the model_type is unknown, or its class does not accept the values.
     """
     _refuse_wrong(where, values)
     try:
-        config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-        config.get_text_config()
+        config = CONFIG_MAPPING[values["model_type"]].from_dict(without_quantisation(values))
+        config.get_text_config()  # raises for models with several generating parts
         return config
-    except Exception as error:  # as in `read_config`
+    except Exception as error:  # a config class may raise anything for an unexpected value
         reason = one_line(first_line(error), 200)
         raise ModelError(f"{where}: not a valid {values['model_type']} config: {reason}") from error
 
@@ -134,13 +125,12 @@ def _is_count(key: str, value: object, of: str = "") -> bool:
     return isinstance(value, int | float) and of in key and _COUNT.fullmatch(key) is not None
 
 
-def quantisation(folder: Path) -> dict[str, Any] | None:
-    """Returns the quantization_config of config.json, or None if it has none.
+def quantisation(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns the quantization_config of a config.json, empty if it has none; ``where`` names its origin in errors.
 
     Raises ModelError when it is not supported.
     """
-    raw = read_json(folder / CONFIG_FILE, _CONFIG_BYTES)
-    for section in _sections(raw):
+    for section in _sections(values):
         for key in _QUANTISATION_KEYS:
             settings = section.get(key)
             if settings:
@@ -150,26 +140,17 @@ def quantisation(folder: Path) -> dict[str, Any] | None:
                     file_formats(settings)
                 except ValueError as error:
                     raise ModelError(
-                        f"{folder}: this {raw.get('model_type')} checkpoint is quantised in a way that is "
+                        f"{where}: this {values.get('model_type')} checkpoint is quantised in a way that is "
                         f"not supported ({error}); bfloat16, float16 and float32 weights always are"
                     ) from error
                 return settings
-    return None
+    return {}
 
 
-def without_quantisation(raw: dict[str, Any]) -> dict[str, Any]:
+def without_quantisation(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of a config.json without the settings of quantisation."""
     return {
         key: without_quantisation(value) if isinstance(value, dict) else value
-        for key, value in raw.items()
+        for key, value in values.items()
         if key not in _QUANTISATION_KEYS
     }
-
-
-def _without_quantisation(config: Any) -> Any:
-    """Removes the quantisation from a config, so that the model is built with plain weights however it is stored."""
-    for section in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        for key in _QUANTISATION_KEYS:
-            if getattr(section, key, None) is not None:
-                delattr(section, key)
-    return config

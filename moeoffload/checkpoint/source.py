@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from moeoffload.checkpoint.convert import Recipe, make_recipes
-from moeoffload.checkpoint.model_config import CONFIG_FILE, quantisation, read_config, refuse_empty_claims
-from moeoffload.checkpoint.tensors import TensorIndex, read_json
-from moeoffload.checkpoint.weights import DenseTensor, StoredWeight, WeightIndex
+from moeoffload.checkpoint.model_config import CONFIG_FILE, config_of, quantisation, read_config, refuse_empty_claims
+from moeoffload.checkpoint.tensors import TensorIndex
+from moeoffload.checkpoint.weights import DenseTensor, StoredWeight, stored_weights
 from moeoffload.formats import PackedWeights
 
 
@@ -61,16 +61,17 @@ class Source:
 
 def open_folder(folder: Path) -> Source:
     """Opens a folder in the transformers format. Raises ModelError as `Checkpoint.open` does."""
-    config = read_config(folder)
+    values = read_config(folder)
+    config = config_of(values, str(folder / CONFIG_FILE))
     index = TensorIndex.open(folder)
     refuse_empty_claims(config, index)
-    weights = WeightIndex.of(index, quantisation(folder))
+    weights = stored_weights(index, quantisation(values, str(folder)))
 
     def sort(model: nn.Module, experts: dict[str, nn.Module]) -> Sorted:
         recipes, dense = make_recipes(model, experts, weights)
         return recipes, as_dense(dense)
 
-    return Source(folder, folder, config, read_json(folder / CONFIG_FILE), index, None, sort)
+    return Source(folder, folder, config, values, index, None, sort)
 
 
 def as_dense(weights: list[StoredWeight]) -> Dense:

@@ -232,7 +232,9 @@ def read_json(path: Path, most_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
     return value
 
 
-def _read_shards(folder: Path) -> Iterator[StoredTensor]:
+def names_by_shard(folder: Path) -> dict[str, set[str]]:
+    """Returns the names of the tensors in each file that the index of ``folder`` names; the files may be missing.
+    Raises ModelError when the index is damaged or leads out of the folder."""
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{folder / INDEX_FILE}: has no weight_map")
@@ -243,6 +245,11 @@ def _read_shards(folder: Path) -> Iterator[StoredTensor]:
             where = f"{folder / INDEX_FILE}: tensor {one_line(name, 200)} is in {shard!r}"
             raise ModelError(f"{where}, which is no safetensors file here")
         wanted.setdefault(shard, set()).add(name)
+    return wanted
+
+
+def _read_shards(folder: Path) -> Iterator[StoredTensor]:
+    wanted = names_by_shard(folder)
     missing = sorted(shard for shard in wanted if not (folder / shard).is_file())
     if missing:
         raise ModelError(f"{folder}: {len(missing)} of {len(wanted)} files of {INDEX_FILE} are missing: {missing[0]}")

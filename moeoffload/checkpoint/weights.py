@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -111,31 +111,12 @@ class DenseTensor:
             return self.weight.read_packed(reader)
 
 
-class WeightIndex:
-    """Every weight of a checkpoint, in the order of the stored names."""
+def stored_weights(index: TensorIndex, settings: Mapping[str, Any]) -> list[StoredWeight]:
+    """Returns every weight in ``index``; ``settings`` is the quantization_config, empty if the checkpoint has none.
 
-    def __init__(self, weights: Iterable[StoredWeight]):
-        self._weights = tuple(weights)
-
-    @classmethod
-    def of(cls, index: TensorIndex, settings: Mapping[str, Any] | None) -> WeightIndex:
-        """Returns the weights in ``index``; ``settings`` is the quantization_config, None if the checkpoint has none.
-
-        Raises ModelError naming the tensor when parts of a weight are missing or do not fit.
-        """
-        if settings is None:
-            return cls(_plain(tensor) for tensor in index)
-        return cls(_find(index, file_formats(settings), settings))
-
-    def __iter__(self) -> Iterator[StoredWeight]:
-        return iter(self._weights)
-
-
-def _plain(tensor: StoredTensor) -> StoredWeight:
-    return StoredWeight(tensor.name, tensor.shape, {"weight": tensor})
-
-
-def _find(index: TensorIndex, formats: tuple[FileFormat, ...], settings: Mapping[str, Any]) -> Iterator[StoredWeight]:
+    Raises ModelError naming the tensor when parts of a weight are missing or do not fit.
+    """
+    formats = file_formats(settings) if settings else ()
     packings: dict[object, Packing] = {}
     taken: set[str] = set()
     found: list[StoredWeight] = []
@@ -152,8 +133,8 @@ def _find(index: TensorIndex, formats: tuple[FileFormat, ...], settings: Mapping
         name = tensor.name.removesuffix(form.main) + form.plain
         found.append(StoredWeight(name, packing.shape, parts, packing))
         taken.update(part.name for part in parts.values())
-    yield from found
-    yield from (_plain(tensor) for tensor in index if tensor.name not in taken)
+    plain = (tensor for tensor in index if tensor.name not in taken)
+    return found + [StoredWeight(tensor.name, tensor.shape, {"weight": tensor}) for tensor in plain]
 
 
 def _parts(main: StoredTensor, form: FileFormat, index: TensorIndex) -> dict[str, StoredTensor]:

@@ -75,6 +75,17 @@ class Panel(StrEnum):
         return Field(default, description=description, json_schema_extra=words)
 
 
+servers = Panel.SERVERS.setting
+serving = Panel.SERVING.setting
+security = Panel.SECURITY.setting
+channel = Panel.CHANNEL.setting
+compute = Panel.COMPUTE.setting
+generation = Panel.GENERATION.setting
+recovery = Panel.RECOVERY.setting
+limits = Panel.TIME_LIMITS.setting
+reporting = Panel.REPORTING.setting
+
+
 def env_names(name: str) -> tuple[str, ...]:
     """The environment names of the setting ``name``, in order of precedence."""
     return (ENV_PREFIX + name.upper(), *([ALIASES[name]] if name in ALIASES else []))

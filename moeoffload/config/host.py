@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Final
 
 from moeoffload.config import values
-from moeoffload.config.base import Panel
+from moeoffload.config.base import channel, compute, generation, limits, recovery, reporting, security, servers
 from moeoffload.config.shared import KEYS_HINT, CommonSettings, LogLevel
 from moeoffload.config.values import Address, is_loopback
 from moeoffload.errors import SettingError
@@ -16,14 +16,6 @@ _SPELLINGS = "(float32, fp32, float16, fp16 and bfloat16 too)"
 _DTYPES = f"auto, f32, f16 or bf16 {_SPELLINGS}"
 _PAYLOADS = f"auto, f32, f16, bf16 or f8 {_SPELLINGS}"
 
-_recovery = Panel.RECOVERY.setting
-_limits = Panel.TIME_LIMITS.setting
-_generation = Panel.GENERATION.setting
-_servers = Panel.SERVERS.setting
-_security = Panel.SECURITY.setting
-_channel = Panel.CHANNEL.setting
-_compute = Panel.COMPUTE.setting
-_reporting = Panel.REPORTING.setting
 
 REFUSED_S: Final = 3.0
 """How long a host waits for a server that refuses connections: enough for one that is started at the same time."""
@@ -85,125 +77,125 @@ class Pipeline(StrEnum):
 class _Recovery(CommonSettings):
     """What a host does when an expert server is slow, lost or wrong."""
 
-    required: bool | None = _recovery(
+    required: bool | None = recovery(
         None,
         "Expert servers are needed: one that is lost and has no replica ends the run. If not required, a server on "
         "this machine takes the place of one that cannot be reached at the start.",
         means="needed at the start; the host computes the experts of one that is lost later",
     )
-    replicas: values.Copies = _recovery(1, "Expert servers that hold each expert; one of them computes it.")
-    fallback_gib: values.GibOrZero = _recovery(4.0, "Memory for experts of lost servers that the host computes.")
-    verify_percent: values.Percent = _recovery(
+    replicas: values.Copies = recovery(1, "Expert servers that hold each expert; one of them computes it.")
+    fallback_gib: values.GibOrZero = recovery(4.0, "Memory for experts of lost servers that the host computes.")
+    verify_percent: values.Percent = recovery(
         0.0, "Share of dispatches that a replica or the host computes again; a difference ends the run.", means="none"
     )
-    connect_timeout_s: values.Seconds = _limits(
+    connect_timeout_s: values.Seconds = limits(
         10.0,
         "The longest wait for an expert server to answer at the start; unless this is given, "
         f"{REFUSED_S:g} seconds for one that refuses connections.",
     )
-    load_timeout_s: values.DaySeconds = _limits(1800.0, "The longest wait for an expert server to load its experts.")
-    dispatch_timeout_s: values.Seconds = _limits(60.0, "The longest wait for the reply to a dispatch of any size.")
-    dispatch_floor_s: values.Seconds = _limits(2.0, "The deadline of a dispatch is learned, but not below this.")
+    load_timeout_s: values.DaySeconds = limits(1800.0, "The longest wait for an expert server to load its experts.")
+    dispatch_timeout_s: values.Seconds = limits(60.0, "The longest wait for the reply to a dispatch of any size.")
+    dispatch_floor_s: values.Seconds = limits(2.0, "The deadline of a dispatch is learned, but not below this.")
 
 
 class _Generation(CommonSettings):
     """How a host samples tokens, and speculative decoding."""
 
-    max_new_tokens: values.Tokens = _generation(256, "The most tokens to generate.", common=True)
-    temperature: values.Spread = _generation(
+    max_new_tokens: values.Tokens = generation(256, "The most tokens to generate.", common=True)
+    temperature: values.Spread = generation(
         0.0, "Spread of the sampling.", means="greedy, always the likeliest token", common=True
     )
-    seed: values.Seed = _generation(None, "Start of the random numbers of sampling.", means="a new one each run")
-    prompt_lookup: values.GuessesOrNone = _generation(
+    seed: values.Seed = generation(None, "Start of the random numbers of sampling.", means="a new one each run")
+    prompt_lookup: values.GuessesOrNone = generation(
         0, "Tokens guessed from what the text has repeated, and verified in one pass.", means="no guesses"
     )
-    draft: values.Draft = _generation(
+    draft: values.Draft = generation(
         None,
         "What guesses tokens, which are verified in one pass: the checkpoint's own multi-token-prediction layer, whose "
         "experts the host keeps, or a small model of the same vocabulary.",
         means="no guesses",
     )
-    draft_tokens: values.Guesses = _generation(4, "The most tokens that --draft guesses each time.")
-    adapt_guesses: bool = _generation(True, "Guess fewer tokens, or none, while that is measured to be faster.")
+    draft_tokens: values.Guesses = generation(4, "The most tokens that --draft guesses each time.")
+    adapt_guesses: bool = generation(True, "Guess fewer tokens, or none, while that is measured to be faster.")
 
 
 class HostSettings(_Recovery, _Generation):
     """The settings of the side that owns the model."""
 
-    experts: values.Addresses = _servers(
+    experts: values.Addresses = servers(
         (), "The expert servers to use.", means="start servers on this machine", common=True
     )
-    gpu: values.Gpu = _servers(
+    gpu: values.Gpu = servers(
         None, "The CUDA device of a server started here.", means="the server's choice", common=True
     )
-    server_memory_gib: values.GibOrAll = _servers(
+    server_memory_gib: values.GibOrAll = servers(
         None, "Memory of each server started here.", means="what is free", common=True
     )
-    work_dir: values.FolderToFill = _servers(
+    work_dir: values.FolderToFill = servers(
         None, "The folder for logs and temporary files of servers started on this machine.", means="a temporary folder"
     )
-    tls_ca: values.FileToRead = _security(
+    tls_ca: values.FileToRead = security(
         None,
         "Certificates of those who vouch for servers, PEM; with it, servers are reached by TLS.",
         means="no TLS",
         common=True,
     )
-    mode: Mode = _channel(
+    mode: Mode = channel(
         Mode.AUTO,
         "One dispatch of many rows a layer and server (batched), or small slices (stream).",
         means="batched; a long prompt is cut in at least two chunks, which overlap",
     )
-    dtype: PayloadChoice = _channel(
+    dtype: PayloadChoice = channel(
         PayloadChoice.AUTO,
         "The dtype of rows that travel to servers.",
         allowed=_PAYLOADS,
         means="the model's activation dtype",
         common=True,
     )
-    dtype_back: PayloadChoice = _channel(
+    dtype_back: PayloadChoice = channel(
         PayloadChoice.AUTO, "The dtype of sums that travel back.", allowed=_PAYLOADS, means="that of --dtype"
     )
-    shared_bytes: values.Size = _channel(
+    shared_bytes: values.Size = channel(
         0, "Least shared memory with a server started here.", means="as much as a batch needs"
     )
-    hot_slice: values.Rows = _channel(4, "The rows of one slice in stream mode.")
-    slots: values.Slots = _channel(4, "Requests in flight for each server.")
-    pipeline: Pipeline = _channel(
+    hot_slice: values.Rows = channel(4, "The rows of one slice in stream mode.")
+    slots: values.Slots = channel(4, "Requests in flight for each server.")
+    pipeline: Pipeline = channel(
         Pipeline.AUTO,
         "Attention of one chunk of a long prompt while servers compute the one before.",
         means="on, for models and calls whose prompts can be cut",
     )
-    local_experts_gib: values.GibOrZero = _compute(0.0, "Routed experts kept on the host.", means="none", common=True)
-    routing_stats: values.FileToRead = _compute(
+    local_experts_gib: values.GibOrZero = compute(0.0, "Routed experts kept on the host.", means="none", common=True)
+    routing_stats: values.FileToRead = compute(
         None,
         "Which experts are used most, as `moeoffload profile` writes it: those stay on the host, and the others are "
         "placed so that all servers finish together.",
         means="all experts count the same",
     )
-    fast_dense: bool = _compute(True, "On CPUs, dense layers, norms, attention by own kernels (other order of sums).")
-    device: values.Device = _compute(
+    fast_dense: bool = compute(True, "On CPUs, dense layers, norms, attention by own kernels (other order of sums).")
+    device: values.Device = compute(
         "auto", "Where the dense layers run.", means="the first CUDA device, else the CPU", common=True
     )
-    model_dtype: DtypeChoice = _compute(DtypeChoice.AUTO, "Compute dtype.", allowed=_DTYPES, means="the checkpoint's")
-    expert_format: ExpertFormat = _compute(
+    model_dtype: DtypeChoice = compute(DtypeChoice.AUTO, "Compute dtype.", allowed=_DTYPES, means="the checkpoint's")
+    expert_format: ExpertFormat = compute(
         ExpertFormat.KEEP, "What servers pack experts of 16 or 32 bits in.", means="as they are stored", common=True
     )
-    dense: values.FolderToRead = _compute(
+    dense: values.FolderToRead = compute(
         None,
         "For a model in a GGUF file: config, tokenizer and dense layers come from this folder, experts from the file.",
         allowed="the folder of a transformers checkpoint",
         means="all comes from the GGUF file, which is possible for some families",
     )
-    dense_format: DenseFormat = _compute(
+    dense_format: DenseFormat = compute(
         DenseFormat.KEEP,
         "On a CPU, linear layers of the host are packed in this format while they are loaded; the head in 8 bits.",
         means="as they are stored",
     )
-    profile: bool = _reporting(False, "Also record each layer's times in the report.")
-    report: values.FileToWrite = _reporting(
+    profile: bool = reporting(False, "Also record each layer's times in the report.")
+    report: values.FileToWrite = reporting(
         None, "The file for the run's report, as JSON.", means="no report file", common=True
     )
-    log_level: LogLevel = _reporting(LogLevel.WARNING, "The least serious log message that is shown.")
+    log_level: LogLevel = reporting(LogLevel.WARNING, "The least serious log message that is shown.")
 
     @property
     def refused_timeout_s(self) -> float:

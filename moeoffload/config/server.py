@@ -8,17 +8,10 @@ from typing import Any
 from pydantic import ValidationInfo, field_validator
 
 from moeoffload.config import values
-from moeoffload.config.base import Panel
+from moeoffload.config.base import channel, compute, limits, reporting, security, servers
 from moeoffload.config.shared import KEYS_HINT, CommonSettings, LogLevel
 from moeoffload.config.values import Address, is_loopback
 from moeoffload.errors import SettingError
-
-_servers = Panel.SERVERS.setting
-_security = Panel.SECURITY.setting
-_channel = Panel.CHANNEL.setting
-_compute = Panel.COMPUTE.setting
-_limits = Panel.TIME_LIMITS.setting
-_reporting = Panel.REPORTING.setting
 
 
 class Kernel(StrEnum):
@@ -39,52 +32,52 @@ class KeepWarm(StrEnum):
 class ExpertServerSettings(CommonSettings):
     """The settings of the side that owns routed experts."""
 
-    listen: values.Listen = _servers(Address("127.0.0.1:50051"), "Where to listen for hosts.", common=True)
-    model: values.ModelName = _servers(
+    listen: values.Listen = servers(Address("127.0.0.1:50051"), "Where to listen for hosts.", common=True)
+    model: values.ModelName = servers(
         None, "The server's own copy of the model.", means="the one the host names", common=True
     )
-    client_ca: values.FileToRead = _security(
+    client_ca: values.FileToRead = security(
         None, "Certificates that vouch for hosts, PEM; hosts then need one.", common=True
     )
-    model_root: values.Folders = _security(
+    model_root: values.Folders = security(
         (),
         "Folders below which hosts may name models for this server to read.",
         means="models in the hub cache only; any for hosts of the same user on this machine",
         common=True,
     )
-    shared_bytes: values.Size = _channel(0, "Least shared memory with one host.", means="as much as a batch needs")
-    slots: values.Slots = _channel(16, "The most requests in flight for each host.")
-    stream_port: values.Port = _channel(0, "The TCP port of the stream transport.", means="a free one")
+    shared_bytes: values.Size = channel(0, "Least shared memory with one host.", means="as much as a batch needs")
+    slots: values.Slots = channel(16, "The most requests in flight for each host.")
+    stream_port: values.Port = channel(0, "The TCP port of the stream transport.", means="a free one")
     # gpu comes before device: fields are validated in this order, and device depends on gpu.
-    gpu: values.Gpus = _compute(
+    gpu: values.Gpus = compute(
         None,
         "Short for device cuda:N; of several each holds a part of every layer; not together with a different device.",
         common=True,
     )
-    device: values.Device = _compute(
+    device: values.Device = compute(
         "auto", "Where routed experts run.", means="the last CUDA device, else the CPU", common=True
     )
-    memory_gib: values.GibOrAll = _compute(
+    memory_gib: values.GibOrAll = compute(
         None,
         "The most memory that experts and buffers take, of each GPU if there are several.",
         means="what is free",
         common=True,
     )
-    ram_gib: values.GibOrAll = _compute(
+    ram_gib: values.GibOrAll = compute(
         None,
         "RAM for experts beyond memory-gib, computed by the CPU; those used most move to the device.",
         means="all experts are on the device",
         common=True,
     )
-    keep_warm: KeepWarm = _compute(
+    keep_warm: KeepWarm = compute(
         KeepWarm.ON, "Experts of a host that has left stay in memory for the next one, until others need the memory."
     )
-    kernel: Kernel = _compute(
+    kernel: Kernel = compute(
         Kernel.AUTO, "What computes the experts; grouped has transformers' bits.", means="the fastest for the model"
     )
-    coalesce: bool = _compute(True, "Requests that wait for the same experts, of all hosts, are computed as one batch.")
-    drain_timeout_s: values.DaySeconds = _limits(30.0, "The longest wait for hosts to move on at a stop.")
-    log_level: LogLevel = _reporting(LogLevel.INFO, "The least serious log message that is shown.")
+    coalesce: bool = compute(True, "Requests that wait for the same experts, of all hosts, are computed as one batch.")
+    drain_timeout_s: values.DaySeconds = limits(30.0, "The longest wait for hosts to move on at a stop.")
+    log_level: LogLevel = reporting(LogLevel.INFO, "The least serious log message that is shown.")
 
     def __init__(self, **values: Any) -> None:
         """See `SettingsBase`; gpu or device, given as a keyword, overrides the other one's environment variable."""

@@ -6,16 +6,12 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final
 
-from moeoffload.config.base import Panel, SettingsBase
+from moeoffload.config.base import SettingsBase, channel, compute, security
 from moeoffload.config.values import MOST_ROWS, FileToRead, RowsOrMeasured, SecretFile, Threads, is_loopback
 from moeoffload.errors import SettingError
 
 USUAL_ROWS: Final = 1024
 KEYS_HINT = "`moeoffload keys new DIR` makes them"
-
-_security = Panel.SECURITY.setting
-_channel = Panel.CHANNEL.setting
-_compute = Panel.COMPUTE.setting
 
 
 class TransportChoice(StrEnum):
@@ -38,23 +34,23 @@ class LogLevel(StrEnum):
 class CommonSettings(SettingsBase):
     """The settings of both programs."""
 
-    tls_cert: FileToRead = _security(None, "This side's certificate, PEM.", common=True)
-    tls_key: SecretFile = _security(None, "The private key of that certificate, PEM.", common=True)
-    token_file: SecretFile = _security(None, "The file that holds the token which hosts show to servers.")
-    insecure: bool = _security(
+    tls_cert: FileToRead = security(None, "This side's certificate, PEM.", common=True)
+    tls_key: SecretFile = security(None, "The private key of that certificate, PEM.", common=True)
+    token_file: SecretFile = security(None, "The file that holds the token which hosts show to servers.")
+    insecure: bool = security(
         False, "Allow connections between machines without TLS, and servers open to all.", common=True
     )
-    transport: TransportChoice = _channel(
+    transport: TransportChoice = channel(
         TransportChoice.AUTO,
         "How frames travel: shared memory on one machine, a TCP stream between machines.",
         means="shared where both sides are on one machine, else stream",
     )
-    batch_capacity: RowsOrMeasured = _channel(
+    batch_capacity: RowsOrMeasured = channel(
         None,
         "The most rows in one dispatch; the smaller of both sides' counts.",
         means=f"{USUAL_ROWS}; on a GPU up to {MOST_ROWS}, as far as larger calls are measured to pay",
     )
-    threads: Threads = _compute(None, "Compute threads on the CPU.", means="torch's default", common=True)
+    threads: Threads = compute(None, "Compute threads on the CPU.", means="torch's default", common=True)
 
     @property
     def usual_rows(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -73,23 +74,6 @@ def _host(text: str) -> str:
     return text.lower()
 
 
-def read_addresses(value: Any) -> Any:
-    """Comma-separated text, or several HOST:PORT texts, to a tuple of distinct addresses."""
-    if isinstance(value, str):
-        value = value.split(",") if value else ()
-    if not isinstance(value, Iterable):
-        return value
-    addresses = []
-    for text in value:
-        if not isinstance(text, str):
-            raise ValueError(f"{text!r} is not HOST:PORT")
-        address = Address.parse(text)
-        if address in addresses:
-            raise ValueError(f"{address} is there twice")
-        addresses.append(address)
-    return tuple(addresses)
-
-
 def read_listen(text: str) -> Address:
     """One HOST:PORT to listen on."""
     return Address.parse(text, lowest_port=0)
@@ -98,6 +82,23 @@ def read_listen(text: str) -> Address:
 def _read(read: Callable[[str], Any]) -> BeforeValidator:
     """Applies ``read`` to text; other values are validated unchanged."""
     return BeforeValidator(lambda value: read(value.strip()) if isinstance(value, str) else value)
+
+
+def _read_several(read: Callable[[str], Any]) -> BeforeValidator:
+    """Applies ``read`` to each part of comma-separated text, or of several values; a number is one part."""
+
+    def read_parts(value: Any) -> Any:
+        parts = str(value).split(",") if isinstance(value, str | int) and value != "" else value
+        return tuple(read(str(part).strip()) for part in parts) if isinstance(parts, Iterable) else value
+
+    return BeforeValidator(read_parts)
+
+
+def _each_once(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    repeated = [value for value, n in Counter(values or ()).items() if n > 1]
+    if repeated:
+        raise ValueError(f"{repeated[0]} is there twice")
+    return values
 
 
 def read_host(text: str) -> str:
@@ -123,20 +124,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def read_folders(value: Any) -> Any:
-    """Comma-separated text, or several paths, to a tuple of existing folders, with links resolved."""
-    if isinstance(value, str):
-        value = value.split(",")
-    if not isinstance(value, Iterable):
-        return value
-    folders = []
-    for part in value:
-        text = str(part).strip()
-        folder = Path(os.path.realpath(os.path.expanduser(text))) if text and "\0" not in text else None
-        if folder is None or not folder.is_dir():
-            raise ValueError(f"{text!r} is no folder")
-        folders.append(folder)
-    return tuple(folders)
+def read_folder(text: str) -> Path:
+    """An existing folder, with links resolved."""
+    folder = Path(os.path.realpath(os.path.expanduser(text)))
+    if not text or not folder.is_dir():
+        raise ValueError(f"{text!r} is no folder")
+    return folder
 
 
 def read_model(text: str) -> str:
@@ -153,23 +146,11 @@ def read_device(text: str) -> str:
     return text.lower()
 
 
-def read_gpus(value: Any) -> Any:
-    """Comma-separated text, or several numbers, to a tuple of distinct numbers."""
-    if isinstance(value, str):
-        value = value.split(",")
-    if isinstance(value, int):
-        value = (value,)
-    if not isinstance(value, Iterable):
-        return value
-    gpus: list[int] = []
-    for part in value:
-        text = str(part).strip()
-        if not _GPU.fullmatch(text):
-            raise ValueError(f"{text!r} is no number of a GPU")
-        if int(text) in gpus:
-            raise ValueError(f"{text} is there twice")
-        gpus.append(int(text))
-    return tuple(gpus)
+def read_gpu(text: str) -> int:
+    """The number of a GPU."""
+    if not _GPU.fullmatch(text):
+        raise ValueError(f"{text!r} is no number of a GPU")
+    return int(text)
 
 
 def _path(check: Callable[[Path], None]) -> AfterValidator:
@@ -237,14 +218,19 @@ _TO_FILL = "a folder that exists and can be written to, or that can be made"
 _TO_WRITE = "a file that can be written, in a folder that exists"
 _SECRET = "a file that only its owner can read (chmod 600)"
 
-Addresses = Annotated[tuple[InstanceOf[Address], ...], BeforeValidator(read_addresses), Words(_HOSTS, "HOST:PORT,...")]
+Addresses = Annotated[
+    tuple[InstanceOf[Address], ...],
+    _read_several(Address.parse),
+    AfterValidator(_each_once),
+    Words(_HOSTS, "HOST:PORT,..."),
+]
 Listen = Annotated[InstanceOf[Address], _read(read_listen), Words(_LISTEN, "HOST:PORT")]
 HostName = Annotated[str, _read(read_host), Words("a host name or an address", "HOST")]
 Device = Annotated[str, _read(read_device), Words("auto, cpu, cuda or cuda:N", "auto|cpu|cuda|cuda:N")]
 Size = Annotated[int, _read(read_size), Field(ge=0, le=_MOST_BYTES), Words(_SIZES, "BYTES", "bytes")]
 Folders = Annotated[
     tuple[Path, ...],
-    BeforeValidator(read_folders),
+    _read_several(read_folder),
     Words("a folder that exists, or several with commas between", "FOLDER,..."),
 ]
 FolderToRead = Annotated[Path | None, _path(_folder_to_read), Words("a folder that exists", "FOLDER")]
@@ -274,7 +260,8 @@ Seed = Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1), Words("an integer
 Gpu = Annotated[int | None, Field(ge=0)]
 Gpus = Annotated[
     tuple[int, ...] | None,
-    BeforeValidator(read_gpus),
+    _read_several(read_gpu),
+    AfterValidator(_each_once),
     Words("a GPU's number from 0 on, or several with commas between, each once", "N,..."),
 ]
 Port = Annotated[int, Field(ge=0, le=65535)]

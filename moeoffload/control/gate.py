@@ -78,8 +78,8 @@ def _as_bytes(value: str | bytes) -> bytes:
 def _guarded(handler: Any, method: str, first_s: float) -> _Handler:
     """Wraps ``handler`` so that its requests are read here, and its errors become gRPC statuses.
 
-    On the wire, calls with one request and with many look the same. gRPC itself would wait forever for the only
-    request, and write a traceback for bytes that cannot be parsed.
+    On the wire, calls with one request or reply and with many look the same. gRPC itself would wait forever for the
+    only request, and write a traceback for bytes that cannot be parsed.
     """
 
     def parse(data: bytes) -> Any:
@@ -106,21 +106,15 @@ def _guarded(handler: Any, method: str, first_s: float) -> _Handler:
             raise ProtocolError(f"{method}: the call has no request")
         return parse(data)
 
-    def one_reply(requests: Iterator[bytes], context: Any) -> Any:
-        try:
-            return handler.unary_unary(only(requests), context)
-        except Exception as error:
-            abort(context, error)
-
-    def many_replies(requests: Iterator[bytes], context: Any) -> Iterator[Any]:
+    def replies(requests: Iterator[bytes], context: Any) -> Iterator[Any]:
         try:
             if handler.request_streaming:
                 yield from handler.stream_stream(map(parse, requests), context)
-            else:
+            elif handler.response_streaming:
                 yield from handler.unary_stream(only(requests), context)
+            else:
+                yield handler.unary_unary(only(requests), context)
         except Exception as error:
             abort(context, error)
 
-    if handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(many_replies, None, handler.response_serializer)
-    return grpc.stream_unary_rpc_method_handler(one_reply, None, handler.response_serializer)
+    return grpc.stream_stream_rpc_method_handler(replies, None, handler.response_serializer)

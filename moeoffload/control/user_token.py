@@ -35,7 +35,7 @@ class UserToken:
                 folder.mkdir(mode=0o700, exist_ok=True)
             except OSError:
                 continue
-            if not _is_own(os.lstat(folder), stat.S_ISDIR):
+            if not _is_own_folder(folder):
                 continue
             path = folder / _name(host, port)
             scratch = folder / f".{path.name}.{os.getpid()}"
@@ -57,16 +57,8 @@ class UserToken:
 
 def user_tokens(host: str, port: int) -> list[str]:
     """Returns the tokens that a host of this user has for a server at loopback ``host``:``port``; usually one."""
-    found = []
-    for folder in _folders():
-        try:
-            own = _is_own(os.lstat(folder), stat.S_ISDIR)
-        except OSError:
-            continue
-        token = _read(folder / _name(host, port)) if own else None
-        if token:
-            found.append(token)
-    return found
+    tokens = (_read(folder / _name(host, port)) for folder in _folders() if _is_own_folder(folder))
+    return [token for token in tokens if token]
 
 
 def new_token() -> str:
@@ -95,9 +87,16 @@ def _folders() -> list[Path]:
     return [runtime / "moeoffload", fallback] if own else [fallback]
 
 
-def _is_own(status: os.stat_result, is_kind: object) -> bool:
-    assert callable(is_kind)
-    return bool(is_kind(status.st_mode)) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+def _is_own_folder(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and _is_own(status)
+
+
+def _is_own(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def _read(path: Path) -> str | None:
@@ -107,7 +106,8 @@ def _read(path: Path) -> str | None:
     except OSError:
         return None
     with os.fdopen(descriptor, "rb") as file:
-        if not _is_own(os.fstat(descriptor), stat.S_ISREG):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or not _is_own(status):
             return None
         token = file.read(_MOST_BYTES).decode("ascii", "replace").strip()
     return token if token.isalnum() else None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.model_config import read_config
+from moeoffload.checkpoint.model_config import config_of
 from moeoffload.checkpoint.tensors import TensorIndex, read_json
 from moeoffload.errors import ModelError, SettingError
 from moeoffload.host.routing import read_routing_stats
@@ -76,8 +76,9 @@ def test_a_file_larger_than_any_of_its_kind_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["1000000000", "-1", "1e300", "9" * 400])
 def test_a_config_with_an_absurd_number_of_modules_is_refused(tmp_path: Path, key: str, value: str) -> None:
     (tmp_path / "config.json").write_text(f'{{"model_type": "qwen3_moe", "{key}": {value}}}')
+    values = read_json(tmp_path / "config.json")
     with pytest.raises(ModelError, match=f"{key} is .*, allowed are 0 to"):
-        read_config(tmp_path)
+        config_of(values, "config.json")
 
 
 @pytest.mark.parametrize(
