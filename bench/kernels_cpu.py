@@ -34,7 +34,7 @@ from moeoffload import native
 from moeoffload.formats.packed import Codes, Offsets, PackedFormat, PackedWeights, Scales
 from moeoffload.formats.quantise import FORMATS, quantise
 from moeoffload.huge_pages import empty_weights
-from moeoffload.kernels import LayerKernels
+from moeoffload.kernels import KernelInput, LayerKernels
 from moeoffload.kernels.dense import MAX_ROWS, product_if_few
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -135,7 +135,7 @@ def make_experts(dtype: torch.dtype, n_experts: int | None = None) -> Any:
 def run_ours(layer: LayerKernels, inputs: Sequence[Any], out: torch.Tensor, number: int) -> None:
     """A call of round ``number``."""
     rows, slots, weights = inputs[number % N_ROUTINGS]
-    layer(rows, slots, weights, out)
+    layer(KernelInput(rows, slots, weights, out))
 
 
 def run_theirs(function: Callable[..., object], experts: Any, inputs: Sequence[Any], number: int) -> object:

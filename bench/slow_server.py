@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from moeoffload.cli import expert_app
-from moeoffload.kernels import KernelWorkspace, LayerKernels
+from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 
 SLICE_S: Final = 1e-3
 """A call in slices waits in such pieces, so that others have their turn meanwhile."""
@@ -42,28 +42,14 @@ def slow_down(factor: float = 1.0, above: int = 1 << 30, above_factor: float = 1
         best = best_s[size] = min(best_s.get(size, took_s), took_s / n_routes)
         return max(0.0, wanted * best * n_routes - took_s)
 
-    def slow_call(
-        self: LayerKernels,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        workspace: KernelWorkspace | None = None,
-    ) -> None:
+    def slow_call(self: LayerKernels, given: KernelInput, workspace: KernelWorkspace | None = None) -> None:
         started = perf_counter()
-        call(self, rows, slots, weights, out, workspace)
+        call(self, given, workspace)
         if not getattr(in_a_slice, "now", False):
-            time.sleep(missing_s(slots, perf_counter() - started))
+            time.sleep(missing_s(given.slots, perf_counter() - started))
 
-    def slow_slices(
-        self: LayerKernels,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        workspace: KernelWorkspace | None = None,
-    ) -> Iterator[None]:
-        took_s, parts = 0.0, slices(self, rows, slots, weights, out, workspace)
+    def slow_slices(self: LayerKernels, given: KernelInput, workspace: KernelWorkspace | None = None) -> Iterator[None]:
+        took_s, parts = 0.0, slices(self, given, workspace)
         while True:
             started, in_a_slice.now = perf_counter(), True
             try:
@@ -74,7 +60,7 @@ def slow_down(factor: float = 1.0, above: int = 1 << 30, above_factor: float = 1
                 in_a_slice.now = False
                 took_s += perf_counter() - started
             yield
-        left_s = missing_s(slots, took_s)
+        left_s = missing_s(given.slots, took_s)
         while left_s > 0:
             time.sleep(min(left_s, SLICE_S))
             left_s -= SLICE_S

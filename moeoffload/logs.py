@@ -29,28 +29,6 @@ class OneLineFormatter(logging.Formatter):
         return "\n".join(f"  | {one_line(line, MAX_LINE)}" for line in text.splitlines())
 
 
-class RateLimit:
-    """Lets ``burst`` events through in ``window_s`` seconds. Thread-safe."""
-
-    def __init__(self, burst: int, window_s: float) -> None:
-        self._burst = burst
-        self._window_s = window_s
-        self._began = -window_s
-        self._n = 0
-        self._lock = threading.Lock()
-
-    def admit(self) -> int | None:
-        """Returns None for an event to be dropped, else how many were dropped since the last admitted one."""
-        now = monotonic()
-        with self._lock:
-            left_out = 0
-            if now - self._began >= self._window_s:
-                left_out = max(0, self._n - self._burst)
-                self._began, self._n = now, 0
-            self._n += 1
-            return None if self._n > self._burst else left_out
-
-
 class FloodFilter(logging.Filter):
     """Lets `BURST` records of one kind (logger, level, text without its values) through in `WINDOW_S` seconds.
 
@@ -59,23 +37,27 @@ class FloodFilter(logging.Filter):
 
     def __init__(self, burst: int = BURST, window_s: float = WINDOW_S) -> None:
         super().__init__()
-        self._make = lambda: RateLimit(burst, window_s)
-        self._kinds: OrderedDict[tuple[str, int, str], RateLimit] = OrderedDict()
+        self._burst = burst
+        self._window_s = window_s
+        self._kinds: OrderedDict[tuple[str, int, str], tuple[float, int]] = OrderedDict()
+        """Of each kind, when its window began and how many records it has had."""
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See `logging.Filter`."""
-        kind = (record.name, record.levelno, str(record.msg)[:200])
+        kind, now, left_out = (record.name, record.levelno, str(record.msg)[:200]), monotonic(), 0
         with self._lock:
-            limit = self._kinds.get(kind) or self._make()
-            self._kinds[kind] = limit
+            began, n = self._kinds.get(kind, (now, 0))
+            if now - began >= self._window_s:
+                left_out = max(0, n - self._burst)
+                began, n = now, 0
+            self._kinds[kind] = began, n + 1
             self._kinds.move_to_end(kind)
             if len(self._kinds) > _MAX_KINDS:
                 self._kinds.popitem(last=False)
-        left_out = limit.admit()
         if left_out:
             record.msg, record.args = f"{record.getMessage()} ({left_out} more like it were left out)", None
-        return left_out is not None
+        return n < self._burst
 
 
 def log_to(handler: logging.Handler, level: str, form: str) -> None:

@@ -21,7 +21,7 @@ from moeoffload.control.client import ControlClient
 from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.engine import Engine
 from moeoffload.host.link import ExpertLink
-from moeoffload.kernels import LayerKernels
+from moeoffload.kernels import KernelInput, LayerKernels
 from moeoffload.wire import ErrorCode, FrameHeader, Kind
 
 
@@ -37,13 +37,13 @@ class Server:
         self.n_experts, self.is_batch_invariant, self.shape = N_EXPERTS, True, None
         self.engine.start()
 
-    def __call__(self, rows: torch.Tensor, *others: Any) -> None:
-        self.calls.append(rows.shape[0])
-        self.layer(rows, *others)
+    def __call__(self, call: KernelInput, workspace: Any = None) -> None:
+        self.calls.append(len(call.rows))
+        self.layer(call, workspace)
 
-    def in_slices(self, rows: torch.Tensor, *others: Any) -> Iterator[None]:
-        self.calls.append(rows.shape[0])
-        yield from self.layer.in_slices(rows, *others)
+    def in_slices(self, call: KernelInput, workspace: Any = None) -> Iterator[None]:
+        self.calls.append(len(call.rows))
+        yield from self.layer.in_slices(call, workspace)
 
     def hosts(self, *names: str, **options: Any) -> list[Host]:
         return [Host(self.engine, name, self.layers, **options) for name in names]

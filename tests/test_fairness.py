@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from engine_kit import N_EXPERTS, Host, engine
 
 from moeoffload.errors import ServerError
 from moeoffload.expert_server import batcher
 from moeoffload.expert_server.engine import RECENT_S, Engine
 from moeoffload.expert_server.fair_share import SMALL_IN_A_ROW, SMALL_PRICE, FairShares
+from moeoffload.kernels import KernelInput
 from moeoffload.wire import ErrorCode
 
 __all__ = ["engine"]
@@ -36,16 +36,16 @@ class Kernel:
     is_batch_invariant: bool = False
     shape: None = None
 
-    def __call__(self, rows: torch.Tensor, slots: Any, weights: Any, out: torch.Tensor, workspace: Any = None) -> None:
-        out.copy_(rows)
-        self.log.append(f"{self.name}{rows.shape[0]}")
+    def __call__(self, call: KernelInput, workspace: Any = None) -> None:
+        call.out.copy_(call.rows)
+        self.log.append(f"{self.name}{len(call.rows)}")
 
-    def in_slices(self, *call: Any) -> Iterator[None]:
+    def in_slices(self, call: KernelInput, workspace: Any = None) -> Iterator[None]:
         for step in range(N_STEPS):
             self.between(step)
             self.log.append(f"{self.name}.")
             yield
-        self(*call)
+        self(call)
 
 
 def logging_host(engine: Engine, name: str, log: list[str]) -> Host:

@@ -22,7 +22,7 @@ from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import CapacityError
 from moeoffload.expert_server.layer_parts import LayerParts
 from moeoffload.expert_server.several_devices import SeveralDevices
-from moeoffload.kernels import KernelWorkspace, LayerKernels
+from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 
 CPU = torch.device("cpu")
 TOP_K = 4
@@ -50,14 +50,16 @@ def test_parts_add_up_to_the_layer(checkpoint: Checkpoint) -> None:
             slots[torch.rand(slots.shape, generator=generator) < 0.1] = -1
             weights = torch.rand(slots.shape, generator=generator)
             out, again, expected = torch.full((3, n_rows, whole.hidden), float("nan"))
-            whole(rows, slots, weights, expected)
-            split(rows, slots, weights, out)
-            for _ in split.in_slices(rows, slots, weights, again):
-                split(rows[:1], slots[:1], weights[:1], torch.empty_like(out[:1]), KernelWorkspace())
+            given = KernelInput(rows, slots, weights, out)
+            whole(given._replace(out=expected))
+            split(given)
+            for _ in split.in_slices(given._replace(out=again)):
+                split(KernelInput(rows[:1], slots[:1], weights[:1], torch.empty_like(out[:1])), KernelWorkspace())
             assert (out - expected).norm() <= 2**-16 * expected.norm()
             assert torch.equal(out, again)
+        wrong = torch.full((1, TOP_K), n_experts)
         with pytest.raises(IndexError, match="slots must be -1 to"):
-            split(rows.new_zeros(1, whole.hidden), torch.full((1, TOP_K), n_experts), *torch.ones(2, 1, 4))
+            split(KernelInput(rows.new_zeros(1, whole.hidden), wrong, *torch.ones(2, 1, TOP_K)))
 
 
 class Watched:
@@ -66,11 +68,10 @@ class Watched:
     def __init__(self, device: str, log: list[str]) -> None:
         self.device, self.log = torch.device(device), log
 
-    def in_slices(self, *call: Any) -> Any:
-        *tensors, _ = call
+    def in_slices(self, call: KernelInput, workspace: Any) -> Any:
         self.log.append(str(self.device))
-        assert {each.device for each in tensors} == {self.device}
-        tensors[-1].zero_()
+        assert {each.device for each in call} == {self.device}
+        call.out.zero_()
         yield
 
 
@@ -98,7 +99,7 @@ def test_each_part_gets_tensors_of_its_device_and_nothing_waits(first: str) -> N
         layer._places = Table(first)  # type: ignore[assignment]
         rows, out = torch.empty(5, 16, device="cuda:0"), torch.empty(5, 16, device="cuda:0")
         slots = torch.empty(5, TOP_K, dtype=torch.int64, device="cuda:0")
-        layer(rows, slots, torch.empty(5, TOP_K, device="cuda:0"), out)
+        layer(KernelInput(rows, slots, torch.empty(5, TOP_K, device="cuda:0"), out))
     assert log == ["cuda:2", first], "the others begin first"
 
 

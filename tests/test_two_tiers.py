@@ -23,7 +23,7 @@ from moeoffload.errors import PlacementError
 from moeoffload.expert_server import two_tiers
 from moeoffload.expert_server.hot_experts import LEAST_SETS, MOST_MOVES, HotExperts
 from moeoffload.expert_server.two_tiers import Tiers, TwoTierLayer
-from moeoffload.kernels import KernelWorkspace, LayerKernels
+from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 
 CPU = torch.device("cpu")
 TOP_K = 4
@@ -107,12 +107,13 @@ def test_sums_are_the_same_while_experts_move(checkpoint: Checkpoint, monkeypatc
         rows = torch.randn(n_rows, whole.hidden, generator=generator).to(whole.dtype)
         slots, weights = routes(n_rows, experts, n_experts, generator), torch.rand(n_rows, TOP_K, generator=generator)
         out, expected = torch.empty(2, n_rows, whole.hidden)
-        whole(rows, slots, weights, expected)
-        tiered(rows, slots, weights, out)
+        given = KernelInput(rows, slots, weights, out)
+        whole(given._replace(out=expected))
+        tiered(given)
         assert (out - expected).norm() <= 2**-16 * expected.norm()
-        for _ in tiered.in_slices(rows, slots, weights, out.zero_()):
+        for _ in tiered.in_slices(given._replace(out=out.zero_())):
             before = tiers.moves
-            tiered(rows[:1], slots[:1], weights[:1], torch.empty(1, whole.hidden), KernelWorkspace())
+            tiered(KernelInput(rows[:1], slots[:1], weights[:1], torch.empty(1, whole.hidden)), KernelWorkspace())
             assert tiers.moves == before, "a long call knows where its experts were"
         assert (out - expected).norm() <= 2**-16 * expected.norm()
 
@@ -123,8 +124,9 @@ def test_sums_are_the_same_while_experts_move(checkpoint: Checkpoint, monkeypatc
     assert tiers.moves > 0
     assert tiers.fast_routes + tiers.slow_routes > 0
     assert tiered._hot.is_fast[list(last)].mean() > 0.5, "hot ones have come"
+    row, wrong = torch.zeros(1, whole.hidden, dtype=whole.dtype), torch.full((1, TOP_K), n_experts)
     with pytest.raises(IndexError, match="slots must be -1 to"):
-        tiered(torch.zeros(1, whole.hidden, dtype=whole.dtype), torch.full((1, TOP_K), n_experts), *torch.ones(2, 1, 4))
+        tiered(KernelInput(row, wrong, *torch.ones(2, 1, TOP_K)))
 
 
 def test_moving_takes_a_part_of_the_time_at_most() -> None:
@@ -135,7 +137,7 @@ def test_moving_takes_a_part_of_the_time_at_most() -> None:
         slots = (torch.arange(TOP_K) + step // 50 * TOP_K + 16)[None] % 32
         row = torch.randn(1, tiered.hidden, generator=generator).bfloat16()
         moves, moved_s = tiers.moves, tiered._moved_s
-        tiered(row, slots, torch.ones(1, TOP_K), out)
+        tiered(KernelInput(row, slots, torch.ones(1, TOP_K), out))
         if moved_s > two_tiers.MOVING_PART * tiered._called_s:
             assert tiers.moves == moves
     assert tiers.moves > 0

@@ -133,9 +133,9 @@ class Answers:
         The call is not sliced if ``whole``, if only one host is attached, or if it interrupts another call.
         """
         if pause is None or whole or len(self._shares.all) == 1:
-            experts(*call, self._urgent_workspace if pause is None else None)
+            experts(call, self._urgent_workspace if pause is None else None)
             return 0.0
-        return sum(pause() for _ in experts.in_slices(*call))
+        return sum(pause() for _ in experts.in_slices(call))
 
     def refuse(self, request: Request, error: Exception) -> None:
         """Answers a request with an error frame that says what is wrong with it, or with this server."""

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from moeoffload.kernels import KernelWorkspace, LayerKernels
+from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 
 # The host learns the time of larger calls in use: timing them here would touch their workspaces and slow every load.
 SIZES: Final = (1, 4, 16, 64, 256)
@@ -72,14 +72,14 @@ def time_layer(
         shape = slots.shape[0], kernels.hidden
         rows = torch.randn(shape, generator=generator, dtype=f32).to(device, kernels.dtype)
         weights = torch.full(slots.shape, 1 / top_k, device=device, dtype=f32)
-        out = torch.empty(shape, device=device, dtype=f32)
+        call = KernelInput(rows, slots, weights, torch.empty(shape, device=device, dtype=f32))
         times: list[float] = []
         while len(times) < 2 or (len(times) < REPEATS and sum(times) < LONG_S) or sum(times) < LEAST_S:
             started = perf_counter()
             if pause is None:
-                kernels(rows, slots, weights, out, workspace)
+                kernels(call, workspace)
             else:
-                for _ in kernels.in_slices(rows, slots, weights, out, workspace):
+                for _ in kernels.in_slices(call, workspace):
                     started += pause()
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
+from moeoffload.kernels import KernelChoice, KernelInput, KernelWorkspace, LayerKernels
 
 if TYPE_CHECKING:
     from moeoffload.checkpoint import Checkpoint
@@ -70,35 +70,22 @@ class LayerParts(LayerKernels):
         for part in self._parts:
             part.reserve(max_rows, top_k)
 
-    def __call__(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        workspace: KernelWorkspace | None = None,
-    ) -> None:
+    def __call__(self, call: KernelInput, workspace: KernelWorkspace | None = None) -> None:
         """See `LayerKernels.__call__`."""
-        for _ in self.in_slices(rows, slots, weights, out, workspace):
+        for _ in self.in_slices(call, workspace):
             pass
 
-    def in_slices(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        workspace: KernelWorkspace | None = None,
-    ) -> Iterator[None]:
+    def in_slices(self, call: KernelInput, workspace: KernelWorkspace | None = None) -> Iterator[None]:
         """See `LayerKernels.in_slices`."""
+        rows, slots, weights, out = call
         self._check_slots(slots)
         places = self._places[:, slots.to(self._places.device)]
         # First all copies (a copy waits for work queued before it), then the other devices' parts, then the first's.
-        calls = [(rows.to(to), at.to(to), weights.to(to)) for to, at in zip(self._devices, places, strict=True)]
+        inputs = [(rows.to(to), at.to(to), weights.to(to)) for to, at in zip(self._devices, places, strict=True)]
         sums = [torch.empty(out.shape, dtype=out.dtype, device=device) for device in self._devices[1:]]
         sums.insert(0, out if self._devices[0] == out.device else torch.empty_like(out, device=self._devices[0]))
-        for part, call, of_part in reversed(list(zip(self._parts, calls, sums, strict=True))):
-            yield from part.in_slices(*call, of_part, workspace)
+        for part, its, of_part in reversed(list(zip(self._parts, inputs, sums, strict=True))):
+            yield from part.in_slices(KernelInput(*its, of_part), workspace)
         if sums[0] is not out:
             sums.insert(0, out.zero_())
         for of_part in sums[1:]:

@@ -24,7 +24,7 @@ from moeoffload.expert_server.fair_share import SMALL_ROWS
 from moeoffload.expert_server.hot_experts import HotExperts
 from moeoffload.expert_server.layer_parts import LayerParts
 from moeoffload.formats import PackedWeights
-from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
+from moeoffload.kernels import KernelChoice, KernelInput, KernelWorkspace, LayerKernels
 from moeoffload.kernels.packing import packed_parts
 
 if TYPE_CHECKING:
@@ -163,37 +163,24 @@ class TwoTierLayer(LayerParts):
         """Returns the names of the kernels that serve a call of ``n_rows`` rows."""
         return f"two tiers of {' and '.join(self._kernels_for(n_rows))}"
 
-    def in_slices(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        workspace: KernelWorkspace | None = None,
-    ) -> Iterator[None]:
+    def in_slices(self, call: KernelInput, workspace: KernelWorkspace | None = None) -> Iterator[None]:
         """See `LayerKernels.in_slices`."""
-        experts = slots.to(_CPU)
+        experts = call.slots.to(_CPU)
         self._check_slots(experts)
         places, took = self._places[:, experts], [0.0]
         self._open_calls += 1
         try:
-            yield from _timed(self._slices(rows, places, weights, out, workspace), took)
+            yield from _timed(self._slices(call, places, workspace), took)
         finally:
             self._open_calls -= 1
         self._called_s += took[0]
         # Not while another call of this layer is between two slices: it has looked up its experts' places already.
-        if len(rows) <= SMALL_ROWS and not self._open_calls:
+        if len(call.rows) <= SMALL_ROWS and not self._open_calls:
             self._follow(experts)
 
-    def _slices(
-        self,
-        rows: torch.Tensor,
-        places: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        workspace: KernelWorkspace | None,
-    ) -> Iterator[None]:
+    def _slices(self, call: KernelInput, places: torch.Tensor, workspace: KernelWorkspace | None) -> Iterator[None]:
         """Computes a call in slices; ``places`` (2, n, top_k) int64 on the CPU: slots in either part, or -1."""
+        rows, _, weights, out = call
         in_ram, took = places[1], [0.0]
         needed = in_ram[in_ram >= 0].unique().tolist()
         n_fast, n_slow = (places >= 0).sum(dim=(1, 2)).tolist()
@@ -204,27 +191,27 @@ class TwoTierLayer(LayerParts):
         )
         # Copied before the device's part is queued: later copies, and with them the CPU, would wait for that part.
         copies = (rows.to(_CPU), weights.to(_CPU)) if needed and not is_staged else (rows, weights)
-        yield from self._fast.in_slices(rows, places[0].to(self._device), weights, out, workspace)
+        yield from self._fast.in_slices(call._replace(slots=places[0].to(self._device)), workspace)
         if is_staged:
-            yield from self._staged(needed, (rows, in_ram, weights, out))
+            yield from self._staged(needed, call, in_ram)
         elif needed:
             sums = torch.empty(out.shape, dtype=out.dtype)
-            yield from _timed(self._slow.in_slices(copies[0], in_ram, copies[1], sums, workspace), took)
+            in_slices = self._slow.in_slices(KernelInput(copies[0], in_ram, copies[1], sums), workspace)
+            yield from _timed(in_slices, took)
             out += sums.to(self._device)
             if len(rows) > SMALL_ROWS:
                 self._slow_s = took[0] / n_slow
 
-    def _staged(self, needed: list[int], call: tuple[torch.Tensor, ...]) -> Iterator[None]:
-        """Copies experts in RAM to the stage, computes them on the device and adds their sums to ``out``."""
-        rows, in_ram, weights, out = call
-        part = torch.empty_like(out)
+    def _staged(self, needed: list[int], call: KernelInput, in_ram: torch.Tensor) -> Iterator[None]:
+        """Copies experts in RAM to the stage, computes them on the device and adds their sums to ``call.out``."""
+        part = torch.empty_like(call.out)
         for first in range(0, len(needed), self._stage.n_experts):
             some = needed[first : first + self._stage.n_experts]
             self._stage.fill(self._modules[1], some)
             places = torch.full((self._slow.n_experts + 1,), -1, dtype=torch.int64)
             places[some] = torch.arange(len(some))
-            self._stage.kernels(rows, places[in_ram].to(self._device), weights, part)
-            out += part
+            self._stage.kernels(call._replace(slots=places[in_ram].to(self._device), out=part))
+            call.out.add_(part)
             if first + len(some) < len(needed):
                 yield
 

@@ -12,7 +12,7 @@ from moeoffload.kernels.calls import SlotError
 from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.layout import hidden_of, up_weight, why_not
 from moeoffload.kernels.packing import dtype_of, first_tensor
-from moeoffload.kernels.tiled import TiledExperts, contiguous
+from moeoffload.kernels.tiled import KernelInput, TiledExperts, contiguous
 from moeoffload.kernels.triton_experts import few_rows_kernel
 from moeoffload.kernels.workspace import KernelWorkspace
 
@@ -75,63 +75,44 @@ class LayerKernels:
         if self._few_rows is not None:
             self._few_rows.warm_up(top_k, max_rows)
 
-    def __call__(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        workspace: KernelWorkspace | None = None,
-    ) -> None:
+    def __call__(self, call: KernelInput, workspace: KernelWorkspace | None = None) -> None:
         """Runs rows through their experts.
 
-        Args:
-            rows: (n, hidden) in the compute dtype.
-            slots: (n, top_k) int64, the expert of each route; -1 if it is not held here: adds nothing.
-            weights: (n, top_k) float32, or the compute dtype: then each expert's weighted output is rounded to it, as
-                in transformers.
-            out: (n, hidden) float32, contiguous: for each row the weighted sum over its experts, added in the order of
-                its slots. Overwritten.
-            workspace: used instead of the layer's own, for calls from another thread.
+        ``workspace`` is used instead of the layer's own, for calls from another thread.
 
         Raises:
-            SlotError: a slot below -1 or above the last expert; ``out`` is not written. On a GPU, where a check
+            SlotError: a slot below -1 or above the last expert; ``call.out`` is not written. On a GPU, where a check
                 would wait for the device, such a slot adds nothing.
             ValueError: shapes or dtypes do not match.
         """
-        self._check(rows, slots, weights, out)
-        if not slots.numel():
-            out.zero_()
-        elif self._few_rows is not None and slots.shape[0] <= self._few_rows.most_rows:
-            self._few_rows(rows, slots, weights, out)
+        self._check(call)
+        if not call.slots.numel():
+            call.out.zero_()
+        elif self._is_of_few_rows(call):
+            self._few_rows(*call)
         elif self.falls_back:
-            self._check_slots(slots)
-            out.copy_(self._grouped(self._experts, rows, slots, weights))
+            self._check_slots(call.slots)
+            call.out.copy_(self._grouped(self._experts, *call[:3]))
         else:
-            self._tiled.run(contiguous(rows, slots, weights, out), workspace or self._workspace)
+            self._tiled.run(contiguous(call), workspace or self._workspace)
 
-    def in_slices(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        workspace: KernelWorkspace | None = None,
-    ) -> Iterator[None]:
+    def in_slices(self, call: KernelInput, workspace: KernelWorkspace | None = None) -> Iterator[None]:
         """Computes a call with the same bits, but in slices of some milliseconds.
 
-        A slice computes the routes of some experts, so that weights are read once; the last slices write ``out``.
+        A slice computes the routes of some experts, so that weights are read once; the last slices write ``call.out``.
         Between two slices, calls of this and of other layers may run in another workspace; the tensors must not be
         touched before the end. The grouped kernel and those of a GPU cannot be sliced and make one slice.
         Raises SlotError, ValueError: see `__call__`.
         """
-        self._check(rows, slots, weights, out)
-        few = self._few_rows is not None and slots.shape[0] <= self._few_rows.most_rows
-        if self.falls_back or few or not slots.numel():
-            self(rows, slots, weights, out)
+        if self.falls_back or self._is_of_few_rows(call) or not call.slots.numel():
+            self(call)
             yield
         else:
-            yield from self._tiled.in_slices(contiguous(rows, slots, weights, out), workspace or self._workspace)
+            self._check(call)
+            yield from self._tiled.in_slices(contiguous(call), workspace or self._workspace)
+
+    def _is_of_few_rows(self, call: KernelInput) -> bool:
+        return self._few_rows is not None and call.slots.shape[0] <= self._few_rows.most_rows
 
     def _check_slots(self, slots: torch.Tensor) -> None:
         if slots.device.type != "cpu" or not slots.numel():
@@ -139,13 +120,8 @@ class LayerKernels:
         if slots.min() < -1 or slots.max() >= self.n_experts:
             raise SlotError(self.n_experts)
 
-    def _check(
-        self,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
+    def _check(self, call: KernelInput) -> None:
+        rows, slots, weights, out = call
         shape = (slots.shape[0], self.hidden)
         if rows.shape != shape or out.shape != shape or weights.shape != slots.shape:
             raise ValueError(

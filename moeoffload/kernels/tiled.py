@@ -33,8 +33,16 @@ _UP_AND_ACTIVATE: Final = Step.UP | Step.ACTIVATE
 
 
 class KernelInput(NamedTuple):
-    """Rows (n, hidden) of the compute dtype, slots (n, top_k) int64, weights (n, top_k), and the buffer for the result,
-    out (n, hidden) float32; see `LayerKernels`."""
+    """The tensors of one call of a layer's experts.
+
+    Attributes:
+        rows: (n, hidden) in the compute dtype.
+        slots: (n, top_k) int64, the expert of each route; -1 if it is not held here: adds nothing.
+        weights: (n, top_k) float32, or the compute dtype: then each expert's weighted output is rounded to it, as in
+            transformers.
+        out: (n, hidden) float32, contiguous: for each row the weighted sum over its experts, added in the order of its
+            slots. Overwritten.
+    """
 
     rows: torch.Tensor
     slots: torch.Tensor
@@ -182,6 +190,7 @@ class TiledExperts:
         arena.call.values = arena.buffers["values"].data_ptr()
 
 
-def contiguous(rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> KernelInput:
-    """Returns contiguous inputs; the call holds only their addresses, so the caller keeps them alive while it runs."""
+def contiguous(call: KernelInput) -> KernelInput:
+    """Returns contiguous inputs; kernels get only their addresses, so the caller keeps them alive meanwhile."""
+    rows, slots, weights, out = call
     return KernelInput(rows.contiguous(), slots.contiguous(), weights.contiguous(), out)

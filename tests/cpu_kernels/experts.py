@@ -10,6 +10,7 @@ import torch
 from gpu_kernels.experts_modules import make_experts
 from transformers.integrations import moe
 
+from moeoffload.kernels import KernelInput
 from moeoffload.kernels.dense import product_if_few
 from moeoffload.native import Features, cpu_features
 
@@ -75,7 +76,7 @@ def random_rows(n_rows: int, hidden: int, dtype: torch.dtype, *, seed: int = 0) 
 def call(layer: Any, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The layer's result in an ``out`` that held NaN before."""
     out = torch.full(rows.shape, torch.nan, dtype=torch.float32)
-    layer(rows, slots, weights, out)
+    layer(KernelInput(rows, slots, weights, out))
     return out
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from moeoffload.kernels import KernelWorkspace, LayerKernels
+from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes, threads
 
@@ -80,7 +80,7 @@ def test_threads_with_workspaces_of_their_own_do_not_disturb_each_other() -> Non
     def is_right(_: int) -> bool:
         workspace, out = KernelWorkspace(), torch.empty(12, 256)
         for _ in range(200):
-            layer(rows, slots, weights, out, workspace)
+            layer(KernelInput(rows, slots, weights, out), workspace)
             if not torch.equal(out, expected):
                 return False
         return True

@@ -16,7 +16,7 @@ from synthetic import TINY_FAMILIES, write_tiny
 from moeoffload import native
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights, Scales
-from moeoffload.kernels import GroupedKernel, LayerKernels
+from moeoffload.kernels import GroupedKernel, KernelInput, LayerKernels
 from moeoffload.kernels.packed_linear import PackedLinear
 from moeoffload.native import Features
 
@@ -165,7 +165,7 @@ def test_threads_and_slices_do_not_change_bits() -> None:
         layer = LayerKernels(packed, kernel="tiled")
         for some in inputs:
             out = torch.empty(len(some[0]), 512)
-            for _ in layer.in_slices(*some, out):
+            for _ in layer.in_slices(KernelInput(*some, out)):
                 pass
             assert torch.equal(out, call(expected, *some))
             torch.set_num_threads(8)  # more than there is scratch memory for

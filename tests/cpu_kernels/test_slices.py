@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_kernels.experts_modules import make_experts
 
-from moeoffload.kernels import KernelWorkspace, LayerKernels, calls, tiled
+from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels, calls, tiled
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes, threads
 
@@ -25,7 +25,7 @@ def sliced(layer: LayerKernels, inputs: tuple[torch.Tensor, ...], between: Any =
     rows, slots, weights = inputs
     out = torch.full(rows.shape, torch.nan, dtype=torch.float32)
     n_slices = 0
-    for _ in layer.in_slices(rows, slots, weights, out):
+    for _ in layer.in_slices(KernelInput(rows, slots, weights, out)):
         n_slices += 1
         between()
     assert n_slices > 4, "it was one slice"
@@ -71,7 +71,7 @@ class Slices:
         for _ in range(10):
             self.up, self.down = [], []
             rows, slots, weights = inputs
-            for _ in layer.in_slices(rows, slots, weights, torch.empty(rows.shape)):
+            for _ in layer.in_slices(KernelInput(rows, slots, weights, torch.empty(rows.shape))):
                 pass
         return self.up, self.down
 
@@ -128,4 +128,4 @@ def test_a_slot_that_does_not_exist_is_refused_before_the_first_slice() -> None:
     rows, slots, weights = random_rows(3, 64, torch.float32), *routes(3, 2, 4)
     slots[1, 1] = 4
     with pytest.raises(IndexError, match="slot"):
-        next(layer.in_slices(rows, slots, weights, torch.zeros(3, 64)))
+        next(layer.in_slices(KernelInput(rows, slots, weights, torch.zeros(3, 64))))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_kernels.experts_modules import reference
 
-from moeoffload.kernels import LayerKernels
+from moeoffload.kernels import KernelInput, LayerKernels
 
 from .experts import DTYPES, call, gated_experts, random_rows, routes
 
@@ -72,9 +72,9 @@ def test_strided_inputs() -> None:
 def test_what_does_not_fit_is_refused(wrong: dict[str, torch.Tensor]) -> None:
     layer: Any = LayerKernels(gated_experts(4, 64, 32, torch.bfloat16))
     right = {"rows": torch.zeros(3, 64).bfloat16(), "slots": torch.zeros(3, 2).long(), "weights": torch.zeros(3, 2)}
-    layer(*right.values(), torch.zeros(3, 64))
+    layer(KernelInput(*right.values(), torch.zeros(3, 64)))
     with pytest.raises(ValueError, match=r"expected|dtypes"):
-        layer(*(right | {"out": torch.zeros(3, 64)} | wrong).values())
+        layer(KernelInput(*(right | {"out": torch.zeros(3, 64)} | wrong).values()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,7 +11,7 @@ from packed_weights import FORMATS, pack_experts, random_packed, unpacked
 from moeoffload import native
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights
 from moeoffload.formats.tiles import can_tile
-from moeoffload.kernels import LayerKernels, calls
+from moeoffload.kernels import KernelInput, LayerKernels, calls
 from moeoffload.kernels.packed_linear import PackedLinear
 from moeoffload.native import Features
 
@@ -141,7 +141,7 @@ def test_threads_and_slices_do_not_change_bits() -> None:
         with threads(2):
             assert torch.equal(call(layer, *some), whole)
             out = torch.empty(n_rows, 512)
-            for _ in layer.in_slices(*some, out):
+            for _ in layer.in_slices(KernelInput(*some, out)):
                 pass
             assert torch.equal(out, whole)
 

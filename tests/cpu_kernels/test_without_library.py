@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moeoffload import native
-from moeoffload.kernels import GroupedKernel, LayerKernels, calls, threads
+from moeoffload.kernels import GroupedKernel, KernelInput, LayerKernels, calls, threads
 from moeoffload.kernels.attention import takes_many
 from moeoffload.kernels.fast_dense import accelerate_dense
 
@@ -40,7 +40,7 @@ def test_experts_fall_back_to_the_grouped_kernel(caplog: pytest.LogCaptureFixtur
     assert layers[0].kernel_for(1) == "grouped"
     assert torch.equal(call(layers[0], *inputs), GroupedKernel()(experts, *inputs))
     out = torch.empty(5, 64)
-    assert sum(1 for _ in layers[1].in_slices(*inputs, out)) == 1
+    assert sum(1 for _ in layers[1].in_slices(KernelInput(*inputs, out))) == 1
     assert torch.equal(out, call(layers[0], *inputs))
     with pytest.raises(ValueError, match="not built"):
         LayerKernels(experts, kernel="tiled")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeoffload.kernels import GroupedKernel
+from moeoffload.kernels import GroupedKernel, KernelInput
 from moeoffload.kernels.layer import LayerKernels
 from moeoffload.kernels.triton_experts import why_not_triton
 
@@ -64,7 +64,7 @@ def test_a_gpu_layer_takes_the_triton_kernel_for_few_rows() -> None:
         weights, out = torch.rand(n_rows, 3, device="cuda"), torch.empty(n_rows, 64, device="cuda")
         torch.cuda.set_sync_debug_mode("error")
         try:
-            layer(rows, slots, weights, out)
+            layer(KernelInput(rows, slots, weights, out))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         expected = GroupedKernel()(experts, rows, slots, weights)

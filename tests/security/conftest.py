@@ -89,8 +89,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     token = secret_file(folder / "token", secrets.token_hex(32) + "\n")
     options = ["--tls-cert", keys / "server.pem", "--tls-key", keys / "server.key", "--client-ca", keys / "ca.pem"]
     options += ["--token-file", token, "--model-root", root]
-    # Refusals are logged a few times a minute only; these tests want to see each.
-    patch = "import moeoffload.refusals as r; r.WINDOW_S = 0.0"
+    # Of many refusals only some are logged; these tests want to see each.
+    patch = "import moeoffload.logs as logs; logs.FloodFilter.filter = lambda self, record: True"
     # Started afresh: its command line is looked at, too.
     with expert_server(folder, *map(str, options), patch=patch, warm=False) as server:
         yield Site(server, keys, strange, token, root)
