@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.integrations import moe
 
+from moeoffload.kernels import KernelInput
 from moeoffload.kernels.layer import LayerKernels
 from moeoffload.kernels.layout import up_weight
 from moeoffload.kernels.packing import first_tensor
@@ -76,7 +77,7 @@ def local_experts(
         slots = slots.masked_fill(slots >= layer.n_experts, -1)
     weights = top_k_weights if top_k_weights.dtype == layer.dtype else top_k_weights.float()
     out = torch.empty(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
-    layer(hidden_states.to(layer.dtype), slots, weights, out, _workspaces.mine)
+    layer(KernelInput(hidden_states.to(layer.dtype), slots, weights, out), _workspaces.mine)
     return out.to(hidden_states.dtype)
 
 

@@ -31,7 +31,7 @@ def slow_down(factor: float = 1.0, above: int = 1 << 30, above_factor: float = 1
     """
     best_s: dict[int, float] = {}  # seconds per route, by the number of bits of the number of rows
     in_a_slice = threading.local()  # some kernels make a slice of a whole call: that must not be slowed twice
-    call, slices = LayerKernels.__call__, LayerKernels.in_slices
+    whole, slices = LayerKernels.__call__, LayerKernels.in_slices
 
     def missing_s(slots: torch.Tensor, took_s: float) -> float:
         n_rows, n_routes = slots.shape[0], int((slots >= 0).sum())
@@ -42,14 +42,14 @@ def slow_down(factor: float = 1.0, above: int = 1 << 30, above_factor: float = 1
         best = best_s[size] = min(best_s.get(size, took_s), took_s / n_routes)
         return max(0.0, wanted * best * n_routes - took_s)
 
-    def slow_call(self: LayerKernels, given: KernelInput, workspace: KernelWorkspace | None = None) -> None:
+    def slow_call(self: LayerKernels, call: KernelInput, workspace: KernelWorkspace | None = None) -> None:
         started = perf_counter()
-        call(self, given, workspace)
+        whole(self, call, workspace)
         if not getattr(in_a_slice, "now", False):
-            time.sleep(missing_s(given.slots, perf_counter() - started))
+            time.sleep(missing_s(call.slots, perf_counter() - started))
 
-    def slow_slices(self: LayerKernels, given: KernelInput, workspace: KernelWorkspace | None = None) -> Iterator[None]:
-        took_s, parts = 0.0, slices(self, given, workspace)
+    def slow_slices(self: LayerKernels, call: KernelInput, workspace: KernelWorkspace | None = None) -> Iterator[None]:
+        took_s, parts = 0.0, slices(self, call, workspace)
         while True:
             started, in_a_slice.now = perf_counter(), True
             try:
@@ -60,7 +60,7 @@ def slow_down(factor: float = 1.0, above: int = 1 << 30, above_factor: float = 1
                 in_a_slice.now = False
                 took_s += perf_counter() - started
             yield
-        left_s = missing_s(given.slots, took_s)
+        left_s = missing_s(call.slots, took_s)
         while left_s > 0:
             time.sleep(min(left_s, SLICE_S))
             left_s -= SLICE_S

@@ -14,7 +14,7 @@ from synthetic.unpacked import save_plain, unpacked_model
 from moeoffload import open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.host.expert_cache import ExpertCache
-from moeoffload.kernels import LayerKernels
+from moeoffload.kernels import KernelInput, LayerKernels
 from moeoffload.kernels.dense import MAX_ROWS
 from moeoffload.native import Features, cpu_features
 
@@ -78,7 +78,7 @@ def test_a_cache_of_packed_experts_gives_the_bits_of_all_of_them(case: Case, tmp
         expected, out = torch.empty(rows.shape), torch.empty(rows.shape)
         with torch.inference_mode():
             every = checkpoint.build_experts(index, range(layer.n_experts), device)
-            LayerKernels(every)(rows, ids, weights, expected)
+            LayerKernels(every)(KernelInput(rows, ids, weights, expected))
             cache.compute(index, rows, ids, weights, out)
         assert torch.equal(out, expected)
     assert [pool.n_slots for pool in cache._pools.values()] == [3]

@@ -23,7 +23,7 @@ from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import DisagreementError, PlacementError, ServerError
 from moeoffload.host.expert_cache import ExpertCache
-from moeoffload.kernels import LayerKernels
+from moeoffload.kernels import KernelInput, LayerKernels
 from moeoffload.placement import ExpertTable, MemoryOffer, place_replicas
 
 N_TOKENS = 16
@@ -32,9 +32,9 @@ BACK_S = 60
 WRONG = """
 from moeoffload.kernels.layer import LayerKernels
 right = LayerKernels.__call__
-def wrong(self, rows, slots, weights, out, workspace=None):
-    right(self, rows, slots, weights, out, workspace)
-    out.mul_(1.5)
+def wrong(self, call, workspace=None):
+    right(self, call, workspace)
+    call.out.mul_(1.5)
 LayerKernels.__call__ = wrong
 """
 
@@ -133,7 +133,7 @@ def test_the_cache_computes_any_experts_in_little_memory_with_the_bits_of_all_at
     ids = torch.rand(64, layer.n_experts, generator=generator).argsort(1)[:, : checkpoint.top_k].contiguous()
     weights = torch.rand(ids.shape, generator=generator)
     together = torch.empty(rows.shape)
-    LayerKernels(checkpoint.build_experts(0, range(layer.n_experts), device))(rows, ids, weights, together)
+    LayerKernels(checkpoint.build_experts(0, range(layer.n_experts), device))(KernelInput(rows, ids, weights, together))
     room = checkpoint.top_k + 1
     cache = ExpertCache(checkpoint, room * layer.expert_bytes, device)
     for inference in (True, False, True):

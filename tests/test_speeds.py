@@ -15,7 +15,7 @@ from moeoffload.expert_server.calibrate import best_rows, time_layer
 from moeoffload.host import speeds
 from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.speeds import EQUAL, MOST_ROUNDS, POWER, Timings, measure, placement_speeds, slowness
-from moeoffload.kernels import KernelWorkspace
+from moeoffload.kernels import KernelInput, KernelWorkspace
 from moeoffload.placement import MemoryOffer, place_experts
 
 SIZES = {1: 1.9e-3, 4: 6e-3, 16: 14e-3, 64: 30e-3, 256: 60e-3}
@@ -128,9 +128,9 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[torch.Tensor] = []
 
-    def __call__(self, rows: torch.Tensor, slots: torch.Tensor, *rest: object) -> None:
-        assert rows.shape == (slots.shape[0], HIDDEN)
-        self.calls.append(slots)
+    def __call__(self, call: KernelInput, workspace: KernelWorkspace) -> None:
+        assert call.rows.shape == (call.slots.shape[0], HIDDEN)
+        self.calls.append(call.slots)
 
 
 def timed(layer: Any, n_rows: int, n_experts: int) -> list[tuple[int, float]]:
@@ -167,8 +167,8 @@ class Disturbed(Recorded):
         self.takes_s = list(takes_s)
         self.now = 0.0
 
-    def __call__(self, rows: torch.Tensor, slots: torch.Tensor, *rest: object) -> None:
-        super().__call__(rows, slots)
+    def __call__(self, call: KernelInput, workspace: KernelWorkspace) -> None:
+        super().__call__(call, workspace)
         self.now += self.takes_s.pop(0) if len(self.takes_s) > 1 else self.takes_s[0]
 
 

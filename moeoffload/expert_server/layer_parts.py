@@ -80,12 +80,15 @@ class LayerParts(LayerKernels):
         rows, slots, weights, out = call
         self._check_slots(slots)
         places = self._places[:, slots.to(self._places.device)]
-        # First all copies (a copy waits for work queued before it), then the other devices' parts, then the first's.
-        inputs = [(rows.to(to), at.to(to), weights.to(to)) for to, at in zip(self._devices, places, strict=True)]
         sums = [torch.empty(out.shape, dtype=out.dtype, device=device) for device in self._devices[1:]]
         sums.insert(0, out if self._devices[0] == out.device else torch.empty_like(out, device=self._devices[0]))
-        for part, its, of_part in reversed(list(zip(self._parts, inputs, sums, strict=True))):
-            yield from part.in_slices(KernelInput(*its, of_part), workspace)
+        # First all copies (a copy waits for work queued before it), then the other devices' parts, then the first's.
+        calls = [
+            KernelInput(rows.to(device), at.to(device), weights.to(device), of_part)
+            for device, at, of_part in zip(self._devices, places, sums, strict=True)
+        ]
+        for part, its_call in reversed(list(zip(self._parts, calls, strict=True))):
+            yield from part.in_slices(its_call, workspace)
         if sums[0] is not out:
             sums.insert(0, out.zero_())
         for of_part in sums[1:]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.kernels import KernelWorkspace, LayerKernels
+from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 from moeoffload.kernels.packing import packed_parts
 
 READ_BYTES: Final = 256 << 20  # experts are read in groups of at most this size, in addition to the cache
@@ -47,7 +47,8 @@ class ExpertCache:
             pool = self._pool(layer)
             for start, end, needed in _parts(experts, pool.n_slots):
                 table = pool.slots_of(layer, needed)
-                pool.kernels(rows[start:end], table[experts[start:end]], weights[start:end], out[start:end])
+                slots = table[experts[start:end]]
+                pool.kernels(KernelInput(rows[start:end], slots, weights[start:end], out[start:end]))
 
     def _pool(self, layer: int) -> _Pool:
         shape = self._shapes[layer]

@@ -9,7 +9,7 @@ import torch
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.copy_buffers import CopyBuffers
-from moeoffload.kernels import KernelWorkspace, LayerKernels
+from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 from moeoffload.placement import ExpertTable, slot_table
 
 
@@ -45,7 +45,7 @@ class LocalExperts:
         slots = self._slot_of[layer][ids]
         n_rows = int((slots >= 0).any(dim=1).sum())
         if n_rows:
-            kernels(hidden, slots, weights, out, self._threads.workspace)
+            kernels(KernelInput(hidden, slots, weights, out), self._threads.workspace)
         return n_rows
 
 

@@ -13,7 +13,7 @@ from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.layout import hidden_of, up_weight, why_not
 from moeoffload.kernels.packing import dtype_of, first_tensor
 from moeoffload.kernels.tiled import KernelInput, TiledExperts, contiguous
-from moeoffload.kernels.triton_experts import few_rows_kernel
+from moeoffload.kernels.triton_experts import TritonExperts, few_rows_kernel
 from moeoffload.kernels.workspace import KernelWorkspace
 
 KernelChoice = Literal["auto", "tiled", "grouped"]
@@ -88,8 +88,8 @@ class LayerKernels:
         self._check(call)
         if not call.slots.numel():
             call.out.zero_()
-        elif self._is_of_few_rows(call):
-            self._few_rows(*call)
+        elif (few_rows := self._few_rows_kernel(call)) is not None:
+            few_rows(*call)
         elif self.falls_back:
             self._check_slots(call.slots)
             call.out.copy_(self._grouped(self._experts, *call[:3]))
@@ -104,15 +104,16 @@ class LayerKernels:
         touched before the end. The grouped kernel and those of a GPU cannot be sliced and make one slice.
         Raises SlotError, ValueError: see `__call__`.
         """
-        if self.falls_back or self._is_of_few_rows(call) or not call.slots.numel():
+        if self.falls_back or self._few_rows_kernel(call) is not None or not call.slots.numel():
             self(call)
             yield
         else:
             self._check(call)
             yield from self._tiled.in_slices(contiguous(call), workspace or self._workspace)
 
-    def _is_of_few_rows(self, call: KernelInput) -> bool:
-        return self._few_rows is not None and call.slots.shape[0] <= self._few_rows.most_rows
+    def _few_rows_kernel(self, call: KernelInput) -> TritonExperts | None:
+        few_rows = self._few_rows
+        return few_rows if few_rows is not None and call.slots.shape[0] <= few_rows.most_rows else None
 
     def _check_slots(self, slots: torch.Tensor) -> None:
         if slots.device.type != "cpu" or not slots.numel():

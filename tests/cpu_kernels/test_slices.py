@@ -108,7 +108,7 @@ def test_another_call_in_between_disturbs_neither() -> None:
 
     def between() -> None:
         out = torch.full(small[0].shape, torch.nan, dtype=torch.float32)
-        other(*small, out, urgent)
+        other(KernelInput(*small, out), urgent)
         results.append(out)
 
     assert torch.equal(sliced(layer, large, between), expected)

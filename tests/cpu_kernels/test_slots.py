@@ -49,7 +49,7 @@ def test_a_slot_that_does_not_exist_is_refused_and_nothing_is_written(bad: int, 
     out = torch.full((3, 64), 7.0)
     slots = torch.tensor([[0, 1], [2, bad], [3, 3]])
     with pytest.raises(IndexError):
-        layer(random_rows(3, 64, torch.bfloat16), slots, torch.ones(3, 2), out)
+        layer(KernelInput(random_rows(3, 64, torch.bfloat16), slots, torch.ones(3, 2), out))
     assert torch.equal(out, torch.full((3, 64), 7.0))
 
 
@@ -71,10 +71,15 @@ def test_strided_inputs() -> None:
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(wrong: dict[str, torch.Tensor]) -> None:
     layer: Any = LayerKernels(gated_experts(4, 64, 32, torch.bfloat16))
-    right = {"rows": torch.zeros(3, 64).bfloat16(), "slots": torch.zeros(3, 2).long(), "weights": torch.zeros(3, 2)}
-    layer(KernelInput(*right.values(), torch.zeros(3, 64)))
+    right: dict[str, Any] = {
+        "rows": torch.zeros(3, 64).bfloat16(),
+        "slots": torch.zeros(3, 2).long(),
+        "weights": torch.zeros(3, 2),
+        "out": torch.zeros(3, 64),
+    }
+    layer(KernelInput(**right))
     with pytest.raises(ValueError, match=r"expected|dtypes"):
-        layer(KernelInput(*(right | {"out": torch.zeros(3, 64)} | wrong).values()))
+        layer(KernelInput(**(right | wrong)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -40,7 +40,7 @@ def test_no_value_is_read_by_the_host(kind: str) -> None:
     rows = torch.empty(5, 64, dtype=torch.bfloat16, device="meta")
     slots = torch.empty(5, 3, dtype=torch.int64, device="meta")
     weights = torch.empty(5, 3, device="meta")
-    LayerKernels(experts)(rows, slots, weights, torch.empty(5, 64, device="meta"))
+    LayerKernels(experts)(KernelInput(rows, slots, weights, torch.empty(5, 64, device="meta")))
     with pytest.raises((RuntimeError, NotImplementedError)):
         GroupedKernel()(experts, rows, slots, weights)
 
