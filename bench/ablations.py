@@ -49,6 +49,8 @@ class FastPath:
     server_options: tuple[str, ...] = ()
     always: dict[str, Any] = field(default_factory=dict)
     """Options of both contenders."""
+    like: str = ""
+    """The geometry of the model it needs, if that is another one; 4 layers of it are written."""
 
     def options(self, *, without: bool) -> dict[str, Any]:
         options: dict[str, Any] = {"settings": {"transport": "shared"}, "host_patch": ""} | self.always
@@ -111,6 +113,14 @@ PATHS: Final = (
         ("kernels/dense.py", "kernels/cpu/linear.c"),
         (DECODE,),
         no_dense("accelerate_linears"),
+    ),
+    FastPath(
+        "shared experts computed while servers compute",
+        ("host/shared_experts.py",),
+        (DECODE, PREFILL),
+        "import moeoffload.host.session as s\n"
+        "s.overlap_shared_experts = lambda model, checkpoint: [None] * len(checkpoint.layers)\n",
+        like="qwen1.5-moe-a2.7b",
     ),
     FastPath("own norms", ("kernels/norm.py", "kernels/cpu/norm*"), (DECODE, PREFILL), no_dense("accelerate_norms")),
     FastPath(
@@ -200,9 +210,10 @@ def main(
             if path.name not in wanted:
                 continue
             found = []
+            its_model = benchmark_checkpoint(Path(folder) / path.like, like=path.like) if path.like else model
             with (
-                Opponent(model, path.options(without=False) | on, ROOT) as ours,
-                Opponent(model, path.options(without=True) | on, ROOT) as without,
+                Opponent(its_model, path.options(without=False) | on, ROOT) as ours,
+                Opponent(its_model, path.options(without=True) | on, ROOT) as without,
             ):
                 found = [duel(ours, without, task, turns) for task in path.tasks]
             pays = max(result.ratio.median for result in found) >= PAYS

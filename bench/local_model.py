@@ -30,6 +30,6 @@ def load_local(checkpoint: Path, device: str = CPU) -> Any:
     return model.eval()
 
 
-def benchmark_checkpoint(folder: Path, layers: int = 4) -> Path:
+def benchmark_checkpoint(folder: Path, layers: int = 4, like: str = "qwen3-30b-a3b") -> Path:
     """Writes the model that benchmarks use when none is given: Qwen3-30B-A3B geometry with few layers."""
-    return write_checkpoint(geometry_config("qwen3-30b-a3b", layers=layers), folder, dtype=torch.bfloat16)
+    return write_checkpoint(geometry_config(like, layers=layers), folder, dtype=torch.bfloat16)

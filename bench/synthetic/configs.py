@@ -1,7 +1,8 @@
 """The configs of synthetic checkpoints: published geometries, and tiny ones of one architecture each.
 
-Geometries are those of the config.json files of Qwen/Qwen3-30B-A3B, mistralai/Mixtral-8x7B-v0.1,
-deepseek-ai/DeepSeek-V3, openai/gpt-oss-20b and allenai/OLMoE-1B-7B-0924 on the Hugging Face hub.
+Geometries are those of the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen1.5-MoE-A2.7B,
+mistralai/Mixtral-8x7B-v0.1, deepseek-ai/DeepSeek-V3, openai/gpt-oss-20b and allenai/OLMoE-1B-7B-0924 on the Hugging Face
+hub.
 """
 
 from __future__ import annotations
@@ -30,6 +31,23 @@ GEOMETRIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_key_value_heads": 4,
             "head_dim": 128,
             "max_position_embeddings": 40960,
+            "rope_theta": 1e6,
+        },
+    ),
+    "qwen1.5-moe-a2.7b": (
+        "qwen2_moe",
+        "num_experts",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 8192,
             "rope_theta": 1e6,
         },
     ),

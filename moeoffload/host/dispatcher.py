@@ -72,6 +72,7 @@ class Dispatcher:
     Attributes:
         on_layer: called with the layer when its experts are asked for, that is, when its attention is done.
         on_routes: called with the layer and its ids (n, top_k) int64; for routing statistics.
+        meanwhile: by layer, what else the host does with the rows while servers compute; for shared experts.
         n_created: accumulators made so far that are kept for later calls.
     """
 
@@ -97,6 +98,7 @@ class Dispatcher:
         """One server has every expert: its sums are the result, no accumulator is needed."""
         self.on_layer: Callable[[int], None] | None = None
         self.on_routes: Callable[[int, torch.Tensor], None] | None = None
+        self.meanwhile: Sequence[Callable[[torch.Tensor], None] | None] = (None,) * len(n_experts)
         self.n_created = 0
 
     def __call__(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -144,6 +146,13 @@ class Dispatcher:
             sent = perf_counter()
             times.dense_s += late_s
             times.pack_s += sent - started - late_s
+            meanwhile = self.meanwhile[layer]
+            if meanwhile is not None:
+                meanwhile(hidden)
+                clock.wait()
+                dense = perf_counter()
+                times.dense_s += dense - sent
+                sent = dense
             if self._local is not None:
                 record.local_rows += self._local.compute(layer, hidden, ids, weights, sums)
                 clock.wait()

@@ -33,6 +33,7 @@ from moeoffload.host.routing import read_routing_stats
 from moeoffload.host.second_opinion import Verification
 from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import event_figures
+from moeoffload.host.shared_experts import overlap_shared_experts
 from moeoffload.host.speculative import check_can_verify
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.model_name import WEIGHTS_SUFFIX
@@ -182,6 +183,7 @@ class OffloadedModel:
         bind_experts(self.model, checkpoint, self.dispatcher)
         if settings.fast_dense and self._device.type == "cpu":
             accelerate_dense(self.model)
+        self.dispatcher.meanwhile = overlap_shared_experts(self.model, checkpoint)
         least = min((link.layout.capacity for link in self.links), default=settings.usual_rows)
         self.pipeline = PrefillPipeline(
             self.model,
