@@ -110,11 +110,12 @@ class Model(nn.Module):
 @torch.no_grad()
 def test_only_blocks_that_use_the_result_afterwards_are_changed() -> None:
     ways = ("before", "after", "after, of other rows", "twice", "read early")
-    model, rows = Model(*ways), torch.randn(2, 3, 8)
+    model: Any = Model(*ways)
+    rows = torch.randn(2, 3, 8)
     for block in model.blocks:
         block.experts.moeoffload_call = lambda hidden, ids, weights: hidden * 3
     expected = [block(rows) for block in model.blocks]
-    meanwhile = overlap_shared_experts(model, model)  # type: ignore[arg-type]
+    meanwhile = overlap_shared_experts(model, model)
     assert [each is not None for each in meanwhile[:2]] == [True, True]
     assert meanwhile[3:] == [None, None]
     for block, each, right in zip(model.blocks, meanwhile, expected, strict=True):
@@ -131,10 +132,11 @@ def test_only_blocks_that_use_the_result_afterwards_are_changed() -> None:
 
 @torch.no_grad()
 def test_a_call_that_failed_leaves_nothing_to_the_next_one() -> None:
-    model, rows = Model("before", "after"), torch.randn(2, 3, 8)
+    model: Any = Model("before", "after")
+    rows = torch.randn(2, 3, 8)
     for block in model.blocks:
         block.experts.moeoffload_call = None
-    meanwhile = overlap_shared_experts(model, model)  # type: ignore[arg-type]
+    meanwhile = overlap_shared_experts(model, model)
     for block, each in zip(model.blocks, meanwhile, strict=True):
         assert each is not None
 
