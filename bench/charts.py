@@ -159,6 +159,28 @@ def serving(result: Result) -> Figure:
     return figure
 
 
+def llama_cpp(result: Result) -> Figure:
+    """Tokens per second of prompts and of decode with remote experts, ours beside llama.cpp's, by format."""
+    figure, panels = _figure(1, 2, height=3.0)
+    formats = list(dict.fromkeys(row["weights"] for row in result["rows"]))
+    for axes, task, what in zip(panels, ("prefill_512", "decode"), ("prompt of 512", "decode"), strict=True):
+        for number, (system, colour) in enumerate({"moeoffload": BLUE, "llama.cpp": ORANGE}.items()):
+            rows = [row for row in result["rows"] if (row["system"], row["where"]) == (system, "remote")]
+            speeds = [row[task] for row in sorted(rows, key=lambda row: formats.index(row["weights"]))]
+            middle = [speed["median"] for speed in speeds]
+            errors = [
+                [speed["median"] - speed["low"] for speed in speeds],
+                [speed["high"] - speed["median"] for speed in speeds],
+            ]
+            places = [place + 0.4 * number - 0.2 for place in range(len(formats))]
+            bar = {"elinewidth": 1, "capsize": 2}
+            axes.bar(places, middle, 0.38, yerr=errors, color=colour, error_kw=bar, label=f"{system}, remote")
+        axes.set_xticks(range(len(formats)), formats)
+        axes.set_ylabel(f"tokens per second, {what}")
+        axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
+    return figure
+
+
 CHARTS: dict[str, Callable[[Result], Figure]] = {
     "overhead": overhead,
     "scaling": scaling,
@@ -166,6 +188,7 @@ CHARTS: dict[str, Callable[[Result], Figure]] = {
     "prefill_ipc": prefill_ipc,
     "memory": memory,
     "serving": serving,
+    "llama_cpp": llama_cpp,
 }
 
 

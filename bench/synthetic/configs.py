@@ -1,8 +1,8 @@
 """The configs of synthetic checkpoints: published geometries, and tiny ones of one architecture each.
 
 Geometries are those of the config.json files of Qwen/Qwen3-30B-A3B, Qwen/Qwen1.5-MoE-A2.7B,
-mistralai/Mixtral-8x7B-v0.1, deepseek-ai/DeepSeek-V3, openai/gpt-oss-20b and allenai/OLMoE-1B-7B-0924 on the Hugging Face
-hub.
+mistralai/Mixtral-8x7B-v0.1, deepseek-ai/DeepSeek-V3, openai/gpt-oss-20b and allenai/OLMoE-1B-7B-0924 on the Hugging
+Face hub.
 """
 
 from __future__ import annotations
