@@ -100,12 +100,16 @@ def build(cache: Path) -> Path:
 def gguf_files(checkpoint: Path, cache: Path, tools: Path, types: Sequence[str]) -> dict[str, Path]:
     """The checkpoint as GGUF in each of ``types``, written once."""
     files = {kind: cache / f"{checkpoint.resolve().name}-{kind}.gguf" for kind in ("BF16", *types)}
-    if not files["BF16"].exists():
-        write_gguf(checkpoint, files["BF16"])
     for kind, file in files.items():
-        if not file.exists():
-            command = [str(tools / "llama-quantize"), str(files["BF16"]), str(file), kind, str(os.cpu_count())]
+        if file.exists():
+            continue
+        part = file.with_suffix(".part")  # a run that is ended meanwhile leaves no half file
+        if kind == "BF16":
+            write_gguf(checkpoint, part)
+        else:
+            command = [str(tools / "llama-quantize"), str(files["BF16"]), str(part), kind, str(os.cpu_count())]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        part.rename(file)
     return {kind: files[kind] for kind in types}
 
 
