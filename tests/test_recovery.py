@@ -22,7 +22,7 @@ from fault_kit.clock import LayerClock
 from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import DisagreementError, PlacementError, ServerError
-from moeoffload.host.expert_cache import ExpertCache
+from moeoffload.host.expert_cache import ExpertCache, _Pool
 from moeoffload.kernels import KernelInput, LayerKernels
 from moeoffload.placement import ExpertTable, MemoryOffer, place_replicas
 
@@ -152,6 +152,29 @@ def test_the_cache_computes_any_experts_in_little_memory_with_the_bits_of_all_at
 
         assert n_read(cache) > layer.n_experts, "a cache this small reads some experts again"
         assert n_read(ExpertCache(checkpoint, 1 << 30, device)) == len(ids.unique())
+
+
+def test_a_read_that_was_interrupted_leaves_no_expert_in_the_place_of_another() -> None:
+    checkpoint = Checkpoint.open(DEMO)
+    layer = checkpoint.layers[0]
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(64, checkpoint.hidden_size, generator=generator).to(checkpoint.dtype)
+    ids = torch.rand(64, layer.n_experts, generator=generator).argsort(1)[:, : checkpoint.top_k].contiguous()
+    weights = torch.rand(ids.shape, generator=generator)
+    cache = ExpertCache(checkpoint, (checkpoint.top_k + 1) * layer.expert_bytes, torch.device("cpu"))
+    expected, out = torch.empty(rows.shape), torch.empty(rows.shape)
+    cache.compute(0, rows, ids, weights, expected)
+    choose = _Pool._free_slot
+
+    def interrupted(*args: Any) -> int:
+        choose(*args)
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with patch.object(_Pool, "_free_slot", interrupted), pytest.raises(KeyboardInterrupt):
+            cache.compute(0, rows, ids, weights, out)
+        cache.compute(0, rows, ids, weights, out)
+        assert torch.equal(out, expected)
 
 
 def test_replicas_lie_on_other_servers_with_room() -> None:
