@@ -110,6 +110,18 @@ def test_rows_that_could_not_be_sent_are_computed_elsewhere(three_servers: list[
         assert recovery(offloaded)["lost"] == 1
 
 
+def test_what_a_second_ctrl_c_leaves_in_flight_is_not_added_to_the_next_call(three_servers: list[str]) -> None:
+    prompts = torch.randint(5, 30, (2, 1, 24), generator=torch.Generator().manual_seed(3))
+    with open_model(DEMO, experts=three_servers[:2], threads=1) as offloaded, torch.no_grad():
+        expected = offloaded.model(prompts[1]).logits
+        waiting, leaving = (
+            patch.object(offloaded.links[0], name, side_effect=KeyboardInterrupt) for name in ("receive", "release")
+        )
+        with waiting, leaving, pytest.raises(KeyboardInterrupt):
+            offloaded.model(prompts[0])
+        assert torch.equal(offloaded.model(prompts[1]).logits, expected)
+
+
 def test_verification_accepts_right_servers_and_names_a_wrong_one(
     three_servers: list[str], start_server: StartServer
 ) -> None:
