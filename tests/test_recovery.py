@@ -37,6 +37,17 @@ def wrong(self, call, workspace=None):
     call.out.mul_(1.5)
 LayerKernels.__call__ = wrong
 """
+# And this one does not look at what it computes.
+NOT_A_NUMBER = """
+from moeoffload import payload
+from moeoffload.kernels.layer import LayerKernels
+right = LayerKernels.__call__
+def wrong(self, call, workspace=None):
+    right(self, call, workspace)
+    call.out[-1, -1] = float("nan")
+LayerKernels.__call__ = wrong
+payload.first_bad_row = lambda rows: None
+"""
 
 
 def tokens_of(offloaded: OffloadedModel, n_prompt: int = 24) -> list[int]:
@@ -125,15 +136,16 @@ def test_what_a_second_ctrl_c_leaves_in_flight_is_not_added_to_the_next_call(thr
 def test_verification_accepts_right_servers_and_names_a_wrong_one(
     three_servers: list[str], start_server: StartServer
 ) -> None:
-    wrong = start_server(patch=WRONG)
+    wrong_ones = [start_server(patch=patch) for patch in (WRONG, NOT_A_NUMBER)]
     for replicas in (1, 2):
         options: dict[str, Any] = {"replicas": replicas, "verify_percent": 100, "threads": 1}
         with open_model(DEMO, experts=three_servers[:2], **options) as offloaded:
             assert len(tokens_of(offloaded)) > N_TOKENS
             assert recovery(offloaded)["verified"] > N_TOKENS
-        disagree = pytest.raises(DisagreementError, match=f"{wrong.address}.*disagree: layer")
-        with open_model(DEMO, experts=[three_servers[0], wrong.address], **options) as offloaded, disagree:
-            tokens_of(offloaded)
+        for wrong in wrong_ones:
+            disagree = pytest.raises(DisagreementError, match=f"{wrong.address}.*disagree: layer")
+            with open_model(DEMO, experts=[three_servers[0], wrong.address], **options) as offloaded, disagree:
+                tokens_of(offloaded)
 
 
 def test_the_cache_computes_any_experts_in_little_memory_with_the_bits_of_all_at_once() -> None:
