@@ -74,6 +74,15 @@ def wait_until_back(offloaded: OffloadedModel) -> None:
     wait_until(lambda: all(each.current is each.holders[0].link for each in shards), "the server in use", BACK_S)
 
 
+def is_back(offloaded: OffloadedModel, address: str) -> bool:
+    """Whether every part that a server is to hold is there again, and its event is told, too: under the same lock."""
+    back = []
+    for shard in offloaded.shards:
+        with shard._lock:
+            back += [each.link is not None for each in shard.holders if each.address == address]
+    return all(back)
+
+
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """What is freed here has not waited for Python to collect what refers to each other."""
@@ -110,6 +119,23 @@ def test_a_stopped_server_is_replaced_at_the_deadline_and_used_again(start_serve
         assert tokens_of(offloaded) == expected
         figures = recovery(offloaded)
         assert (figures["lost"], figures["returned"], figures["fallback_calls"]) == (1, 1, before)
+
+
+def test_of_two_servers_that_hold_the_same_each_returns_as_often_as_it_was_lost(start_server: StartServer) -> None:
+    servers = [start_server(), start_server()]
+    addresses = [server.address for server in servers]
+    with open_model(DEMO, experts=addresses, replicas=2, threads=1) as offloaded:
+        for number, n_lost in ((1, 1), (0, 3)):  # of both parts, as far as it computed them
+            servers[number].process.kill()
+            servers[number].process.wait()
+            wait_until(lambda n_lost=n_lost: recovery(offloaded)["lost"] == n_lost, "the loss", BACK_S)  # type: ignore[misc]
+        for address in reversed(addresses):
+            start_server("--listen", address)
+            wait_until(lambda address=address: is_back(offloaded, address), "the return", BACK_S)  # type: ignore[misc]
+        events: Any = recovery(offloaded)["events"]
+    for address in addresses:
+        told = [event["what"] for event in events if event["server"] == address]
+        assert told.count("lost") == told.count("returned"), events
 
 
 def test_rows_that_could_not_be_sent_are_computed_elsewhere(three_servers: list[str]) -> None:
