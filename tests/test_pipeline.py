@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +90,30 @@ def test_an_error_in_one_chunk_ends_the_call_and_the_next_one_works(three_server
             offloaded.model.generate(prompt, **GREEDY)
         hook.remove()
         assert torch.equal(offloaded.model.generate(prompt, **GREEDY), expected)
+
+
+def test_ctrl_c_while_the_other_thread_computes_leaves_nobody_who_adds_to_the_cache(three_servers: list[str]) -> None:
+    left = threading.Event()
+    with open_model(DEMO, experts=three_servers[:1], pipeline="on", device="cpu") as offloaded, torch.inference_mode():
+        asked = offloaded.dispatcher.on_layer
+
+        def press(layer: int) -> None:
+            assert asked is not None
+            asked(layer)
+            if layer == 0 and threading.current_thread() is not threading.main_thread():
+                time.sleep(0.2)  # the first chunk, which needs nothing of this one, is done
+                os.kill(os.getpid(), signal.SIGINT)
+                left.wait(0.5)
+
+        offloaded.dispatcher.on_layer = press
+        cache = DynamicCache(config=offloaded.model.config)
+        with pytest.raises(KeyboardInterrupt):
+            offloaded.model(demo_prompt(500, seed=15), past_key_values=cache, logits_to_keep=1)
+        lengths = [layer.get_seq_length() for layer in cache.layers]
+        left.set()
+        assert offloaded.pipeline._pool is not None
+        offloaded.pipeline._pool.submit(int).result()
+        assert [layer.get_seq_length() for layer in cache.layers] == lengths
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral", "qwen3_5_moe"])

@@ -22,7 +22,7 @@ from fault_kit.clock import LayerClock
 from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import DisagreementError, PlacementError, ServerError
-from moeoffload.host.expert_cache import ExpertCache
+from moeoffload.host.expert_cache import ExpertCache, _Pool
 from moeoffload.kernels import KernelInput, LayerKernels
 from moeoffload.placement import ExpertTable, MemoryOffer, place_replicas
 
@@ -36,6 +36,17 @@ def wrong(self, call, workspace=None):
     right(self, call, workspace)
     call.out.mul_(1.5)
 LayerKernels.__call__ = wrong
+"""
+# And this one does not look at what it computes.
+NOT_A_NUMBER = """
+from moeoffload import payload
+from moeoffload.kernels.layer import LayerKernels
+right = LayerKernels.__call__
+def wrong(self, call, workspace=None):
+    right(self, call, workspace)
+    call.out[-1, -1] = float("nan")
+LayerKernels.__call__ = wrong
+payload.first_bad_row = lambda rows: None
 """
 
 
@@ -61,6 +72,15 @@ def recovery(offloaded: OffloadedModel) -> dict[str, int]:
 def wait_until_back(offloaded: OffloadedModel) -> None:
     shards = offloaded.shards
     wait_until(lambda: all(each.current is each.holders[0].link for each in shards), "the server in use", BACK_S)
+
+
+def is_back(offloaded: OffloadedModel, address: str) -> bool:
+    """Whether every part that a server is to hold is there again, and its event is told, too: under the same lock."""
+    back = []
+    for shard in offloaded.shards:
+        with shard._lock:
+            back += [each.link is not None for each in shard.holders if each.address == address]
+    return all(back)
 
 
 @contextlib.contextmanager
@@ -101,6 +121,23 @@ def test_a_stopped_server_is_replaced_at_the_deadline_and_used_again(start_serve
         assert (figures["lost"], figures["returned"], figures["fallback_calls"]) == (1, 1, before)
 
 
+def test_of_two_servers_that_hold_the_same_each_returns_as_often_as_it_was_lost(start_server: StartServer) -> None:
+    servers = [start_server(), start_server()]
+    addresses = [server.address for server in servers]
+    with open_model(DEMO, experts=addresses, replicas=2, threads=1) as offloaded:
+        for number, n_lost in ((1, 1), (0, 3)):  # of both parts, as far as it computed them
+            servers[number].process.kill()
+            servers[number].process.wait()
+            wait_until(lambda n_lost=n_lost: recovery(offloaded)["lost"] == n_lost, "the loss", BACK_S)  # type: ignore[misc]
+        for address in reversed(addresses):
+            start_server("--listen", address)
+            wait_until(lambda address=address: is_back(offloaded, address), "the return", BACK_S)  # type: ignore[misc]
+        events: Any = recovery(offloaded)["events"]
+    for address in addresses:
+        told = [event["what"] for event in events if event["server"] == address]
+        assert told.count("lost") == told.count("returned"), events
+
+
 def test_rows_that_could_not_be_sent_are_computed_elsewhere(three_servers: list[str]) -> None:
     prompt = torch.randint(5, 30, (1, 24), generator=torch.Generator().manual_seed(3))
     with open_model(DEMO, experts=three_servers[:2], replicas=2, threads=1) as offloaded, torch.no_grad():
@@ -110,18 +147,31 @@ def test_rows_that_could_not_be_sent_are_computed_elsewhere(three_servers: list[
         assert recovery(offloaded)["lost"] == 1
 
 
+def test_what_a_second_ctrl_c_leaves_in_flight_is_not_added_to_the_next_call(three_servers: list[str]) -> None:
+    prompts = torch.randint(5, 30, (2, 1, 24), generator=torch.Generator().manual_seed(3))
+    with open_model(DEMO, experts=three_servers[:2], threads=1) as offloaded, torch.no_grad():
+        expected = offloaded.model(prompts[1]).logits
+        waiting, leaving = (
+            patch.object(offloaded.links[0], name, side_effect=KeyboardInterrupt) for name in ("receive", "release")
+        )
+        with waiting, leaving, pytest.raises(KeyboardInterrupt):
+            offloaded.model(prompts[0])
+        assert torch.equal(offloaded.model(prompts[1]).logits, expected)
+
+
 def test_verification_accepts_right_servers_and_names_a_wrong_one(
     three_servers: list[str], start_server: StartServer
 ) -> None:
-    wrong = start_server(patch=WRONG)
+    wrong_ones = [start_server(patch=patch) for patch in (WRONG, NOT_A_NUMBER)]
     for replicas in (1, 2):
         options: dict[str, Any] = {"replicas": replicas, "verify_percent": 100, "threads": 1}
         with open_model(DEMO, experts=three_servers[:2], **options) as offloaded:
             assert len(tokens_of(offloaded)) > N_TOKENS
             assert recovery(offloaded)["verified"] > N_TOKENS
-        disagree = pytest.raises(DisagreementError, match=f"{wrong.address}.*disagree: layer")
-        with open_model(DEMO, experts=[three_servers[0], wrong.address], **options) as offloaded, disagree:
-            tokens_of(offloaded)
+        for wrong in wrong_ones:
+            disagree = pytest.raises(DisagreementError, match=f"{wrong.address}.*disagree: layer")
+            with open_model(DEMO, experts=[three_servers[0], wrong.address], **options) as offloaded, disagree:
+                tokens_of(offloaded)
 
 
 def test_the_cache_computes_any_experts_in_little_memory_with_the_bits_of_all_at_once() -> None:
@@ -152,6 +202,29 @@ def test_the_cache_computes_any_experts_in_little_memory_with_the_bits_of_all_at
 
         assert n_read(cache) > layer.n_experts, "a cache this small reads some experts again"
         assert n_read(ExpertCache(checkpoint, 1 << 30, device)) == len(ids.unique())
+
+
+def test_a_read_that_was_interrupted_leaves_no_expert_in_the_place_of_another() -> None:
+    checkpoint = Checkpoint.open(DEMO)
+    layer = checkpoint.layers[0]
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(64, checkpoint.hidden_size, generator=generator).to(checkpoint.dtype)
+    ids = torch.rand(64, layer.n_experts, generator=generator).argsort(1)[:, : checkpoint.top_k].contiguous()
+    weights = torch.rand(ids.shape, generator=generator)
+    cache = ExpertCache(checkpoint, (checkpoint.top_k + 1) * layer.expert_bytes, torch.device("cpu"))
+    expected, out = torch.empty(rows.shape), torch.empty(rows.shape)
+    cache.compute(0, rows, ids, weights, expected)
+    choose = _Pool._free_slot
+
+    def interrupted(*args: Any) -> int:
+        choose(*args)
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with patch.object(_Pool, "_free_slot", interrupted), pytest.raises(KeyboardInterrupt):
+            cache.compute(0, rows, ids, weights, out)
+        cache.compute(0, rows, ids, weights, out)
+        assert torch.equal(out, expected)
 
 
 def test_replicas_lie_on_other_servers_with_room() -> None:

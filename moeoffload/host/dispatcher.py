@@ -35,6 +35,7 @@ class _Progress:
     """Only while a call runs: an idle thread would keep the memory of a link that is closed meanwhile."""
 
     def begin(self, layer: int, n_rows: int) -> None:
+        self.release_flights()  # there are some if Ctrl-C interrupted the `end` of the call before
         self.link = self.shard.current
         self.next_row = n_rows if self.link.holds_none[layer] else 0
 

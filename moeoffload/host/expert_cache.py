@@ -102,10 +102,12 @@ class _Pool:
                 self._slots[layer, expert] = slot
 
     def _free_slot(self, layer: int, kept: set[int]) -> int:
-        if len(self._slots) < self.n_slots:
-            return len(self._slots)
-        oldest = next(key for key in self._slots if key[0] != layer or key[1] not in kept)
-        return self._slots.pop(oldest)
+        if len(self._slots) == self.n_slots:
+            oldest = next(key for key in self._slots if key[0] != layer or key[1] not in kept)
+            del self._slots[oldest]
+        # Not just the next number: a read that Ctrl-C interrupted has left a free slot anywhere.
+        used = set(self._slots.values())
+        return next(slot for slot in range(self.n_slots) if slot not in used)
 
 
 def _shape_of(checkpoint: Checkpoint, layer: int) -> _Shape:

@@ -14,7 +14,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from typing import Any, Final
 
@@ -168,9 +168,7 @@ class PrefillPipeline:
                             self._wait(number, layer)
                         results[number] = self._forward(**parts[number])
             except BaseException:
-                with self._moved:
-                    self._failed = True
-                    self._moved.notify_all()
+                self._fail()
                 raise
             finally:
                 self._chunk.number = None
@@ -192,17 +190,24 @@ class PrefillPipeline:
         beside = self._pool.submit(run_beside, 1)
         try:
             run(0)
+            waited = perf_counter()
+            beside.result()
         except BaseException:
+            self._fail()
             # The first failure is the one to tell; the other thread's is its consequence.
-            if (other := beside.exception()) is not None and not isinstance(other, _OtherFailedError):
+            if (other := _outlast(beside)) is not None and not isinstance(other, _OtherFailedError):
                 raise other from None
             raise
-        waited = perf_counter()
-        beside.result()
         self._recorder.counters.turn(perf_counter() - waited)
         return results[-1]
 
     # -- order
+
+    def _fail(self) -> None:
+        """Ends the chunks of the other thread at the next layer that they enter."""
+        with self._moved:
+            self._failed = True
+            self._moved.notify_all()
 
     def _enter(self, layer: int, module: nn.Module, args: Any) -> None:
         if (number := self._chunk.number) is not None:
@@ -236,6 +241,21 @@ class PrefillPipeline:
 
 class _OtherFailedError(Exception):
     """This chunk ends because the other thread's failed."""
+
+
+def _outlast(beside: Future[None]) -> BaseException | None:
+    """Returns how the other thread ended. Waits for that whatever a signal raises, and raises it afterwards: until then
+    the thread uses the model and adds to the cache."""
+    raised: BaseException | None = None
+    while True:
+        try:
+            other = beside.exception()
+            break
+        except (KeyboardInterrupt, SystemExit) as error:
+            raised = error
+    if raised is not None:
+        raise raised
+    return other
 
 
 def _slice(arguments: dict[str, Any], cache: Any, past: int, start: int, end: int) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class Holder:
         self.link: ExpertLink | None = link
         self.known = link
         """The last link, even while the server is lost; for the report."""
+        self.is_missed = False
+        """Whether `ServerEvents` was told that it went; of a replica that was not in use it is not."""
 
 
 class Shard:
@@ -108,6 +110,7 @@ class Shard:
                 logger.warning("%s is draining, and nobody else can compute its experts", leaving.name)
                 return
             if self.current is leaving:
+                holder.is_missed = True
                 self._events.drained(holder.address, chosen.name)
             self.current = chosen
             self._start_mending(holder, leaving, leaving.deadlines.of(leaving.layout.capacity))
@@ -139,6 +142,7 @@ class Shard:
         gone, holder.link = holder.link, None
         chosen = self._choose()
         if self.current is gone:
+            holder.is_missed = True
             self._events.lost(holder.address, why, chosen.name if chosen is not None else "nobody until it is back")
         else:
             logger.info("%s; it held a replica", why)
@@ -201,7 +205,8 @@ class Shard:
                 holder.link = holder.known = link
                 chosen = self._choose()
                 assert chosen is not None
-                if chosen is link:
+                if holder.is_missed:
+                    holder.is_missed = False
                     self._events.returned(holder.address, away_s)
                 self.current = chosen
                 self._returned.notify_all()

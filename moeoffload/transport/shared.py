@@ -95,10 +95,10 @@ class SharedHostEnd(HostChannel):
 
     def _take_late(self, slot: HostSlot) -> bool:
         semaphore = self._segment.reply_semaphores[slot.index]
-        if not semaphore.value:
-            return False
-        semaphore.acquire(0)
-        return self._words[self._reply_at[slot.index] + 1] == self._awaited[slot.index]
+        if semaphore.value:
+            semaphore.acquire(0)
+        # Not the token: a wait that Ctrl-C ended may have taken it. The bell is written after it.
+        return self._words[self._reply_at[slot.index] + 2] == self._awaited[slot.index]
 
     def _closed_by_peer(self) -> bool:
         return self._words[SERVER_CLOSED] != 0

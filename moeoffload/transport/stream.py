@@ -215,8 +215,8 @@ class StreamHostEnd(HostChannel):
                     self._receive_all()  # as in `_send`
 
     def _take_late(self, slot: HostSlot) -> bool:
-        n_bytes, self._arrived[slot.index] = self._arrived[slot.index], 0
-        return n_bytes > 0
+        self._arrived[slot.index] = 0
+        return not self._awaited[slot.index]  # not what has arrived: a wait that Ctrl-C ended may have taken it
 
     def _wake(self) -> None:
         self._wire.wake()

@@ -9,6 +9,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -121,6 +122,28 @@ def test_a_late_reply_is_dropped_and_its_slot_is_not_used_before(open_ends: Open
     assert receive(host, again, request_id) == b"new"
     host.release(again)
     assert host.n_stale == 1
+
+
+def test_ctrl_c_at_the_end_of_a_wait_leaves_the_slot_usable(
+    open_ends: OpenEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that sleeps on a semaphore holds signals back until it has its token."""
+    host: Any = open_ends(sizes=ChannelSizes(1, 128, 128)).host
+    awaits = host._await_reply
+
+    def interrupted(*args: Any) -> int:
+        awaits(*args)
+        raise KeyboardInterrupt
+
+    slot = host.acquire(SOON_S)
+    send(host, slot, b"first")
+    monkeypatch.setattr(host, "_await_reply", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        host.wait(slot, SOON_S)
+    monkeypatch.undo()
+    host.release(slot)
+    assert call(host, b"other", 1) == b"other"
+    assert host.is_idle
 
 
 def test_a_reply_that_was_waited_for_too_briefly_can_be_waited_for_again(open_ends: OpenEnds) -> None:
