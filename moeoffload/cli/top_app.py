@@ -85,8 +85,8 @@ def top(
 
 
 def _address(url: str) -> SplitResult:
-    parts = urlsplit(url)
-    with contextlib.suppress(ValueError):  # the port is not a number
+    with contextlib.suppress(ValueError):  # the port is not a number, or a bracket is not closed
+        parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return parts
     raise SettingError(f"--url: {url!r} is not allowed; like http://127.0.0.1:8000")

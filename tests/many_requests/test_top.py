@@ -129,6 +129,7 @@ def test_misspelt_environment_names_are_told(commands: Commands, monkeypatch: py
         (("--url", "http://no-such-host.invalid"), 5, "no machine of that name is known"),
         (("--url", "http://127.0.0.1:9"), 5, "no host answers"),
         (("--url", "127.0.0.1:8000"), 2, "--url"),
+        (("--url", "http://[::1"), 2, "--url"),
         (("--interval-s", "0"), 2, "--interval-s"),
         (("--api-key-file", "/nowhere/key"), 2, "--api-key-file"),
     ],
