@@ -143,3 +143,11 @@ def test_another_server_is_told_from_a_host(commands: Commands) -> None:
     with serving(SnapshotServer([{"hello": 1}])) as host:
         done = commands.run("moeoffload", "top", "--once", "--url", host.url)
     assert "not of a moeoffload host" in one_line_error(done, 5)
+
+
+def test_figures_of_another_version_are_told_from_ours(commands: Commands) -> None:
+    (snapshot,) = with_figures(scripted(1, n_layers=2))
+    del snapshot["memory"]
+    with serving(SnapshotServer([snapshot])) as host:
+        done = commands.run("moeoffload", "top", "--once", "--url", host.url, *OPTIONS)
+    assert "of another version" in one_line_error(done, 5)
