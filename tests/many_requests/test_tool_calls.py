@@ -194,6 +194,7 @@ def test_gpt_oss_s_channels(tokenizer: Any) -> None:
         ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "none of"),
         ({"tools": TOOLS, "guided_regex": "a"}, "tools", "together"),
+        ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "together"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
         (
             {
