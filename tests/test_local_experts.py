@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from command_lines import Commands
+from command_lines import Commands, one_line_error
 from conftest import DEMO, demo_prompt, local_model
 
 from moeoffload import open_model
@@ -54,6 +54,13 @@ def test_rows_that_need_only_local_experts_are_not_sent(three_servers: list[str]
             chosen = offloaded.links[0].table
     assert sent[0] == 400 * 4 > sent[64] > sent[120]
     assert chosen.n_experts == 8
+
+
+def test_profile_refuses_a_folder_as_its_output_before_it_opens_the_model(commands: Commands, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(PROMPTS)
+    done = commands.run("moeoffload", "profile", tmp_path / "no-model", "--prompts", prompts, "--output", tmp_path)
+    assert f"--output: {tmp_path} cannot be written" in one_line_error(done, 2)
 
 
 def test_profile_counts_routes_and_the_most_used_experts_stay(

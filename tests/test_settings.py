@@ -167,6 +167,10 @@ def test_reads_text(name: str, text: str, value: Any) -> None:
     assert type(read) is type(value)
 
 
+def test_an_empty_name_of_a_folder_does_not_mean_all_that_the_default_allows() -> None:
+    assert "is no folder" in refusal(lambda: ExpertServerSettings.load({"model_root": ""}))
+
+
 def test_address_has_host_and_port() -> None:
     named, ipv6 = HostSettings.load({"experts": ["Node1:50051", "[0:0::1]:5"]}).experts
     assert (named, named.host, named.port) == (Address("node1:50051"), "node1", 50051)

@@ -83,7 +83,7 @@ def profile_routing(
 ) -> None:
     """Count which routed experts prompts use; `--routing-stats` then keeps the most used ones on the host."""
     lines = [line for line in _read_prompts([], prompts, "--prompts")[0].splitlines() if line.strip()]
-    if not os.access(output if output.exists() else output.parent, os.W_OK):
+    if output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK):
         raise SettingError(f"--output: {output} cannot be written")
     display = Display()
     log_of_host(settings, display, verbose=False)

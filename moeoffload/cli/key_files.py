@@ -39,11 +39,11 @@ def make_keys(folder: Path, names: Sequence[str]) -> list[str]:
     subjects = list(dict.fromkeys([*_LOCAL_NAMES, socket.gethostname().lower(), *(_checked(name) for name in names)]))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        there = [folder / name for name in NAMES if (folder / name).exists()]
     except OSError as error:
-        raise SettingError(f"keys new: {folder} cannot be made ({error.strerror})") from None
-    for name in NAMES:
-        if (folder / name).exists():
-            raise SettingError(f"keys new: {folder / name} is there already; name another folder, nothing is replaced")
+        raise SettingError(f"keys new: {folder} cannot be made or looked into ({error.strerror})") from None
+    if there:
+        raise SettingError(f"keys new: {there[0]} is there already; name another folder, nothing is replaced")
     ca_key, server_key, host_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(3))
     ca = _certificate("moeoffload private CA", ca_key, None, ca_key)
     server = _certificate("moeoffload server", server_key, ca, ca_key, subjects)

@@ -48,8 +48,6 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    from moeoffload.cli.top_view import picture
-
     warn_of_misspelt_names()
     if not LEAST_INTERVAL_S <= interval_s <= MOST_INTERVAL_S:
         raise SettingError(f"--interval-s: {interval_s:g} is not allowed; {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:g}")
@@ -64,7 +62,7 @@ def top(
     console = Console()
     if once:
         time.sleep(interval_s)
-        console.print(picture(ask(), url))
+        console.print(_picture(ask(), url))
         return
     # If stdout is not a terminal, the pictures are printed one after another.
     with contextlib.ExitStack() as stack:
@@ -73,7 +71,7 @@ def top(
         if console.is_terminal:
             live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
             show = functools.partial(live.update, refresh=True)
-        show(picture(snapshot, url))
+        show(_picture(snapshot, url))
         while True:
             time.sleep(interval_s)
             trouble = ""
@@ -81,12 +79,23 @@ def top(
                 snapshot = ask()
             except ServerError as error:
                 trouble = str(error)  # the host may be back at the next request
-            show(picture(snapshot, url, trouble))
+            show(_picture(snapshot, url, trouble))
+
+
+def _picture(snapshot: dict[str, Any], url: str, trouble: str = "") -> RenderableType:
+    """See `picture`. Raises ServerError: the host has other figures than this program knows."""
+    from moeoffload.cli.top_view import picture
+
+    try:
+        return picture(snapshot, url, trouble)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ServerError(f"{url}: the host is of another version, its figures cannot be shown ({told})") from None
 
 
 def _address(url: str) -> SplitResult:
-    parts = urlsplit(url)
-    with contextlib.suppress(ValueError):  # the port is not a number
+    with contextlib.suppress(ValueError):  # the port is not a number, or a bracket is not closed
+        parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return parts
     raise SettingError(f"--url: {url!r} is not allowed; like http://127.0.0.1:8000")

@@ -84,11 +84,14 @@ def _read(read: Callable[[str], Any]) -> BeforeValidator:
     return BeforeValidator(lambda value: read(value.strip()) if isinstance(value, str) else value)
 
 
-def _read_several(read: Callable[[str], Any]) -> BeforeValidator:
-    """Applies ``read`` to each part of comma-separated text, or of several values; a number is one part."""
+def _read_several(read: Callable[[str], Any], *, or_none: bool = False) -> BeforeValidator:
+    """Applies ``read`` to each part of comma-separated text, or of several values; a number is one part. With
+    ``or_none`` empty text has no parts, else one, which is empty."""
 
     def read_parts(value: Any) -> Any:
-        parts = str(value).split(",") if isinstance(value, str | int) and value != "" else value
+        if or_none and value == "":
+            return ()
+        parts = str(value).split(",") if isinstance(value, str | int) else value
         return tuple(read(str(part).strip()) for part in parts) if isinstance(parts, Iterable) else value
 
     return BeforeValidator(read_parts)
@@ -220,7 +223,7 @@ _SECRET = "a file that only its owner can read (chmod 600)"
 
 Addresses = Annotated[
     tuple[InstanceOf[Address], ...],
-    _read_several(Address.parse),
+    _read_several(Address.parse, or_none=True),
     AfterValidator(_each_once),
     Words(_HOSTS, "HOST:PORT,..."),
 ]

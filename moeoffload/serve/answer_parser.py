@@ -47,7 +47,8 @@ class AnswerParser:
 
 
 class ForcedCalls(AnswerParser):
-    """Parses the array of calls that the grammar of forced tools produces; a truncated call becomes content."""
+    """Parses the array of calls that the grammar of forced tools produces. A call that is cut, or has numbers that are
+    no JSON, becomes content."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -62,8 +63,8 @@ class ForcedCalls(AnswerParser):
                 call, end = self._decoder.raw_decode(self._text, start)
             except (ValueError, RecursionError):
                 break
+            parts += _calls(call) or [Part(content=self._text[start:end])]
             self._text = self._text[end:]
-            parts += _calls(call)
         return parts
 
     def finish(self) -> list[Part]:
@@ -150,10 +151,11 @@ def _calls(value: Any) -> list[Part]:
         arguments = call.get("arguments", call.get("parameters", {})) if isinstance(call, dict) else None
         if not isinstance(name, str) or not isinstance(arguments, dict | str):
             return []
-        if isinstance(arguments, str):
-            try:
+        try:
+            if isinstance(arguments, str):
                 arguments = json.loads(arguments)
-            except ValueError:
-                return []
-        found.append(Part(call=ToolCall(name.strip(), json.dumps(arguments, ensure_ascii=False))))
+            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        except (ValueError, RecursionError):  # also for numbers beyond all floats, which Python reads as infinite
+            return []
+        found.append(Part(call=ToolCall(name.strip(), written)))
     return found

@@ -90,12 +90,19 @@ def _text(blocks: Any, param: str) -> str:
     if isinstance(blocks, str):
         return blocks
     texts = []
-    for block in blocks or ():
+    for block in _list(blocks, param):
         kind = block.get("type") if isinstance(block, dict) else None
         if kind not in ("text", "input_text", "output_text") or not isinstance(block.get("text"), str):
             raise bad_request(f"Content of type {str(kind)[:50]!r} is not supported, only text.", param)
         texts.append(block["text"])
     return "".join(texts)
+
+
+def _list(value: Any, param: str) -> list[Any]:
+    """A list that no field checks, empty if it was not given. Raises ApiError: it is something else."""
+    if value is not None and not isinstance(value, list):
+        raise bad_request(f"Invalid '{param}': {str(value)[:50]!r} is no array.", param)
+    return value or []
 
 
 def _turn_messages(turn: Turn) -> Iterator[dict[str, Any]]:
@@ -147,6 +154,8 @@ class ResponsesRequest(_Asked):
         for item in items:
             _add_item(messages, item)
         form = (self.text or {}).get("format") or {}
+        if not isinstance(form, dict):
+            raise bad_request("Invalid 'text.format': it is no object.", "text.format")
         if form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
         choice: Any = self.tool_choice
@@ -180,7 +189,10 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
         output = _text(item.get("output") or "", "input")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
-        thought = "".join(str(part.get("text", "")) for part in item.get("content") or ())
+        parts = _list(item.get("content"), "input")
+        if not all(isinstance(part, dict) for part in parts):
+            raise bad_request("Invalid 'input': parts of reasoning are objects.", "input")
+        thought = "".join(str(part.get("text", "")) for part in parts)
         messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
     else:
         raise bad_request(f"Items of type {str(kind)[:50]!r} are not supported.", "input")

@@ -134,7 +134,8 @@ def _check_multiples(schema: Any, param: str) -> None:
         part = left.pop()
         if isinstance(part, dict):
             multiple = part.get("multipleOf")
-            if isinstance(multiple, int | float) and isfinite(multiple):
+            # A bool is an int, and an int may be beyond every float; the compiler refuses both.
+            if type(multiple) is int or (isinstance(multiple, float) and isfinite(multiple)):
                 digits = Decimal(str(multiple)).normalize().as_tuple().digits
                 multiples.append(int("".join(map(str, digits))))
             left += part.values()

@@ -12,6 +12,8 @@ import torch
 from moeoffload.serve.grammar import GrammarState
 from moeoffload.serve.request import SamplingOptions, TokenChoice
 
+_LEAST_TEMPERATURE: Final = 1e-30
+"""Below it the most likely token is taken, as at 0: scores that are divided by less may exceed float32."""
 _SCORED_ROWS: Final = 64  # rows of a prompt that are converted to float32 at a time
 
 
@@ -44,7 +46,7 @@ class Sampler:
         self._counts: Counter[int] = Counter()
         self._generator = torch.Generator()
         self._grammar = GrammarState(options.matcher) if options.matcher is not None else None
-        self.is_greedy = options.temperature == 0  # whether the most likely token is taken
+        self.is_greedy = options.temperature < _LEAST_TEMPERATURE  # whether the most likely token is taken
         self.is_plain = (
             self.is_greedy
             and options.alternatives is None

@@ -311,6 +311,8 @@ class ChatRequest(GenerationRequest):
         super().check(n_vocabulary)
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("'top_logprobs' is allowed with 'logprobs' only.", "top_logprobs")
+        if self.ignore_eos and self.forced_functions():  # their grammar allows nothing but ends after the end
+            raise bad_request("'ignore_eos' and a forced call cannot go together.", "ignore_eos")
         if self.tools and self.tool_choice != "none" and self.grammar() is not None:
             raise bad_request("'tools' and a form of the answer cannot go together; 'tool_choice' none can.", "tools")
 

@@ -127,11 +127,18 @@ def test_an_error_within_a_stream_reaches_the_client(tokenizer: Any) -> None:
         ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
         ("messages", {"tool_choice": {"type": "odd"}}, "tool_choice"),
         ("messages", {"temperature": 3}, "temperature"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": 5}]}]}, "messages"),
         ("responses", {"previous_response_id": "x"}, "previous_response_id"),
         ("responses", {"input": [{"type": "item_reference"}]}, "input"),
         ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ("responses", {"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ("responses", {"background": True}, "background"),
+        ("responses", {"input": [{"role": "user", "content": 5}]}, "input"),
+        ("responses", {"input": [{"type": "function_call_output", "output": 5}]}, "input"),
+        ("responses", {"input": [{"type": "reasoning", "content": "so"}]}, "input"),
+        ("responses", {"input": [{"type": "reasoning", "content": 5}]}, "input"),
+        ("responses", {"input": [{"type": "reasoning", "content": [5]}]}, "input"),
+        ("responses", {"text": {"format": "json"}}, "text.format"),
     ],
 )
 def test_what_they_cannot_do_is_refused_by_name(server: Running, path: str, change: dict[str, Any], param: str) -> None:

@@ -101,6 +101,12 @@ def test_min_p_and_the_repetition_penalty_are_those_of_transformers() -> None:
     assert {sampler.choose(logits).token for _ in range(300)} == set(kept)
 
 
+@pytest.mark.parametrize("temperature", [1e-20, 1e-38, 1e-60])
+def test_the_smallest_temperatures_take_the_likeliest_token(temperature: float) -> None:
+    logits = torch.tensor([1.0, 2.0, 9.0, -5.0])
+    assert Sampler(SamplingOptions(9, temperature=temperature, seed=1)).choose(logits).token == 2
+
+
 def test_what_the_publisher_recommends_is_the_default(offloaded: OffloadedModel, monkeypatch: Any) -> None:
     assert recommended_sampling(offloaded.model) == {"temperature": 0.0}
     told = GenerationConfig(do_sample=True, temperature=0.6, top_k=20, top_p=0.95)

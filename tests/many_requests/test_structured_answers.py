@@ -116,6 +116,8 @@ def nested(depth: int) -> Schema:
         ({"response_format": form(nested(150))}, "response_format.json_schema.schema", "recursion"),
         ({"response_format": form({"title": "x" * 70_000})}, "response_format.json_schema.schema", "larger"),
         ({"response_format": form({"type": "integer", "multipleOf": 999_983})}, None, "multipleOf"),
+        ({"response_format": form({"multipleOf": 10**400})}, "response_format.json_schema.schema", "out of range"),
+        ({"response_format": form({"multipleOf": True})}, "response_format.json_schema.schema", "multipleOf"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
         ({"guided_regex": "(a"}, "guided_regex", "unclosed"),

@@ -103,7 +103,7 @@ def ask(tokenizer: Any, marks: str, text: str, ending: str = "", **options: Any)
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = f"{{# tools {marks} #}}{{{{ messages[-1]['content'] }}}}{ending}"
     engine = FakeEngine(tokens_of(text))
-    engine.context_tokens = 1000
+    engine.context_tokens = 4000
     with serving(engine, tokenizer) as server, server.client() as client:
         whole = client.chat.completions.create(model="demo", messages=HI, **options).choices[0]
         chunks = list(client.chat.completions.create(model="demo", messages=HI, stream=True, **options))
@@ -139,11 +139,21 @@ def test_one_call_is_the_end_where_no_more_are_wanted(tokenizer: Any) -> None:
     assert whole.finish_reason == chunks[-1].finish_reason == "tool_calls"
 
 
+NO_JSON = '{"name": "add", "arguments": {"a": 1e999}}'  # Python would write it as Infinity
+TOO_DEEP = '{"name": "add", "arguments": "' + "[" * 3000 + '"}'
+
+
 def test_what_is_no_call_stays_in_the_text(tokenizer: Any) -> None:
-    for body in ("{broken", '{"no": "name"}', "[1]"):
+    for body in ("{broken", '{"no": "name"}', "[1]", NO_JSON, TOO_DEEP):
         whole, chunks = ask(tokenizer, "<tool_call>", f"a<tool_call>{body}</tool_call>b", tools=TOOLS)
         assert (whole.message.content, whole.message.tool_calls, whole.finish_reason) == (f"a{body}b", None, "stop")
         assert told(chunks, "content") == f"a{body}b"
+
+
+def test_a_forced_call_with_numbers_that_are_no_json_is_told_as_text(tokenizer: Any) -> None:
+    whole, chunks = ask(tokenizer, "<tool_call>", f"[{NO_JSON}]", tools=TOOLS, tool_choice="required")
+    assert (whole.message.content, whole.message.tool_calls) == (NO_JSON, None)
+    assert told(chunks, "content") == NO_JSON
 
 
 @pytest.mark.parametrize(("ending", "begin"), [("", "<think>\n"), ("<think>\n", ""), ("<think>", "\n")])
@@ -184,6 +194,7 @@ def test_gpt_oss_s_channels(tokenizer: Any) -> None:
         ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "none of"),
         ({"tools": TOOLS, "guided_regex": "a"}, "tools", "together"),
+        ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "together"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
         (
             {

@@ -129,6 +129,7 @@ def test_misspelt_environment_names_are_told(commands: Commands, monkeypatch: py
         (("--url", "http://no-such-host.invalid"), 5, "no machine of that name is known"),
         (("--url", "http://127.0.0.1:9"), 5, "no host answers"),
         (("--url", "127.0.0.1:8000"), 2, "--url"),
+        (("--url", "http://[::1"), 2, "--url"),
         (("--interval-s", "0"), 2, "--interval-s"),
         (("--api-key-file", "/nowhere/key"), 2, "--api-key-file"),
     ],
@@ -142,3 +143,11 @@ def test_another_server_is_told_from_a_host(commands: Commands) -> None:
     with serving(SnapshotServer([{"hello": 1}])) as host:
         done = commands.run("moeoffload", "top", "--once", "--url", host.url)
     assert "not of a moeoffload host" in one_line_error(done, 5)
+
+
+def test_figures_of_another_version_are_told_from_ours(commands: Commands) -> None:
+    (snapshot,) = with_figures(scripted(1, n_layers=2))
+    del snapshot["memory"]
+    with serving(SnapshotServer([snapshot])) as host:
+        done = commands.run("moeoffload", "top", "--once", "--url", host.url, *OPTIONS)
+    assert "of another version" in one_line_error(done, 5)

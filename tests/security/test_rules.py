@@ -168,6 +168,14 @@ def test_keys_new_prints_commands_and_replaces_nothing(commands: Commands, tmp_p
     assert "--name: 'no such name'" in one_line_error(wrong, 2)
 
 
+def test_a_folder_that_cannot_be_looked_into_is_no_traceback(tmp_path: Path) -> None:
+    folder = tmp_path
+    while (left := 4090 - len(str(folder))) > 1:
+        folder /= "d" * min(200, left - 1)  # in the end too long a path for the files, not for the folder itself
+    with pytest.raises(SettingError, match=r"^keys new: .* \(File name too long\)$"):
+        make_keys(folder, [])
+
+
 def test_refusals_are_all_counted_and_not_all_logged(caplog: pytest.LogCaptureFixture) -> None:
     refusals, flood = Refusals(), FloodFilter()
     caplog.handler.addFilter(flood)
