@@ -151,6 +151,16 @@ def test_a_lease_that_ends_while_it_waits_for_the_compute_thread_is_told_so(engi
     engine.start()
 
 
+def test_work_of_a_lease_that_has_ended_is_refused_and_not_waited_for(engine: Engine) -> None:
+    done: list[int] = []
+    share = engine.shares.join("host")
+    engine.leave(share)  # the host is gone while a call of it still reads the experts to be timed
+    with pytest.raises(ServerError, match="the lease ended"):
+        engine.run(lambda: done.append(1), share, 5.0)
+    assert not done
+    assert not share.large, "nothing may keep the work, and with it the experts"
+
+
 def test_a_lease_that_ends_between_the_choice_of_its_host_and_of_its_request_ends_no_thread(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

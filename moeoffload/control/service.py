@@ -6,7 +6,9 @@ import contextlib
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import Final, Protocol, TypeAlias
 
 import grpc
@@ -83,6 +85,8 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         self._lock = threading.Lock()
         self._working: dict[str, grpc.ServicerContext] = {}
         """By lease, the call that runs besides its stream: one at a time."""
+        self._worked_until: weakref.WeakKeyDictionary[BackendLease, float] = weakref.WeakKeyDictionary()
+        """When the last such call of a lease ended, monotonic seconds."""
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
         """See the proto file."""
@@ -122,6 +126,7 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
         finally:
             with self._lock:
                 del self._working[lease_id]
+                self._worked_until[lease] = monotonic()
 
     def Attach(self, requests: Iterator[pb.AttachRequest], context: grpc.ServicerContext) -> Iterator[pb.AttachReply]:
         """See the proto file."""
@@ -168,14 +173,20 @@ class ExpertServicer(pb_grpc.ExpertServiceServicer):
     def _next_event(self, events: queue.SimpleQueue[_Event], lease: BackendLease | None, *, ready: bool) -> _Event:
         """Waits for the next event on the stream of an attach.
         Raises DeadlineError: the host does not send hello in time, or holds a lease without going on to use it."""
+        patience_s = None if ready else self._first_s if lease is None else self._step_s
+        left_s = patience_s
         while True:
-            patience_s = None if ready else self._first_s if lease is None else self._step_s
             try:
-                return events.get(timeout=patience_s)
+                return events.get(timeout=left_s)
             except queue.Empty:
-                with self._lock:
-                    works = lease is not None and lease.lease_id in self._working
-                if not works:
+                left_s = 0.0
+                if lease is not None:
+                    with self._lock:
+                        works = lease.lease_id in self._working
+                        worked_until = self._worked_until.get(lease, float("-inf"))
+                    # A call may have ended just now: the host's time for its next step begins there.
+                    left_s = self._step_s if works else worked_until + self._step_s - monotonic()
+                if left_s <= 0:
                     raise DeadlineError(f"the host took more than {patience_s:g} s for a step of attaching") from None
 
     def _close(self, lease: BackendLease, reason: str) -> None:

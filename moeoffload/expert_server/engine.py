@@ -114,6 +114,9 @@ class Engine:
         raises."""
         job = Job(work)
         share.large.append(job)
+        if not share.n_users:  # checked after queueing: either `leave` has seen the job, or this call does
+            job.done.cancel()
+            share.large.clear()
         self._wake()
         try:
             result: T = job.done.result(timeout_s)

@@ -23,6 +23,7 @@ from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.server import ControlServer
+from moeoffload.control.service import ExpertServicer
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.control.validate import checked_parameters, checked_timings, clean_texts
@@ -159,6 +160,32 @@ def test_a_host_that_does_not_go_on_attaching_loses_its_lease(serve: Serve) -> N
     call, _ = attach(channel, SOON_S)
     assert code_of(call) is grpc.StatusCode.FAILED_PRECONDITION
     assert "more than 0.2 s for a step" in backend.lease.closed.get(timeout=SOON_S)
+
+
+class CallEndsAsTimeIsUp:
+    """The events of a stream whose first wait is over just as the load ends; the next step comes after that."""
+
+    def __init__(self, servicer: ExpertServicer, backend: FakeBackend) -> None:
+        self._servicer = servicer
+        self._backend = backend
+        self._waits = 0
+
+    def get(self, timeout: float) -> pb.AttachRequest:
+        self._waits += 1
+        if self._waits == 1:
+            self._backend.lease.goes_on.set()
+            context: Any = None
+            list(self._servicer.LoadExperts(pb.LoadExpertsRequest(lease_id="1"), context))
+            raise queue.Empty
+        return pb.AttachRequest(activate=pb.Activate())
+
+
+def test_the_time_for_a_step_begins_when_the_hosts_call_has_ended() -> None:
+    backend: Any = FakeBackend()
+    servicer = ExpertServicer(backend, 60, step_s=60)
+    events: Any = CallEndsAsTimeIsUp(servicer, backend)
+    event: Any = servicer._next_event(events, backend.lease, ready=False)
+    assert event.WhichOneof("step") == "activate"
 
 
 def test_a_path_that_is_no_text_ends_neither_the_server_nor_a_lease(serve: Serve) -> None:
