@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,40 @@ def test_the_budget_holds_and_what_is_used_stays_whatever_hosts_do() -> None:
         assert store.resident_bytes + store.warm_bytes <= 100
         assert store.resident_bytes == sum(sizes[key.layer % 3] for key in set(used))
         assert store.free_bytes == 100 - store.resident_bytes
+
+
+class LetsABuildEnd:
+    """A lock after whose first release by this thread a build that another thread has begun ends."""
+
+    def __init__(self, inner: Any, end: Any) -> None:
+        self._inner, self._end, self._thread, self._done = inner, end, threading.get_ident(), False
+
+    def __enter__(self) -> None:
+        self._inner.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._inner.release()
+        if threading.get_ident() == self._thread and not self._done:
+            self._done = True
+            self._end()
+
+
+def test_experts_whose_build_ends_meanwhile_are_never_counted_as_free() -> None:
+    store, begun, goes_on = ExpertStore(100), threading.Event(), threading.Event()
+
+    def build() -> Any:
+        begun.set()
+        assert goes_on.wait(STEP_TIMEOUT_S)
+        return "experts"
+
+    builder = threading.Thread(target=store.acquire, args=(LayerKey("model", "bf16", 0, (0,)), 60, build))
+    builder.start()
+    assert begun.wait(STEP_TIMEOUT_S)
+
+    def end() -> None:
+        goes_on.set()
+        builder.join(STEP_TIMEOUT_S)
+
+    store._lock = LetsABuildEnd(store._lock, end)  # type: ignore[assignment]
+    assert store.free_bytes == 40
+    assert store.free_bytes == 40

@@ -87,7 +87,10 @@ class ExpertStore:
     @property
     def free_bytes(self) -> int:
         """Bytes of the budget taken neither by leases' experts nor by batches, at most what the device really has."""
-        return min(self.budget_bytes - self.resident_bytes - self._reserved_bytes, self._free_now() + self.warm_bytes)
+        with self._lock:  # all at once: bytes of experts that are being built are first reserved, then resident
+            used = sum(each.n_bytes for each in self._residents.values() if each.n_users)
+            warm = sum(each.n_bytes for each in self._residents.values() if not each.n_users)
+            return min(self.budget_bytes - used - self._reserved_bytes, self._free_now() + warm)
 
     def offered_bytes(self, model_digest: str, compute_dtype: str) -> int:
         """Returns the bytes that a host with this model may fill: the free ones, and those of its model in use."""
