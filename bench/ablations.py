@@ -97,6 +97,12 @@ NO_TILES: Final = """
 import moeoffload.formats.tiles as t
 t.multiplies_tiles = lambda parts, dtype: False
 """
+THROUGH_CACHES: Final = """
+import ctypes
+import moeoffload.kernels.calls as c
+c.library()
+ctypes.c_int64.in_dll(c.native_library(), "passes_caches").value = 0
+"""
 PATHS: Final = (
     FastPath("spinning", ("transport/spin.py", "transport/spin.c"), (DECODE,), NO_SPIN, NO_SPIN),
     FastPath(
@@ -106,6 +112,9 @@ PATHS: Final = (
         NO_SPIN,
         NO_SPIN,
         always={"settings": {"transport": "stream", "expert_format": "int4"}},
+    ),
+    FastPath(
+        "weights past the outer caches", ("kernels/cpu/ahead.c",), (DECODE, PREFILL), THROUGH_CACHES, THROUGH_CACHES
     ),
     FastPath("huge pages", ("huge_pages.py",), (DECODE, PREFILL), NO_HUGE_PAGES, NO_HUGE_PAGES),
     FastPath(

@@ -12,6 +12,7 @@ from moeoffload import native
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights
 from moeoffload.formats.tiles import can_tile
 from moeoffload.kernels import KernelInput, LayerKernels, calls
+from moeoffload.kernels.dense import FewRowLinear
 from moeoffload.kernels.packed_linear import PackedLinear
 from moeoffload.native import Features
 
@@ -213,13 +214,18 @@ def test_float32_rows_stay_rows() -> None:
     assert not packed.in_tiles
 
 
-def test_how_far_ahead_weights_are_prefetched_changes_no_bit() -> None:
+def test_how_weights_are_prefetched_changes_no_bit() -> None:
     library = calls.library()
     assert library.moe_choose_ahead(int(native.cpu_features())) in (64, 2048)
-    distance = ctypes.c_int64.in_dll(library, "ahead_bytes")
-    layer, x = PackedLinear(random_packed(TILED[0], 1, 112, 768), None), random_rows(3, 768, torch.bfloat16)
+    distance, past = (ctypes.c_int64.in_dll(library, name) for name in ("ahead_bytes", "passes_caches"))
+    assert past.value in (0, 1)
+    x = random_rows(3, 768, torch.bfloat16)
+    plain = FewRowLinear(768, 112, bias=False, dtype=torch.bfloat16)
+    layers = [PackedLinear(random_packed(form, 1, 112, 768), None) for form in TILED]
     results = []
-    for distance.value in (64, 2048):
-        results.append(layer(x).clone())
+    with torch.no_grad():
+        for distance.value, past.value in ((64, 0), (2048, 0), (64, 1), (2048, 1)):
+            results.append([layer(x).clone() for layer in (plain, *layers)])
     library.moe_choose_ahead(int(native.cpu_features()))
-    assert torch.equal(*results)
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))

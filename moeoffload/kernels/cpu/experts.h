@@ -83,6 +83,15 @@ enum { ITEM_ROWS = 64 };     // weight rows that a thread claims at a time
 enum { BLOCK_ROWS = 32 };    // weight rows that are multiplied by all operands of an expert while they are in the cache
 enum { NEAR_BYTES = 64, FAR_BYTES = 2048 };
 extern int64_t ahead_bytes;  // prefetch distance, one of these two; see ahead.c
+extern int64_t passes_caches;  // whether weights that are read once leave the outer caches to others; see ahead.c
+
+// Prefetches a line of weights: past the outer caches, or into the second-level cache.
+static inline __attribute__((always_inline)) void prefetch_weights(const void *at, bool past) {
+    if (past)
+        __builtin_prefetch(at, 0, 0);
+    else
+        __builtin_prefetch(at, 0, 2);
+}
 enum { UNPACKED_ROWS = 4 };  // packed rows unpacked together into whole rows: more would not fit the first-level cache
 
 // Returns the bytes that a thread needs to unpack a block of rows. It leaves room for the matrix unit to place rows a

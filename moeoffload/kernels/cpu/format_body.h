@@ -33,6 +33,7 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int half, const i
                            const ELEMENT *const *weights, const OPERAND *const *operands, int64_t inner, Ahead ahead,
                            SUMS *sums) {
     vec acc[4][TILE_ROWS][2];
+    const bool past = n_w == 1 && passes_caches;  // single rows of weights are streamed: nobody reads them again soon
 #define EACH_SUM(w, x)                                    \
     _Pragma("GCC unroll 4") for (int w = 0; w < n_w; w++) \
     _Pragma("GCC unroll 8") for (int x = 0; x < n_x; x++)
@@ -40,7 +41,7 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int half, const i
     int64_t at = 0;
     for (; at + BLOCK <= inner; at += BLOCK) {
 #pragma GCC unroll 2
-        for (int line = 0; line < n_lines; line++) __builtin_prefetch(ahead.at + 64 * line, 0, 2);
+        for (int line = 0; line < n_lines; line++) prefetch_weights(ahead.at + 64 * line, past);
         ahead.at += ahead.step;
 #pragma GCC unroll 2
         for (int i = 0; i < n_halves; i++) {

@@ -53,7 +53,7 @@ INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int 
             n = n_x > MOST_X ? at_most(chunk, end - k) : INTEGERS;
             const uint8_t *codes = at + 4 * LANES * part;
             if (part == 0 && (n_chunks++ & (fetch.every - 1)) == fetch.turn)
-                for (int64_t line = 0; line < n * TILE; line += 64) __builtin_prefetch(at + line + fetch.far, 0, 2);
+                for (int64_t line = 0; line < n * TILE; line += 64) prefetch_weights(at + line + fetch.far, fetch.past);
             if (n_x > MOST_X) {
                 for (int step = 0; step < n / 4; step++) ready[step] = FP8_UNPACK(codes_at(codes + 4 * TILE * step));
                 for (int i = 0; i < n_x; i += at_once) add_steps(at_once, ready, codes, (int)n / 4, x + i, k, sums + i);

@@ -123,7 +123,7 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
             at += high_bytes + n_code_bytes;
             const bool fetches = part == 0 && (block & (fetch.every - 1)) == fetch.turn;
             const uint8_t *ahead = begin + fetch.far, *const ahead_end = fetches ? at + fetch.far : ahead;
-            if (fetches) __builtin_prefetch(ahead, 0, 2), ahead += 64;
+            if (fetches) prefetch_weights(ahead, fetch.past), ahead += 64;
             begin = at;
 #pragma GCC unroll 2
             for (int n = 0; n < n_sums; n++) {
@@ -136,7 +136,7 @@ INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const 
                 }
 #pragma GCC unroll 8
                 for (int step = n * per_sum / 4; step < (n + 1) * per_sum / 4; step++) {
-                    if (ahead < ahead_end) __builtin_prefetch(ahead, 0, 2), ahead += 64;
+                    if (ahead < ahead_end) prefetch_weights(ahead, fetch.past), ahead += 64;
                     const code_bytes some = unpack_step(kind, step, codes, high, table);
 #pragma GCC unroll 8
                     for (int i = 0; i < n_x; i++) sums[i] = STEP(sums[i], some, x[i], step);
@@ -201,13 +201,13 @@ static MultiplyTile *const INTEGER_SET(multiply)[][N_SIZES] = {OF_KIND(INT8), OF
 // is only one set of operands, else a share of the tile that is a block of rows (ITEM_ROWS) further on.
 INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_t n_x, int64_t turn) {
     int64_t every = 1;
-    if (p->last - p->first <= n_x) return (Fetch){2 * ahead_bytes, every, 0};
+    if (p->last - p->first <= n_x) return (Fetch){2 * ahead_bytes, every, 0, passes_caches};
     while (every < 8 && 2 * every * MANY_X <= p->last - p->first) every *= 2;
     const int64_t next = row + ITEM_ROWS;
     const char *from = next < p->to ? row_of_parts(p->parts, p->expert, next) : p->following;
-    if (!from) return (Fetch){0, every, every};
+    if (!from) return (Fetch){0, every, every, false};
     if (next >= p->to) from += row % ITEM_ROWS * p->parts->row_bytes;
-    return (Fetch){(const uint8_t *)from - tile, every, turn};
+    return (Fetch){(const uint8_t *)from - tile, every, turn, false};
 }
 
 // Multiplies weight rows from..to by all operands: each block of ITEM_ROWS rows by all of them while it is in the

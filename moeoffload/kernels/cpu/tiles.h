@@ -34,9 +34,10 @@ typedef struct {
 } Block;
 
 // What to prefetch into the second-level cache while a tile is multiplied: the bytes that lie `far` behind a block, for
-// those blocks whose number is `turn` modulo `every` (a power of 2).
+// those blocks whose number is `turn` modulo `every` (a power of 2). `past`: past that cache, see prefetch_weights.
 typedef struct {
     int64_t far, every, turn;
+    bool past;
 } Fetch;
 
 // Multiplies a tile by some operands. `out` has a vector of LANES rows' results for each operand, for the first part
