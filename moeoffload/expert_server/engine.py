@@ -113,10 +113,10 @@ class Engine:
         Raises ServerError: the work was not done within ``timeout_s``, or the host's lease ended; and whatever ``work``
         raises."""
         job = Job(work)
-        share.large.append(job)
-        if not share.n_users:  # checked after queueing: either `leave` has seen the job, or this call does
-            job.done.cancel()
-            share.large.clear()
+        with self.shares.lock:  # `leave` holds it, too: it cancels what is queued, and nothing is queued after it
+            if not share.n_users:
+                raise ServerError(self._failure or "the lease ended")
+            share.large.append(job)
         self._wake()
         try:
             result: T = job.done.result(timeout_s)

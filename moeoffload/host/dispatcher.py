@@ -19,6 +19,7 @@ from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.recorder import Recorder
 from moeoffload.host.second_opinion import Verification
 from moeoffload.host.shard import Shard
+from moeoffload.host.shared_experts import Meanwhile
 
 DECODE_ROWS: Final = 8
 """Accumulators of calls of up to so many rows are kept."""
@@ -99,7 +100,7 @@ class Dispatcher:
         """One server has every expert: its sums are the result, no accumulator is needed."""
         self.on_layer: Callable[[int], None] | None = None
         self.on_routes: Callable[[int, torch.Tensor], None] | None = None
-        self.meanwhile: Sequence[Callable[[torch.Tensor], None] | None] = (None,) * len(n_experts)
+        self.meanwhile: Sequence[Meanwhile | None] = (None,) * len(n_experts)
         self.n_created = 0
 
     def __call__(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -225,6 +225,8 @@ class PrefillPipeline:
 
     def _wait(self, number: int, layer: int) -> None:
         """Waits until the chunk before ``number`` has passed the attention of ``layer``."""
+        if self._failed:
+            raise _OtherFailedError
         if number == 0 or self._passed[number - 1] > layer:
             return
         started = perf_counter()
@@ -245,7 +247,7 @@ class _OtherFailedError(Exception):
 
 def _outlast(beside: Future[None]) -> BaseException | None:
     """Returns how the other thread ended. Waits for that whatever a signal raises, and raises it afterwards: until then
-    the thread uses the model and adds to the cache."""
+    the thread uses the model and adds to the cache. It ends within a layer, each of whose waits has a deadline."""
     raised: BaseException | None = None
     while True:
         try:
