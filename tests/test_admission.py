@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,43 @@ from conftest import DEMO, StartServer, connected
 from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import Lease
+from moeoffload.control.protocol import dtype_label
+from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import _cgroup_room
-from moeoffload.errors import BusyError
+from moeoffload.errors import BusyError, CapacityError
 from moeoffload.expert_server.server import MAX_LEASES_OF_ONE
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.host.attach import retry_while_busy
-from moeoffload.placement import batch_row_bytes
+from moeoffload.placement import ExpertTable, batch_row_bytes
 
 SLOTS = 4
+MODEL = Checkpoint.open(DEMO)
+REFERENCE = pb.ModelReference(reference=str(DEMO), digest=MODEL.digest, compute_dtype=dtype_label(MODEL.dtype))
+ALL = ExpertTable(tuple(tuple(range(layer.n_experts)) for layer in MODEL.layers))
 
 
 def budget_gib(n_rows: int) -> str:
     """Memory for all experts of the demo model and so many rows, as an option."""
-    about = Checkpoint.open(DEMO)
+    about = MODEL
     row = batch_row_bytes(
         about.hidden_size, about.top_k, max(layer.intermediate for layer in about.layers), about.dtype.itemsize, SLOTS
     )
     need = sum(layer.n_experts * layer.expert_bytes for layer in about.layers)
     return str((need + n_rows * row) / (1 << 30))
+
+
+def load(lease: Lease, table: ExpertTable = ALL) -> None:
+    lease.load(REFERENCE, table, progress=lambda loaded, total: None, timeout_s=STEP_TIMEOUT_S)
+
+
+def rows_of(lease: Lease) -> int:
+    """The batch capacity that a lease gets, which has loaded all experts and asks for as many rows as it may."""
+    dtype = REFERENCE.compute_dtype
+    wishes = pb.Activate(
+        model_digest=MODEL.digest, compute_dtype=dtype, table_digest=ALL.digest, hidden_size=MODEL.hidden_size,
+        top_k=MODEL.top_k, dtype_out=dtype, dtype_back=dtype, batch_capacity=1024, n_slots=SLOTS, transport="stream",
+    )  # fmt: skip
+    return lease.activate(wishes).batch_capacity
 
 
 def capacity_of(offloaded: OffloadedModel) -> int:
@@ -85,6 +105,50 @@ def test_a_second_host_finds_room_on_a_server_that_the_first_has_filled(start_se
         assert 150 < capacity_of(first) < 300
         assert 32 <= capacity_of(second) <= 128
         assert torch.equal(first.model(prompt).logits, second.model(prompt).logits)
+
+
+def what_is_free_takes_a_while_to_find_out() -> None:
+    """In a server's process: so long that hosts that attach at the same moment have all asked before one goes on."""
+    from moeoffload.expert_server import server
+
+    def free_now(device: torch.device) -> int:
+        time.sleep(0.02)
+        return 1 << 40
+
+    server.free_now = free_now
+
+
+def test_hosts_that_attach_at_the_same_moment_get_no_more_than_there_is(start_server: StartServer) -> None:
+    server = start_server("--memory-gib", budget_gib(300), patch=what_is_free_takes_a_while_to_find_out)
+    with connected(server.address) as client, ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        leases = [stack.enter_context(contextlib.closing(client.attach(STEP_TIMEOUT_S))) for _ in range(3)]
+        for lease in leases:
+            load(lease)
+        rows = list(pool.map(rows_of, leases))
+    assert min(rows) > 0
+    assert sum(rows) <= 300
+
+
+def test_a_second_lease_of_a_process_that_finds_no_room_is_told_to_come_back(start_server: StartServer) -> None:
+    server = start_server("--memory-gib", budget_gib(40))
+    with connected(server.address) as client, contextlib.ExitStack() as stack:
+        leases = [stack.enter_context(contextlib.closing(client.attach(STEP_TIMEOUT_S))) for _ in range(3)]
+        for lease in leases:
+            load(lease)
+        assert [rows_of(lease) for lease in leases[:2]] == [32, 8]
+        with pytest.raises(BusyError, match="bytes are left for batches"):
+            rows_of(leases[2])
+
+
+def test_a_load_that_finds_no_room_takes_none_and_may_be_tried_again(start_server: StartServer) -> None:
+    half = ExpertTable(tuple(experts[: len(experts) // 2] for experts in ALL.layers))
+    server = start_server("--memory-gib", str(0.75 * float(budget_gib(0))))
+    with connected(server.address) as client, contextlib.closing(client.attach(STEP_TIMEOUT_S)) as lease:
+        with pytest.raises(CapacityError, match="experts need"):
+            load(lease)
+        assert client.stats(STEP_TIMEOUT_S).resident_bytes == 0
+        load(lease, half)
+        assert client.stats(STEP_TIMEOUT_S).resident_bytes > 0
 
 
 def test_a_host_waits_for_a_lease_to_come_free(start_server: StartServer) -> None:

@@ -158,3 +158,26 @@ def test_experts_whose_build_ends_meanwhile_are_never_counted_as_free() -> None:
     store._lock = LetsABuildEnd(store._lock, end)  # type: ignore[assignment]
     assert store.free_bytes == 40
     assert store.free_bytes == 40
+
+
+def test_a_host_with_experts_that_are_there_does_not_wait_for_those_of_another() -> None:
+    store, begun, goes_on = ExpertStore(100), threading.Event(), threading.Event()
+    there, other = (LayerKey("model", "bf16", layer, (0,)) for layer in (0, 1))
+    found: list[Any] = []
+    store.acquire(there, 10, lambda: "experts")  # type: ignore[arg-type,return-value]
+
+    def build() -> Any:
+        begun.set()
+        assert goes_on.wait(STEP_TIMEOUT_S)
+        return "others"
+
+    builder = threading.Thread(target=store.acquire, args=(other, 60, build))
+    builder.start()
+    assert begun.wait(STEP_TIMEOUT_S)
+    asks = threading.Thread(target=lambda: found.append(store.acquire(there, 10, build)), daemon=True)
+    asks.start()
+    asks.join(5)
+    found_meanwhile = list(found)
+    goes_on.set()
+    builder.join(STEP_TIMEOUT_S)
+    assert found_meanwhile == ["experts"]

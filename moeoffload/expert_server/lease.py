@@ -6,7 +6,7 @@ import functools
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -120,7 +120,7 @@ class HostLease:
         return self._server.models.open(model, reference)
 
     def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
-        """Makes the requested experts resident, one layer at a time.
+        """Makes the requested experts resident, one layer at a time; if that fails, none of them stay with this lease.
         Raises ModelError: the model cannot be read here; ServerError: its digest differs from the host's, or the table
         does not match the model; CapacityError: the experts do not fit into the memory budget."""
         with self._lock:
@@ -128,11 +128,16 @@ class HostLease:
                 raise ServerError("this lease has loaded its experts already")
             self._loads = True
         try:
-            checkpoint = self._open_checkpoint(request.model)
-            table = check_table(request, checkpoint)
+            last = yield from self._load(request)
         except BaseException:
+            self._give_back_experts()
             self._loads = False
             raise
+        yield last
+
+    def _load(self, request: pb.LoadExpertsRequest) -> Generator[pb.LoadProgress, None, pb.LoadProgress]:
+        checkpoint = self._open_checkpoint(request.model)
+        table = check_table(request, checkpoint)
         self._checkpoint = checkpoint
         begun, loaded = monotonic(), 0
         total = sum(
@@ -158,7 +163,7 @@ class HostLease:
         if self._server.several is not None:
             logger.info("%s: taken are %s", self.host, self._server.several)
         self._table = table
-        yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
+        return pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
 
     def _fast_part_of(self, checkpoint: Checkpoint, parts: list[tuple[int, tuple[int, ...]]], tiers: Tiers) -> float:
         """Returns the fraction of the experts to load that goes to the device, after evicting other warm experts."""
@@ -243,21 +248,22 @@ class HostLease:
             checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, n_slots
         )
         frames_bytes = frames_row_bytes(checkpoint.hidden_size, checkpoint.top_k, n_slots)
-        capacity = min(request.batch_capacity, self._server.most_rows_of(frames_bytes))
-        room = self._server.batch_room((capacity + ROWS_FOR_OTHERS) * row_bytes)
-        rows = room // row_bytes
-        rows = max(rows - ROWS_FOR_OTHERS, min(rows, LEAST_ROWS))
-        capacity = min(capacity, rows)
-        if capacity < 1:
-            raise self._no_room(
-                f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
-                "give the server more memory, or use fewer slots"
-            )
+        most = min(request.batch_capacity, self._server.most_rows_of(frames_bytes))
+        while not self._reserved:  # again if another host has taken some of the room meanwhile
+            room = self._server.batch_room((most + ROWS_FOR_OTHERS) * row_bytes)
+            rows = room // row_bytes
+            rows = max(rows - ROWS_FOR_OTHERS, min(rows, LEAST_ROWS))
+            capacity = min(most, rows)
+            if capacity < 1:
+                raise self._no_room(
+                    f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
+                    "give the server more memory, or use fewer slots"
+                )
+            if self._server.reserve(capacity * row_bytes):
+                self._reserved = capacity * row_bytes
         if capacity < (usual := min(request.batch_capacity, USUAL_ROWS)):
             why = f"{room} bytes are left for batches" if capacity == rows else "this server's batch-capacity"
             logger.warning("%s: batch capacity is %d rows instead of %d: %s", self.host, capacity, usual, why)
-        self._reserved = capacity * row_bytes
-        self._server.reserve(self._reserved)
         return int(capacity)
 
     def _best_capacity(self, checkpoint: Checkpoint, most: int) -> int:
@@ -275,9 +281,9 @@ class HostLease:
         return known[most]
 
     def _no_room(self, text: str) -> CapacityError:
-        """Returns a `BusyError` if other hosts are attached, whose memory may become free, else a `CapacityError`."""
-        if len(self._engine.shares.all) > 1:
-            return BusyError(f"{text} (busy: other hosts use this server)", RETRY_AFTER_S)
+        """Returns a `BusyError` if there are other leases, whose memory may become free, else a `CapacityError`."""
+        if self._engine.shares.n_leases > 1:
+            return BusyError(f"{text} (busy: other leases use this server)", RETRY_AFTER_S)
         return CapacityError(text)
 
     def _activate(self, layout: FrameLayout, checkpoint: Checkpoint) -> None:
@@ -370,7 +376,6 @@ class HostLease:
             if self._closed:
                 return
             self._closed = True
-            keys, self._keys = self._keys, []
             channels, self._channels = self._channels, {}
         if self._active is not None:
             self._active.closed = True
@@ -379,17 +384,22 @@ class HostLease:
         if self._active is not None:
             self._active.workspace.close(lambda work: self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S))
         self._engine.leave(self._share)
-        self._modules.clear()
         if self._active is not None:
             self._active.layers = ()  # frees them now, not when Python's cycle collector runs
         self._server.reserve(-self._reserved)
-        for key in keys:
-            self._store.release(key)
+        self._give_back_experts()
         if (tiers := self._server.tiers) is not None:
             hits = tiers.fast_routes, tiers.fast_routes + tiers.slow_routes
             logger.info("on the device so far: %d of %d routes, after %d moves", *hits, tiers.moves)
         logger.info("%s: lease ended (%s)", self.host, reason)
         self._on_close(self)
+
+    def _give_back_experts(self) -> None:
+        with self._lock:
+            keys, self._keys = self._keys, []
+            self._modules.clear()
+        for key in keys:
+            self._store.release(key)
 
 
 def _close(channel: ServerChannel) -> None:

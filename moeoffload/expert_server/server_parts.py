@@ -70,8 +70,11 @@ class ServerParts:
             room = min(room, *self.several.free)
         return max(0, room)
 
-    def reserve(self, n_bytes: int) -> None:
-        """Takes ``n_bytes``, which must be free, for batches (negative: gives them back)."""
-        self.store.reserve(n_bytes)
+    def reserve(self, n_bytes: int) -> bool:
+        """Takes ``n_bytes`` for batches (negative: gives them back); returns False, and takes none, if not so many are
+        free."""
+        if not self.store.reserve(n_bytes):
+            return False
         if self.several is not None:
             self.several.take([n_bytes] * len(self.several.devices))
+        return True

@@ -88,9 +88,12 @@ class ExpertStore:
     def free_bytes(self) -> int:
         """Bytes of the budget taken neither by leases' experts nor by batches, at most what the device really has."""
         with self._lock:  # all at once: bytes of experts that are being built are first reserved, then resident
-            used = sum(each.n_bytes for each in self._residents.values() if each.n_users)
-            warm = sum(each.n_bytes for each in self._residents.values() if not each.n_users)
-            return min(self.budget_bytes - used - self._reserved_bytes, self._free_now() + warm)
+            return self._free()
+
+    def _free(self) -> int:
+        used = sum(each.n_bytes for each in self._residents.values() if each.n_users)
+        warm = sum(each.n_bytes for each in self._residents.values() if not each.n_users)
+        return min(self.budget_bytes - used - self._reserved_bytes, self._free_now() + warm)
 
     def offered_bytes(self, model_digest: str, compute_dtype: str) -> int:
         """Returns the bytes that a host with this model may fill: the free ones, and those of its model in use."""
@@ -108,18 +111,17 @@ class ExpertStore:
     def acquire(self, key: LayerKey, n_bytes: int, build: Callable[[], LayerKernels]) -> LayerKernels:
         """Returns the experts of ``key``, built by ``build`` unless they are resident. Each call needs a `release`.
         Raises CapacityError: they do not fit into the budget."""
+        # First without waiting: a host with resident experts need not wait while another one's are built.
+        if (found := self._use(key)) is not None:
+            return found
         with self._loading:
-            with self._lock:
-                resident = self._residents.get(key)
-                if resident is not None:
-                    resident.n_users += 1
-                    return resident.module
-            if n_bytes > self.free_bytes:
+            if (found := self._use(key)) is not None:
+                return found
+            if not self.reserve(n_bytes):
                 raise CapacityError(
                     f"layer {key.layer}: {len(key.experts)} experts need {n_bytes / GIB:.4g} GiB, this server has "
                     f"{max(0, self.free_bytes) / GIB:.4g} of {self.budget_bytes / GIB:.4g} GiB left"
                 )
-            self.reserve(n_bytes)
             module = None
             try:
                 module = build()
@@ -131,6 +133,14 @@ class ExpertStore:
                         self.read_bytes += n_bytes
             return module
 
+    def _use(self, key: LayerKey) -> LayerKernels | None:
+        with self._lock:
+            resident = self._residents.get(key)
+            if resident is None:
+                return None
+            resident.n_users += 1
+            return resident.module
+
     def release(self, key: LayerKey) -> None:
         """Ends one use of experts from `acquire`; after the last use they are warm, or freed if none are kept."""
         with self._lock:
@@ -141,12 +151,15 @@ class ExpertStore:
                 if self._keep_warm:
                     self._residents[key] = resident
 
-    def reserve(self, n_bytes: int) -> None:
-        """Takes ``n_bytes`` of the budget, which must be free, for batches (negative: gives them back).
+    def reserve(self, n_bytes: int) -> bool:
+        """Takes ``n_bytes`` of the budget (negative: gives them back); returns False, and takes none, if not so many
+        are free.
 
         Warm experts are evicted to make room, those left first go first.
         """
         with self._lock:
+            if 0 < n_bytes > self._free():
+                return False
             self._reserved_bytes += n_bytes
             if n_bytes > 0:
                 for key in [key for key, resident in self._residents.items() if resident.n_users == 0]:
@@ -154,6 +167,7 @@ class ExpertStore:
                     if held + self._reserved_bytes <= self.budget_bytes and self._free_now() >= n_bytes:
                         break
                     del self._residents[key]
+            return True
 
     def forget_warm(self, kept: Collection[LayerKey]) -> None:
         """Evicts all warm experts except ``kept``."""
