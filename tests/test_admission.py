@@ -22,7 +22,7 @@ from moeoffload.control.client import Lease
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import _cgroup_room
-from moeoffload.errors import BusyError, CapacityError
+from moeoffload.errors import BusyError, CapacityError, ServerError
 from moeoffload.expert_server.server import MAX_LEASES_OF_ONE
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.host.attach import retry_while_busy
@@ -221,6 +221,21 @@ def test_little_shared_memory_is_not_filled_by_larger_calls(start_server: StartS
         server = start_server(*options, patch=larger_calls_pay_in_a_small_container)
         with open_model(DEMO, experts=[server.address], slots=SLOTS, device="cpu") as offloaded:
             assert capacity_of(offloaded) == rows
+
+
+def no_room_for_shared_memory() -> None:
+    from moeoffload.transport import segment
+
+    segment.shared_room = lambda: 1 << 16
+
+
+def test_a_server_without_room_for_shared_memory_offers_the_stream(start_server: StartServer) -> None:
+    server = start_server(patch=no_room_for_shared_memory)
+    with open_model(DEMO, experts=[server.address], device="cpu") as offloaded:
+        assert offloaded.report().servers[0]["transport"] == "stream"
+    assert "transport shared is not offered: a shared-memory channel needs" in server.log_text
+    with pytest.raises(ServerError, match="a shared-memory channel needs"):
+        open_model(DEMO, experts=[server.address], transport="shared", device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ class HostLease:
             batch_capacity=capacity,
             kernel=kernel,
             timings=[pb.Timing(rows=rows, seconds=seconds) for rows, seconds in timings],
-            channels=[self._open(name, sizes, request.stream_key) for name in transports],
+            channels=self._open_all(transports, sizes, request.stream_key),
         )
 
     def _capacity(self, request: pb.Activate, checkpoint: Checkpoint, n_slots: int) -> int:
@@ -326,6 +326,19 @@ class HostLease:
             sizes=sizes,
         )
         return self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S)
+
+    def _open_all(self, names: list[str], sizes: ChannelSizes, key: str) -> list[pb.ChannelOffer]:
+        """Opens the server's ends of the channels, without those that are not possible here, such as shared memory in a
+        container that has little. Raises ServerError: none is."""
+        offers = []
+        for name in names:
+            try:
+                offers.append(self._open(name, sizes, key))
+            except ServerError as error:
+                if not offers and name == names[-1]:
+                    raise
+                logger.warning("%s: transport %s is not offered: %s", self.host, name, error)
+        return offers
 
     def _open(self, name: str, sizes: ChannelSizes, key: str) -> pb.ChannelOffer:
         assert self._active is not None, "channels are opened after the lease became active"
