@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ import pytest
 import torch
 from command_lines import STEP_TIMEOUT_S
 from conftest import DEMO, StartServer, connected
+from synthetic import write_tiny
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.control.client import Lease
+from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import _cgroup_room
@@ -31,17 +32,16 @@ from moeoffload.placement import ExpertTable, batch_row_bytes
 SLOTS = 4
 MODEL = Checkpoint.open(DEMO)
 REFERENCE = pb.ModelReference(reference=str(DEMO), digest=MODEL.digest, compute_dtype=dtype_label(MODEL.dtype))
+ROW_BYTES = batch_row_bytes(
+    MODEL.hidden_size, MODEL.top_k, max(layer.intermediate for layer in MODEL.layers), MODEL.dtype.itemsize, SLOTS
+)
 ALL = ExpertTable(tuple(tuple(range(layer.n_experts)) for layer in MODEL.layers))
 
 
 def budget_gib(n_rows: int) -> str:
     """Memory for all experts of the demo model and so many rows, as an option."""
-    about = MODEL
-    row = batch_row_bytes(
-        about.hidden_size, about.top_k, max(layer.intermediate for layer in about.layers), about.dtype.itemsize, SLOTS
-    )
-    need = sum(layer.n_experts * layer.expert_bytes for layer in about.layers)
-    return str((need + n_rows * row) / (1 << 30))
+    need = sum(layer.n_experts * layer.expert_bytes for layer in MODEL.layers)
+    return str((need + n_rows * ROW_BYTES) / (1 << 30))
 
 
 def load(lease: Lease, table: ExpertTable = ALL) -> None:
@@ -138,6 +138,50 @@ def test_a_second_lease_of_a_process_that_finds_no_room_is_told_to_come_back(sta
         assert [rows_of(lease) for lease in leases[:2]] == [32, 8]
         with pytest.raises(BusyError, match="bytes are left for batches"):
             rows_of(leases[2])
+
+
+@contextlib.contextmanager
+def loaded(address: str) -> Iterator[tuple[ControlClient, Lease]]:
+    """A lease that has loaded all experts."""
+    with connected(address) as client, contextlib.closing(client.attach(STEP_TIMEOUT_S)) as lease:
+        load(lease)
+        yield client, lease
+
+
+FAST = "--memory-gib", "0.003", "--ram-gib", "0.25"
+"""Half of the experts, and all of them."""
+
+
+def test_batches_of_all_hosts_fit_into_the_fast_tier(start_server: StartServer) -> None:
+    server = start_server(*FAST)
+    with loaded(server.address) as (client, one), loaded(server.address) as (_, other):
+        rows = [rows_of(one), rows_of(other)]
+        assert min(rows) > 0
+        assert client.stats(STEP_TIMEOUT_S).tiers.fast_bytes + sum(rows) * ROW_BYTES <= 0.003 * 2**30
+
+
+def test_what_is_warm_in_the_fast_tier_makes_room_for_batches(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server(*FAST)
+    with loaded(server.address) as (_, lease):
+        rows = rows_of(lease)
+    with loaded(server.address) as (_, lease):
+        with open_model(write_tiny("qwen3_moe", tmp_path), experts=[server.address], slots=1, device="cpu"):
+            pass
+        assert rows_of(lease) == rows
+
+
+def two_devices() -> None:
+    """In a server's process: two CPUs, as ``--gpu 0,1`` would give two GPUs."""
+    from moeoffload.expert_server import server
+
+    server.resolve_devices = lambda setting, last: (torch.device("cpu"),) * 2
+
+
+def test_a_batch_is_counted_on_each_device(start_server: StartServer) -> None:
+    server = start_server("--memory-gib", "0.05", patch=two_devices)
+    with loaded(server.address) as (client, lease):
+        rows, experts = rows_of(lease), client.stats(STEP_TIMEOUT_S).resident_bytes
+        assert client.describe(STEP_TIMEOUT_S).offered_bytes <= 2 * 0.05 * 2**30 - experts - 2 * rows * ROW_BYTES
 
 
 def test_a_load_that_finds_no_room_takes_none_and_may_be_tried_again(start_server: StartServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def routes(n_rows: int, experts: Any, n_experts: int, generator: torch.Generator
 def layers_of(checkpoint: Checkpoint, n_fast: int, tiers: Tiers) -> tuple[TwoTierLayer, LayerKernels]:
     """Layer 0 in two tiers, and whole."""
     experts = range(checkpoint.layers[0].n_experts)
-    tiered = TwoTierLayer(checkpoint, 0, experts, n_fast, CPU, tiers, KernelWorkspace(), "auto")
+    tiered = TwoTierLayer(checkpoint, 0, experts, n_fast, tiers, KernelWorkspace(), "auto")
     return tiered, LayerKernels(checkpoint.build_experts(0, experts, CPU), KernelWorkspace(), "auto")
 
 
@@ -98,7 +99,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
 @torch.inference_mode()
 def test_sums_are_the_same_while_experts_move(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_tiers, "MOVING_PART", float("inf"))
-    tiers = Tiers(1 << 30)
+    tiers = Tiers(CPU, 1 << 30, 1 << 30)
     n_experts, generator = checkpoint.layers[0].n_experts, torch.Generator().manual_seed(2)
     tiered, whole = layers_of(checkpoint, n_experts // 2, tiers)
     tiered._hot._moves = True  # the tiny one has few experts
@@ -130,7 +131,7 @@ def test_sums_are_the_same_while_experts_move(checkpoint: Checkpoint, monkeypatc
 
 
 def test_moving_takes_a_part_of_the_time_at_most() -> None:
-    tiers, generator = Tiers(1 << 30), torch.Generator().manual_seed(3)
+    tiers, generator = Tiers(CPU, 1 << 30, 1 << 30), torch.Generator().manual_seed(3)
     tiered, _ = layers_of(Checkpoint.open(DEMO), 16, tiers)
     out = torch.empty(1, tiered.hidden)
     for step in range(200):
@@ -141,6 +142,31 @@ def test_moving_takes_a_part_of_the_time_at_most() -> None:
         if moved_s > two_tiers.MOVING_PART * tiered._called_s:
             assert tiers.moves == moves
     assert tiers.moves > 0
+
+
+def test_each_memory_keeps_to_its_budget_also_if_two_hosts_load_at_the_same_time() -> None:
+    checkpoint = Checkpoint.open(DEMO)
+    size, n_layers = checkpoint.layers[0].expert_bytes, len(checkpoint.layers)
+    for ram in (13 * n_layers, 62 * n_layers):  # in experts; the first is all that must be there
+        tiers, layers = Tiers(CPU, 20 * n_layers * size, ram * size), list[LayerKernels]()
+        n_experts, n_hosts = 32, 1 if ram < 32 * n_layers else 2
+        shares = [tiers.share(n_layers * n_experts * size)] * n_hosts
+
+        def build(layer: int, fast_part: float, tiers: Tiers = tiers) -> LayerKernels:
+            how: Any = KernelWorkspace(), "auto", lambda: None, None, fast_part
+            return tiers.build(checkpoint, layer, range(32), *how)
+
+        for layer in range(n_layers):
+            layers += [build(layer, share) for share in shares]
+        n_ram = (tiers.budgets[1] - tiers.free[1]) // size
+        assert 0 < n_ram <= ram
+        assert (
+            tiers._used[0] == (n_hosts * n_layers * 32 - n_ram + tiers._stage_bytes // size) * size <= tiers.budgets[0]
+        )
+        assert n_hosts == 1 or tiers.batch_room > 0
+        del layers
+        gc.collect()
+        assert tiers._used == [0, 0]
 
 
 def told(server: RunningServer) -> pb.StatsReply:
@@ -188,7 +214,7 @@ def test_another_model_takes_the_place_of_what_is_warm(start_server: StartServer
 
 def test_experts_that_neither_memory_holds_are_refused(start_server: StartServer) -> None:
     server = start_server("--memory-gib", "0.001", "--ram-gib", "0.003")
-    with pytest.raises(PlacementError, match=r"offered +0.003736 GiB"):
+    with pytest.raises(PlacementError, match=r"offered +0.003686 GiB"):
         open_model(DEMO, experts=[server.address], device="cpu")
 
 

@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from moeoffload.checkpoint.copy_buffers import CopyBuffers
 
 
+def build_layer(
+    checkpoint: Checkpoint,
+    layer: int,
+    experts: Sequence[int],
+    device: torch.device,
+    workspace: KernelWorkspace,
+    kernel: KernelChoice,
+    buffers: CopyBuffers | None,
+) -> LayerKernels:
+    """Reads experts of a layer to one device. Raises ModelError: see `Checkpoint.build_experts`."""
+    module = checkpoint.build_experts(layer, experts, device, in_tiles=kernel != "grouped", buffers=buffers)
+    return LayerKernels(module, workspace, kernel)
+
+
 class LayerParts(LayerKernels):
     """As `LayerKernels`, for experts on several devices; a slot is an index into ``experts``, wherever that expert is.
 

@@ -16,11 +16,11 @@ from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
 from moeoffload.expert_server.agreement import check_activate, check_table, check_transport, compare
 from moeoffload.expert_server.calibrate import SIZES, best_rows, time_layer
+from moeoffload.expert_server.layer_parts import build_layer
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.server_parts import ServerParts
 from moeoffload.expert_server.store import LayerKey
-from moeoffload.expert_server.two_tiers import Tiers, build_layer
 from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
 from moeoffload.placement import GIB, ExpertTable, batch_row_bytes, frames_row_bytes
@@ -35,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 1.0
 """After this time a host that found no room may ask again."""
-LEAST_ROWS: Final = 32
-ROWS_FOR_OTHERS: Final = 128
-"""Room for this many rows is left to other hosts, unless fewer than `LEAST_ROWS` would remain for this one."""
 CALIBRATION_ROWS: Final = 64
 CALIBRATION_BYTES: Final = 1 << 30
 CALIBRATION_TIMEOUT_S: Final = 60.0
@@ -149,8 +146,12 @@ class HostLease:
         parts = [(i, experts) for i, experts in enumerate(table.layers) if experts]
         # Warm layers first, so that loading the others does not evict them.
         parts.sort(key=lambda part: LayerKey.of(checkpoint, *part) not in self._store)
-        if self._server.tiers is not None:
-            self._fast_part = self._fast_part_of(checkpoint, parts, self._server.tiers)
+        missing = [part for part in parts if LayerKey.of(checkpoint, *part) not in self._store]
+        if (tiers := self._server.tiers) is not None and missing:
+            self._store.forget_warm({LayerKey.of(checkpoint, *part) for part in parts})
+            n_bytes = sum(len(experts) * checkpoint.layers[layer].expert_bytes for layer, experts in missing)
+            self._fast_part = tiers.share(n_bytes)
+            logger.info("%s: %.0f %% of the experts to load begin on the device", self.host, 100 * self._fast_part)
         from moeoffload.checkpoint.copy_buffers import CopyBuffers  # imported with the first model, as is checkpoint/
 
         with CopyBuffers() as buffers:
@@ -160,33 +161,22 @@ class HostLease:
                 yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=weight_error)
         read = self._store.read_bytes - read
         logger.info("%s: loaded in %.1f s, %.4g GiB of it from files", self.host, monotonic() - begun, read / GIB)
-        if self._server.several is not None:
-            logger.info("%s: taken are %s", self.host, self._server.several)
+        if self._server.memories is not None:
+            logger.info("%s: taken are %s", self.host, self._server.memories)
         self._table = table
         return pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, table_digest=table.digest)
-
-    def _fast_part_of(self, checkpoint: Checkpoint, parts: list[tuple[int, tuple[int, ...]]], tiers: Tiers) -> float:
-        """Returns the fraction of the experts to load that goes to the device, after evicting other warm experts."""
-        missing = [part for part in parts if LayerKey.of(checkpoint, *part) not in self._store]
-        if not missing:
-            return 1.0
-        self._store.forget_warm({LayerKey.of(checkpoint, *part) for part in parts})
-        part = tiers.share(sum(len(experts) * checkpoint.layers[layer].expert_bytes for layer, experts in missing))
-        logger.info("%s: %.0f %% of the experts to load begin on the device", self.host, 100 * part)
-        return part
 
     def _acquire(
         self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...], buffers: CopyBuffers | None = None
     ) -> tuple[LayerKey, LayerKernels]:
         def build() -> LayerKernels:
-            workspace, several = self._engine.kernel_workspace, self._server.several
             kernel: KernelChoice = self._settings.kernel.value
+            how = self._engine.kernel_workspace, kernel
             with lean_heap():
-                if several is not None:
-                    forget = functools.partial(self._store.forget_warm, ())
-                    return several.build(checkpoint, layer, experts, workspace, kernel, forget, buffers)
-                how = self._device, self._server.tiers, self._fast_part, workspace
-                return build_layer(checkpoint, layer, experts, *how, kernel, buffers)
+                if (memories := self._server.memories) is None:
+                    return build_layer(checkpoint, layer, experts, self._device, *how, buffers)
+                forget = functools.partial(self._store.forget_warm, ())
+                return memories.build(checkpoint, layer, experts, *how, forget, buffers, self._fast_part)
 
         key = LayerKey.of(checkpoint, layer, experts)
         try:
@@ -249,22 +239,17 @@ class HostLease:
         )
         frames_bytes = frames_row_bytes(checkpoint.hidden_size, checkpoint.top_k, n_slots)
         most = min(request.batch_capacity, self._server.most_rows_of(frames_bytes))
-        while not self._reserved:  # again if another host has taken some of the room meanwhile
-            room = self._server.batch_room((most + ROWS_FOR_OTHERS) * row_bytes)
-            rows = room // row_bytes
-            rows = max(rows - ROWS_FOR_OTHERS, min(rows, LEAST_ROWS))
-            capacity = min(most, rows)
-            if capacity < 1:
-                raise self._no_room(
-                    f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
-                    "give the server more memory, or use fewer slots"
-                )
-            if self._server.reserve(capacity * row_bytes):
-                self._reserved = capacity * row_bytes
+        capacity, room = self._server.take_rows(most, row_bytes)
+        if not capacity:
+            raise self._no_room(
+                f"{room} bytes are left for batches, one row in {n_slots} slots needs {row_bytes}; "
+                "give the server more memory, or use fewer slots"
+            )
+        self._reserved = capacity * row_bytes
         if capacity < (usual := min(request.batch_capacity, USUAL_ROWS)):
-            why = f"{room} bytes are left for batches" if capacity == rows else "this server's batch-capacity"
+            why = f"{room} bytes are left for batches" if capacity < most else "this server's batch-capacity"
             logger.warning("%s: batch capacity is %d rows instead of %d: %s", self.host, capacity, usual, why)
-        return int(capacity)
+        return capacity
 
     def _best_capacity(self, checkpoint: Checkpoint, most: int) -> int:
         """Returns the measured best batch capacity, at most ``most``; releases the memory reserved beyond it."""

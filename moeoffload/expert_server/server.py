@@ -71,18 +71,17 @@ class ExpertServer(ServerParts):
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         budgets = [memory_budget(device, settings.memory_gib) for device in devices]
-        budget, in_use, tiers, several = budgets[0], set(devices), None, None
+        in_use, memories = set(devices), None
         if len(devices) > 1:
             if settings.ram_gib is not None:
                 raise SettingError("ram-gib: goes with one GPU; start a server for each of several")
-            several = SeveralDevices(devices, budgets)
-            budget = several.offered_bytes
+            memories = SeveralDevices(devices, budgets)
         elif settings.ram_gib is not None:
             if devices == (_CPU,) and settings.memory_gib is None:
                 raise SettingError("ram-gib: on a CPU it needs memory-gib, which then stands for a device's memory")
-            tiers = Tiers(budget)
-            budget += memory_budget(_CPU, settings.ram_gib)
+            memories = Tiers(devices[0], budgets[0], memory_budget(_CPU, settings.ram_gib))
             in_use.add(_CPU)
+        budget = budgets[0] if memories is None else memories.offered_bytes
         keeps = settings.keep_warm is KeepWarm.ON
         store = ExpertStore(budget, lambda: sum(map(free_now, in_use)), keep_warm=keeps)
         engine = Engine(coalesce=settings.coalesce)
@@ -107,8 +106,7 @@ class ExpertServer(ServerParts):
             factories["stream"] = listener.open_channel
         server = cls(
             *(settings, devices[0], store, engine, factories, credentials, refusals, listener),
-            tiers=tiers,
-            several=several,
+            memories=memories,
             on_drained=on_drained,
         )
         engine.start()

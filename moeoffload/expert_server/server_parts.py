@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
@@ -16,6 +17,9 @@ from moeoffload.expert_server.two_tiers import Tiers
 from moeoffload.transport import shared_room
 from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel
 
+LEAST_ROWS: Final = 32
+ROWS_FOR_OTHERS: Final = 128
+"""Room for this many rows is left to other hosts, unless fewer than `LEAST_ROWS` would remain for this one."""
 ChannelFactory = Callable[[ChannelSizes, Deliver, str], ServerChannel]
 """Opens the server's end of a transport, given sizes, the receiver of requests and the host's public CURVE key."""
 
@@ -30,15 +34,18 @@ class ServerParts:
     engine: Engine
     factories: dict[str, ChannelFactory]
     models: OpenModels = field(default_factory=OpenModels, kw_only=True)
-    tiers: Tiers | None = field(default=None, kw_only=True)
-    """Set if experts may be in RAM, too."""
-    several: SeveralDevices | None = field(default=None, kw_only=True)
-    """Set if there are several devices; ``device`` is the first of them."""
+    memories: SeveralDevices | None = field(default=None, kw_only=True)
+    """Set if experts are in several memories; ``device`` is the first of them."""
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Set if experts may be in RAM, too."""
+        return self.memories if isinstance(self.memories, Tiers) else None
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All devices that compute."""
-        return (self.device,) if self.several is None else self.several.devices
+        """All devices that compute whole batches."""
+        return (self.device,) if self.memories is None else self.memories.devices[: self.memories.n_for_batches]
 
     @property
     def tries_larger_calls(self) -> bool:
@@ -59,22 +66,31 @@ class ServerParts:
             return self.most_rows
         return max(self.settings.usual_rows, min(self.most_rows, shared_room() // 2 // frames_bytes))
 
-    def batch_room(self, wanted: int) -> int:
-        """Returns the bytes left for batches; evicts warm experts if a device of several has less than ``wanted``."""
-        room = self.store.free_bytes
-        if self.tiers is not None:
-            room = min(room, self.tiers.free)
-        if self.several is not None:  # a batch needs room on every device
-            if min(self.several.free) < wanted:
-                self.store.forget_warm(())
-            room = min(room, *self.several.free)
-        return max(0, room)
+    def take_rows(self, most: int, row_bytes: int) -> tuple[int, int]:
+        """Takes room for a batch of at most ``most`` rows; returns for how many (0: not even for one), and the bytes
+        that were left for batches before."""
+        while True:  # again if another host has taken some of the room meanwhile
+            room = self._batch_room((most + ROWS_FOR_OTHERS) * row_bytes)
+            rows = room // row_bytes
+            rows = min(most, max(rows - ROWS_FOR_OTHERS, min(rows, LEAST_ROWS)))
+            if rows < 1 or self.reserve(rows * row_bytes):
+                return rows, room
+
+    def _batch_room(self, wanted: int) -> int:
+        """Returns the bytes left for batches; evicts warm experts if one of several memories has less than
+        ``wanted``."""
+        if self.memories is not None and self.memories.batch_room < wanted:
+            self.store.forget_warm(())
+        room = self.store.free_bytes // len(self.devices)  # a batch needs room on every device
+        return max(0, room if self.memories is None else min(room, self.memories.batch_room))
 
     def reserve(self, n_bytes: int) -> bool:
         """Takes ``n_bytes`` for batches (negative: gives them back); returns False, and takes none, if not so many are
         free."""
-        if not self.store.reserve(n_bytes):
+        of_all = n_bytes * len(self.devices)
+        if not self.store.reserve(of_all):
             return False
-        if self.several is not None:
-            self.several.take([n_bytes] * len(self.several.devices))
+        if self.memories is not None and not self.memories.reserve(n_bytes):
+            self.store.reserve(-of_all)
+            return False
         return True

@@ -8,10 +8,8 @@ parts are added in float32: the last bits of a row depend on where its experts a
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,13 +17,14 @@ import torch
 from torch import nn
 
 from moeoffload.control.v1 import expert_service_pb2 as pb
-from moeoffload.errors import CapacityError
 from moeoffload.expert_server.fair_share import SMALL_ROWS
 from moeoffload.expert_server.hot_experts import HotExperts
 from moeoffload.expert_server.layer_parts import LayerParts
+from moeoffload.expert_server.several_devices import SeveralDevices
 from moeoffload.formats import PackedWeights
 from moeoffload.kernels import KernelChoice, KernelInput, KernelWorkspace, LayerKernels
 from moeoffload.kernels.packing import packed_parts
+from moeoffload.placement import round_to_sum
 
 if TYPE_CHECKING:
     from moeoffload.checkpoint import Checkpoint
@@ -42,61 +41,73 @@ Weights = torch.Tensor | PackedWeights
 """Weights of several experts, or of one."""
 
 
-@dataclass
-class Tiers:
-    """Accounts for the fast memory, which experts of all hosts share, and counts its use. Thread-safe.
+class Tiers(SeveralDevices):
+    """Places experts of all hosts on a device and in RAM, of each layer the same share, and counts their use.
+
+    Batches and the stage are on the device.
 
     Attributes:
-        fast_budget: bytes of the device that experts and batches may take.
-        used: bytes of it that experts and stages have taken.
         fast_routes: pairs of a row and an expert on the device that were computed; ``slow_routes``: of one in RAM.
         moves: experts that came to the device, each in the place of another one.
     """
 
-    fast_budget: int
-    used: int = 0
-    fast_routes: int = 0
-    slow_routes: int = 0
-    moves: int = 0
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-    """Reentrant: an object that is freed while the lock is held gives its bytes back under the lock."""
-    _stages: weakref.WeakValueDictionary[object, Stage] = field(default_factory=weakref.WeakValueDictionary)
+    def __init__(self, device: torch.device, fast_budget: int, ram_budget: int) -> None:
+        super().__init__((device, _CPU), (fast_budget, ram_budget))
+        self.n_for_batches = 1
+        self.fast_routes = self.slow_routes = self.moves = 0
+        self._stage_bytes = int(fast_budget * FOR_BATCHES / 2)
+        """Most bytes of a stage, unless it is for one expert; as many are left for batches."""
+        self._stages: weakref.WeakValueDictionary[object, Stage] = weakref.WeakValueDictionary()
 
     @property
-    def free(self) -> int:
-        """Bytes of the fast memory that neither experts nor stages have taken."""
-        return self.fast_budget - self.used
+    def offered_bytes(self) -> int:
+        """See `SeveralDevices.offered_bytes`."""
+        return sum(self.budgets) - self._stage_bytes
 
     def share(self, n_bytes: int) -> float:
-        """Returns the fraction of ``n_bytes`` of experts that fits into the fast memory, less `FOR_BATCHES`."""
-        return max(0.0, min(1.0, self.free * (1 - FOR_BATCHES) / max(1, n_bytes)))
-
-    def count(self, owner: LayerKernels | Stage, n_bytes: int) -> None:
-        """Counts ``n_bytes`` of fast memory as used for as long as ``owner`` lives."""
-        self._add(n_bytes)
-        weakref.finalize(owner, self._add, -n_bytes)
+        """Returns the fraction of ``n_bytes`` of experts that goes to the device: what fits there, less `FOR_BATCHES`,
+        or more if RAM has no room for the others."""
+        fast, ram = self.free
+        return max(0.0, min(1.0, max(fast * (1 - FOR_BATCHES), n_bytes - ram) / max(1, n_bytes)))
 
     def stats(self) -> pb.TierStats:
         """Returns the counts that hosts are sent."""
         counts = {"fast_routes": self.fast_routes, "slow_routes": self.slow_routes, "moves": self.moves}
-        return pb.TierStats(fast_bytes=self.used, **counts)
+        return pb.TierStats(fast_bytes=self._used[0] - self.batch_bytes, **counts)
 
-    def stage(self, checkpoint: Checkpoint, layer: int, device: torch.device, kernel: KernelChoice) -> Stage:
+    def stage(self, checkpoint: Checkpoint, layer: int, kernel: KernelChoice) -> Stage:
         """Returns a buffer on the device for some experts, shared by all layers of the same shape and format."""
         about = checkpoint.layers[layer]
         key = checkpoint.digest, about.n_weights, about.expert_bytes, about.intermediate, about.format
         with self._lock:
             stage = self._stages.get(key)
             if stage is None:
-                room = min(STAGE_BYTES, int(self.fast_budget * FOR_BATCHES / 2)) // about.expert_bytes
+                room = min(STAGE_BYTES, self._stage_bytes) // about.expert_bytes
                 n_experts = max(1, min(about.n_experts, room))
-                stage = self._stages[key] = Stage(checkpoint, layer, n_experts, device, kernel)
-                self.count(stage, n_experts * about.expert_bytes)
+                stage = self._stages[key] = Stage(checkpoint, layer, n_experts, self.devices[0], kernel)
+                self._count([n_experts * about.expert_bytes])
+                weakref.finalize(stage, self._give_back, [n_experts * about.expert_bytes])
         return stage
 
-    def _add(self, n_bytes: int) -> None:
-        with self._lock:
-            self.used += n_bytes
+    def _split(self, n_experts: int, expert_bytes: int, fast_part: float) -> list[int] | None:
+        fast, ram = (each // expert_bytes for each in self.free)
+        # Room for batches stays, also if another host's experts have taken more than there was when loading began.
+        n_fast = max(0, min(max(1, int(n_experts * fast_part)), fast - self._stage_bytes // expert_bytes))
+        return round_to_sum([n_fast, n_experts - n_fast], n_experts, [fast, ram])
+
+    def _read(
+        self,
+        checkpoint: Checkpoint,
+        layer: int,
+        experts: Sequence[int],
+        counts: list[int],
+        workspace: KernelWorkspace,
+        kernel: KernelChoice,
+        buffers: CopyBuffers | None,
+    ) -> LayerKernels:
+        if all(counts):
+            return TwoTierLayer(checkpoint, layer, experts, counts[0], self, workspace, kernel, buffers)
+        return super()._read(checkpoint, layer, experts, counts, workspace, kernel, buffers)
 
 
 class Stage:
@@ -138,14 +149,14 @@ class TwoTierLayer(LayerParts):
         layer: int,
         experts: Sequence[int],
         n_fast: int,
-        device: torch.device,
         tiers: Tiers,
         workspace: KernelWorkspace,
         kernel: KernelChoice,
         buffers: CopyBuffers | None = None,
     ) -> None:
-        """Reads the first ``n_fast`` experts (at least one, not all) to ``device``, the others to RAM.
+        """Reads the first ``n_fast`` experts (at least one, not all) to the device of ``tiers``, the others to RAM.
         Raises ModelError: see `Checkpoint.build_experts`."""
+        device = tiers.devices[0]
         parts = ((device, n_fast), (_CPU, len(experts) - n_fast))
         super().__init__(checkpoint, layer, experts, parts, workspace, kernel, buffers)
         self._fast, self._slow = self._parts
@@ -153,7 +164,7 @@ class TwoTierLayer(LayerParts):
         self._tiers = tiers
         self._hot = HotExperts(len(experts), n_fast, checkpoint.top_k)
         self._places = self._places.to(_CPU)  # the CPU decides which experts move
-        self._stage = tiers.stage(checkpoint, layer, device, kernel)
+        self._stage = tiers.stage(checkpoint, layer, kernel)
         self._slow_s = 0.0
         """Seconds per route (a row's use of an expert) on the CPU, in the last long call."""
         self._open_calls = 0
@@ -240,38 +251,6 @@ def _timed(slices: Iterator[None], took: list[float]) -> Iterator[None]:
         yield
         started = perf_counter()
     took[0] += perf_counter() - started
-
-
-def build_layer(
-    checkpoint: Checkpoint,
-    layer: int,
-    experts: Sequence[int],
-    device: torch.device,
-    tiers: Tiers | None,
-    fast_part: float,
-    workspace: KernelWorkspace,
-    kernel: KernelChoice,
-    buffers: CopyBuffers | None = None,
-) -> LayerKernels:
-    """Reads experts of a layer to ``device``; with ``tiers`` only the fraction ``fast_part``, the others to RAM.
-    Raises ModelError: they cannot be read; CapacityError: the device has no room for its part."""
-    n_fast = len(experts)
-    expert_bytes = checkpoint.layers[layer].expert_bytes
-    if tiers is not None:
-        n_fast = max(1, int(n_fast * fast_part))
-        if n_fast * expert_bytes > tiers.free:
-            raise CapacityError(
-                f"layer {layer}: experts need {n_fast * expert_bytes} bytes of {device}, {max(0, tiers.free)} are left"
-            )
-    if tiers is not None and n_fast < len(experts):
-        how = device, tiers, workspace, kernel, buffers
-        kernels: LayerKernels = TwoTierLayer(checkpoint, layer, experts, n_fast, *how)
-    else:
-        module = checkpoint.build_experts(layer, experts, device, in_tiles=kernel != "grouped", buffers=buffers)
-        kernels = LayerKernels(module, workspace, kernel)
-    if tiers is not None:
-        tiers.count(kernels, n_fast * expert_bytes)
-    return kernels
 
 
 def _contents(module: nn.Module) -> list[Weights]:
