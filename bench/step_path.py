@@ -15,9 +15,9 @@ import torch
 from transformers import CONFIG_MAPPING
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
-from moeoffload.expert_server.workspace import Workspace
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.link import ExpertLink, LinkInfo
@@ -61,8 +61,8 @@ def serve_steps(pipe: Connection, *, over_stream: bool = False) -> None:
     config._experts_implementation = "eager"
     experts = Qwen3MoeExperts(config).to(torch.bfloat16).eval().requires_grad_(False)
     layer = LayerKernels(experts, engine.kernel_workspace, "tiled")
-    workspace = Workspace(LAYOUT, torch.bfloat16, torch.device("cpu"))
-    host = ActiveHost(EPOCH, LAYOUT, [layer], torch.bfloat16, workspace, engine.shares.join("bench"))
+    arena = HostArena(LAYOUT, torch.bfloat16)
+    host = ActiveHost(EPOCH, LAYOUT, [layer], torch.bfloat16, arena, engine.shares.join("bench"))
     engine.start()
 
     def deliver(channel: ServerChannel, slot: ServerSlot) -> Work | None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
-from moeoffload.expert_server.workspace import Workspace
 from moeoffload.host.link import ExpertLink
 from moeoffload.payload import PayloadDtype
 from moeoffload.transport import ChannelOffer, ChannelSizes, ServerChannel, ServerSlot
@@ -72,8 +72,8 @@ class Host:
         self.layout = FrameLayout(HIDDEN, TOP_K, self.out, self.back, self.capacity)
         self.channel = Channel(64, self.layout)
         self.share = self.engine.shares.join(self.name)
-        workspace = Workspace(self.layout, torch.bfloat16, torch.device("cpu"))
-        self.active = ActiveHost(1, self.layout, self.layers, torch.bfloat16, workspace, self.share)
+        arena = HostArena(self.layout, torch.bfloat16)
+        self.active = ActiveHost(1, self.layout, self.layers, torch.bfloat16, arena, self.share)
         for slot in self.channel.slots:
             slot.owner = SlotContext(self.active, slot)
 

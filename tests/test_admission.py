@@ -174,7 +174,10 @@ def two_devices() -> None:
     """In a server's process: two CPUs, as ``--gpu 0,1`` would give two GPUs."""
     from moeoffload.expert_server import server
 
-    server.resolve_devices = lambda setting, last: (torch.device("cpu"),) * 2
+    def resolve(setting: str, *, last: bool) -> tuple[torch.device, ...]:
+        return torch.device("cpu"), torch.device("cpu")
+
+    server.resolve_devices = resolve
 
 
 def test_a_batch_is_counted_on_each_device(start_server: StartServer) -> None:

@@ -15,7 +15,6 @@ from moeoffload import open_model
 from moeoffload.errors import ServerError
 from moeoffload.expert_server.arena import DECODE_ROWS, HostArena
 from moeoffload.expert_server.staging import DeviceArena
-from moeoffload.expert_server.workspace import Workspace
 from moeoffload.page_locked import PageLocked
 from moeoffload.payload import PayloadDtype, store_rows
 from moeoffload.wire import FrameLayout
@@ -41,7 +40,7 @@ def test_kernels_get_and_hosts_receive_the_same_as_on_a_cpu(
     out: PayloadDtype, back: PayloadDtype, compute: torch.dtype, locked: bool
 ) -> None:
     layout = FrameLayout(hidden=6, top_k=3, dtype_out=out, dtype_back=back, capacity=33)
-    staging, plain = DeviceArena(33, layout, compute, DEVICE), HostArena(33, layout, compute)
+    staging, plain = DeviceArena(layout, compute, DEVICE), HostArena(layout, compute)
     staging.frames_are_locked = locked
     for n_rows in (1, 5, 33, 7, 1):
         for weights_dtype in (torch.float32, compute):
@@ -63,7 +62,7 @@ def test_kernels_get_and_hosts_receive_the_same_as_on_a_cpu(
 @pytest.mark.parametrize("slot", [N_EXPERTS, -2, 32_767])
 def test_slots_that_do_not_exist_are_refused_before_anything_reaches_the_device(slot: int) -> None:
     layout = FrameLayout(hidden=6, top_k=3, dtype_out=PayloadDtype.F16, dtype_back=PayloadDtype.F16, capacity=8)
-    staging = DeviceArena(8, layout, torch.float32, DEVICE)
+    staging = DeviceArena(layout, torch.float32, DEVICE)
     good, bad = a_frame(layout, 4, seed=1), a_frame(layout, 4, seed=2)
     bad.slots[2, 1] = slot
     staging.fill(good, 4, torch.float32, N_EXPERTS)
@@ -77,7 +76,7 @@ def test_a_peer_that_changes_its_frame_afterwards_changes_nothing() -> None:
     layout = FrameLayout(hidden=6, top_k=3, dtype_out=PayloadDtype.F32, dtype_back=PayloadDtype.F32, capacity=8)
     views = a_frame(layout, 4)
     before = [view.clone() for view in views]
-    call = DeviceArena(8, layout, torch.float32, DEVICE).fill(views, 4, torch.float32, N_EXPERTS)
+    call = DeviceArena(layout, torch.float32, DEVICE).fill(views, 4, torch.float32, N_EXPERTS)
     for view in views:
         view.fill_(77)
     for got, want in zip((call.rows, call.weights, call.slots), before, strict=True):
@@ -86,7 +85,7 @@ def test_a_peer_that_changes_its_frame_afterwards_changes_nothing() -> None:
 
 def test_decode_shaped_calls_make_nothing_new() -> None:
     layout = FrameLayout(hidden=6, top_k=3, dtype_out=PayloadDtype.BF16, dtype_back=PayloadDtype.BF16, capacity=8)
-    staging = DeviceArena(8, layout, torch.bfloat16, DEVICE)
+    staging = DeviceArena(layout, torch.bfloat16, DEVICE)
     for n_rows in range(1, DECODE_ROWS + 1):
         staging.fill(a_frame(layout, n_rows), n_rows, torch.float32, N_EXPERTS)
     made = staging.n_created
@@ -129,22 +128,22 @@ def test_the_memory_of_all_buffers_is_locked_once_and_given_back(error: int) -> 
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_a_lease_that_ends_gives_its_frames_back_unless_the_device_is_still_at_work(is_stuck: bool) -> None:
     layout = FrameLayout(64, 2, PayloadDtype.BF16, PayloadDtype.BF16, 8)
-    workspace, runtime = Workspace(layout, torch.bfloat16, DEVICE), Runtime()
-    workspace._pages = PageLocked([memoryview(mmap.mmap(-1, mmap.PAGESIZE))], DEVICE, runtime)
+    arena, runtime = DeviceArena(layout, torch.bfloat16, DEVICE), Runtime()
+    arena._pages = PageLocked([memoryview(mmap.mmap(-1, mmap.PAGESIZE))], DEVICE, runtime)
 
     def run(work: Callable[[], None]) -> None:
         if is_stuck:
             raise ServerError("the compute thread was busy")
         work()
 
-    workspace.close(run)
+    arena.close(run)
     assert bool(runtime.locked) == is_stuck
 
 
 STAGED = """
 import torch
-from moeoffload.expert_server import workspace
-workspace.HostArena = lambda *sizes: workspace.DeviceArena(*sizes, torch.device("cpu"))
+from moeoffload.expert_server import lease
+lease.HostArena = lambda *sizes: lease.DeviceArena(*sizes, torch.device("cpu"))
 """
 
 

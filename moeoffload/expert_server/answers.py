@@ -75,7 +75,7 @@ class Answers:
         experts = check(request)
         slot, host, header, views = request[1], context.host, context.header, context.views
         n_rows = header.rows
-        arena = host.workspace.arena
+        arena = host.arena
         reply = views.combine(n_rows)  # made before computing: the lease may end meanwhile
         call = arena.fill(views.dispatch(n_rows), n_rows, context.weights_dtype, experts.n_experts)
         given_s = self._run(experts, call, whole=n_rows == 1, pause=pause)
@@ -93,7 +93,7 @@ class Answers:
         """Computes all members in one call and sends their replies; raises before any reply was sent if it fails."""
         started = perf_counter()
         members, rows, weights_dtype = batch.members, batch.rows, batch.weights_dtype
-        arena = batch.lead.host.workspace.arena
+        arena = batch.lead.host.arena
         assert isinstance(arena, HostArena), "kernels of other devices are not batch-invariant"
         parts, replies = [], []
         at = 0
@@ -117,7 +117,7 @@ class Answers:
             own_s = took_s * n_rows / at
             wait_s = started - slot.received_at
             try:
-                bad = context.host.workspace.arena.finish(part, reply)
+                bad = context.host.arena.finish(part, reply)
                 if bad is not None:
                     raise _bad_sums(context, part, bad)
                 n_bytes = write_sums_header(slot, context, wait_s + given_s + took_s - own_s, own_s)

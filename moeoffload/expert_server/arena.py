@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
 
 from moeoffload.kernels import KernelInput
 from moeoffload.payload import load_rows, store_rows
+from moeoffload.transport.base import ServerSlot
 from moeoffload.wire import DispatchViews, FrameLayout
 
 DECODE_ROWS: Final = 8
@@ -15,15 +17,17 @@ DECODE_ROWS: Final = 8
 _KEPT_END: Final = 64
 _MOST_KEPT: Final = 256
 """At most ``_MOST_KEPT`` views are cached, only those that end at or before row ``_KEPT_END``."""
+RunWork = Callable[[Callable[[], None]], None]
 
 
 class HostArena:
-    """Buffers for calls of up to a fixed number of rows, of kernels that run on the CPU.
+    """One host's buffers for calls of any size up to the capacity of its frames, of kernels that run on the CPU.
 
     ``n_created`` counts buffers and cached views made so far.
     """
 
-    def __init__(self, max_rows: int, layout: FrameLayout, compute_dtype: torch.dtype) -> None:
+    def __init__(self, layout: FrameLayout, compute_dtype: torch.dtype) -> None:
+        max_rows = layout.capacity
         # Rows that arrive in the compute dtype are used in place in the frame, unless the call has several members.
         self.copies_rows = layout.dtype_out.torch_dtype != compute_dtype
         self._rows = torch.empty(max_rows, layout.hidden, dtype=compute_dtype)
@@ -80,3 +84,10 @@ class HostArena:
         another host's arena.
         """
         return store_rows(call.out, reply)
+
+    def lock_frames(self, slots: Iterable[ServerSlot]) -> None:
+        """Prepares the slots' buffers for calls, before the first request: nothing to do on a CPU."""
+
+    def close(self, run: RunWork) -> None:
+        """Frees what `lock_frames` took, for good; ``run`` executes work while no thread computes, or raises
+        ServerError."""

@@ -15,13 +15,14 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
 from moeoffload.expert_server.agreement import check_activate, check_table, check_transport, compare
+from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.calibrate import SIZES, best_rows, time_layer
 from moeoffload.expert_server.layer_parts import build_layer
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.server_parts import ServerParts
+from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.expert_server.store import LayerKey
-from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
 from moeoffload.placement import GIB, ExpertTable, batch_row_bytes, frames_row_bytes
 from moeoffload.transport.base import ChannelSizes, ServerChannel
@@ -144,11 +145,12 @@ class HostLease:
         yield pb.LoadProgress(loaded_bytes=0, total_bytes=total)
         read = self._store.read_bytes
         parts = [(i, experts) for i, experts in enumerate(table.layers) if experts]
+        keys = {LayerKey.of(checkpoint, *part): part for part in parts}
+        missing = [part for key, part in keys.items() if key not in self._store]
         # Warm layers first, so that loading the others does not evict them.
-        parts.sort(key=lambda part: LayerKey.of(checkpoint, *part) not in self._store)
-        missing = [part for part in parts if LayerKey.of(checkpoint, *part) not in self._store]
+        parts.sort(key=missing.__contains__)
         if (tiers := self._server.tiers) is not None and missing:
-            self._store.forget_warm({LayerKey.of(checkpoint, *part) for part in parts})
+            self._store.forget_warm(keys)
             n_bytes = sum(len(experts) * checkpoint.layers[layer].expert_bytes for layer, experts in missing)
             self._fast_part = tiers.share(n_bytes)
             logger.info("%s: %.0f %% of the experts to load begin on the device", self.host, 100 * self._fast_part)
@@ -272,14 +274,10 @@ class HostLease:
         return CapacityError(text)
 
     def _activate(self, layout: FrameLayout, checkpoint: Checkpoint) -> None:
-        self._active = ActiveHost(
-            epoch=self.epoch,
-            layout=layout,
-            layers=[self._modules.get(layer.index) for layer in checkpoint.layers],
-            compute_dtype=checkpoint.dtype,
-            workspace=Workspace(layout, checkpoint.dtype, self._device),
-            share=self._share,
-        )
+        dtype, device = checkpoint.dtype, self._device
+        arena = HostArena(layout, dtype) if device.type == "cpu" else DeviceArena(layout, dtype, device)
+        layers = [self._modules.get(layer.index) for layer in checkpoint.layers]
+        self._active = ActiveHost(self.epoch, layout, layers, dtype, arena, self._share)
 
         def reserve() -> None:
             for kernels in self._modules.values():
@@ -299,17 +297,8 @@ class HostLease:
     ) -> list[tuple[int, float]]:
         """Times calls of several sizes when it is this host's turn; returns (rows, seconds)."""
         pause = self._engine.pause if len(self._engine.shares.all) > 1 else None
-        work = functools.partial(
-            time_layer,
-            kernels,
-            top_k,
-            capacity,
-            n_experts=n_experts,
-            device=self._device,
-            workspace=workspace,
-            pause=pause,
-            sizes=sizes,
-        )
+        here = functools.partial(time_layer, device=self._device, pause=pause, sizes=sizes)
+        work = functools.partial(here, kernels, top_k, capacity, n_experts=n_experts, workspace=workspace)
         return self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S)
 
     def _open_all(self, names: list[str], sizes: ChannelSizes, key: str) -> list[pb.ChannelOffer]:
@@ -350,7 +339,7 @@ class HostLease:
             raise ServerError(f"transport {request.transport}: the host does not see this server's memory")
         channel.opened()
         if self._active is not None:
-            self._active.workspace.lock_frames(channel.slots)
+            self._active.arena.lock_frames(channel.slots)
         for name, other in list(self._channels.items()):
             if name != request.transport:
                 _close(other)
@@ -365,7 +354,7 @@ class HostLease:
         return {
             "slots": len(contexts),
             "views": sum(context.views.n_created for context in contexts if context is not None),
-            "workspaces": self._active.workspace.n_created if self._active is not None else 0,
+            "workspaces": self._active.arena.n_created if self._active is not None else 0,
         }
 
     def close(self, reason: str) -> None:
@@ -380,7 +369,7 @@ class HostLease:
         for channel in channels.values():
             _close(channel)
         if self._active is not None:
-            self._active.workspace.close(lambda work: self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S))
+            self._active.arena.close(lambda work: self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S))
         self._engine.leave(self._share)
         if self._active is not None:
             self._active.layers = ()  # frees them now, not when Python's cycle collector runs

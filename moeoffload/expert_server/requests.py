@@ -11,8 +11,9 @@ from typing import Any, Final
 import torch
 
 from moeoffload.errors import CapacityError, ProtocolError
+from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.fair_share import SMALL_ROWS, Share
-from moeoffload.expert_server.workspace import Workspace
+from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.kernels import LayerKernels
 from moeoffload.transport.base import ServerChannel, ServerSlot
 from moeoffload.wire import (
@@ -38,7 +39,7 @@ class ActiveHost:
     layout: FrameLayout
     layers: Sequence[LayerKernels | None]
     compute_dtype: torch.dtype
-    workspace: Workspace
+    arena: HostArena | DeviceArena
     share: HostShare
     closed: bool = False
     reader: FrameReader = field(init=False)

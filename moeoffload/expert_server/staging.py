@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 import torch
 
-from moeoffload.expert_server.arena import DECODE_ROWS
+from moeoffload.errors import ServerError
+from moeoffload.expert_server.arena import DECODE_ROWS, RunWork
 from moeoffload.kernels import KernelInput, SlotError
+from moeoffload.page_locked import PageLocked
 from moeoffload.payload import first_bad_row, load_rows, store_rows
+from moeoffload.transport.base import ServerSlot
 from moeoffload.wire import DispatchViews, FrameLayout
+
+logger = logging.getLogger(__name__)
 
 _ALIGNMENT: Final = 16
 
@@ -35,12 +43,16 @@ class DeviceArena:
     used as an index into device memory.
     """
 
-    def __init__(self, max_rows: int, layout: FrameLayout, compute_dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layout: FrameLayout, compute_dtype: torch.dtype, device: torch.device) -> None:
+        max_rows = layout.capacity
         self._layout = layout
         self._compute_dtype = compute_dtype
         self._device = device
         self.frames_are_locked = False
         """Whether frames are page-locked."""
+        self._lock = threading.Lock()
+        self._pages: PageLocked | None = None
+        self._closed = False
         n_bytes = self._sections(max_rows)[-1]
         hidden, is_gpu = layout.hidden, device.type == "cuda"
         self._host_bytes = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=is_gpu)
@@ -100,6 +112,35 @@ class DeviceArena:
         if target is not reply:
             reply.copy_(target)
         return bad if reply.dtype is torch.uint8 else first_bad_row(reply)
+
+    def lock_frames(self, slots: Iterable[ServerSlot]) -> None:
+        """Page-locks the slots' buffers so that a GPU copies from and to them directly; before the first request."""
+        if self._device.type != "cuda":
+            return
+        with self._lock:
+            if not self._closed and self._pages is None:
+                buffers = (buffer for slot in slots for buffer in (slot.request, slot.reply))
+                self._pages = PageLocked(buffers, self._device)
+                self.settle()
+                self.frames_are_locked = self._pages.is_locked
+
+    def close(self, run: RunWork) -> None:
+        """See `HostArena.close`."""
+        with self._lock:
+            self._closed = True
+        if self._pages is None:
+            return
+        try:
+            run(self._unlock_frames)
+        except (ServerError, RuntimeError) as error:  # the device is still at work, or may have failed for good
+            logger.warning("buffers of a lease are kept until this server ends: %s", error)
+            self._pages.abandon()
+
+    def _unlock_frames(self) -> None:
+        assert self._pages is not None
+        self.settle()
+        self.frames_are_locked = False
+        self._pages.close()
 
     def settle(self) -> None:
         """Waits for all queued operations, so that frames can be released."""
