@@ -107,7 +107,9 @@ class Tiers(SeveralDevices):
     ) -> LayerKernels:
         if all(counts):
             return TwoTierLayer(checkpoint, layer, experts, counts[0], self, workspace, kernel, buffers)
-        return super()._read(checkpoint, layer, experts, counts, workspace, kernel, buffers)
+        kernels = super()._read(checkpoint, layer, experts, counts, workspace, kernel, buffers)
+        kernels.is_batch_invariant &= self.devices[0] == _CPU  # only buffers of a CPU take batches of several requests
+        return kernels
 
 
 class Stage:
