@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 import threading
@@ -16,10 +17,12 @@ from synthetic import write_tiny
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.tensors import TensorIndex
+from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import CapacityError
 from moeoffload.expert_server.store import ExpertStore, LayerKey
 from moeoffload.host.session import open_model
+from moeoffload.placement import ExpertTable
 
 PROMPT = torch.arange(5, 25).unsqueeze(0)
 
@@ -124,7 +127,8 @@ def test_the_budget_holds_and_what_is_used_stays_whatever_hosts_do() -> None:
 
 
 class LetsABuildEnd:
-    """A lock after whose first release by this thread a build that another thread has begun ends."""
+    """A lock after whose first release by this thread something else happens, such as the end of a build that another
+    thread has begun."""
 
     def __init__(self, inner: Any, end: Any) -> None:
         self._inner, self._end, self._thread, self._done = inner, end, threading.get_ident(), False
@@ -158,6 +162,29 @@ def test_experts_whose_build_ends_meanwhile_are_never_counted_as_free() -> None:
     store._lock = LetsABuildEnd(store._lock, end)  # type: ignore[assignment]
     assert store.free_bytes == 40
     assert store.free_bytes == 40
+
+
+def test_experts_whose_host_leaves_meanwhile_are_not_offered_twice() -> None:
+    store, key = ExpertStore(100), LayerKey("model", "bf16", 0, (0,))
+    store.acquire(key, 60, lambda: "experts")  # type: ignore[arg-type,return-value]
+    store._lock = LetsABuildEnd(store._lock, lambda: store.release(key))  # type: ignore[assignment]
+    assert store.offered_bytes("model", "bf16") == 100
+
+
+def test_weight_errors_are_in_the_order_of_layers_whatever_is_warm(server: RunningServer) -> None:
+    checkpoint = Checkpoint.open(DEMO, expert_format="int4")
+    how = {"digest": checkpoint.digest, "compute_dtype": dtype_label(checkpoint.dtype), "expert_format": "int4"}
+    whole = tuple(tuple(range(layer.n_experts)) for layer in checkpoint.layers)
+    errors = []
+    with connected(server.address) as client:
+        for layers in (((), (), *whole[2:]), whole, whole):
+            with contextlib.closing(client.attach(STEP_TIMEOUT_S)) as lease:
+                model, told = pb.ModelReference(reference=str(DEMO), **how), lambda loaded, total: None
+                errors.append(lease.load(model, ExpertTable(layers), progress=told, timeout_s=STEP_TIMEOUT_S))
+    last, some_warm, all_warm = errors
+    assert some_warm is not None
+    assert some_warm == all_warm
+    assert some_warm[2:] == last
 
 
 def test_a_host_with_experts_that_are_there_does_not_wait_for_those_of_another() -> None:

@@ -158,9 +158,11 @@ class HostLease:
 
         with CopyBuffers() as buffers:
             for layer, experts in parts:
-                weight_error = self._load_layer(checkpoint, layer, experts, buffers)
+                self._load_layer(checkpoint, layer, experts, buffers)
                 loaded += len(experts) * checkpoint.layers[layer].expert_bytes
-                yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=weight_error)
+                yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
+        for _, module in sorted(self._modules.items()):  # hosts expect them in the order of the layers
+            yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=module.weight_error)
         read = self._store.read_bytes - read
         logger.info("%s: loaded in %.1f s, %.4g GiB of it from files", self.host, monotonic() - begun, read / GIB)
         if self._server.memories is not None:
@@ -186,15 +188,13 @@ class HostLease:
         except CapacityError as error:
             raise self._no_room(str(error)) from None
 
-    def _load_layer(
-        self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...], buffers: CopyBuffers
-    ) -> float | None:
+    def _load_layer(self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...], buffers: CopyBuffers) -> None:
         key, module = self._acquire(checkpoint, layer, experts, buffers)
         with self._lock:
             if not self._closed:
                 self._keys.append(key)
                 self._modules[layer] = module
-                return module.weight_error
+                return
         self._store.release(key)
         raise ServerError("the lease ended while its experts were loading")
 

@@ -77,12 +77,14 @@ class ExpertStore:
     @property
     def resident_bytes(self) -> int:
         """Bytes of all experts that leases use."""
-        return self._sum(lambda key, resident: resident.n_users > 0)
+        with self._lock:
+            return self._held(is_used=True)
 
     @property
     def warm_bytes(self) -> int:
         """Bytes of all experts that no lease uses."""
-        return self._sum(lambda key, resident: resident.n_users == 0)
+        with self._lock:
+            return self._held(is_used=False)
 
     @property
     def free_bytes(self) -> int:
@@ -91,19 +93,19 @@ class ExpertStore:
             return self._free()
 
     def _free(self) -> int:
-        used = sum(each.n_bytes for each in self._residents.values() if each.n_users)
-        warm = sum(each.n_bytes for each in self._residents.values() if not each.n_users)
+        """As `free_bytes`, with the lock held."""
+        used, warm = self._held(is_used=True), self._held(is_used=False)
         return min(self.budget_bytes - used - self._reserved_bytes, self._free_now() + warm)
+
+    def _held(self, *, is_used: bool) -> int:
+        return sum(each.n_bytes for each in self._residents.values() if (each.n_users > 0) is is_used)
 
     def offered_bytes(self, model_digest: str, compute_dtype: str) -> int:
         """Returns the bytes that a host with this model may fill: the free ones, and those of its model in use."""
         mine = (model_digest, compute_dtype)
-        shared = self._sum(lambda key, each: each.n_users > 0 and (key.model_digest, key.compute_dtype) == mine)
-        return self.free_bytes + shared
-
-    def _sum(self, counts: Callable[[LayerKey, _Resident], bool]) -> int:
-        with self._lock:
-            return sum(resident.n_bytes for key, resident in self._residents.items() if counts(key, resident))
+        with self._lock:  # all at once, as in `free_bytes`
+            users = ((key, each.n_bytes) for key, each in self._residents.items() if each.n_users)
+            return self._free() + sum(n for key, n in users if (key.model_digest, key.compute_dtype) == mine)
 
     def __contains__(self, key: LayerKey) -> bool:
         return key in self._residents
