@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from shapes import EPOCH, LAYOUT, ScriptedSocket, dispatch_frame, experts, pack_messages, seal, unpack_messages
 
+from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
-from moeoffload.expert_server.workspace import Workspace
 from moeoffload.kernels import LayerKernels
 from moeoffload.transport import ChannelSizes, ServerChannel, ServerSlot, SharedServerEnd, StreamListener
 from moeoffload.transport.base import Work
@@ -31,9 +31,9 @@ class _Server:
         self.engine = Engine()
         kernels = LayerKernels(experts(), self.engine.kernel_workspace)
         kernels.reserve(LAYOUT.capacity, LAYOUT.top_k)
-        workspace = Workspace(LAYOUT, torch.bfloat16, torch.device("cpu"))
+        arena = HostArena(LAYOUT, torch.bfloat16)
         share = self.engine.shares.join("fuzz")
-        self.host = ActiveHost(EPOCH, LAYOUT, [kernels, None], torch.bfloat16, workspace, share)
+        self.host = ActiveHost(EPOCH, LAYOUT, [kernels, None], torch.bfloat16, arena, share)
         self.shared = SharedServerEnd(SIZES, self._deliver)
         self.shared.opened()
         self.listener = StreamListener()
