@@ -94,12 +94,15 @@ class TokenTexts:
         self._tokenizer = tokenizer
         # Byte-level tokenizers write a letter for each byte.
         self._bytes_of_letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        # Some tokenizers drop a space at the start of a text, so each token is decoded behind another one.
+        self._before: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+        self._n_before = len(self._decode([]))
         self.of = functools.lru_cache(maxsize=65536)(self._of)
         """Returns (text, UTF-8 bytes) of a token. The text of a partial character is like ``bytes:\\xe2\\x82``, as in
         OpenAI's API; the bytes are None if the tokenizer does not reveal them."""
 
     def _of(self, token: int) -> tuple[str, tuple[int, ...] | None]:
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._decode([token])[self._n_before :]
         if _UNKNOWN not in text:
             return text, tuple(text.encode())
         letters = str(self._tokenizer.convert_ids_to_tokens(token))
@@ -111,3 +114,9 @@ class TokenTexts:
         if len(known) != len(parts):
             return text, None
         return "bytes:" + "".join(f"\\x{part:02x}" for part in known), known
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            self._before + tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text

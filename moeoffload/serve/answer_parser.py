@@ -155,7 +155,9 @@ def _calls(value: Any) -> list[Part]:
             if isinstance(arguments, str):
                 arguments = json.loads(arguments)
             written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        except (ValueError, RecursionError):  # also for numbers beyond all floats, which Python reads as infinite
+            (name + written).encode()
+        # Python reads numbers beyond all floats as infinite, and an escaped half of a surrogate pair as it is.
+        except (ValueError, RecursionError):
             return []
         found.append(Part(call=ToolCall(name.strip(), written)))
     return found

@@ -82,23 +82,23 @@ class Answering:
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """The response to /v1/completions. Raises ApiError: there is no answer."""
-        self._check(body)
-        n = body.n or 1
-        if len(body.prompt) * n > self._max_choices:
-            raise bad_request(f"At most {self._max_choices} answers can be asked for at a time.", "prompt")
+        self._check(body, len(body.prompt))
         prompts = []
         matcher = await self._reader.read_grammar(body.grammar())
         for each in body.prompt:
             tokens = await self._reader.read_text(each) if isinstance(each, str) else each
             room = self._room(tokens, body.max_tokens, COMPLETION_TOKENS, "prompt")
             prompts.append((Prompt(tokens, matcher), room))
-        echoes = [self._echo(each) if body.echo else "" for each in body.prompt for _ in range(n)]
+        echoes = [self._echo(each) if body.echo else "" for each in body.prompt for _ in range(body.n or 1)]
         form = CompletionForm(self.model_name, self._texts, body.logprobs, body.include_usage, echoes)
         return await self._answer(body, form, prompts, body.logprobs, request.receive)
 
-    def _check(self, request: GenerationRequest) -> None:
+    def _check(self, request: GenerationRequest, n_prompts: int = 1) -> None:
         self.check_model(request.model)
         request.check(self._n_vocabulary)
+        if n_prompts * (request.n or 1) > self._max_choices:
+            param = "prompt" if n_prompts > 1 else "n"
+            raise bad_request(f"At most {self._max_choices} answers can be asked for at a time.", param)
         if not self._engine.is_ready:
             raise unavailable("The server takes no requests now.", 5.0)
 

@@ -18,7 +18,6 @@ from moeoffload.serve.dashboard import dashboard_page
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.guard import Guard
 from moeoffload.serve.metrics import render_metrics
-from moeoffload.serve.schemas import MAX_CHOICES
 from moeoffload.text import one_line
 
 _SPARE_PLACES: Final = 32
@@ -39,7 +38,7 @@ def create_app(
     settings.check_http()
     api_key = read_api_key(settings)
     room = settings.max_running + settings.max_waiting
-    answering = Answering(engine, tokenizer, model_name, max(room, MAX_CHOICES))
+    answering = Answering(engine, tokenizer, model_name, room)
     # No API documentation pages: they would load scripts from other sites.
     app = FastAPI(title="moeoffload", docs_url=None, redoc_url=None, openapi_url=None)
     _add_error_handlers(app)
@@ -122,5 +121,5 @@ def _add_error_handlers(app: FastAPI) -> None:
             message, code = f"Unknown request URL: {request.method} {one_line(request.url.path, 200)}.", "unknown_url"
         return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
 
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+    for kind in (ApiError, RequestValidationError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(kind, tell)

@@ -73,6 +73,8 @@ def of_exception(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestValidationError):
         return _of_validation(error)
+    if isinstance(error, RecursionError):  # what it holds goes to a chat template, a grammar, and back to its client
+        return bad_request("The request is nested too deeply.")
     if isinstance(error, BusyError):
         return busy(str(error), error.retry_after_s)
     if isinstance(error, PromptError):

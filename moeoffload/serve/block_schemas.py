@@ -141,11 +141,18 @@ class ResponsesRequest(_Asked):
     reasoning: dict[str, Any] | None = None
 
     def repeated(self) -> dict[str, Any]:
-        """The fields of the request that the response repeats."""
+        """The fields of the request that the response repeats. Raises ApiError: a response cannot hold them."""
         told = {name: getattr(self, name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")}
         choice = self.tool_choice or "auto"
         parallel = self.parallel_tool_calls is not False
-        return told | {"tools": self.tools or [], "tool_choice": choice, "parallel_tool_calls": parallel}
+        told |= {"tools": self.tools or [], "tool_choice": choice, "parallel_tool_calls": parallel}
+        try:
+            json.dumps(told, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError:  # Python's parser takes NaN and half of a surrogate pair
+            raise bad_request(
+                "Invalid 'tools': a number that JSON does not have, or no valid Unicode.", "tools"
+            ) from None
+        return told
 
     def chat(self) -> ChatRequest:
         """The equivalent chat request. Raises ApiError: there is none."""
@@ -169,6 +176,7 @@ class ResponsesRequest(_Asked):
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=form or None,
             reasoning_effort=(self.reasoning or {}).get("effort"),
+            verbosity=(self.text or {}).get("verbosity"),
         )
 
 

@@ -164,6 +164,12 @@ class ServingEngine:
             left = list(self._requests)
             self._requests.clear()
             self._changing.notify_all()
+        counts = self.stats.requests
+        counts.running = counts.waiting = self.stats.cache.used_tokens = 0
+        if self.failure is not None:
+            counts.failed += len(left)
+        else:
+            counts.cancelled += len(left)
         for request in left:
             _tell(request, last)
 
@@ -238,7 +244,7 @@ class ServingEngine:
         scores = request.sampler.prompt_scores
         prompt = tuple(scores.choices) if scores is not None and not request.n_told else ()
         if request.options.max_tokens == 0:
-            self._end(request, Progress(finish=FinishReason.LENGTH, prompt=prompt))
+            self._end(request, Progress(None, FinishReason.LENGTH, reused_tokens=request.reused or 0, prompt=prompt))
             return
         request.n_told += 1
         self.stats.tokens.completion += 1

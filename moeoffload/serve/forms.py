@@ -198,11 +198,13 @@ class CompletionForm(_ChoicesForm):
 
     def _of_prompt(self, choices: Sequence[TokenChoice], n_echo: int) -> list[tuple[int, TokenChoice]]:
         """Each token with the offset of its text; parts of a character have the offset of the character."""
-        begin, tokens = 0, []
+        n_begun, tokens = 0, []
         for choice in choices:
-            tokens.append((min(begin, n_echo), choice))
-            text = self._texts.of(choice.token)[0]
-            begin += 0 if text.startswith("bytes:") else len(text)
+            text, parts = self._texts.of(choice.token)
+            begins = [part & 0xC0 != 0x80 for part in parts or text.encode()]  # whether a byte begins a character
+            inside = not all(begins[:1])
+            tokens.append((min(max(0, n_begun - inside), n_echo), choice))
+            n_begun += sum(begins)
         return tokens
 
     def _best(self, choice: TokenChoice) -> dict[str, float]:

@@ -41,11 +41,8 @@ class Grammar:
     @classmethod
     def of(cls, kind: Literal["json", "parts"], value: Any, param: str) -> Grammar:
         """A grammar of answers that are valid by the JSON schema ``value``, or by the first of the ``parts``, which may
-        refer to the others. Raises ApiError: it is nested too deeply."""
-        try:
-            return cls(kind, json.dumps(value, separators=(",", ":")), param)
-        except RecursionError:
-            raise bad_request(f"Invalid '{param}': nested too deeply.", param) from None
+        refer to the others."""
+        return cls(kind, json.dumps(value, separators=(",", ":")), param)
 
 
 class GrammarCompiler:
@@ -119,12 +116,15 @@ class GrammarState:
     @property
     def error(self) -> str:
         """Why the answer cannot continue (the grammar became too complex); empty while it can."""
-        return one_line(self._matcher.get_error(), 200)
+        return _reason(self._matcher.get_error())
 
 
-def _refused(param: str, reason: str) -> ApiError:
-    reason = reason.split("<non-verbose/>", maxsplit=1)[0]
-    return bad_request(f"Invalid '{param}': {one_line(' '.join(reason.split()), 300)}.", param)
+def _reason(error: str) -> str:
+    return one_line(" ".join(error.split("<non-verbose/>", maxsplit=1)[0].split()), 300)
+
+
+def _refused(param: str, error: str) -> ApiError:
+    return bad_request(f"Invalid '{param}': {_reason(error)}.", param)
 
 
 def _check_multiples(schema: Any, param: str) -> None:

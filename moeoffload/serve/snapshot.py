@@ -5,6 +5,7 @@ docs/monitoring.md describes every field.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,8 @@ from moeoffload.host.session import OffloadedModel
 from moeoffload.host.shard import Shard
 from moeoffload.serve.figures import History, figures
 from moeoffload.serve.stats import ServingStats
+
+logger = logging.getLogger(__name__)
 
 LISTEN_S: Final = 60.0  # more than between two scrapes
 MEMBER_BOUNDS: Final = (1, 2, 3, 4, 8)
@@ -89,6 +92,9 @@ class Snapshots:
                 reply = link.client.stats(_ASK_S)
             except MoeOffloadError:
                 continue  # what it said last stays
+            except Exception:  # nothing reads the result of this thread's work, and other servers still tell
+                logger.exception("an expert server's figures could not be read")
+                continue
             counts = list(reply.batches.by_members)
             if len(counts) != len(MEMBER_BOUNDS) + 1:
                 continue  # a server that counts otherwise

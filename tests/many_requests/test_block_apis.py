@@ -21,6 +21,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0
 CLOSED: dict[str, Any] = SCHEMA | {"additionalProperties": False}
 ANTHROPIC_TOOLS: list[Any] = [{"name": "add", "description": "adds", "input_schema": CLOSED}]
 TOOLS: list[Any] = [{"type": "function", "name": "add", "parameters": CLOSED, "strict": True}]
+UNUSED: dict[str, Any] = {"tool_choice": "none"}  # their text does not go to the model, but back to the client
 SHOWING = """{# <think></think> <tool_call> #}{% for m in messages %}[{{ m['role'] }}|{{ m['content'] }}|\
 {{ m['reasoning_content'] }}|{% for c in m['tool_calls'] or [] %}{{ c.function.name }}{{ c.function.arguments.a }}\
 {% endfor %}]{% endfor %}{{ tools | length }}"""
@@ -139,6 +140,9 @@ def test_an_error_within_a_stream_reaches_the_client(tokenizer: Any) -> None:
         ("responses", {"input": [{"type": "reasoning", "content": 5}]}, "input"),
         ("responses", {"input": [{"type": "reasoning", "content": [5]}]}, "input"),
         ("responses", {"text": {"format": "json"}}, "text.format"),
+        ("responses", {"text": {"verbosity": "low"}}, "verbosity"),
+        ("responses", UNUSED | {"tools": [TOOLS[0] | {"description": "\ud800"}]}, "tools"),
+        ("responses", UNUSED | {"tools": [TOOLS[0] | {"parameters": {"default": float("nan")}}]}, "tools"),
     ],
 )
 def test_what_they_cannot_do_is_refused_by_name(server: Running, path: str, change: dict[str, Any], param: str) -> None:

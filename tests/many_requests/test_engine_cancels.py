@@ -121,6 +121,8 @@ def test_a_failure_that_nothing_catches_ends_all_requests_and_is_seen(
         assert isinstance(engine.failure, SystemExit)
         assert not engine.is_ready
         assert "the engine has failed" in caplog.text
+        counts = engine.stats.requests
+        assert (counts.running, counts.waiting, counts.failed, engine.stats.cache.used_tokens) == (0, 0, 2, 0)
         assert engine.drain(1)
         with pytest.raises(ServerError, match="has failed: unforeseen"):
             ask(engine, [9] * 12, 8)

@@ -86,6 +86,15 @@ def test_what_lm_eval_sends_is_answered(serve_process: Server) -> None:
         assert "".join(part.text for part in parts) == text
         assert [one for part in parts for one in part.logprobs.token_logprobs] == right.logprobs.token_logprobs[:-1]  # type: ignore
         assert parts[-1].finish_reason == "length"
+        text = "\u00e9\u20acx\U0001f600 ="
+        echoed = client.completions.create(model="demo", prompt=text, **body).choices[0].logprobs
+        assert echoed is not None
+        assert echoed.text_offset == [at for at, letter in enumerate(text) for _ in letter.encode()] + [len(text)]
+        for prefix in (0, 16):
+            empty = client.completions.create(model="demo", prompt="abcdefghijklmnopq", max_tokens=0).usage
+            assert empty is not None
+            assert empty.prompt_tokens_details is not None
+            assert empty.prompt_tokens_details.cached_tokens == prefix
         with pytest.raises(openai.BadRequestError, match="embeddings is not supported"):
             client.embeddings.create(model="demo", input="x")
 

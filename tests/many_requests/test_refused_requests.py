@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import threading
@@ -112,6 +113,23 @@ def test_what_cannot_be_done_is_refused_by_name(
 def test_a_body_that_is_no_json_object_is_400(server: Running, body: str | bytes) -> None:
     reply = server.ask("POST", CHAT, body)
     assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+
+
+def test_what_is_nested_too_deeply_is_400(tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{{ messages | tojson(indent=4) }}"
+    deep = '{"a": ' * 700 + "1" + "}" * 700
+    with serving(FakeEngine(), tokenizer) as server:
+        body = f'{{"model": "demo", "messages": [{{"role": "user", "content": "x", "more": {deep}}}]}}'
+        reply = server.ask("POST", CHAT, body)
+    assert (reply.status, "nested" in reply.error["message"]) == (400, True)
+
+
+def test_more_answers_than_there_are_places_are_not_told_to_come_again(tokenizer: Any) -> None:
+    with serving(FakeEngine(), tokenizer, max_running=2, max_waiting=3) as server:
+        for path, body in ((CHAT, {"messages": HI}), (TEXT, {"prompt": "x"})):
+            reply = server.ask("POST", path, {"model": "demo", "n": 6} | body)
+            assert (reply.status, reply.error["param"]) == (400, "n")
 
 
 def test_too_long_prompts_are_400_with_openai_s_code(server: Running) -> None:

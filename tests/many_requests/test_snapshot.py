@@ -109,6 +109,16 @@ def test_what_servers_tell_of_their_batches_comes_with_later_snapshots(start_ser
     assert told["batches"]["wait_s"] > 0
 
 
+def test_a_server_that_cannot_be_read_is_logged_and_the_others_are_seen(
+    three_servers: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = open_model(DEMO, experts=three_servers[:2], device="cpu")
+    with opened as offloaded, contextlib.closing(Snapshots(offloaded, ServingStats())) as snapshots:
+        monkeypatch.setattr(offloaded.links[0].client, "stats", lambda _: 1 / 0)
+        wait_until(lambda: "batches" in snapshots.take(True)["servers"][1], "what the other server tells", 10)
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_the_memory_of_both_sides_devices_is_there(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start_server(patch=_gpu_of_the_server)
     monkeypatch.setattr("moeoffload.serve.snapshot.device_memory", lambda _: DeviceMemory(10, 20, 40))

@@ -7,6 +7,8 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from moeoffload.host.detokenizer import Detokenizer, StopStrings, TokenTexts
 
@@ -63,6 +65,18 @@ def test_nothing_of_a_stop_string_gets_out_however_the_text_is_cut(
         assert wanted.startswith(out)
     assert watcher.found == bool(ends)
     assert out + watcher.finish() == wanted
+
+
+def test_tokens_with_and_without_a_space_before_them_are_told_apart() -> None:
+    """By the decoders of Llama and Mistral, which drop the first space of a text."""
+    inner = Tokenizer(
+        models.BPE({"a": 0, "\u2581": 1, "\u2581a": 2, "<0xE2>": 3}, [("\u2581", "a")], byte_fallback=True)
+    )
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=inner))
+    assert [texts.of(token)[0] for token in range(4)] == ["a", " ", " a", "bytes:\\xe2"]
 
 
 def test_tokens_that_are_parts_of_characters_are_shown_as_bytes(tokenizer: Any) -> None:

@@ -140,20 +140,22 @@ def test_one_call_is_the_end_where_no_more_are_wanted(tokenizer: Any) -> None:
 
 
 NO_JSON = '{"name": "add", "arguments": {"a": 1e999}}'  # Python would write it as Infinity
+HALF = r'{"name": "add", "arguments": {"a": "\ud800"}}'  # of a surrogate pair: no Unicode, so that it cannot be sent
 TOO_DEEP = '{"name": "add", "arguments": "' + "[" * 3000 + '"}'
 
 
 def test_what_is_no_call_stays_in_the_text(tokenizer: Any) -> None:
-    for body in ("{broken", '{"no": "name"}', "[1]", NO_JSON, TOO_DEEP):
+    for body in ("{broken", '{"no": "name"}', "[1]", NO_JSON, HALF, TOO_DEEP):
         whole, chunks = ask(tokenizer, "<tool_call>", f"a<tool_call>{body}</tool_call>b", tools=TOOLS)
         assert (whole.message.content, whole.message.tool_calls, whole.finish_reason) == (f"a{body}b", None, "stop")
         assert told(chunks, "content") == f"a{body}b"
 
 
-def test_a_forced_call_with_numbers_that_are_no_json_is_told_as_text(tokenizer: Any) -> None:
-    whole, chunks = ask(tokenizer, "<tool_call>", f"[{NO_JSON}]", tools=TOOLS, tool_choice="required")
-    assert (whole.message.content, whole.message.tool_calls) == (NO_JSON, None)
-    assert told(chunks, "content") == NO_JSON
+@pytest.mark.parametrize("text", [NO_JSON, HALF])
+def test_a_forced_call_that_is_no_json_is_told_as_text(tokenizer: Any, text: str) -> None:
+    whole, chunks = ask(tokenizer, "<tool_call>", f"[{text}]", tools=TOOLS, tool_choice="required")
+    assert (whole.message.content, whole.message.tool_calls) == (text, None)
+    assert told(chunks, "content") == text
 
 
 @pytest.mark.parametrize(("ending", "begin"), [("", "<think>\n"), ("<think>\n", ""), ("<think>", "\n")])
