@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from moeoffload.errors import ModelError, ServerError
+from moeoffload.errors import ModelError, PayloadError, ServerError
 from moeoffload.host.counters import CallCounters, LayerTimes, PhaseCounters
 from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.host.granularity import Granularity
@@ -264,6 +264,10 @@ class Dispatcher:
             progress.move_on(error)
             times.wait_s += perf_counter() - started
             return False
+        except PayloadError as error:
+            if verification is not None:
+                verification.check(progress.shard, flight, error, rows)
+            raise
         received = perf_counter()
         waited = received - started
         # Of a wait, the end is the server's compute, before it its queue; the way back is in the rest.
