@@ -211,8 +211,7 @@ class Dispatcher:
         while unsent:
             start, in_flight, unsent = n_rows, False, False
             for progress in state.progress:
-                if progress.next_row < start:
-                    start = progress.next_row
+                start = min(start, progress.next_row)
                 if progress.flights:
                     in_flight = True
             for number, progress in enumerate(state.progress):

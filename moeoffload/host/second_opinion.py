@@ -31,8 +31,8 @@ class Verification:
         self._unused = CallCounters()
 
     def check(self, shard: Shard, flight: Flight, part: torch.Tensor | PayloadError, rows: Chunk) -> None:
-        """Compares ``part`` (n_rows, hidden), the reply to ``flight`` of a call with ``rows``, with another holder's; if
-        it says that a value is no number or too large, always.
+        """Compares ``part`` (n_rows, hidden), the reply to ``flight`` of a call with ``rows``, with another holder's:
+        always if it says that a value does not fit the payload dtype.
         Raises DisagreementError: they differ by more than rounding explains."""
         if isinstance(part, torch.Tensor) and self._random.random() >= self._share:
             return

@@ -191,11 +191,11 @@ def test_gptq_columns_that_were_sorted_but_keep_their_groups(more: dict[str, Any
     folder = write(Case("qwen3_moe", Quantised.GPTQ, "", WIDE), tmp_path)
 
     def widen(tensors: dict[str, torch.Tensor]) -> None:
-        for name in tensors:
+        for name, tensor in tensors.items():
             if name.endswith(("scales", "qzeros")):
-                tensors[name] = tensors[name][:1]
+                tensors[name] = tensor[:1]
             elif name.endswith("g_idx"):
-                tensors[name].zero_()
+                tensor.zero_()
 
     if "group_size" in more:
         rewrite(folder, widen)
