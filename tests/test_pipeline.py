@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from moeoffload import open_model
 from moeoffload.config import Mode, Pipeline
 from moeoffload.errors import PayloadError
+from moeoffload.host.flight import Flight
 from moeoffload.host.granularity import CHUNK_ROWS, LEAST_CHUNK_ROWS, MASKED_CHUNK_ROWS, Granularity
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
@@ -132,6 +133,31 @@ def test_families_with_windows_dense_layers_or_linear_attention_stay_right(
         assert torch.allclose(got.logits, expected.logits, rtol=0, atol=1e-4 * float(expected.logits.abs().max()))
         pipelined = offloaded.report().phases["prefill"]["pipelined"]
         assert pipelined == (0 if family == "qwen3_5_moe" else 1)
+
+
+def test_sums_are_added_in_the_same_order_whichever_slots_another_thread_holds(three_servers: list[str]) -> None:
+    options: dict[str, Any] = {"mode": "stream", "slots": 2, "threads": 1, "device": "cpu"}
+    generator = torch.Generator().manual_seed(16)
+    with open_model(DEMO, experts=three_servers, **options) as offloaded, torch.inference_mode():
+        checkpoint = offloaded.checkpoint
+        n_experts = checkpoint.layers[0].n_experts
+        rows = torch.randn(300, checkpoint.hidden_size, generator=generator)  # float32: the last bits are to be seen
+        ids = torch.rand(300, n_experts, generator=generator).argsort(1)[:, : checkpoint.top_k].contiguous()
+        weights = torch.rand(ids.shape, generator=generator)
+        undisturbed = offloaded.dispatcher(0, rows, ids, weights)
+        for link in offloaded.links:
+            for n_held in (1, 2):
+                held = [flight for flight in (link.take(wait=False) for _ in range(n_held)) if flight is not None]
+                assert len(held) == n_held
+
+                def let_go(held: list[Flight] = held) -> None:
+                    for flight in held:
+                        flight.link.release(flight)
+
+                other = threading.Timer(0.1, let_go)
+                other.start()
+                assert torch.equal(offloaded.dispatcher(0, rows, ids, weights), undisturbed)
+                other.join()
 
 
 def chunks(

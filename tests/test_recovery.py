@@ -48,6 +48,7 @@ def wrong(self, call, workspace=None):
 LayerKernels.__call__ = wrong
 payload.first_bad_row = lambda rows: None
 """
+NOTICED = NOT_A_NUMBER.rpartition("payload.")[0]
 
 
 def tokens_of(offloaded: OffloadedModel, n_prompt: int = 24) -> list[int]:
@@ -162,7 +163,7 @@ def test_what_a_second_ctrl_c_leaves_in_flight_is_not_added_to_the_next_call(thr
 def test_verification_accepts_right_servers_and_names_a_wrong_one(
     three_servers: list[str], start_server: StartServer
 ) -> None:
-    wrong_ones = [start_server(patch=patch) for patch in (WRONG, NOT_A_NUMBER)]
+    wrong_ones = [start_server(patch=patch) for patch in (WRONG, NOT_A_NUMBER, NOTICED)]
     for replicas in (1, 2):
         options: dict[str, Any] = {"replicas": replicas, "verify_percent": 100, "threads": 1}
         with open_model(DEMO, experts=three_servers[:2], **options) as offloaded:

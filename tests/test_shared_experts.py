@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +160,25 @@ def test_a_call_that_failed_leaves_nothing_to_the_next_one() -> None:
         assert torch.equal(block(fresh), fresh + Mlp.forward(block.shared_mlp, fresh))
 
 
+@torch.no_grad()
+def test_a_model_that_nobody_has_any_more_goes_at_once() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model: Any = Model("before", "after")
+        for block in model.blocks:
+            block.experts.moeoffload_call = None
+        meanwhile = overlap_shared_experts(model, model)
+        assert None not in meanwhile
+        left = [weakref.ref(block.shared_mlp) for block in model.blocks]
+        del model, block, meanwhile
+        assert [each() for each in left] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_what_is_promised_would_be_seen_if_it_were_read() -> None:
     with torch.no_grad():
-        given = shared_experts._Overlapped(Mlp(), comes_first=True)
+        shared = Mlp()
+        given = shared_experts._Overlapped(shared, comes_first=True)
         assert given._promise(torch.zeros(2, 8)).isnan().all()

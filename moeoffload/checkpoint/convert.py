@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
@@ -174,7 +174,8 @@ def _match(
     """Groups the stored weights by the expert parameters that they become, as transformers does when it loads."""
     known = model.state_dict()
     prefix = model.base_model_prefix
-    mapping = get_model_conversion_mapping(model) if mapping is None else mapping
+    if mapping is None:
+        mapping = _with_single_experts(get_model_conversion_mapping(model), experts)
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
     converters = [step for step in mapping if isinstance(step, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -197,6 +198,19 @@ def _match(
             raise ModelError(f"{renamed}: is stored twice in different layouts, the second time as {weight.name}")
         recipe.sources.setdefault(pattern or "", []).append(weight)
     return recipes, dense
+
+
+def _with_single_experts(mapping: list[WeightTransform], experts: dict[str, nn.Module]) -> list[WeightTransform]:
+    """Adds the conversion of experts that are stored one by one, as quantisers do, where a family's vendor stacks them
+    (qwen3_vl_moe)."""
+    known = {pattern for step in mapping for pattern in step.source_patterns}
+    single: list[WeightTransform] = get_checkpoint_conversion_mapping("qwen2_moe") or []
+    modules: Iterable[Any] = experts.values()
+    if any(known.intersection(step.source_patterns) for step in single) or not all(
+        module.is_concatenated and not module.is_transposed for module in modules
+    ):
+        return mapping
+    return [*mapping, *single]
 
 
 def _new_recipe(target: str, converter: WeightConverter | None, module: nn.Module, owners: dict[str, str]) -> Recipe:

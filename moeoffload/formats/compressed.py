@@ -49,11 +49,11 @@ def _pack_int(parts: Parts, settings: Mapping[str, Any]) -> Packing:
     n_groups, is_int8 = parts["scale"].shape[-1], parts["weight"].dtype is torch.int8
     for n_bits, size in _int_groups(settings):
         n_in = n_words if is_int8 else n_words * 32 // n_bits
-        if n_groups != (-(-n_in // size) if size else 1) or (is_int8 and n_bits != 8):
+        if n_groups != (-(-n_in // size) if size else 1):
             continue
         check_shape("scale", parts["scale"], *lead, n_out, n_groups)
         shape = (*lead, n_out, n_in)
-        if n_bits == 8:
+        if n_bits == 8 or is_int8:
             return Packing(_int8_format(parts, size), shape, _signed_bytes if is_int8 else _offset_bytes)
         form = int4_format(parts["scale"], size, with_zeros="zeros" in parts)
         if "zeros" in parts:
@@ -66,8 +66,10 @@ def _pack_int(parts: Parts, settings: Mapping[str, Any]) -> Packing:
 
 
 def _pack_fp8(parts: Parts, settings: Mapping[str, Any]) -> Packing:
-    blocks = (weights.get("block_structure") for weights in _weights(settings))
-    return fp8.pack(parts, {"weight_block_size": next((block for block in blocks if block), None)})
+    block = next((block for weights in _weights(settings) if (block := weights.get("block_structure"))), None)
+    if isinstance(block, str):  # as older versions write it: "128x128"
+        block = [int(number) if number.isdecimal() else number for number in block.split("x")]
+    return fp8.pack(parts, {"weight_block_size": block})
 
 
 def _weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

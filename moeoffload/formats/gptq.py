@@ -1,7 +1,8 @@
 """GPTQ, 4 bits: ``qweight`` (in / 8, out) int32, ``qzeros`` (groups, out / 8) int32, ``scales`` (groups, out).
 
 A word holds eight neighbouring weights of a column, the first in the lowest bits; a weight is (code - zero) * scale.
-Files of the first version (``checkpoint_format`` "gptq") hold zero - 1. Sources: AutoGPTQ ``qlinear_cuda_old.py``,
+Files of the first version (``checkpoint_format`` "gptq") hold words of zeros less 0x11111111: a zero of 0 borrows from
+the next one. Sources: AutoGPTQ ``qlinear_cuda_old.py``,
 GPTQModel ``utils/model.py`` (``convert_gptq_v1_to_v2_format``).
 """
 
@@ -17,7 +18,7 @@ from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes
 from moeoffload.formats.int4 import check_order, nibbles, pack_grouped
 from moeoffload.formats.transpose import transpose_words
 
-_SMALLER_BY: Final = {"gptq": 1, "gptq_v2": 0}
+_SMALLER_BY: Final = {"gptq": 0x11111111, "gptq_v2": 0}
 _MIDDLE: Final = 8
 
 
@@ -25,7 +26,8 @@ def check(settings: Mapping[str, Any]) -> None:
     """Raises ValueError, in one line, for settings that are not supported."""
     if settings.get("bits") != 4:
         raise ValueError(f"gptq with {str(settings.get('bits'))[:20]} bits; supported are 4")
-    if settings.get("desc_act"):
+    # The columns of a group are neighbours nevertheless if it is the whole row, or was chosen before they were sorted.
+    if settings.get("desc_act") and settings.get("group_size") != -1 and not settings.get("static_groups"):
         raise ValueError("gptq with desc_act: columns in the order of their activations")
     if _version(settings) not in _SMALLER_BY:
         raise ValueError(f"gptq with checkpoint_format {_version(settings)[:40]}; known are {', '.join(_SMALLER_BY)}")
@@ -49,7 +51,7 @@ def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
 
 def _sections(parts: Parts, *, group: int, less: int, is_symmetric: bool) -> dict[str, torch.Tensor]:
     check_order(parts, group)
-    zeros = nibbles(as_bytes(parts["zeros"])) + less
+    zeros = nibbles(as_bytes(parts["zeros"] + less))
     sections = {"codes": as_bytes(transpose_words(parts["weight"])), "scales": as_bytes(parts["scale"].t())}
     if not is_symmetric:
         sections["offsets"] = zeros.t()

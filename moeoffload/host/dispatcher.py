@@ -11,8 +11,8 @@ from typing import Final
 
 import torch
 
-from moeoffload.errors import ModelError, ServerError
-from moeoffload.host.counters import CallCounters, PhaseCounters
+from moeoffload.errors import ModelError, PayloadError, ServerError
+from moeoffload.host.counters import CallCounters, LayerTimes, PhaseCounters
 from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.host.granularity import Granularity
 from moeoffload.host.local_experts import LocalExperts
@@ -40,6 +40,11 @@ class _Progress:
         self.link = self.shard.current
         self.next_row = n_rows if self.link.holds_none[layer] else 0
 
+    @property
+    def due(self) -> int:
+        """The first row whose sum is not taken."""
+        return self.flights[0].start if self.flights else self.next_row
+
     def end(self) -> None:
         self.release_flights()
         del self.link
@@ -49,12 +54,15 @@ class _Progress:
             flight = self.flights.popleft()
             flight.link.release(flight)
 
+    def rewind(self) -> None:
+        """Frees all slots; the rows of outstanding replies are to be sent again."""
+        self.next_row = self.due
+        self.release_flights()
+
     def move_on(self, error: ServerError) -> None:
         """Leaves the link that failed; its outstanding rows are to be sent again, to the next holder.
         Raises ServerError: there is none."""
-        if self.flights:
-            self.next_row = self.flights[0].start
-        self.release_flights()
+        self.rewind()
         self.link = self.shard.replace(self.link, error)
 
 
@@ -159,8 +167,9 @@ class Dispatcher:
                 record.local_rows += self._local.compute(layer, hidden, ids, weights, sums)
                 clock.wait()
                 times.local_s += perf_counter() - sent
-            while self._receive_round(state, layer, rows, record, sums):
-                pass
+            due = 0
+            while due < hidden.shape[0]:
+                due = self._receive_round(state, layer, rows, record, sums, due)
         finally:
             # Before anything that can raise: flights that stay would add their sums to the next call of this thread.
             for progress in state.progress:
@@ -172,95 +181,105 @@ class Dispatcher:
         return result
 
     def _receive_round(
-        self, state: _CallState, layer: int, rows: Chunk, record: PhaseCounters, sums: torch.Tensor
-    ) -> bool:
-        """Takes one reply of each shard into ``sums``, then sends what slots have room for; whether more is to come."""
+        self, state: _CallState, layer: int, rows: Chunk, record: PhaseCounters, sums: torch.Tensor, due: int
+    ) -> int:
+        """Takes the replies for rows from ``due`` on into ``sums``, one of each shard, then sends what slots have room
+        for. Returns the first row that is outstanding then, or one before it."""
         times, to, n_rows = record.layers[layer], record.servers, rows[0].shape[0]
-        more = unsent = False
+        next_due, unsent = n_rows, False
         for number, progress in enumerate(state.progress):
-            if progress.flights:
-                started = perf_counter()
-                part = self._receive(state, number, layer, rows, to)
-                received = perf_counter()
-                if part is not None:  # else recovering showed that no row of the rest needs this shard
-                    flight = progress.flights[0]
-                    waited = received - started
-                    # Of a wait, the end is the server's compute, before it its queue; the way back is in the rest.
-                    compute_s = min(waited, flight.compute_s)
-                    queue_s = min(waited - compute_s, flight.queue_s)
-                    times.wait_s += waited
-                    times.wait_compute_s += compute_s
-                    times.wait_queue_s += queue_s
-                    to[number].wait_s += waited
-                    _add(sums, part, flight, overwrite=self._alone)
-                    progress.flights.popleft()
-                    flight.link.release(flight)
-                    times.combine_s += perf_counter() - received
-                if progress.flights:
-                    more = True
+            if progress.due == due and not self._receive(state, number, rows, times, to[number], sums):
+                next_due, unsent = due, True
+                break
             if progress.next_row < n_rows:
-                more = unsent = True
+                unsent = True
+            if (later := progress.due) < next_due:
+                next_due = later
         if unsent:
             started = perf_counter()
             self._send(state, layer, rows, to)
             times.pack_s += perf_counter() - started
-        return more
+        return next_due
 
     def _send(self, state: _CallState, layer: int, rows: Chunk, to: list[CallCounters]) -> None:
-        """Sends chunks of every shard until its slots are taken or no rows are left."""
-        n_rows = rows[0].shape[0]
-        # Another thread may hold slots: a call that has replies to take must not wait for them, or both would wait.
-        in_flight = False
-        for progress in state.progress:
-            if progress.flights:
-                in_flight = True
-        for number, progress in enumerate(state.progress):
-            while progress.next_row < n_rows:
-                try:
-                    in_flight = self._send_shard(progress, layer, rows, to[number], in_flight)
-                    break
-                except ServerError as error:
-                    progress.move_on(error)
+        """Sends chunk by chunk, in the order in which sums are added, until no slot is free or no rows are left.
 
-    def _send_shard(self, progress: _Progress, layer: int, rows: Chunk, to: CallCounters, in_flight: bool) -> bool:
-        """Sends chunks of one shard; whether anything is in flight then, of this shard or as ``in_flight`` says."""
+        Another thread may hold slots. A call that has replies to take must not wait for them, or both would wait. It
+        has none when it is the turn of a chunk that is not sent: what is in flight comes before that.
+        """
+        n_rows, unsent = rows[0].shape[0], True
+        while unsent:
+            start, in_flight, unsent = n_rows, False, False
+            for progress in state.progress:
+                start = min(start, progress.next_row)
+                if progress.flights:
+                    in_flight = True
+            for number, progress in enumerate(state.progress):
+                if progress.next_row == start < n_rows:
+                    try:
+                        if not self._send_chunk(progress, layer, rows, to[number], wait=not in_flight):
+                            return
+                    except ServerError as error:
+                        progress.move_on(error)
+                        unsent = True
+                        break
+                    if progress.flights:
+                        in_flight = True
+                if progress.next_row < n_rows:
+                    unsent = True
+
+    def _send_chunk(self, progress: _Progress, layer: int, rows: Chunk, to: CallCounters, *, wait: bool) -> bool:
+        """Sends the next chunk of one shard; returns False if no slot is free, for which it may ``wait``."""
         n_rows, link = rows[0].shape[0], progress.link
-        step = self._granularity.slice_rows(link.layout.capacity)
-        while progress.next_row < n_rows and len(progress.flights) < link.n_slots:
-            flight = link.take(wait=not in_flight)
-            if flight is None:
-                break
-            start = progress.next_row
-            end = min(start + step, n_rows)
-            chunk = rows
-            if end - start < n_rows:
-                hidden, ids, weights = rows
-                chunk = hidden[start:end], ids[start:end], weights[start:end]
-            if link.send(flight, layer, start, chunk, to):
-                progress.flights.append(flight)
-                in_flight = True
-            progress.next_row = end  # not before: rows that could not be sent go to the next holder
-        return in_flight
+        flight = link.take(wait=wait) if len(progress.flights) < link.n_slots else None
+        if flight is None:
+            return False
+        start = progress.next_row
+        end = min(start + self._granularity.slice_rows(link.layout.capacity), n_rows)
+        chunk = rows
+        if end - start < n_rows:
+            hidden, ids, weights = rows
+            chunk = hidden[start:end], ids[start:end], weights[start:end]
+        if link.send(flight, layer, start, chunk, to):
+            progress.flights.append(flight)
+        progress.next_row = end  # not before: rows that could not be sent go to the next holder
+        return True
 
     def _receive(
-        self, state: _CallState, number: int, layer: int, rows: Chunk, to: list[CallCounters]
-    ) -> torch.Tensor | None:
-        """The sums of the first flight of one shard; its rows are sent again until they are computed.
-
-        They are recovered at once, before other shards' sums are taken, so that the order of sums stays.
-        """
+        self, state: _CallState, number: int, rows: Chunk, times: LayerTimes, to: CallCounters, sums: torch.Tensor
+    ) -> bool:
+        """Takes the first reply of one shard into ``sums``; returns False if rows have to be sent again before."""
         progress, verification = state.progress[number], self._verification
-        while progress.flights:
-            flight = progress.flights[0]
-            try:
-                part = flight.link.receive(flight, to[number])
-                if verification is not None:
-                    verification.check(progress.shard, flight, part, rows)
-                return part
-            except ServerError as error:
-                progress.move_on(error)
-                self._send(state, layer, rows, to)
-        return None
+        if not progress.flights:  # not sent again yet: another thread holds its new link's slots
+            for other in state.progress:
+                other.rewind()
+            return False
+        flight, started = progress.flights[0], perf_counter()
+        try:
+            part = flight.link.receive(flight, to)
+            if verification is not None:
+                verification.check(progress.shard, flight, part, rows)
+        except ServerError as error:
+            progress.move_on(error)
+            times.wait_s += perf_counter() - started
+            return False
+        except PayloadError as error:
+            if verification is not None:
+                verification.check(progress.shard, flight, error, rows)
+            raise
+        received = perf_counter()
+        waited = received - started
+        # Of a wait, the end is the server's compute, before it its queue; the way back is in the rest.
+        compute_s = min(waited, flight.compute_s)
+        times.wait_s += waited
+        times.wait_compute_s += compute_s
+        times.wait_queue_s += min(waited - compute_s, flight.queue_s)
+        to.wait_s += waited
+        _add(sums, part, flight, overwrite=self._alone)
+        progress.flights.popleft()
+        flight.link.release(flight)
+        times.combine_s += perf_counter() - received
+        return True
 
     def _accumulator(self, state: _CallState, hidden: torch.Tensor) -> torch.Tensor:
         """A zeroed float32 tensor shaped like ``hidden``; kept for decode-shaped calls."""

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from moeoffload.errors import DisagreementError, ServerError
+from moeoffload.errors import DisagreementError, PayloadError, ServerError
 from moeoffload.host.counters import CallCounters
 from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.host.server_events import ServerEvents
@@ -30,21 +30,30 @@ class Verification:
         self._random = random.Random()
         self._unused = CallCounters()
 
-    def check(self, shard: Shard, flight: Flight, part: torch.Tensor, rows: Chunk) -> None:
-        """Compares ``part`` (n_rows, hidden), the reply to ``flight`` of a call with ``rows``, with another holder's.
+    def check(self, shard: Shard, flight: Flight, part: torch.Tensor | PayloadError, rows: Chunk) -> None:
+        """Compares ``part`` (n_rows, hidden), the reply to ``flight`` of a call with ``rows``, with another holder's:
+        always if it says that a value does not fit the payload dtype.
         Raises DisagreementError: they differ by more than rounding explains."""
-        if self._random.random() >= self._share:
+        if isinstance(part, torch.Tensor) and self._random.random() >= self._share:
             return
         checker = shard.checker(flight.link)
         if checker is None or flight.chunk_rows > checker.layout.capacity:
             return
+        expected: torch.Tensor | PayloadError | None
         try:
             expected = self._compute(checker, flight, rows)
+        except PayloadError as error:
+            expected = error
         except ServerError:
             return  # the checker is lost; its next call finds that out
         if expected is None:
             return
         self._events.count("verified")
+        disagree = f"{flight.link.name} and {checker.name} disagree: "
+        if isinstance(part, PayloadError) or isinstance(expected, PayloadError):
+            if type(part) is type(expected):
+                return
+            raise DisagreementError(f"{disagree}{part if isinstance(part, PayloadError) else expected}") from None
         got = part.to(expected.device, torch.float32)  # the host that checks may compute on a GPU
         scale = expected.abs().amax(dim=1, keepdim=True)
         agrees = (got - expected).abs() <= self._tolerance * scale  # which nothing that is not a number does
@@ -53,7 +62,7 @@ class Verification:
             row = int(differs.nonzero()[0])
             worst = float((got[row] - expected[row]).abs().max())
             raise DisagreementError(
-                f"{flight.link.name} and {checker.name} disagree: layer {flight.layer}, row {row} of {part.shape[0]}, "
+                f"{disagree}layer {flight.layer}, row {row} of {part.shape[0]}, "
                 f"by {worst:.3g} where values reach {float(scale[row]):.3g}"
             )
 

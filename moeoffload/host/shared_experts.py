@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -60,10 +61,15 @@ class _Overlapped:
     """Takes the place of a module's ``forward``; `compute` does its work."""
 
     def __init__(self, shared: nn.Module, *, comes_first: bool) -> None:
-        self._compute: Callable[[torch.Tensor], torch.Tensor] = shared.forward
+        # Weak: a model that nobody has any more goes at once, and not at some collection of cycles.
+        self._forward = weakref.WeakMethod(shared.forward)
         self._given = _Given()
         shared.forward = self._promise if comes_first else self._take
         self.compute = self._keep_promise if comes_first else self._compute_ahead
+
+    def _compute(self, rows: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._forward()(rows)  # type: ignore[misc]
+        return result
 
     def _promise(self, rows: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():

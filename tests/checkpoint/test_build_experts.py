@@ -133,6 +133,23 @@ def test_families_that_are_stored_or_built_in_a_way_of_their_own(family: str, tm
     assert_same_experts(checkpoint, model)
 
 
+def test_experts_of_a_family_that_stacks_them_may_be_stored_one_by_one(tmp_path: Path) -> None:
+    config, auto, *_ = UNUSUAL["qwen3_vl_moe"]
+    write_checkpoint(CONFIG_MAPPING["qwen3_vl_moe"](**config), tmp_path, dtype=torch.float32)
+    model = reference_model(tmp_path, auto)
+
+    def unstack(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".mlp.experts." in name]:
+            base, _, leaf = name.rpartition(".")
+            del tensors[name]
+            parts = model.get_parameter(name).detach().chunk(2 if leaf == "gate_up_proj" else 1, dim=1)
+            for part, weights in zip(("gate_proj", "up_proj") if len(parts) > 1 else (leaf,), parts, strict=True):
+                tensors |= {f"{base}.{i}.{part}.weight": weight.clone() for i, weight in enumerate(weights)}
+
+    rewrite(tmp_path, unstack)
+    assert_same_experts(Checkpoint.open(tmp_path), model)
+
+
 def test_a_large_layer_is_filled_group_by_group(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Checkpoint.open(tiny).build_experts(0, [7, 1, 2, 3, 0], CPU)
     monkeypatch.setattr("moeoffload.checkpoint.checkpoint._GROUP_BYTES", 40_000)

@@ -154,12 +154,79 @@ def test_settings_that_are_not_supported_are_refused_by_name(
     form: Quantised, settings: dict[str, Any], pattern: str, tmp_path: Path
 ) -> None:
     folder = write(Case("qwen3_moe", form, "", WIDE), tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= settings
-    (folder / "config.json").write_text(json.dumps(config))
+    settle(folder, **settings)
     with pytest.raises(ModelError, match=pattern) as caught:
         Checkpoint.open(folder)
     assert "\n" not in str(caught.value)
+
+
+def settle(folder: Path, **settings: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_zeros_of_an_asymmetric_gptq_checkpoint(version: str, tmp_path: Path) -> None:
+    """GPTQModel subtracts 1 from each zero of the first version a word at a time: 0 borrows from its neighbour."""
+    folder = write(Case("qwen3_moe", Quantised.GPTQ, "", WIDE), tmp_path)
+    words = torch.randint(-(1 << 31), 1 << 31, (3, 32), generator=torch.manual_seed(6)).to(torch.int32)
+    stored = {f"{EXPERT}.qzeros": words - (0x11111111 if version == "gptq" else 0)}
+    rewrite(folder, lambda tensors: tensors.update(stored))
+    settle(folder, sym=False, checkpoint_format=version)
+    tensors = load_file(folder / "model.safetensors")
+    codes, zeros = (
+        torch.stack([part >> 4 * nibble & 15 for nibble in range(8)], dim)
+        for part, dim in ((tensors[f"{EXPERT}.qweight"], 1), (words, 2))
+    )
+    assert (zeros == 0).any()
+    scales = tensors[f"{EXPERT}.scales"].float().repeat_interleave(128, 0)
+    expected = (codes.flatten(0, 1) - zeros.flatten(1).repeat_interleave(128, 0)) * scales
+    down: Any = Checkpoint.open(folder).build_experts(1, [2], CPU).down_proj
+    assert torch.equal(down[0].unpack(torch.float32)[0], expected.t())
+
+
+@pytest.mark.parametrize("more", [{"group_size": -1}, {"static_groups": True}])
+def test_gptq_columns_that_were_sorted_but_keep_their_groups(more: dict[str, Any], tmp_path: Path) -> None:
+    folder = write(Case("qwen3_moe", Quantised.GPTQ, "", WIDE), tmp_path)
+
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith(("scales", "qzeros")):
+                tensors[name] = tensor[:1]
+            elif name.endswith("g_idx"):
+                tensor.zero_()
+
+    if "group_size" in more:
+        rewrite(folder, widen)
+    model = unpacked_model(folder, Quantised.GPTQ)
+    settle(folder, desc_act=True, **more)
+    for ours, theirs in matrices(Checkpoint.open(folder), model):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("form", [Quantised.INT8, Quantised.FP8])
+def test_what_compressed_tensors_reads_in_other_spellings(form: Quantised, tmp_path: Path) -> None:
+    """4-bit integers in a byte each; blocks named by a text."""
+    folder = write(Case("qwen3_moe", form, "", WIDE), tmp_path)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            if name.endswith("_scale_inv"):
+                tensors[name.removesuffix("_inv")] = tensors.pop(name)
+            elif tensors[name].dtype is torch.int8:
+                tensors[name] >>= 4
+
+    rewrite(folder, change)
+    weights = {"num_bits": 4, "type": "int", "strategy": "channel"}
+    if form is Quantised.FP8:
+        weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x128"}
+    layout = "float-quantized" if form is Quantised.FP8 else "int-quantized"
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": layout}}
+    settle(folder, quant_method="compressed-tensors", format=layout, config_groups=groups)
+    model = unpacked_model(folder, Quantised.INT8)
+    for ours, theirs in matrices(Checkpoint.open(folder), model):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:
