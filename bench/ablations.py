@@ -1,7 +1,7 @@
 """What each path that exists only for speed brings: ``python bench/ablations.py --checkpoint DIR --json FILE``.
 
 A contender with all paths takes turns with one that has a single path switched off, on the case where that path should
-help most. *gain* is how much longer the task takes without it. A path that brings less than 3 % is deleted, with its
+help most, in several pairs of processes; two equal contenders show the noise. *gain* is how much longer the task takes without it. A path that brings less than 3 % is deleted, with its
 tests. Rows of deleted paths stay in the result with the commit at which they were measured.
 """
 
@@ -11,6 +11,7 @@ import json as json_module
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -103,7 +104,9 @@ import moeoffload.kernels.calls as c
 c.library()
 ctypes.c_int64.in_dll(c.native_library(), "passes_caches").value = 0
 """
+NOISE: Final = "nothing: two equal processes"
 PATHS: Final = (
+    FastPath(NOISE, (), (DECODE, PREFILL)),
     FastPath("spinning", ("transport/spin.py", "transport/spin.c"), (DECODE,), NO_SPIN, NO_SPIN),
     FastPath(
         "spinning over the stream",
@@ -131,7 +134,13 @@ PATHS: Final = (
         "s.overlap_shared_experts = lambda model, checkpoint: [None] * len(checkpoint.layers)\n",
         like="qwen1.5-moe-a2.7b",
     ),
-    FastPath("own norms", ("kernels/norm.py", "kernels/cpu/norm*"), (DECODE, PREFILL), no_dense("accelerate_norms")),
+    FastPath(
+        "own norms",
+        ("kernels/norm.py", "kernels/cpu/norm*"),
+        (DECODE,),
+        no_dense("accelerate_norms"),
+        always={"settings": {"expert_format": "int4", "dense_format": "int4"}},
+    ),
     FastPath(
         "own attention of few queries",
         ("kernels/attention.py", "kernels/sdpa.py", "kernels/cpu/attention*"),
@@ -218,16 +227,15 @@ def main(
         for path in PATHS:
             if path.name not in wanted:
                 continue
-            found = []
             its_model = benchmark_checkpoint(Path(folder) / path.like, like=path.like) if path.like else model
-            with (
-                Opponent(its_model, path.options(without=False) | on, ROOT) as ours,
-                Opponent(its_model, path.options(without=True) | on, ROOT) as without,
-            ):
-                found = [duel(ours, without, task, turns) for task in path.tasks]
+            ours, without = (
+                partial(Opponent, its_model, path.options(without=switched_off) | on, ROOT)
+                for switched_off in (False, True)
+            )
+            found = duel(ours, without, path.tasks, turns)
             pays = max(result.ratio.median for result in found) >= PAYS
             for each in found:
-                verdict = "kept" if pays else "does not pay"
+                verdict = "noise" if path.name == NOISE else "kept" if pays else "does not pay"
                 values = each.first_s, each.second_s, each.ratio, each.turns
                 rows.append(Row(path.name, each.task, cpu, lines_of(path.files), *values, verdict, commit))
                 console.print(f"  {path.name}, {each.task}: x {each.ratio:.3f} {verdict}", style="dim")

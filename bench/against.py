@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,10 +70,10 @@ def main(
         model = checkpoint or benchmark_checkpoint(Path(folder) / "model")
         for way in ways.split(","):
             options = WAYS[way] | on
-            with Opponent(model, options, ROOT) as this, Opponent(model, options, other.resolve()) as that:
-                for task in SERVED if way == "served" else DIRECT:
-                    rows.append(Row.of(way, duel(this, that, task, turns * 3 if task["task"] == "decode" else turns)))
-                    console.print(f"  {way}: {rows[-1].task} done", style="dim")
+            this, that = (partial(Opponent, model, options, tree) for tree in (ROOT, other.resolve()))
+            results = duel(this, that, SERVED if way == "served" else DIRECT, turns)
+            rows += [Row.of(way, result) for result in results]
+            console.print(f"  {way} done", style="dim")
     table = Table(title=f"{machine()['cpu']}; speed of this checkout over the other's, turn by turn (least-greatest)")
     for column in ("way", "task", "this s", "other s", "speed"):
         table.add_column(column)

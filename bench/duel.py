@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +16,7 @@ from typing import Any
 from servers import Spread, cores
 
 FOLDER = Path(__file__).parent
+STARTS = 3
 
 
 class Opponent:
@@ -84,17 +87,37 @@ def name_of(task: dict[str, Any]) -> str:
     return f"{task['requests']} served"
 
 
-def duel(first: Opponent, second: Opponent, task: dict[str, Any], turns: int) -> Result:
-    """Lets two contenders take turns, after one turn each that does not count."""
-    pairs: list[tuple[float, float]] = []
-    for turn in range(turns + 1):
-        # Who begins changes, so that what one leaves in the caches helps both alike.
-        if turn % 2:
-            b, a = second.run(task), first.run(task)
-        else:
-            a, b = first.run(task), second.run(task)
-        if turn:
-            pairs.append((a, b))
+def duel(
+    first: Callable[[], Opponent],
+    second: Callable[[], Opponent],
+    tasks: Sequence[dict[str, Any]],
+    turns: int,
+    starts: int = STARTS,
+) -> list[Result]:
+    """Lets two contenders take turns at each task, in ``starts`` fresh pairs of processes; at least ``turns`` turns.
+
+    Where a process's memory happens to lie makes it several percent faster or slower for as long as it lives, so turns
+    of a single pair show the luck of two processes. One turn of each pair and task does not count.
+    """
+    pairs: list[list[tuple[float, float]]] = [[] for _ in tasks]
+    for start in range(starts):
+        with contextlib.ExitStack() as stack:
+            # Who comes first changes: with starts, because memory is given out in order; with turns, so that what one
+            # leaves in the caches helps both alike.
+            opened = [stack.enter_context(each()) for each in ((first, second) if start % 2 == 0 else (second, first))]
+            a, b = opened if start % 2 == 0 else reversed(opened)
+            for task, found in zip(tasks, pairs, strict=True):
+                for turn in range(-(-turns // starts) + 1):
+                    if turn % 2:
+                        b_s, a_s = b.run(task), a.run(task)
+                    else:
+                        a_s, b_s = a.run(task), b.run(task)
+                    if turn:
+                        found.append((a_s, b_s))
+    return [_result(task, found) for task, found in zip(tasks, pairs, strict=True)]
+
+
+def _result(task: dict[str, Any], pairs: Sequence[tuple[float, float]]) -> Result:
     ratios = [b / a for a, b in pairs]
     return Result(
         name_of(task), Spread.of([a for a, _ in pairs]), Spread.of([b for _, b in pairs]), Spread.of(ratios), ratios
