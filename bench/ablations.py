@@ -1,8 +1,9 @@
 """What each path that exists only for speed brings: ``python bench/ablations.py --checkpoint DIR --json FILE``.
 
 A contender with all paths takes turns with one that has a single path switched off, on the case where that path should
-help most, in several pairs of processes; two equal contenders show the noise. *gain* is how much longer the task takes without it. A path that brings less than 3 % is deleted, with its
-tests. Rows of deleted paths stay in the result with the commit at which they were measured.
+help most, in several pairs of processes; two equal contenders show the noise. *gain* is how much longer the task takes
+without it. A path that brings less than 3 % is deleted, with its tests. Rows of deleted paths stay in the result with
+the commit at which they were measured.
 """
 
 from __future__ import annotations
