@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from moeoffload.config import ServeSettings, is_loopback
 from moeoffload.serve.access import read_api_key
 from moeoffload.serve.answering import Answering
-from moeoffload.serve.api_errors import ApiError, bad_request, of_exception
+from moeoffload.serve.api_errors import MESSAGES_PATH, ApiError, bad_request, of_exception
 from moeoffload.serve.dashboard import dashboard_page
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.guard import Guard
@@ -22,6 +22,9 @@ from moeoffload.text import one_line
 
 _SPARE_PLACES: Final = 32
 """Requests that may be read while the engine is full, so that they get an error instead of a closed connection."""
+
+_PROBED: Final = ["GET", "HEAD"]
+"""Load balancers and monitors ask with either."""
 
 Snapshot = Callable[[bool], dict[str, Any]]
 """Returns all statistics as plain data. The argument: whether to add times per layer and current figures."""
@@ -62,7 +65,7 @@ def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
         ("/v1/chat/completions", answering.chat),
         ("/v1/completions", answering.complete),
         ("/v1/responses", answering.respond),
-        ("/v1/messages", answering.message),
+        (MESSAGES_PATH, answering.message),
     ):
         app.post(path, response_model=None)(answer)
 
@@ -99,13 +102,13 @@ def _add_operator_routes(app: FastAPI, snapshot: Snapshot, engine: ServingEngine
     async def dashboard() -> Response:
         return HTMLResponse(dashboard_page())
 
-    @app.get("/health", response_model=None)
+    @app.api_route("/health", methods=_PROBED, response_model=None)
     async def health() -> Response:
         if engine.failure is not None:  # permanent: a supervisor should restart the server
             return JSONResponse({"status": "the engine has failed"}, 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready", response_model=None)
+    @app.api_route("/ready", methods=_PROBED, response_model=None)
     async def ready() -> Response:
         if guard.stopping:
             return JSONResponse({"status": "stopping"}, 503)
@@ -114,12 +117,14 @@ def _add_operator_routes(app: FastAPI, snapshot: Snapshot, engine: ServingEngine
 
 def _add_error_handlers(app: FastAPI) -> None:
     async def tell(request: Request, error: Exception) -> Response:
+        of_messages = request.url.path == MESSAGES_PATH
         if not isinstance(error, HTTPException):
-            return of_exception(error).response(of_messages=request.url.path == "/v1/messages")
+            return of_exception(error).response(of_messages=of_messages)
         message, code = str(error.detail), None
         if error.status_code in (404, 405):
             message, code = f"Unknown request URL: {request.method} {one_line(request.url.path, 200)}.", "unknown_url"
-        return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
+        told = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+        return told.response(of_messages=of_messages)
 
     for kind in (ApiError, RequestValidationError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(kind, tell)

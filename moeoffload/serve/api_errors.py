@@ -14,6 +14,7 @@ from moeoffload.text import one_line
 
 log = logging.getLogger(__name__)
 
+MESSAGES_PATH: Final = "/v1/messages"
 _TYPES: Final = {429: "requests", 500: "server_error", 503: "server_error"}
 _LONGEST_MESSAGE: Final = 1000
 

@@ -179,8 +179,10 @@ def test_anthropic_s_header_is_a_key_too(tokenizer: Any, tmp_path: Path) -> None
     file.write_text(KEY)
     with serving(FakeEngine(tokens_of("yes")), tokenizer, KEY, api_key_file=file) as server:
         ask_for: Any = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
-        with asker(server) as client, pytest.raises(anthropic.AuthenticationError):
+        with asker(server) as client, pytest.raises(anthropic.AuthenticationError) as caught:
             client.messages.create(**ask_for)
+        refused: Any = caught.value.body
+        assert refused["type"] == "error"
         with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
             told: Any = client.messages.create(**ask_for)
     assert told.content[0].text == "yes"

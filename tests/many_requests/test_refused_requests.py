@@ -205,6 +205,8 @@ def test_the_key_opens_all_but_what_says_that_the_server_is_there(tokenizer: Any
             assert known.status == (404 if path == "/no-such" else 200)
         for path in ("/health", "/ready", "/dashboard"):
             assert server.ask("GET", path).status == 200
+        for path in ("/health", "/ready"):
+            assert server.ask("HEAD", path).status == 200
         # Who knows the key may use any name of this machine: it may stand behind a proxy.
         assert server.ask("GET", "/v1/models", Host="any.example", Authorization=f"Bearer {KEY}").status == 200
 
