@@ -224,9 +224,7 @@ def test_a_folder_in_which_the_token_cannot_be_written_is_passed_over(
     assert list(first.parent.iterdir()) == [first], "nothing else is left in it"
     second.unlink()
     second.mkdir()
-    with pytest.raises(
-        SystemLimitError, match=r"runtime/moeoffload cannot be written \(Is a dir.*--token-file"
-    ):
+    with pytest.raises(SystemLimitError, match=r"runtime/moeoffload cannot be written \(Is a dir.*--token-file"):
         UserToken.write("127.0.0.1", 5, token)
 
 
