@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import queue
-import threading
 from typing import Final
 
 from moeoffload.errors import ModelError
+from moeoffload.last_resort import answer_within
 from moeoffload.text import one_line
 
 HUB_S: Final = 2.5
@@ -32,40 +31,25 @@ def check_hub_id(model: str, revision: str | None) -> None:
     except (OSError, ValueError):
         pass  # the hub reports what is wrong
     wait_s = constants.HF_HUB_ETAG_TIMEOUT if os.environ.get("HF_HUB_ETAG_TIMEOUT") else HUB_S
-    answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            HfApi().model_info(model, revision=revision, timeout=wait_s)
-        except Exception as error:  # connection, HTTP and validation errors share no base class
-            answers.put(error)
-        else:
-            answers.put(None)
-
-    # Name resolution may take longer than any limit, so the thread is not joined.
-    threading.Thread(target=ask, name="hub", daemon=True).start()
     at = f" at revision {revision}" if revision else ""
     missing = f"{model}{at}: no such folder, not in the local hub cache, and"
     try:
-        error = answers.get(timeout=wait_s + _SLACK_S)
-    except queue.Empty:
-        error = TimeoutError()
-    match error:
-        case None:
-            return
-        case OfflineModeIsEnabled():
-            reason = "the hub is not asked: HF_HUB_OFFLINE is set"
-        case RevisionNotFoundError():
-            reason = "the hub has no such revision of it"
-        case RepositoryNotFoundError():  # unknown, private or gated: the hub does not say which
-            reason = f"the hub has none of that name, or wants a token for it: {_first_line(error)}"
-        case HfHubHTTPError():
-            reason = f"the hub refuses: {_first_line(error)}"
-        case _ if "timeout" in type(error).__name__.lower():
-            reason = f"the hub cannot be reached within {wait_s:g} s (HF_HUB_ETAG_TIMEOUT=SECONDS waits longer)"
-        case _:
-            reason = f"the hub cannot be reached: {_first_line(error)}"
-    raise ModelError(f"{missing} {reason}") from error
+        answer_within(wait_s + _SLACK_S, "hub", lambda: HfApi().model_info(model, revision=revision, timeout=wait_s))
+    except Exception as error:  # connection, HTTP and validation errors share no base class
+        match error:
+            case OfflineModeIsEnabled():
+                reason = "the hub is not asked: HF_HUB_OFFLINE is set"
+            case RevisionNotFoundError():
+                reason = "the hub has no such revision of it"
+            case RepositoryNotFoundError():  # unknown, private or gated: the hub does not say which
+                reason = f"the hub has none of that name, or wants a token for it: {_first_line(error)}"
+            case HfHubHTTPError():
+                reason = f"the hub refuses: {_first_line(error)}"
+            case _ if "timeout" in type(error).__name__.lower():
+                reason = f"the hub cannot be reached within {wait_s:g} s (HF_HUB_ETAG_TIMEOUT=SECONDS waits longer)"
+            case _:
+                reason = f"the hub cannot be reached: {_first_line(error)}"
+        raise ModelError(f"{missing} {reason}") from error
 
 
 def _first_line(error: Exception) -> str:

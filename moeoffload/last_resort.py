@@ -1,10 +1,14 @@
-"""Long-lived threads that do not die silently: an unexpected error is logged and reported."""
+"""Long-lived threads that do not die silently, and calls without a time limit of their own that get one."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+_Answer = TypeVar("_Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -28,3 +32,19 @@ def start_thread(name: str, run: Callable[[], None], on_failure: Callable[[str],
     thread = threading.Thread(target=guarded, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def answer_within(timeout_s: float, name: str, ask: Callable[[], _Answer]) -> _Answer:
+    """Returns ``ask()``, which a daemon thread runs: name resolution, for instance, may take longer than any limit.
+    Raises TimeoutError: no answer within ``timeout_s`` seconds, the thread is left to itself; and what ``ask`` raises.
+    """
+    answer: Future[_Answer] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer.result(timeout_s)

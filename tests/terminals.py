@@ -17,11 +17,12 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 class Terminal:
-    """Runs ``program`` with stdin, stdout and stderr on one terminal; leaving the ``with`` block kills it."""
+    """Runs ``program``, after the code ``patch``, with stdin, stdout and stderr on one terminal; leaving the ``with``
+    block kills it."""
 
-    def __init__(self, program: str, *arguments: object, columns: int = 140) -> None:
+    def __init__(self, program: str, *arguments: object, columns: int = 140, patch: str = "") -> None:
         self._file, end = pty.openpty()
-        code = f"from moeoffload.cli.entry import {program} as main; main()"
+        code = f"{patch}\nfrom moeoffload.cli.entry import {program} as main; main()"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, arguments)], stdin=end, stdout=end, stderr=end, cwd=ROOT,
             env=os.environ | {"TERM": "xterm", "LINES": "60", "COLUMNS": str(columns)}, start_new_session=True,

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from command_lines import STEP_TIMEOUT_S, Commands, one_line_error, wait_until
 from conftest import DEMO, RunningServer, StartServer
@@ -19,6 +20,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from server_processes import read
 from synthetic import write_tiny
 
+from moeoffload import open_model
 from moeoffload.control.protocol import PROTOCOL_VERSION
 
 SETTING, MODEL, PROMPT, PLACEMENT, SERVER = 2, 3, 3, 4, 5
@@ -127,6 +129,19 @@ def test_a_server_that_is_started_after_its_host_is_waited_for(
     start_server("--listen", address)
     result = host.wait()
     assert (result.code, result.out.strip()) == (0, "42"), result.err
+
+
+def test_a_server_that_cannot_be_started_leaves_no_connection_to_the_others(
+    server: RunningServer, unused_port: int, tmp_path: Path
+) -> None:
+    """Even while the error, and with it all that it has seen, is kept, as an interactive shell does."""
+    (tmp_path / "expert-server-0.log").mkdir()
+    experts = [server.address, f"127.0.0.1:{unused_port}"]
+    with pytest.raises(OSError, match=r"expert-server-0\.log") as kept:
+        open_model(DEMO, experts=experts, required=False, connect_timeout_s=1, work_dir=tmp_path, device="cpu")
+    port = int(server.address.rpartition(":")[2])
+    assert [each for each in psutil.Process().net_connections("tcp") if each.raddr and each.raddr.port == port] == []
+    del kept
 
 
 def server_error(commands: Commands, address: str, *options: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +126,11 @@ def test_lines_of_a_pipe_are_turns(server: RunningServer, commands: Commands, tm
     assert refused.err.rstrip().endswith("error: the prompt is not valid UTF-8")
 
 
+def test_the_end_of_a_pipe_ends_a_turn_of_several_lines(server: RunningServer, commands: Commands) -> None:
+    done = commands.run("moeoffload", "chat", DEMO, *options(server), "--quiet", stdin=f'"""\n{TASKS[0]}\n')
+    assert (done.code, done.out) == (0, f"{ANSWERS[0]}\n"), done.err
+
+
 def test_a_model_without_a_chat_template_gets_plain_lines(
     server: RunningServer, commands: Commands, tmp_path: Path
 ) -> None:
@@ -137,8 +141,16 @@ def test_a_model_without_a_chat_template_gets_plain_lines(
     assert "has no chat template" in done.err.splitlines()[0]
 
 
+UNHEARD = """
+import signal, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+"""
+"""Has another thread take Ctrl-C: the main thread's wait goes on, as if it came just before that."""
+
+
 def test_a_conversation_on_a_terminal(server: RunningServer) -> None:
-    with Terminal("moeoffload", "chat", DEMO, *options(server)) as terminal:
+    with Terminal("moeoffload", "chat", DEMO, *options(server), patch=UNHEARD) as terminal:
         terminal.until(">>> ")
         for task, answer in zip(TASKS[:2], ANSWERS[:2], strict=True):
             terminal.type(task + "\n")
@@ -146,8 +158,8 @@ def test_a_conversation_on_a_terminal(server: RunningServer) -> None:
         terminal.type("\x1b[A\x1b[A\n")  # the line before the last one
         assert ANSWERS[0] in terminal.until(">>> ")
         terminal.type('"""\nsort\n')
+        terminal.until("sort")  # Ctrl-C drops what was typed and not read, on which readline itself would wait
         terminal.until("... ")
-        time.sleep(0.5)  # between its prompt and its first wait, Python's readline does not hear of signals
         terminal.type(CTRL_C)
         assert "Ctrl-D or /exit leaves" in terminal.until(">>> ")
         terminal.type("\x1b[200~reverse planet\n=\x1b[201~\n")

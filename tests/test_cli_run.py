@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Command, Commands, wait_until
+from command_lines import CLEAN_TIMEOUT_S, ROOT, STEP_TIMEOUT_S, Command, Commands, wait_until
 from conftest import DEMO, RunningServer, StartServer, connected, local_model
 from synthetic import tiny_config, write_checkpoint
 
@@ -174,6 +174,18 @@ def test_a_server_that_is_not_required_and_not_there_is_replaced_by_a_spawned_on
     assert len(warnings) == 1, result.err
     assert address in warnings[0]
     wait_until_free(server.address)
+
+
+def test_a_spawned_server_that_prints_something_else_first_is_used(
+    answers: dict[str, str], tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As what an administrator has every Python process import may do."""
+    (tmp_path / "sitecustomize.py").write_text("print('welcome', flush=True)")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    result = commands.run(
+        "moeoffload", "run", DEMO, "--prompt", PROMPT, "--device", "cpu", "--threads", "1", warm=False
+    )
+    assert (result.code, result.out.removeprefix("welcome\n")) == (0, answers[PROMPT] + "\n"), result.err
 
 
 IMPORTS = (("_pydantic_core", signal.SIGINT), ("libtorch_cpu", signal.SIGINT), ("libtorch_cpu", signal.SIGTERM))

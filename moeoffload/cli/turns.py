@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Final
@@ -13,12 +14,15 @@ from moeoffload.errors import PromptError
 from moeoffload.text import is_unicode
 
 QUOTES: Final = '"""'
+_LOOK_S: Final = 0.2
+"""How often a wait for the keyboard looks for signals."""
 
 
 def read_turns(*, interactive: bool) -> Iterator[str]:
     """Yields each turn that is not empty, until stdin ends; several lines between `QUOTES` are one turn.
 
-    On a terminal Ctrl-C discards the typed text. Raises PromptError: a turn is not valid UTF-8.
+    The end of stdin ends such a turn, too, unless it was Ctrl-D on a terminal. On a terminal Ctrl-C discards the typed
+    text. Raises PromptError: a turn is not valid UTF-8.
     """
     if interactive:
         with contextlib.suppress(ImportError):  # not on every system; `input` uses it once it is imported
@@ -27,7 +31,8 @@ def read_turns(*, interactive: bool) -> Iterator[str]:
             readline.parse_and_bind("set enable-bracketed-paste on")  # lines pasted together are one turn
     while True:
         try:
-            turn = _read_turn(interactive)
+            with _signals_are_seen() if interactive else contextlib.nullcontext():
+                turn = _read_turn(interactive)
         except EOFError:
             if interactive:
                 typer.echo(err=True)
@@ -49,8 +54,28 @@ def _read_turn(interactive: bool) -> str:
         return turn
     turn = turn.lstrip().removeprefix(QUOTES)
     while not turn.rstrip().endswith(QUOTES):
-        turn += "\n" + _read_line("... " if interactive else "")
+        try:
+            turn += "\n" + _read_line("... " if interactive else "")
+        except EOFError:
+            if interactive:
+                raise
+            break  # the next read ends the conversation
     return turn.rstrip().removesuffix(QUOTES).strip("\n")
+
+
+@contextlib.contextmanager
+def _signals_are_seen() -> Iterator[None]:
+    """While open, a timer interrupts the wait for a key again and again, so that Python looks for other signals.
+
+    Python's readline would sleep on if Ctrl-C came between its prompt and its wait.
+    """
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _read_line(prompt: str) -> str:

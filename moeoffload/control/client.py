@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -157,13 +158,15 @@ class ControlClient:
             self._closed = True
             # Signal handlers run in the main thread: one that raised inside gRPC's close would leave a channel for
             # which the interpreter waits forever at exit.
-            closing = threading.Thread(target=self._channel.close, name=f"close-{self.address}")
+            closing = threading.Thread(target=self._channel.close, name=f"close-{self.address}", daemon=True)
             try:
                 closing.start()
             except RuntimeError:  # no more threads, or the interpreter is shutting down
                 self._channel.close()
             else:
+                atexit.register(closing.join, CLOSE_S)  # if a signal ends the wait
                 closing.join(CLOSE_S)
+                atexit.unregister(closing.join)
 
 
 class Lease:

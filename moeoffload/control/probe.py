@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import ssl
 from typing import Final
 
 from moeoffload.config import Address
 from moeoffload.control.credentials import HostCredentials
+from moeoffload.last_resort import answer_within
 from moeoffload.text import one_line
 
 PROBE_S: Final = 1.0
@@ -20,10 +22,17 @@ _NOT_TLS: Final = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "
 
 def why_not(address: str, credentials: HostCredentials, timeout_s: float) -> str | None:
     """Returns why the server at ``address`` (HOST:PORT) and this host reject each other; None if that is not the
-    problem. Takes a second or two of ``timeout_s`` at most. Raises ConnectionRefusedError: nothing listens there."""
-    place = Address(address)
+    problem, or not known within ``timeout_s`` seconds; only name resolution takes longer than a second or two.
+    Raises ConnectionRefusedError: nothing listens there."""
     try:
-        connection = socket.create_connection((place.host, place.port), min(timeout_s, PROBE_S))
+        return answer_within(timeout_s, "probe", functools.partial(_look, Address(address), credentials))
+    except TimeoutError:
+        return None
+
+
+def _look(place: Address, credentials: HostCredentials) -> str | None:
+    try:
+        connection = socket.create_connection((place.host, place.port), PROBE_S)
     except socket.gaierror as error:
         return f"no machine of the name {one_line(place.host, 253)} is known ({error.strerror})"
     except ConnectionRefusedError:

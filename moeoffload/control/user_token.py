@@ -7,6 +7,7 @@ temporary files. Folders and files that other users own or can access are not us
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
@@ -29,24 +30,29 @@ class UserToken:
     @classmethod
     def write(cls, host: str, port: int, token: str) -> UserToken:
         """Writes the file; replaces one that an earlier server at this address has left.
-        Raises SystemLimitError: there is no folder that only this user can access."""
+        Raises SystemLimitError: there is no folder that only this user can access, and that has room for the file."""
+        problems = []
         for folder in _folders():
-            try:
-                folder.mkdir(mode=0o700, exist_ok=True)
-            except OSError:
-                continue
-            if not _is_own_folder(folder):
-                continue
             path = folder / _name(host, port)
             scratch = folder / f".{path.name}.{os.getpid()}"
-            descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(token)
-            scratch.replace(path)
-            return cls(path, token)
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+                if not _is_own_folder(folder):
+                    problems.append(f"{folder} belongs to somebody else, or others can access it")
+                    continue
+                descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+                with os.fdopen(descriptor, "w") as file:
+                    file.write(token)
+                scratch.replace(path)
+            except OSError as error:
+                problems.append(f"{folder} cannot be written ({error.strerror})")
+                with contextlib.suppress(OSError):
+                    scratch.unlink()
+            else:
+                return cls(path, token)
         raise SystemLimitError(
-            f"no folder for the token of this user's hosts: {' and '.join(map(str, _folders()))} cannot be made or "
-            "belong to somebody else; set XDG_RUNTIME_DIR to a folder of your own, or give --token-file"
+            f"no folder for the token of this user's hosts: {'; '.join(problems)}; set XDG_RUNTIME_DIR to a folder of "
+            "your own, or give --token-file"
         )
 
     def remove(self) -> None:
@@ -105,9 +111,11 @@ def _read(path: Path) -> str | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or not _is_own(status):
             return None
-        token = file.read(_MOST_BYTES).decode("ascii", "replace").strip()
+        token = os.read(descriptor, _MOST_BYTES).decode("ascii", "replace").strip()
+    finally:
+        os.close(descriptor)
     return token if token.isalnum() else None

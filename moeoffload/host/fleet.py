@@ -45,15 +45,15 @@ class Fleet:
         """The connections over which threads are attaching; adding, removing and copying are atomic."""
         self._attaching: list[Future[Shard]] = []
         self.events = ServerEvents()
+        self._connections = contextlib.ExitStack()
         try:
             self._candidates = self._find(is_needed=is_needed)
             self._pool = ThreadPoolExecutor(max(1, len(self._candidates)), thread_name_prefix="servers")
             # Runs after the connections are closed, so that no thread can block it.
             self._stack.callback(self._pool.shutdown, cancel_futures=True)
-            self._connections = self._stack.enter_context(contextlib.ExitStack())
-            for candidate in self._candidates:
-                self._connections.callback(candidate.client.close)
+            self._stack.push(self._connections)
         except BaseException:
+            self._connections.close()
             self._stack.close()
             raise
 
@@ -61,16 +61,18 @@ class Fleet:
         settings, checkpoint = self._plan.settings, self._plan.checkpoint
         found: list[Candidate] = []
         missing = 0
+
+        def reach(address: str, credentials: HostCredentials | None = None, refused_s: float | None = None) -> None:
+            found.append(connect(address, checkpoint, settings.connect_timeout_s, credentials, refused_s))
+            self._connections.callback(found[-1].client.close)
+
         credentials = HostCredentials.of(settings)
         for address in settings.experts:
             logger.info("reaching expert server %s, for up to %g s", address, settings.connect_timeout_s)
             try:
-                times = settings.connect_timeout_s, credentials, settings.refused_timeout_s
-                found.append(connect(address, checkpoint, *times))
+                reach(address, credentials, settings.refused_timeout_s)
             except ServerError as error:
                 if settings.required is not False:
-                    for other in found:
-                        other.client.close()
                     raise
                 logger.warning("%s; a server on this machine takes its place", error)
                 missing += 1
@@ -79,8 +81,8 @@ class Fleet:
             devices = devices[: min(missing, 1)]
         if devices:
             logger.info("starting %s", ", ".join(f"an expert server on {device}" for device in devices))
-            addresses = self._stack.enter_context(spawned_servers(settings, devices))
-            found += [connect(address, checkpoint, settings.connect_timeout_s) for address in addresses]
+            for spawned in self._stack.enter_context(spawned_servers(settings, devices)):
+                reach(spawned)
         return found
 
     def attach(self, experts: Sequence[Sequence[int]], usage: Sequence[Sequence[int]] | None = None) -> None:

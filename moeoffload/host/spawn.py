@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import selectors
 import subprocess
 import sys
 import tempfile
@@ -18,8 +17,9 @@ import torch
 
 from moeoffload.config import ExpertServerSettings, HostSettings
 from moeoffload.errors import DeadlineError, ServerError, SettingError
+from moeoffload.last_resort import answer_within
 
-_READY: Final = re.compile(r"ready on (\S+)")
+_READY: Final = re.compile(rb"ready on (\S+)")
 START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 10.0
 
@@ -99,18 +99,21 @@ def _ready_address(process: subprocess.Popen[bytes], log: Path, deadline: float)
     """Returns the address in the line that a server prints when it is ready.
     Raises SettingError: the server refused its settings, which the host gave it; ServerError: it ended for another
     reason (both quote the last line of its log); DeadlineError: it was not ready in time."""
-    assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        if not selector.select(max(0.0, deadline - time.monotonic())):
-            raise DeadlineError(f"a spawned expert server was not ready within {START_TIMEOUT_S:g} s")
-    line = process.stdout.readline().decode(errors="replace")
-    match = _READY.search(line)
+    stdout = process.stdout
+    assert stdout is not None
+
+    def find() -> re.Match[bytes] | None:
+        return next(filter(None, map(_READY.search, stdout)), None)  # what Python is set to import may print, too
+
+    try:
+        match = answer_within(max(0.0, deadline - time.monotonic()), "server-ready", find)
+    except TimeoutError:
+        raise DeadlineError(f"a spawned expert server was not ready within {START_TIMEOUT_S:g} s") from None
     if match is None:
         process.wait(STOP_TIMEOUT_S)
         words = log.read_text(errors="replace").strip().splitlines()
-        why = (words[-1] if words else line.strip()).removeprefix("error: ")
+        why = (words[-1] if words else "it has ended").removeprefix("error: ")
         if process.returncode == SettingError.exit_code:
             raise SettingError(f"the expert server that is started here: {why}")
         raise ServerError(f"a spawned expert server did not start: {why}")
-    return match.group(1)
+    return match[1].decode()

@@ -210,6 +210,24 @@ def test_tokens_are_secret_and_replace_those_of_servers_that_were_killed(folder:
     assert list(mine.path.parent.iterdir()) == []
 
 
+def test_a_folder_in_which_the_token_cannot_be_written_is_passed_over(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "runtime"))
+    (folder / "runtime").mkdir()
+    first = UserToken.write("127.0.0.1", 5, new_token()).path
+    first.unlink()
+    first.mkdir()
+    second = UserToken.write("127.0.0.1", 5, token := new_token()).path
+    assert second.parent == folder / f"moeoffload-{os.geteuid()}"
+    assert user_tokens("127.0.0.1", 5) == [token]
+    assert list(first.parent.iterdir()) == [first], "nothing else is left in it"
+    second.unlink()
+    second.mkdir()
+    with pytest.raises(SystemLimitError, match=r"runtime/moeoffload cannot be written \(Is a dir.*--token-file"):
+        UserToken.write("127.0.0.1", 5, token)
+
+
 def test_tokens_that_others_could_have_left_are_not_used(folder: Path) -> None:
     path = UserToken.write("127.0.0.1", 5, new_token()).path
     path.chmod(0o640)
@@ -231,7 +249,7 @@ def test_a_folder_of_another_user_is_not_used(folder: Path) -> None:
     token = UserToken.write("127.0.0.1", 5, new_token())
     os.chown(token.path.parent, NOBODY, -1)
     assert user_tokens("127.0.0.1", 5) == []
-    with pytest.raises(SystemLimitError, match="belong to somebody else"):
+    with pytest.raises(SystemLimitError, match="belongs to somebody else"):
         UserToken.write("127.0.0.1", 5, new_token())
 
 
