@@ -25,7 +25,7 @@ class ParallelBuild(build_ext):
         largest_first = sorted(ext.sources, key=lambda source: "kernels_" not in source)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             ext.extra_objects = [each for objects in pool.map(objects_of, largest_first) for each in objects]
-        ext.sources = []
+        ext.depends, ext.sources = [*ext.depends, *ext.sources], []  # linked again when one of them is newer
         super().build_extension(ext)
 
 

@@ -47,6 +47,7 @@ from moeoffload.huge_pages import empty_weights
 _GROUP_BYTES = 16 << 20
 _CPU = torch.device("cpu")
 _MOST_THREADS = 8
+_TURNS = 4  # of each thread, so that a slow one does not delay the others
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
 
 
@@ -335,24 +336,32 @@ def _fill_rows(
     reader: TensorReader,
     buffers: CopyBuffers | None,
 ) -> None:
-    """Fills in several experts in parallel: reading and copying do not hold the interpreter lock."""
+    """Fills in several experts in parallel: reading and copying do not hold the interpreter lock.
+
+    Each thread takes neighbours: two threads that touch the same new huge page would both fill one with zeros.
+    """
     pieces, outs = [piece for piece, _ in rooms], [out for _, out in rooms]
 
-    def fill(places: Sequence[PackedWeights], slot: int, expert: int) -> None:
-        weights = [*recipe.weights_of(expert).values()]
-        for piece, place in zip(pieces, places, strict=True):
-            piece.fill(place, slot, reader, weights, expert)
+    def fill(places: Sequence[PackedWeights], some: Sequence[int], slots: range) -> None:
+        for slot in slots:
+            weights = [*recipe.weights_of(some[slot]).values()]
+            for piece, place in zip(pieces, places, strict=True):
+                piece.fill(place, slot, reader, weights, some[slot])
 
-    with ThreadPoolExecutor(min(_MOST_THREADS, len(experts), os.cpu_count() or 1)) as pool:
+    n_threads = min(_MOST_THREADS, len(experts), os.cpu_count() or 1)
+    with ThreadPoolExecutor(n_threads) as pool:
         for places, some in [(outs, experts)] if buffers is None else buffers.in_parts(outs, experts):
-            for _ in pool.map(partial(fill, places), range(len(some)), some):
+            turns = [range(len(some))[turn] for turn in _steps(len(some), -(-len(some) // (_TURNS * n_threads)))]
+            for _ in pool.map(partial(fill, places, some), turns):
                 pass
 
 
 def _groups(n_experts: int, expert_bytes: int) -> Iterator[slice]:
-    step = max(1, _GROUP_BYTES // max(1, expert_bytes))
-    for start in range(0, n_experts, step):
-        yield slice(start, min(start + step, n_experts))
+    return _steps(n_experts, max(1, _GROUP_BYTES // max(1, expert_bytes)))
+
+
+def _steps(n: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))
 
 
 def _only(values: set[int], what: str, model_type: str) -> int:

@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from moeoffload.checkpoint.repeated_read import RepeatedRead
 from moeoffload.checkpoint.tensors import TensorReader
 from moeoffload.checkpoint.weights import StoredWeight
 from moeoffload.errors import ModelError
@@ -75,12 +76,20 @@ class Piece:
         room, at = (out, slot) if is_direct else (self.empty(1, _CPU), 0)
         for source in self.sources:
             weight, packing = as_packed(weights[source.number], source.is_transposed)
+            known: RepeatedRead | None = reader.kept.get(id(source))
+            is_alike = known is not None and known.packing is packing
+            if known is not None and is_alike and known.read(reader, weight, expert, room, at):
+                continue
             into = self._place(room, at, source, packing) if packing.is_verbatim else None
-            parts = weight.sections(weight.read_parts(reader, expert, into))
+            stored = weight.read_parts(reader, expert, into)
+            parts = weight.sections(stored)
             shared = parts.pop(SHARED, None)
+            scales = []
             if shared is not None and room.scales is not None:
                 n_shared = self.form.shared_rows
-                room.scales[at, _blocks(source.rows, n_shared)] = shared[_blocks(source.taken, n_shared)]
+                place = room.scales[at, _blocks(source.rows, n_shared)]
+                scales = [(shared[_blocks(source.taken, n_shared)], place)]
+                place.copy_(scales[0][0])
             elif shared is not None:
                 n_out = packing.rows_first[0]
                 of_rows = shared.repeat_interleave(min(packing.packed.shared_rows, n_out), dim=0)
@@ -90,6 +99,8 @@ class Piece:
             if source.taken != slice(0, packing.rows_first[0], 1):
                 parts = {name: values[source.taken] for name, values in parts.items()}
             room.write_rows(at, source.rows, parts)
+            if into is None and not is_alike:
+                reader.kept[id(source)] = RepeatedRead(packing, stored, parts, scales, room, at, source.rows)
         if room is not out:
             out.put(slot, room)
 

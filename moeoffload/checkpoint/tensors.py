@@ -122,6 +122,7 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.rooms: dict[str, torch.Tensor] = {}
         self.views: dict[tuple[str, torch.dtype, tuple[int, ...]], tuple[torch.Tensor, memoryview]] = {}
+        self.kept: dict[int, Any] = {}
 
 
 class TensorReader:
@@ -139,6 +140,11 @@ class TensorReader:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+
+    @property
+    def kept(self) -> dict[int, Any]:
+        """What callers keep for this thread's next reads."""
+        return self._scratch.kept
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """Reads the whole tensor to new CPU memory in its stored dtype. Raises ModelError when bytes are missing."""
@@ -195,13 +201,13 @@ class TensorReader:
 
     def read_bytes(self, tensor: StoredTensor, start: int, size: int) -> bytes:
         """Reads ``size`` bytes of the tensor from its byte ``start`` on. Raises ModelError when bytes are missing."""
-        data = os.pread(self._descriptor(tensor.file), size, tensor.offset + start)
+        data = os.pread(self.descriptor(tensor.file), size, tensor.offset + start)
         if len(data) != size:
             raise _cut_short(tensor)
         return data
 
     def _read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
-        descriptor = self._descriptor(tensor.file)
+        descriptor = self.descriptor(tensor.file)
         done = 0
         while done < len(buffer):
             count = os.preadv(descriptor, [buffer[done : done + _MAX_READ_BYTES]], tensor.offset + start + done)
@@ -209,7 +215,8 @@ class TensorReader:
                 raise _cut_short(tensor)
             done += count
 
-    def _descriptor(self, file: Path) -> int:
+    def descriptor(self, file: Path) -> int:
+        """Returns the descriptor of a file, which stays open. Raises ModelError when it cannot be opened."""
         with self._opening:
             if file not in self._descriptors:
                 try:

@@ -1,6 +1,7 @@
 // Converts packed rows to tiles of 16 rows and back: see formats/tiles.py.
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { TILE = 16, BLOCK = 32 };  // rows of a tile, weights of a block
 
@@ -16,6 +17,17 @@ typedef struct {
     int64_t n_in, code_bits, high_bits, scale_bytes, is_fp8;
     int64_t group_bits;  // 1 << group_bits weights share a scale
 } Rows;
+
+typedef struct {
+    int64_t file, offset, size;
+    uint8_t *to;
+} Read;
+
+// `n` pieces of `size` bytes.
+typedef struct {
+    Part from;
+    int64_t to, to_stride, size, n;
+} Copy;
 
 // One word of each of four rows, or four words of one row.
 typedef uint32_t Four __attribute__((vector_size(16)));
@@ -136,8 +148,7 @@ static void advance(Rows *of) {
         if (parts[i]->at) parts[i]->at += TILE * parts[i]->stride;
 }
 
-// Converts rows to tiles at `tiles`, `tile_bytes` each; the rest of each tile is filled with zeros.
-void moe_make_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_t n_tiles) {
+INLINE void make_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_t n_tiles) {
     Rows of = *rows;
     for (int64_t i = 0; i < n_tiles; i++, tiles += tile_bytes, advance(&of)) {
         uint8_t *end = move_tile(0, &of, tiles);
@@ -145,8 +156,41 @@ void moe_make_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_
     }
 }
 
+#if defined(__x86_64__)
+// Instructions of three operands and three-way logic: 83 us where the others take 131.
+__attribute__((target("avx512f,avx512bw,avx512vl"))) static void make_tiles_avx512(const Rows *rows, uint8_t *tiles,
+                                                                                 int64_t tile_bytes, int64_t n_tiles) {
+    make_tiles(rows, tiles, tile_bytes, n_tiles);
+}
+#endif
+
+// Converts rows to tiles at `tiles`, `tile_bytes` each; the rest of each tile is filled with zeros.
+void moe_make_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_t n_tiles) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+        return make_tiles_avx512(rows, tiles, tile_bytes, n_tiles);
+#endif
+    make_tiles(rows, tiles, tile_bytes, n_tiles);
+}
+
 // Converts tiles back to rows; writes the sections that `rows` points to.
 void moe_read_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_t n_tiles) {
     Rows of = *rows;
     for (int64_t i = 0; i < n_tiles; i++, tiles += tile_bytes, advance(&of)) move_tile(1, &of, tiles);
+}
+
+// Reads the parts of a matrix; then copies pieces of them, the first n_data of them to places counted from `data`, the
+// others from `scales`, or converts `rows`, if there are any, to n_rows rows of tiles at data + start. Returns whether
+// all bytes could be read.
+int moe_read_matrix(const Read *reads, int64_t n_reads, const Copy *copies, int64_t n_copies, int64_t n_data,
+                    const Rows *rows, int64_t start, int64_t n_rows, int64_t row_bytes, uint8_t *data, uint8_t *scales) {
+    for (const Read *each = reads; each < reads + n_reads; each++)
+        if (pread(each->file, each->to, each->size, each->offset) != each->size) return 0;
+    for (const Copy *each = copies; each < copies + n_copies; each++) {
+        uint8_t *to = (each < copies + n_data ? data : scales) + each->to;
+        for (int64_t i = 0; i < each->n; i++)
+            memcpy(to + i * each->to_stride, each->from.at + i * each->from.stride, each->size);
+    }
+    if (rows) moe_make_tiles(rows, data + start, TILE * row_bytes, n_rows / TILE);
+    return 1;
 }

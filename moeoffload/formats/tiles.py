@@ -28,18 +28,34 @@ _COPIED_BYTES: Final = 1 << 18
 _HIGH_BITS: Final = {Codes.UINT5: 1, Codes.INT6: 2}
 
 
-class _Part(ctypes.Structure):
+class Part(ctypes.Structure):
+    """A section of neighbouring rows."""
+
     _fields_ = (("at", ctypes.c_void_p), ("stride", ctypes.c_int64))
 
 
 _PARTS: Final = ("codes", "high", "scales", "offsets", "factors", "min_factors")
 
 
-class _Rows(ctypes.Structure):
+class Rows(ctypes.Structure):
+    """Rows to convert."""
+
     _fields_ = (
-        *((name, _Part) for name in _PARTS),
+        *((name, Part) for name in _PARTS),
         *((name, ctypes.c_int64) for name in ("n_in", "code_bits", "high_bits", "scale_bytes", "is_fp8", "group_bits")),
     )
+
+
+class Read(ctypes.Structure):
+    """Bytes to read from a file."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("file", "offset", "size", "to"))
+
+
+class Copy(ctypes.Structure):
+    """Pieces of ``size`` bytes to copy."""
+
+    _fields_ = (("start", Part), *((name, ctypes.c_int64) for name in ("to", "to_stride", "size", "n")))
 
 
 def can_tile(form: PackedFormat, n_out: int, n_in: int) -> bool:
@@ -93,7 +109,7 @@ def write_tiles(form: PackedFormat, n_in: int, parts: Mapping[str, torch.Tensor]
         tiles: (n, row_bytes) contiguous, written; must not overlap ``parts``.
     """
     kept = {name: part if part.stride(1) == 1 else part.contiguous() for name, part in parts.items()}
-    rows = _rows(form, n_in, kept, len(tiles))
+    rows = rows_of(form, n_in, kept, len(tiles))
     _library().moe_make_tiles(ctypes.byref(rows), tiles.data_ptr(), TILE_ROWS * tiles.shape[1], len(tiles) // TILE_ROWS)
 
 
@@ -114,22 +130,29 @@ def make_tiles(form: PackedFormat, n_in: int, data: torch.Tensor) -> None:
 def read_tiles(form: PackedFormat, n_in: int, tiles: torch.Tensor) -> torch.Tensor:
     """Converts tiles (n, row_bytes), contiguous, back to packed rows (n, row_bytes); n is a multiple of TILE_ROWS."""
     out = torch.zeros_like(tiles)
-    rows = _rows(form, n_in, {name: out[:, place] for name, place in form.sections(n_in).items()}, len(out))
+    rows = rows_of(form, n_in, {name: out[:, place] for name, place in form.sections(n_in).items()}, len(out))
     _library().moe_read_tiles(ctypes.byref(rows), tiles.data_ptr(), TILE_ROWS * tiles.shape[1], len(out) // TILE_ROWS)
     return out
 
 
-def _rows(form: PackedFormat, n_in: int, parts: Mapping[str, torch.Tensor], n_rows: int) -> _Rows:
+def rows_of(form: PackedFormat, n_in: int, parts: Mapping[str, torch.Tensor], n_rows: int) -> Rows:
+    """Returns the places of rows that are in ``parts``. Raises ValueError: their shapes are wrong."""
     sizes = {name: place.stop - place.start for name, place in form.sections(n_in).items()}
     if {name: tuple(part.shape) for name, part in parts.items()} != {name: (n_rows, sizes[name]) for name in sizes}:
         raise ValueError(f"{form.name}: parts {[tuple(each.shape) for each in parts.values()]} for rows of {sizes}")
-    places = {name: _Part(part.data_ptr(), part.stride(0)) for name, part in parts.items()}
-    return _Rows(
-        *(places.get(name, _Part()) for name in _PARTS),
+    places = {name: Part(part.data_ptr(), part.stride(0)) for name, part in parts.items()}
+    return Rows(
+        *(places.get(name, Part()) for name in _PARTS),
         *(n_in, 8 if form.codes in (Codes.INT8, Codes.FP8) else 4, _HIGH_BITS.get(form.codes, 0)),
         *(sizes.get("scales", 0) // form.n_groups(n_in), form.codes is Codes.FP8),
         form.group.bit_length() - 1 if form.group else _WHOLE_ROW_BITS,
     )
+
+
+def matrix_reader() -> Any:
+    """Returns the function that reads a matrix, or None without the library."""
+    library = _library()
+    return None if library is None else library.moe_read_matrix
 
 
 @functools.cache
@@ -140,4 +163,5 @@ def _library() -> Any:
     pointer, word = ctypes.c_void_p, ctypes.c_int64
     for function in (library.moe_make_tiles, library.moe_read_tiles):
         function.argtypes, function.restype = [pointer, pointer, word, word], None
+    library.moe_read_matrix.argtypes = [pointer, word, pointer, word, word, pointer, *[word] * 3, pointer, pointer]
     return library

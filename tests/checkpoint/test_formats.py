@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from synthetic import Quantised
 from synthetic.unpacked import unpacked_model
 
 from moeoffload.checkpoint import Checkpoint
+from moeoffload.checkpoint.tensors import TensorIndex
 from moeoffload.errors import ModelError
 from moeoffload.formats import PackedWeights
 from moeoffload.host.model import load_dense_model
@@ -24,6 +26,7 @@ from .conftest import CPU, rewrite
 from .quantised import CASES, CUT, WIDE, Case, write
 
 EXPERTS = (3, 1, 7)
+OFTEN = 63  # so often is an expert asked for that the thread that reads the next one has read it before
 
 
 def unpacked(pieces: tuple[PackedWeights, ...], dtype: torch.dtype, *, transposed: bool) -> torch.Tensor:
@@ -54,6 +57,21 @@ def test_experts_and_dense_tensors_are_those_that_the_formats_library_unpacks(ca
     assert dense.keys() == {name for name in whole if ".experts." not in name}
     for name, tensor in dense.items():
         assert torch.equal(tensor, whole[name]), name
+
+
+@pytest.mark.parametrize("in_tiles", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_expert_read_after_others_is_the_one_read_alone(case: Case, in_tiles: bool, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write(case, tmp_path))
+    experts = [*range(8)] * 8
+    together: Any = checkpoint.build_experts(1, experts, CPU, in_tiles=in_tiles)
+    for expert in range(8):
+        alone: Any = checkpoint.build_experts(1, [expert], CPU, in_tiles=in_tiles)
+        for name in ("gate_up_proj", "down_proj"):
+            for ours, theirs in zip(getattr(together, name), getattr(alone, name), strict=True):
+                assert all(torch.equal(ours.data[slot], theirs.data[0]) for slot in range(expert, len(experts), 8))
+                if theirs.scales is not None:
+                    assert all(torch.equal(scales, theirs.scales[0]) for scales in ours.scales[expert::8])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -130,8 +148,9 @@ def test_values_that_do_not_fit_are_refused_when_they_are_read(
     rewrite(folder, lambda tensors: tensors.update({f"{EXPERT}.{part}": change(tensors[f"{EXPERT}.{part}"])}))
     checkpoint = Checkpoint.open(folder)
     checkpoint.build_experts(1, [0, 1, 3], CPU)
-    with pytest.raises(ModelError, match=re.escape(f"{EXPERT}.weight: ") + ".*" + pattern):
-        checkpoint.build_experts(1, [1, 2], CPU)
+    for experts in ([2], [1] * OFTEN + [2]):
+        with pytest.raises(ModelError, match=re.escape(f"{EXPERT}.weight: ") + ".*" + pattern):
+            checkpoint.build_experts(1, experts, CPU)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +256,18 @@ def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:
         checkpoint.build_experts(0, [0], CPU)
     with pytest.raises(ModelError, match=r"transformers cannot load it: .*truncated: tensor .* ends early"):
         load_dense_model(checkpoint, CPU)
+
+
+def test_an_expert_whose_bytes_were_cut_off_after_the_file_was_opened(tmp_path: Path) -> None:
+    folder = write(Case("qwen3_moe", Quantised.FP8, "", WIDE), tmp_path)
+    checkpoint = Checkpoint.open(folder)
+    last = TensorIndex.open(folder)["model.layers.1.mlp.experts.2.up_proj.weight"]
+    os.truncate(folder / "model.safetensors", last.offset + last.nbytes - 1)
+    checkpoint.build_experts(1, [0, 1], CPU)
+    with pytest.raises(
+        ModelError, match=r"truncated: tensor model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight ends early"
+    ):
+        checkpoint.build_experts(1, [1] * OFTEN + [2], CPU)
 
 
 def plain_up(tensors: dict[str, torch.Tensor], experts: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,87 @@
+"""Reads a matrix like one that was read before: one call of C reads its parts and writes its rows.
+
+The interpreter lock is free meanwhile. With several calls for each part, loading threads wait for it most of the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from moeoffload.checkpoint.tensors import TensorReader
+from moeoffload.checkpoint.weights import StoredWeight
+from moeoffload.formats import PackedWeights
+from moeoffload.formats.file_format import Packing
+from moeoffload.formats.tiles import Copy, Part, Read, matrix_reader, rows_of
+
+
+class RepeatedRead:
+    """What reading one matrix has shown: where its sections are in the buffers into which this thread reads parts."""
+
+    def __init__(
+        self,
+        packing: Packing,
+        parts: Mapping[str, torch.Tensor],
+        sections: Mapping[str, torch.Tensor],
+        shared: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        room: PackedWeights,
+        slot: int,
+        rows: slice | torch.Tensor,
+    ) -> None:
+        """Learns from the matrix that was just read; later ones are packed alike, and go to rooms like ``room``.
+
+        Args:
+            packing: how it is packed.
+            parts: its stored parts, in their buffers.
+            sections: (n, bytes) uint8, written to ``rows`` of ``room[slot]``.
+            shared: scales that rows share and the place to which they were copied, if there are any.
+            room: where it was written.
+            slot: its place there.
+            rows: its rows there.
+        """
+        self.packing = packing
+        views = [*sections.values(), *(scales for scales, _ in shared)]
+        owners = {part.untyped_storage().data_ptr(): role for role, part in parts.items()}
+        viewed = {owners.get(view.untyped_storage().data_ptr()) for view in views}
+        function = matrix_reader() if isinstance(rows, slice) and None not in viewed else None
+        # Only if the sections are views of the parts, those of another matrix are other bytes in the same places.
+        self._function = function if all(view.stride(1) == 1 for view in views) else None
+        if self._function is None:
+            return
+        # The other parts determine what the sections are and whether they are valid: they must have the same values.
+        others = [part.flatten().view(torch.uint8).numpy() for role, part in parts.items() if role not in viewed]
+        self._others = [(other, other.tobytes()) for other in others]
+        self._reads = (Read * len(parts))(*(Read(0, 0, part.nbytes, part.data_ptr()) for part in parts.values()))
+        to = room.data[slot, rows]
+        tiles = rows_of(room.format, room.n_in, sections, len(to)) if room.in_tiles else None
+        pairs = [] if tiles else [(part, room.section(name)[slot, rows]) for name, part in sections.items()]
+        of_data, of_scales = _address(room.data, slot), _address(room.scales, slot)
+        copies = [*(_copy(*pair, of_data) for pair in pairs), *(_copy(*pair, of_scales) for pair in shared)]
+        self._copies = (Copy * len(copies))(*copies)
+        self._kept = parts, tiles, [*self._reads]
+        self._rows = None if tiles is None else ctypes.byref(tiles), to.data_ptr() - of_data, len(to), to.shape[1]
+        self._n_pairs = len(pairs)
+
+    def read(self, reader: TensorReader, weight: StoredWeight, expert: int, room: PackedWeights, slot: int) -> bool:
+        """Reads another matrix to ``room[slot]``; False: it must be read in another way, which also tells errors."""
+        if self._function is None:
+            return False
+        for read, tensor in zip(self._kept[2], weight.parts.values(), strict=True):
+            read.file = reader.descriptor(tensor.file)
+            read.offset = tensor.offset + (0 if len(weight.shape) == 2 else expert * read.size)
+        to = _address(room.data, slot), _address(room.scales, slot)
+        n_reads, n_copies = len(self._reads), len(self._copies)
+        done = self._function(self._reads, n_reads, self._copies, n_copies, self._n_pairs, *self._rows, *to)
+        return done and all(other.tobytes() == expected for other, expected in self._others)
+
+
+def _copy(part: torch.Tensor, to: torch.Tensor, start: int) -> Copy:
+    """Returns the copy of rows to a place that is found from the address ``start`` of its slot."""
+    size, strides = part.shape[1] * part.itemsize, (part.stride(0) * part.itemsize, to.stride(0) * to.itemsize)
+    return Copy(Part(part.data_ptr(), strides[0]), to.data_ptr() - start, strides[1], size, len(part))
+
+
+def _address(tensor: torch.Tensor | None, slot: int) -> int:
+    return 0 if tensor is None else tensor.data_ptr() + slot * tensor.stride(0) * tensor.itemsize
