@@ -129,7 +129,8 @@ def _memory(rows: Rows) -> str:
 def _ablations(rows: Rows) -> str:
     kept = {row["path"] for row in rows if row["verdict"] == "kept"}
     cpus = " and ".join(sorted({row["cpu"] for row in rows}))
-    return f"**{len(kept)}** of {len({row['path'] for row in rows})} paths kept; measured on {cpus}"
+    paths = {row["path"] for row in rows if row["verdict"] != "noise"}
+    return f"**{len(kept)}** of {len(paths)} paths kept; measured on {cpus}"
 
 
 def _serving(rows: Rows) -> str:
