@@ -157,9 +157,9 @@ def test_a_conversation_on_a_terminal(server: RunningServer) -> None:
             assert answer in terminal.until(">>> ")
         terminal.type("\x1b[A\x1b[A\n")  # the line before the last one
         assert ANSWERS[0] in terminal.until(">>> ")
-        terminal.type('"""\nsort\n')
-        terminal.until("sort")  # Ctrl-C drops what was typed and not read, on which readline itself would wait
-        terminal.until("... ")
+        for line in ('"""\n', "sort\n"):  # one by one: Ctrl-C drops keys that were not read, and readline would wait
+            terminal.type(line)
+            terminal.until("... ")
         terminal.type(CTRL_C)
         assert "Ctrl-D or /exit leaves" in terminal.until(">>> ")
         terminal.type("\x1b[200~reverse planet\n=\x1b[201~\n")
