@@ -32,8 +32,7 @@ class OneLineFormatter(logging.Formatter):
 class FloodFilter(logging.Filter):
     """Lets `BURST` records of one kind (logger, level, text without its values) through in `WINDOW_S` seconds.
 
-    The first record of a later window says how many were dropped; so does the next record of any kind, if there were so
-    many kinds that one was forgotten.
+    The first record of a later window says how many were dropped.
     """
 
     def __init__(self, burst: int = BURST, window_s: float = WINDOW_S) -> None:
@@ -42,8 +41,6 @@ class FloodFilter(logging.Filter):
         self._window_s = window_s
         self._kinds: OrderedDict[tuple[str, int, str], tuple[float, int]] = OrderedDict()
         """Of each kind, when its window began and how many records it has had."""
-        self._n_forgotten = 0
-        """Dropped records of forgotten kinds that no record has told yet."""
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -57,12 +54,9 @@ class FloodFilter(logging.Filter):
             self._kinds[kind] = began, n + 1
             self._kinds.move_to_end(kind)
             if len(self._kinds) > _MAX_KINDS:
-                _, (_, n_forgotten) = self._kinds.popitem(last=False)
-                self._n_forgotten += max(0, n_forgotten - self._burst)
-            others, self._n_forgotten = (self._n_forgotten, 0) if n < self._burst else (0, self._n_forgotten)
-        for count, like in ((left_out, "like it"), (others, "of other kinds")):
-            if count:
-                record.msg, record.args = f"{record.getMessage()} ({count} more {like} were left out)", None
+                self._kinds.popitem(last=False)
+        if left_out:
+            record.msg, record.args = f"{record.getMessage()} ({left_out} more like it were left out)", None
         return n < self._burst
 
 

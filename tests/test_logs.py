@@ -63,18 +63,6 @@ def test_a_flood_of_one_kind_is_cut_and_counted_and_hides_nothing_else(
     assert stream.getvalue().splitlines()[-1] == "WARNING test: request 8 refused"
 
 
-def test_records_of_a_forgotten_kind_that_were_left_out_are_told(log: Log) -> None:
-    logger, stream, _ = log
-    for number in range(1000):
-        logger.warning("request %d refused", number)
-    for number in range(256):
-        logger.warning(f"unique {number}")
-    lines = stream.getvalue().splitlines()
-    assert [line for line in lines if "left out" in line] == [
-        "WARNING test: unique 255 (995 more of other kinds were left out)"
-    ]
-
-
 def test_texts_of_many_kinds_are_not_kept_for_ever(log: Log) -> None:
     logger, _, flood = log
     for number in range(2000):

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moeoffload import open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import CapacityError
-from moeoffload.expert_server.layer_parts import LayerParts
+from moeoffload.expert_server.layer_parts import LayerParts, LayerSource
 from moeoffload.expert_server.several_devices import SeveralDevices
 from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 
@@ -42,7 +42,8 @@ def test_parts_add_up_to_the_layer(checkpoint: Checkpoint) -> None:
     n_experts, generator = checkpoint.layers[0].n_experts, torch.Generator().manual_seed(2)
     whole = LayerKernels(checkpoint.build_experts(0, range(n_experts), CPU), KernelWorkspace(), "auto")
     for counts in ([n_experts], [n_experts - 1, 1], [1, 2, n_experts - 3]):
-        split = LayerParts(checkpoint, 0, range(n_experts), [(CPU, n) for n in counts], KernelWorkspace(), "auto")
+        source = LayerSource(checkpoint, 0, range(n_experts), KernelWorkspace(), "auto")
+        split = LayerParts(source, [(CPU, n) for n in counts])
         split.reserve(40, TOP_K)
         for n_rows in (1, 3, 40, 0):
             rows = torch.randn(n_rows, whole.hidden, generator=generator).to(whole.dtype)
@@ -107,7 +108,7 @@ def test_each_part_gets_tensors_of_its_device_and_nothing_waits(first: str) -> N
 @given(st.lists(st.integers(0, 5000), min_size=2, max_size=4), st.integers(1, 90), st.integers(1, 40))
 def test_no_device_gets_more_than_it_holds(budgets: list[int], expert_bytes: int, n_experts: int) -> None:
     several, held = SeveralDevices([CPU] * len(budgets), budgets), [0] * len(budgets)
-    while (counts := several._take(n_experts, expert_bytes)) is not None:
+    while (counts := several._take(n_experts, expert_bytes, 1.0)) is not None:
         assert sum(counts) == n_experts
         held = [have + count * expert_bytes for have, count in zip(held, counts, strict=True)]
         assert all(have <= budget for have, budget in zip(held, budgets, strict=True))
@@ -121,8 +122,8 @@ def test_layers_are_split_alike_and_memory_comes_back() -> None:
     made_room = list[int]()
 
     def build(layer: int) -> LayerKernels:
-        how: Any = KernelWorkspace(), "auto", lambda: made_room.append(layer)
-        return several.build(checkpoint, layer, range(32), *how)
+        source = LayerSource(checkpoint, layer, range(32), KernelWorkspace(), "auto")
+        return several.build(source, lambda: made_room.append(layer))
 
     layers = [build(layer) for layer in range(4)]
     counts = [[part.n_experts for part in each._parts] for each in layers]  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import PlacementError
 from moeoffload.expert_server import two_tiers
 from moeoffload.expert_server.hot_experts import LEAST_SETS, MOST_MOVES, HotExperts
+from moeoffload.expert_server.layer_parts import LayerSource
 from moeoffload.expert_server.two_tiers import Tiers, TwoTierLayer
 from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 
@@ -85,7 +86,7 @@ def routes(n_rows: int, experts: Any, n_experts: int, generator: torch.Generator
 def layers_of(checkpoint: Checkpoint, n_fast: int, tiers: Tiers) -> tuple[TwoTierLayer, LayerKernels]:
     """Layer 0 in two tiers, and whole."""
     experts = range(checkpoint.layers[0].n_experts)
-    tiered = TwoTierLayer(checkpoint, 0, experts, n_fast, tiers, KernelWorkspace(), "auto")
+    tiered = TwoTierLayer(LayerSource(checkpoint, 0, experts, KernelWorkspace(), "auto"), n_fast, tiers)
     return tiered, LayerKernels(checkpoint.build_experts(0, experts, CPU), KernelWorkspace(), "auto")
 
 
@@ -153,8 +154,8 @@ def test_each_memory_keeps_to_its_budget_also_if_two_hosts_load_at_the_same_time
         shares = [tiers.share(n_layers * n_experts * size)] * n_hosts
 
         def build(layer: int, fast_part: float, tiers: Tiers = tiers) -> LayerKernels:
-            how: Any = KernelWorkspace(), "auto", lambda: None, None, fast_part
-            return tiers.build(checkpoint, layer, range(32), *how)
+            source = LayerSource(checkpoint, layer, range(32), KernelWorkspace(), "auto")
+            return tiers.build(source, lambda: None, fast_part)
 
         for layer in range(n_layers):
             layers += [build(layer, share) for share in shares]

@@ -34,10 +34,10 @@ class RepeatedRead:
 
         Args:
             packing: how it is packed.
-            parts: its stored parts, in their buffers.
+            parts: its stored parts by role, of one matrix, in this thread's buffers.
             sections: (n, bytes) uint8, written to ``rows`` of ``room[slot]``.
-            shared: scales that rows share and the place to which they were copied, if there are any.
-            room: where it was written.
+            shared: scales that rows share, (blocks of rows, groups), and the place to which they were copied; or none.
+            room: where it was written; ``room.data`` is (slots, out, row bytes) uint8.
             slot: its place there.
             rows: its rows there.
         """

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from moeoffload.kernels import KernelChoice, KernelInput, KernelWorkspace, LayerKernels
 
@@ -19,48 +21,45 @@ if TYPE_CHECKING:
     from moeoffload.checkpoint.copy_buffers import CopyBuffers
 
 
-def build_layer(
-    checkpoint: Checkpoint,
-    layer: int,
-    experts: Sequence[int],
-    device: torch.device,
-    workspace: KernelWorkspace,
-    kernel: KernelChoice,
-    buffers: CopyBuffers | None,
-) -> LayerKernels:
-    """Reads experts of a layer to one device. Raises ModelError: see `Checkpoint.build_experts`."""
-    module = checkpoint.build_experts(layer, experts, device, in_tiles=kernel != "grouped", buffers=buffers)
-    return LayerKernels(module, workspace, kernel)
+@dataclass(frozen=True)
+class LayerSource:
+    """Experts of one layer of a checkpoint, and how they are to be read and computed."""
+
+    checkpoint: Checkpoint
+    layer: int
+    experts: Sequence[int]
+    workspace: KernelWorkspace
+    kernel: KernelChoice
+    buffers: CopyBuffers | None = None
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert in memory."""
+        return self.checkpoint.layers[self.layer].expert_bytes
+
+    def build(self, device: torch.device, some: slice = slice(None)) -> tuple[nn.Module, LayerKernels]:
+        """Reads ``some`` of the experts to a device; returns the module that holds them, and its kernels.
+        Raises ModelError: see `Checkpoint.build_experts`."""
+        how: Any = {"in_tiles": self.kernel != "grouped", "buffers": self.buffers}
+        module = self.checkpoint.build_experts(self.layer, self.experts[some], device, **how)
+        return module, LayerKernels(module, self.workspace, self.kernel)
 
 
 class LayerParts(LayerKernels):
-    """As `LayerKernels`, for experts on several devices; a slot is an index into ``experts``, wherever that expert is.
+    """As `LayerKernels`, for experts on several devices; a slot is an index into the source's experts, wherever each is.
 
     Rows, slots and sums of a call are on one device. If that is a GPU, nothing here waits for any device, and slots
     must be in -1 to n_experts - 1.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        layer: int,
-        experts: Sequence[int],
-        parts: Sequence[tuple[torch.device, int]],
-        workspace: KernelWorkspace,
-        kernel: KernelChoice,
-        buffers: CopyBuffers | None = None,
-    ) -> None:
+    def __init__(self, source: LayerSource, parts: Sequence[tuple[torch.device, int]]) -> None:
         """Reads the experts, in order, to the devices of ``parts``: pairs of a device and its number of experts, at
         least one. Raises ModelError: see `Checkpoint.build_experts`."""
         ends = list(itertools.accumulate(n for _, n in parts))
-        how: Any = {"in_tiles": kernel != "grouped", "buffers": buffers}
-        self._modules = tuple(
-            checkpoint.build_experts(layer, experts[end - n : end], device, **how)
-            for (device, n), end in zip(parts, ends, strict=True)
-        )
-        self._parts = tuple(LayerKernels(module, workspace, kernel) for module in self._modules)
+        built = [source.build(device, slice(end - n, end)) for (device, n), end in zip(parts, ends, strict=True)]
+        self._modules, self._parts = zip(*built, strict=True)
         self._devices = tuple(device for device, _ in parts)
-        first, self.n_experts = self._parts[0], len(experts)
+        first, self.n_experts = self._parts[0], len(source.experts)
         self.dtype, self.hidden = first.dtype, first.hidden
         self.falls_back = next((each.falls_back for each in self._parts if each.falls_back), None)
         self.weight_error = _joined_error(self._parts)

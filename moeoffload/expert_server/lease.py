@@ -17,7 +17,7 @@ from moeoffload.errors import BusyError, CapacityError, ServerError
 from moeoffload.expert_server.agreement import check_activate, check_table, check_transport, compare
 from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.calibrate import SIZES, best_rows, time_layer
-from moeoffload.expert_server.layer_parts import build_layer
+from moeoffload.expert_server.layer_parts import LayerSource
 from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.server_parts import ServerParts
@@ -175,12 +175,11 @@ class HostLease:
     ) -> tuple[LayerKey, LayerKernels]:
         def build() -> LayerKernels:
             kernel: KernelChoice = self._settings.kernel.value
-            how = self._engine.kernel_workspace, kernel
+            source = LayerSource(checkpoint, layer, experts, self._engine.kernel_workspace, kernel, buffers)
             with lean_heap():
                 if (memories := self._server.memories) is None:
-                    return build_layer(checkpoint, layer, experts, self._device, *how, buffers)
-                forget = functools.partial(self._store.forget_warm, ())
-                return memories.build(checkpoint, layer, experts, *how, forget, buffers, self._fast_part)
+                    return source.build(self._device)[1]
+                return memories.build(source, functools.partial(self._store.forget_warm, ()), self._fast_part)
 
         key = LayerKey.of(checkpoint, layer, experts)
         try:

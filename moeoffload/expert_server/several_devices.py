@@ -5,18 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
 from moeoffload.errors import CapacityError
-from moeoffload.expert_server.layer_parts import LayerParts, build_layer
-from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
+from moeoffload.expert_server.layer_parts import LayerParts, LayerSource
+from moeoffload.kernels import LayerKernels
 from moeoffload.placement import GIB, round_to_sum
-
-if TYPE_CHECKING:
-    from moeoffload.checkpoint import Checkpoint
-    from moeoffload.checkpoint.copy_buffers import CopyBuffers
 
 KEPT: Final = 0.02
 """Fraction of the memory not offered: parts of a layer are whole experts."""
@@ -60,30 +56,20 @@ class SeveralDevices:
         held = zip(self.devices, self._used, self.budgets, strict=True)
         return ", ".join(f"{device}: {used / GIB:.4g} of {budget / GIB:.4g} GiB" for device, used, budget in held)
 
-    def build(
-        self,
-        checkpoint: Checkpoint,
-        layer: int,
-        experts: Sequence[int],
-        workspace: KernelWorkspace,
-        kernel: KernelChoice,
-        make_room: Callable[[], object],
-        buffers: CopyBuffers | None = None,
-        fast_part: float = 1.0,
-    ) -> LayerKernels:
+    def build(self, source: LayerSource, make_room: Callable[[], object], fast_part: float = 1.0) -> LayerKernels:
         """Reads experts of a layer, each to one device; ``make_room`` frees experts that no host uses. ``fast_part`` is
         for `Tiers`. Raises ModelError: they cannot be read; CapacityError: no device has room for one of them."""
-        expert_bytes = checkpoint.layers[layer].expert_bytes
-        counts = self._take(len(experts), expert_bytes, fast_part)
+        n_experts, expert_bytes = len(source.experts), source.expert_bytes
+        counts = self._take(n_experts, expert_bytes, fast_part)
         if counts is None:
             make_room()
-            counts = self._take(len(experts), expert_bytes, fast_part)
+            counts = self._take(n_experts, expert_bytes, fast_part)
         if counts is None:
             size = f"{expert_bytes / GIB:.4g} GiB"
-            raise CapacityError(f"layer {layer}: {len(experts)} experts of {size} do not fit; taken are {self}")
+            raise CapacityError(f"layer {source.layer}: {n_experts} experts of {size} do not fit; taken are {self}")
         taken = [count * expert_bytes for count in counts]
         try:
-            kernels = self._read(checkpoint, layer, experts, counts, workspace, kernel, buffers)
+            kernels = self._read(source, counts)
         except BaseException:
             self._give_back(taken)
             raise
@@ -100,7 +86,7 @@ class SeveralDevices:
             self._count([n_bytes] * self.n_for_batches)
             return True
 
-    def _take(self, n_experts: int, expert_bytes: int, fast_part: float = 1.0) -> list[int] | None:
+    def _take(self, n_experts: int, expert_bytes: int, fast_part: float) -> list[int] | None:
         """Takes memory for experts of a layer; returns how many each device gets, or None if they do not fit."""
         with self._lock:
             counts = self._split(n_experts, expert_bytes, fast_part)
@@ -117,20 +103,11 @@ class SeveralDevices:
         wanted = [n_experts * each / max(1, sum(free)) for each in free]
         return round_to_sum(wanted, n_experts, [each // expert_bytes for each in free])
 
-    def _read(
-        self,
-        checkpoint: Checkpoint,
-        layer: int,
-        experts: Sequence[int],
-        counts: list[int],
-        workspace: KernelWorkspace,
-        kernel: KernelChoice,
-        buffers: CopyBuffers | None,
-    ) -> LayerKernels:
-        if counts[0] == len(experts):
-            return build_layer(checkpoint, layer, experts, self.devices[0], workspace, kernel, buffers)
+    def _read(self, source: LayerSource, counts: list[int]) -> LayerKernels:
+        if counts[0] == len(source.experts):
+            return source.build(self.devices[0])[1]
         parts = [(device, count) for device, count in zip(self.devices, counts, strict=True) if count]
-        return LayerParts(checkpoint, layer, experts, parts, workspace, kernel, buffers)
+        return LayerParts(source, parts)
 
     def _count(self, n_bytes: Sequence[int]) -> None:
         with self._lock:

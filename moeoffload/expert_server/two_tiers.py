@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,16 +19,12 @@ from torch import nn
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.expert_server.fair_share import SMALL_ROWS
 from moeoffload.expert_server.hot_experts import HotExperts
-from moeoffload.expert_server.layer_parts import LayerParts
+from moeoffload.expert_server.layer_parts import LayerParts, LayerSource
 from moeoffload.expert_server.several_devices import SeveralDevices
 from moeoffload.formats import PackedWeights
-from moeoffload.kernels import KernelChoice, KernelInput, KernelWorkspace, LayerKernels
+from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 from moeoffload.kernels.packing import packed_parts
 from moeoffload.placement import round_to_sum
-
-if TYPE_CHECKING:
-    from moeoffload.checkpoint import Checkpoint
-    from moeoffload.checkpoint.copy_buffers import CopyBuffers
 
 MOVING_PART: Final = 0.1
 """No move starts once moves have taken more than this fraction of the time of calls."""
@@ -75,16 +71,16 @@ class Tiers(SeveralDevices):
         counts = {"fast_routes": self.fast_routes, "slow_routes": self.slow_routes, "moves": self.moves}
         return pb.TierStats(fast_bytes=self._used[0] - self.batch_bytes, **counts)
 
-    def stage(self, checkpoint: Checkpoint, layer: int, kernel: KernelChoice) -> Stage:
+    def stage(self, source: LayerSource) -> Stage:
         """Returns a buffer on the device for some experts, shared by all layers of the same shape and format."""
-        about = checkpoint.layers[layer]
-        key = checkpoint.digest, about.n_weights, about.expert_bytes, about.intermediate, about.format
+        about = source.checkpoint.layers[source.layer]
+        key = source.checkpoint.digest, about.n_weights, about.expert_bytes, about.intermediate, about.format
         with self._lock:
             stage = self._stages.get(key)
             if stage is None:
                 room = min(STAGE_BYTES, self._stage_bytes) // about.expert_bytes
                 n_experts = max(1, min(about.n_experts, room))
-                stage = self._stages[key] = Stage(checkpoint, layer, n_experts, self.devices[0], kernel)
+                stage = self._stages[key] = Stage(source, n_experts, self.devices[0])
                 self._count([n_experts * about.expert_bytes])
                 weakref.finalize(stage, self._give_back, [n_experts * about.expert_bytes])
         return stage
@@ -95,19 +91,10 @@ class Tiers(SeveralDevices):
         n_fast = max(0, min(max(1, int(n_experts * fast_part)), fast - self._stage_bytes // expert_bytes))
         return round_to_sum([n_fast, n_experts - n_fast], n_experts, [fast, ram])
 
-    def _read(
-        self,
-        checkpoint: Checkpoint,
-        layer: int,
-        experts: Sequence[int],
-        counts: list[int],
-        workspace: KernelWorkspace,
-        kernel: KernelChoice,
-        buffers: CopyBuffers | None,
-    ) -> LayerKernels:
+    def _read(self, source: LayerSource, counts: list[int]) -> LayerKernels:
         if all(counts):
-            return TwoTierLayer(checkpoint, layer, experts, counts[0], self, workspace, kernel, buffers)
-        kernels = super()._read(checkpoint, layer, experts, counts, workspace, kernel, buffers)
+            return TwoTierLayer(source, counts[0], self)
+        kernels = super()._read(source, counts)
         kernels.is_batch_invariant &= self.devices[0] == _CPU  # only buffers of a CPU take batches of several requests
         return kernels
 
@@ -115,13 +102,12 @@ class Tiers(SeveralDevices):
 class Stage:
     """A buffer on the device for experts of one call: they are copied from RAM, computed, then overwritten."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, layer: int, n_experts: int, device: torch.device, kernel: KernelChoice
-    ) -> None:
+    def __init__(self, source: LayerSource, n_experts: int, device: torch.device) -> None:
         self.n_experts = n_experts
         with torch.inference_mode(False), torch.no_grad():
-            self._module = checkpoint.empty_experts(layer, self.n_experts, device, in_tiles=kernel != "grouped")
-            self.kernels = LayerKernels(self._module, KernelWorkspace(), kernel)
+            in_tiles = source.kernel != "grouped"
+            self._module = source.checkpoint.empty_experts(source.layer, n_experts, device, in_tiles=in_tiles)
+            self.kernels = LayerKernels(self._module, KernelWorkspace(), source.kernel)
         self._device = device
         self._copy_s = 0.0
 
@@ -145,28 +131,17 @@ class Stage:
 class TwoTierLayer(LayerParts):
     """A layer in two parts, on the device and in RAM, between which experts are exchanged."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        layer: int,
-        experts: Sequence[int],
-        n_fast: int,
-        tiers: Tiers,
-        workspace: KernelWorkspace,
-        kernel: KernelChoice,
-        buffers: CopyBuffers | None = None,
-    ) -> None:
+    def __init__(self, source: LayerSource, n_fast: int, tiers: Tiers) -> None:
         """Reads the first ``n_fast`` experts (at least one, not all) to the device of ``tiers``, the others to RAM.
         Raises ModelError: see `Checkpoint.build_experts`."""
-        device = tiers.devices[0]
-        parts = ((device, n_fast), (_CPU, len(experts) - n_fast))
-        super().__init__(checkpoint, layer, experts, parts, workspace, kernel, buffers)
+        device, n_experts = tiers.devices[0], len(source.experts)
+        super().__init__(source, ((device, n_fast), (_CPU, n_experts - n_fast)))
         self._fast, self._slow = self._parts
         self._device = device
         self._tiers = tiers
-        self._hot = HotExperts(len(experts), n_fast, checkpoint.top_k)
+        self._hot = HotExperts(n_experts, n_fast, source.checkpoint.top_k)
         self._places = self._places.to(_CPU)  # the CPU decides which experts move
-        self._stage = tiers.stage(checkpoint, layer, kernel)
+        self._stage = tiers.stage(source)
         self._slow_s = 0.0
         """Seconds per route (a row's use of an expert) on the CPU, in the last long call."""
         self._open_calls = 0
