@@ -46,7 +46,7 @@ class LayerSource:
 
 
 class LayerParts(LayerKernels):
-    """As `LayerKernels`, for experts on several devices; a slot is an index into the source's experts, wherever each is.
+    """As `LayerKernels`, for experts on several devices; a slot is an index into the source's experts, wherever one is.
 
     Rows, slots and sums of a call are on one device. If that is a GPU, nothing here waits for any device, and slots
     must be in -1 to n_experts - 1.
