@@ -140,7 +140,11 @@ def test_a_server_that_cannot_be_started_leaves_no_connection_to_the_others(
     with pytest.raises(OSError, match=r"expert-server-0\.log") as kept:
         open_model(DEMO, experts=experts, required=False, connect_timeout_s=1, work_dir=tmp_path, device="cpu")
     port = int(server.address.rpartition(":")[2])
-    assert [each for each in psutil.Process().net_connections("tcp") if each.raddr and each.raddr.port == port] == []
+
+    def is_left() -> bool:
+        return not any(each.raddr and each.raddr.port == port for each in psutil.Process().net_connections("tcp"))
+
+    wait_until(is_left, "gRPC closes its sockets after its channels")
     del kept
 
 
