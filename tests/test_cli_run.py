@@ -250,6 +250,39 @@ def test_a_signal_while_the_server_loads_ends_the_host_and_frees_the_server(
     commands.check_clean(server.process.pid)
 
 
+SIGNAL_IN_DEL = """
+import os
+from moeoffload.host import session
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), {number})
+        while True:
+            pass  # until the handler runs; Python drops what it raises here
+
+def load(*arguments, then=session.load_with_packed_linears):
+    Dying()
+    return then(*arguments)
+
+session.load_with_packed_linears = load
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_not_lost_where_python_drops_exceptions(
+    commands: Commands, start_server: StartServer, tmp_path: Path, number: signal.Signals
+) -> None:
+    server = start_server(patch=GATE.format(gate=str(tmp_path / "gate")))
+    patch = SIGNAL_IN_DEL.format(number=int(number))
+    arguments = ["run", DEMO, "--prompt", PROMPT, *run_options(server.address)]
+    result = commands.start("moeoffload", *arguments, patch=patch).wait()
+    assert (result.code, result.out) == (128 + number, ""), result.err
+    check_interrupted(result.err)
+    (tmp_path / "gate").touch()
+    wait_until_free(server.address)
+    commands.check_clean(server.process.pid)
+
+
 @pytest.mark.parametrize(("number", "warm"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGKILL, True)])
 def test_a_signal_while_the_host_generates_ends_it_and_leaves_the_server_to_others(
     commands: Commands, server: RunningServer, endless: Path, number: signal.Signals, warm: bool

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Final
 
@@ -29,6 +29,8 @@ LEAST_BATCH_ROWS: Final = 32
 """Placement leaves room for a batch of at least this many rows on every server."""
 AGAIN_S: Final = 2.0
 """How long a lost server may take to answer an attempt to attach again."""
+LOOK_S: Final = 0.2
+"""How long a signal may go unseen while servers load."""
 
 
 class Fleet:
@@ -118,9 +120,12 @@ class Fleet:
 
     def shards(self) -> list[Shard]:
         """Waits until all servers hold what `attach` gave them. Raises ServerError: one of them failed."""
-        done, _ = wait(self._attaching, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()  # a failure is raised without waiting for servers that are still loading
+        waiting: Collection[Future[Shard]] = self._attaching
+        while waiting:
+            # A signal that comes just before the main thread begins to wait is handled only when that wait ends.
+            done, waiting = wait(self._attaching, LOOK_S, FIRST_EXCEPTION)
+            for future in done:
+                future.result()  # a failure is raised without waiting for servers that are still loading
         return [future.result() for future in self._attaching]
 
     def _cache(self) -> ExpertCache | None:
