@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Final, NamedTuple
@@ -122,7 +123,7 @@ def first_bad_row(rows: torch.Tensor) -> int | None:
     The sum of finite values is almost always finite, so one reduction decides the common case; values are checked one
     by one only if the sum is not finite.
     """
-    if rows.shape[0] == 0 or torch.isfinite(rows.sum(dtype=torch.float32)):
+    if rows.shape[0] == 0 or math.isfinite(rows.sum(dtype=torch.float32).item()):
         return None
     bad = ~torch.isfinite(rows).all(dim=1)
     return int(bad.nonzero()[0]) if bool(bad.any()) else None
