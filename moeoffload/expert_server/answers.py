@@ -68,7 +68,6 @@ class Answers:
         for request in batch.members:
             self.serve(request, pause)
 
-    @torch.inference_mode()
     def _compute(self, request: Request, context: SlotContext, pause: Pause | None) -> int:
         """Computes one request into its reply buffer; returns the reply frame's length in bytes."""
         started = perf_counter()
@@ -88,7 +87,6 @@ class Answers:
         self._counters.count_request(n_rows, wait_s)
         return write_sums_header(slot, context, wait_s + given_s, took_s)
 
-    @torch.inference_mode()
     def _serve_together(self, batch: Batch, pause: Pause | None) -> None:
         """Computes all members in one call and sends their replies; raises before any reply was sent if it fails."""
         started = perf_counter()

@@ -194,7 +194,7 @@ class Engine:
         self._running, self._started, self._given_s = share, perf_counter(), 0.0
         self._price = SMALL_PRICE if is_small(request) else 1.0
         if isinstance(request, Job):
-            with torch.inference_mode():
+            with torch.no_grad():
                 request.run()
         elif not (self._coalesces and self.shares.has_any()):
             self._answers.serve(request, self.pause)
