@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from moeoffload.host.detokenizer import Detokenizer, StopStrings, TokenTexts
 from moeoffload.serve.api_errors import ApiError, bad_request, unavailable
 from moeoffload.serve.block_forms import MessagesForm, ResponsesForm
-from moeoffload.serve.block_schemas import MessagesRequest, ResponsesRequest
+from moeoffload.serve.block_schemas import CountTokensRequest, MessagesRequest, ResponsesRequest
 from moeoffload.serve.chat import Prompt, PromptReader
 from moeoffload.serve.choices import Choice, Choices, Piece
 from moeoffload.serve.engine import ServingEngine
@@ -66,6 +66,13 @@ class Answering:
     async def message(self, body: MessagesRequest, request: Request) -> Response:
         """The response to /v1/messages. Raises ApiError: there is no answer."""
         return await self._chat(body.chat(), request.receive, lambda n: MessagesForm(self.model_name, n))
+
+    async def count_tokens(self, body: CountTokensRequest) -> Response:
+        """The response to /v1/messages/count_tokens. Raises ApiError: there would be no answer to such a message."""
+        request = body.chat()
+        self._check(request)
+        prompt = await self._reader.read_chat(request)
+        return JSONResponse({"input_tokens": len(prompt.tokens)})
 
     async def respond(self, body: ResponsesRequest, request: Request) -> Response:
         """The response to /v1/responses. Raises ApiError: there is no answer."""

@@ -66,6 +66,7 @@ def _add_openai_routes(app: FastAPI, answering: Answering) -> None:
         ("/v1/completions", answering.complete),
         ("/v1/responses", answering.respond),
         (MESSAGES_PATH, answering.message),
+        (f"{MESSAGES_PATH}/count_tokens", answering.count_tokens),
     ):
         app.post(path, response_model=None)(answer)
 
@@ -117,7 +118,7 @@ def _add_operator_routes(app: FastAPI, snapshot: Snapshot, engine: ServingEngine
 
 def _add_error_handlers(app: FastAPI) -> None:
     async def tell(request: Request, error: Exception) -> Response:
-        of_messages = request.url.path == MESSAGES_PATH
+        of_messages = request.url.path.startswith(MESSAGES_PATH)
         if not isinstance(error, HTTPException):
             return of_exception(error).response(of_messages=of_messages)
         message, code = str(error.detail), None

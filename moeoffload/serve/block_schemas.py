@@ -45,10 +45,10 @@ class _Asked(StrictModel):
             raise bad_request(f"Invalid '{param}': {first['msg']}.", param) from None
 
 
-class MessagesRequest(_Asked):
-    """The body of /v1/messages."""
+class CountTokensRequest(_Asked):
+    """The body of /v1/messages/count_tokens: that of /v1/messages, of which clients leave ``max_tokens`` out."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     messages: Annotated[list[Turn], Field(min_length=1)]
     system: Blocks | None = None
     top_k: int | None = None
@@ -77,6 +77,12 @@ class MessagesRequest(_Asked):
             if self.thinking
             else None,
         )
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
 
 
 def _anthropic_tool(tool: dict[str, Any]) -> dict[str, Any]:

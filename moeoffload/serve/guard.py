@@ -59,7 +59,7 @@ class Guard:
                 await self._app(scope, _replay(body, receive), send)
         except ApiError as error:  # raised in this module; the app handles its own
             error.headers["Connection"] = "close"  # part of the body may not have been read
-            await error.response(of_messages=scope["path"] == MESSAGES_PATH)(scope, receive, send)
+            await error.response(of_messages=scope["path"].startswith(MESSAGES_PATH))(scope, receive, send)
 
     def _check_who(self, scope: Scope) -> None:
         headers = Headers(scope=scope)

@@ -71,6 +71,14 @@ def test_messages_whole_and_streamed(server: Running) -> None:
             texts = list(stream.text_stream)
             final = stream.get_final_message()
         cut = client.messages.create(**asked | {"max_tokens": 9})
+        n_tickets = len(server.engine.tickets)
+        del asked["max_tokens"]
+        count = client.messages.count_tokens(**asked)
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            client.messages.count_tokens(**asked | {"extra_body": {"container": "x"}})
+    assert (count.input_tokens, len(server.engine.tickets)) == (whole.usage.input_tokens, n_tickets)
+    body: Any = refused.value.body
+    assert (body["type"], body["error"]["param"]) == ("error", "container")
     for told in (whole, final):
         kinds: list[Any] = list(told.content)
         assert [block.type for block in kinds] == ["thinking", "text", "tool_use"]
