@@ -15,6 +15,9 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {"truncation": ("disabled",), "bac
 _IGNORED: Final = frozenset(
     ("metadata", "service_tier", "user", "store", "include", "safety_identifier", "prompt_cache_key")
 )
+_REASONING: Final = ("effort", "summary", "generate_summary")
+"""No summary is written: the reasoning itself is returned, whole."""
+_TEXT: Final = ("format", "verbosity")
 
 Blocks = str | list[dict[str, Any]]
 
@@ -152,6 +155,7 @@ class ResponsesRequest(_Asked):
         choice = self.tool_choice or "auto"
         parallel = self.parallel_tool_calls is not False
         told |= {"tools": self.tools or [], "tool_choice": choice, "parallel_tool_calls": parallel}
+        told["reasoning"] = {"effort": (self.reasoning or {}).get("effort"), "summary": None}
         try:
             json.dumps(told, ensure_ascii=False, allow_nan=False).encode()
         except ValueError:  # Python's parser takes NaN and half of a surrogate pair
@@ -162,6 +166,9 @@ class ResponsesRequest(_Asked):
 
     def chat(self) -> ChatRequest:
         """The equivalent chat request. Raises ApiError: there is none."""
+        for param, fields, known in (("reasoning", self.reasoning, _REASONING), ("text", self.text, _TEXT)):
+            for name in (name for name, value in (fields or {}).items() if value is not None and name not in known):
+                raise unsupported(f"{param}.{name}")
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         items: Any = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         for item in items:

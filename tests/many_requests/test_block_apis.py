@@ -11,6 +11,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from openai.types.shared import Reasoning
 
 from many_requests.fake_engine import FakeEngine, tokens_of
 from many_requests.http_kit import Running, serving
@@ -96,6 +97,7 @@ def test_responses_whole_and_streamed(server: Running) -> None:
         {"type": "function_call_output", "call_id": "c", "output": "4"},
     ]
     asked: dict[str, Any] = {"model": "demo", "input": items, "instructions": "be", "tools": TOOLS, "store": False}
+    asked["reasoning"] = {"effort": "low", "summary": "detailed"}
     with server.client() as client:
         whole = client.responses.create(**asked)
         assert prompt_of(server) == "[system|be||][user|hi||][assistant|||add3][tool|4||]1"
@@ -107,6 +109,7 @@ def test_responses_whole_and_streamed(server: Running) -> None:
         kinds: list[Any] = list(told.output)
         assert [item.type for item in kinds] == ["reasoning", "message", "function_call"]
         assert (kinds[0].content[0].text, told.output_text) == ("hm", "yes")
+        assert (kinds[0].summary, told.reasoning) == ([], Reasoning(effort="low", summary=None)), "none is written"
         assert (kinds[2].name, json.loads(kinds[2].arguments)) == ("add", {"a": 1})
         assert told.status == "completed"
         assert told.usage is not None
@@ -149,6 +152,8 @@ def test_an_error_within_a_stream_reaches_the_client(tokenizer: Any) -> None:
         ("responses", {"input": [{"type": "reasoning", "content": [5]}]}, "input"),
         ("responses", {"text": {"format": "json"}}, "text.format"),
         ("responses", {"text": {"verbosity": "low"}}, "verbosity"),
+        ("responses", {"text": {"style": "low"}}, "text.style"),
+        ("responses", {"reasoning": {"budget": 5}}, "reasoning.budget"),
         ("responses", UNUSED | {"tools": [TOOLS[0] | {"description": "\ud800"}]}, "tools"),
         ("responses", UNUSED | {"tools": [TOOLS[0] | {"parameters": {"default": float("nan")}}]}, "tools"),
     ],
