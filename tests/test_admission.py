@@ -214,6 +214,31 @@ def test_a_host_waits_for_a_lease_to_come_free(start_server: StartServer) -> Non
         retry_while_busy(attach, STEP_TIMEOUT_S)
 
 
+def test_a_host_waits_for_another_to_leave(
+    start_server: StartServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server("--memory-gib", budget_gib(40))
+    first = open_model(DEMO, experts=[server.address], slots=SLOTS, device="cpu")
+    threading.Timer(0.2, first.close).start()
+    with open_model(write_tiny("qwen3_moe", tmp_path), experts=[server.address], device="cpu"):
+        assert "no room for the experts: other hosts use 0.005859 GiB" in caplog.text
+
+
+def test_a_host_waits_for_rows_that_others_took_while_it_loaded(start_server: StartServer) -> None:
+    server = start_server("--memory-gib", budget_gib(40))
+    with loaded(server.address) as (_, one), loaded(server.address) as (_, other):
+        taken: list[int] = []
+
+        def take_all(address: str, n_loaded: int, n_bytes: int) -> None:
+            if not taken:
+                taken.extend((rows_of(one), rows_of(other)))
+                for lease in (one, other):
+                    threading.Timer(0.2, lease.close).start()
+
+        with open_model(DEMO, experts=[server.address], slots=SLOTS, device="cpu", on_progress=take_all) as offloaded:
+            assert (taken, capacity_of(offloaded)) == ([32, 8], 32)
+
+
 def test_it_is_not_asked_more_often_than_the_server_says() -> None:
     asked: list[float] = []
 

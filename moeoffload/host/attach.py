@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -97,23 +98,28 @@ def connect(
     client = ControlClient(address, credentials)
     try:
         client.connect(timeout_s, refused_s)
-        info = client.describe(timeout_s, model_digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype))
+        return Candidate(address, credentials, client, describe(client, checkpoint, timeout_s))
     except BaseException:
         client.close()
         raise
-    return Candidate(address, credentials, client, info)
+
+
+def describe(client: ControlClient, checkpoint: Checkpoint, timeout_s: float) -> pb.DescribeReply:
+    """Asks a server what it offers for this model. Raises ServerError as `ControlClient.describe` does."""
+    return client.describe(timeout_s, model_digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype))
 
 
 def retry_while_busy(attempt: Callable[[], _Result], timeout_s: float) -> _Result:
-    """Returns the result of ``attempt()``, which is retried while it raises BusyError, for up to ``timeout_s`` seconds.
-    Raises BusyError: no room became free in time; and whatever else ``attempt`` raises."""
-    deadline = time.monotonic() + timeout_s
+    """Returns the result of ``attempt()``, which is retried while it raises BusyError, until ``timeout_s`` seconds
+    after the first one. Raises BusyError: no room became free in time; and whatever else ``attempt`` raises."""
+    deadline = math.inf
     while True:
         try:
             return attempt()
         except BusyError as error:
-            wait_s = max(error.retry_after_s, LEAST_WAIT_S)
-            if time.monotonic() + wait_s >= deadline:
+            wait_s, now = max(error.retry_after_s, LEAST_WAIT_S), time.monotonic()
+            deadline = min(deadline, now + timeout_s)
+            if now + wait_s >= deadline:
                 raise
             logger.warning("%s; trying again in %.3g s", error, wait_s)
             time.sleep(wait_s)
@@ -130,36 +136,44 @@ def attach(candidate: Candidate, table: ExpertTable, plan: AttachPlan, *, kernel
 
     ``kernel`` is the kernel that the server must use, since another holder of ``table`` uses it, or this one did
     before; empty accepts any.
+    Waits up to ``timeout_s`` seconds while the server has no room.
     Raises ServerError: the server refuses or fails; nothing is left open, the connection neither.
     """
     checkpoint, settings = plan.checkpoint, plan.settings
     keys = StreamKeys.new()
+    wishes = pb.Activate(
+        model_digest=checkpoint.digest,
+        compute_dtype=dtype_label(checkpoint.dtype),
+        table_digest=table.digest,
+        hidden_size=checkpoint.hidden_size,
+        top_k=checkpoint.top_k,
+        dtype_out=plan.payloads.out.label,
+        dtype_back=plan.payloads.back.label,
+        batch_capacity=settings.most_rows,
+        n_slots=settings.slots,
+        transport=settings.transport.value,
+        kernel=kernel,
+        stream_key=keys.public,
+    )
+
+    def load() -> tuple[Lease, list[float] | None, pb.Offer]:
+        lease = candidate.client.attach(timeout_s)
+        try:
+            errors = lease.load(
+                plan.model,
+                table,
+                progress=lambda loaded, total: plan.tell(candidate.address, loaded, total),
+                timeout_s=settings.load_timeout_s,
+            )
+            return lease, errors, lease.activate(wishes)
+        except BaseException:
+            lease.close()  # a host that waits for room takes none
+            raise
+
     with contextlib.ExitStack() as undo:
         undo.callback(candidate.client.close)
-        lease = take_lease(candidate, timeout_s)
+        lease, errors, offer = retry_while_busy(load, timeout_s)
         undo.callback(lease.close)
-        errors = lease.load(
-            plan.model,
-            table,
-            progress=lambda loaded, total: plan.tell(candidate.address, loaded, total),
-            timeout_s=settings.load_timeout_s,
-        )
-        offer = lease.activate(
-            pb.Activate(
-                model_digest=checkpoint.digest,
-                compute_dtype=dtype_label(checkpoint.dtype),
-                table_digest=table.digest,
-                hidden_size=checkpoint.hidden_size,
-                top_k=checkpoint.top_k,
-                dtype_out=plan.payloads.out.label,
-                dtype_back=plan.payloads.back.label,
-                batch_capacity=settings.most_rows,
-                n_slots=settings.slots,
-                transport=settings.transport.value,
-                kernel=kernel,
-                stream_key=keys.public,
-            )
-        )
         _check_capacity(candidate, offer.batch_capacity, settings)
         layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, *plan.payloads, offer.batch_capacity)
         timings = checked_timings(offer.timings)

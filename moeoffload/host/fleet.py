@@ -8,12 +8,14 @@ import logging
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from time import monotonic, sleep
 from typing import Final
 
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
-from moeoffload.errors import ServerError
-from moeoffload.host.attach import AttachPlan, Candidate, attach, connect, take_lease
+from moeoffload.errors import PlacementError, ServerError
+from moeoffload.host.attach import AttachPlan, Candidate, attach, connect, describe, take_lease
 from moeoffload.host.expert_cache import ExpertCache
 from moeoffload.host.fallback import FallbackLink
 from moeoffload.host.link import ExpertLink
@@ -31,6 +33,8 @@ AGAIN_S: Final = 2.0
 """How long a lost server may take to answer an attempt to attach again."""
 LOOK_S: Final = 0.2
 """How long a signal may go unseen while servers load."""
+ROOM_S: Final = 1.0
+"""How long to wait before servers are asked again whether they have room."""
 
 
 class Fleet:
@@ -91,18 +95,33 @@ class Fleet:
         """Places ``experts`` (those of each MoE layer that are not on the host) and starts to load them everywhere.
 
         ``usage`` is how often each expert was chosen; see `place_experts`.
+        Waits for up to `connect_timeout_s` while other hosts' experts leave no room.
         Raises PlacementError: they do not fit; ServerError: a server refuses.
         """
         checkpoint, settings = self._plan.checkpoint, self._plan.settings
         sizes = [layer.expert_bytes for layer in checkpoint.layers]
         copies = settings.replicas
-        offers = [
-            MemoryOffer(c.address, c.info.offered_bytes - copies * self._batch_bytes(c)) for c in self._candidates
-        ]
-        # Each server holds about ``copies`` times its own share: its experts and replicas of others'.
-        own = [MemoryOffer(offer.name, offer.n_bytes // copies) for offer in offers]
-        # Placed without speeds first: experts that do not fit are reported before any server loads some to be timed.
-        tables = place_experts(experts, sizes, own)
+        deadline = monotonic() + settings.connect_timeout_s
+        while True:
+            offers = [
+                MemoryOffer(c.address, c.info.offered_bytes - copies * self._batch_bytes(c)) for c in self._candidates
+            ]
+            # Each server holds about ``copies`` times its own share: its experts and replicas of others'.
+            own = [MemoryOffer(offer.name, offer.n_bytes // copies) for offer in offers]
+            try:
+                # Without speeds first: experts that do not fit are reported before any server loads some to be timed.
+                tables = place_experts(experts, sizes, own)
+                break
+            except PlacementError:
+                others_gib = sum(candidate.info.resident_bytes for candidate in self._candidates) / GIB
+                if not others_gib or monotonic() >= deadline:
+                    raise
+            logger.warning("no room for the experts: other hosts use %.4g GiB of the servers; waiting", others_gib)
+            sleep(ROOM_S)
+            self._candidates = [
+                replace(each, info=describe(each.client, checkpoint, settings.connect_timeout_s))
+                for each in self._candidates
+            ]
         if len(offers) > 1:
             tables = place_experts(experts, sizes, own, self._speeds(), usage)
         holders = place_replicas(tables, sizes, offers, copies)
