@@ -20,6 +20,7 @@ from moeoffload.cli.options import exit_on_error
 from moeoffload.cli.signals import signals_unwind
 from moeoffload.config import warn_of_misspelt_names
 from moeoffload.errors import ServerError, SettingError
+from moeoffload.last_resort import answer_within
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -120,11 +121,15 @@ def _ask(url: SplitResult, headers: dict[str, str], tls: ssl.SSLContext | None) 
         if tls is None
         else http.client.HTTPSConnection(*place, timeout=ANSWER_S, context=tls)
     )
-    try:
+
+    def get() -> tuple[int, bytes]:
         with contextlib.closing(client) as connection:
             connection.request("GET", f"{url.path.rstrip('/')}/stats", headers=headers)
             reply = connection.getresponse()
-            body = reply.read(MOST_BYTES + 1)
+            return reply.status, reply.read(MOST_BYTES + 1)
+
+    try:
+        status, body = answer_within(2 * ANSWER_S, "figures", get)
     except socket.gaierror as error:
         raise ServerError(f"{name}: no machine of that name is known ({error.strerror})") from None
     except ssl.SSLCertVerificationError as error:
@@ -132,11 +137,12 @@ def _ask(url: SplitResult, headers: dict[str, str], tls: ssl.SSLContext | None) 
             f"{name}: its certificate is not one that --tls-ca vouches for ({error.verify_message})"
         ) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ServerError(f"{name}: no host answers ({getattr(error, 'strerror', None) or error})") from None
-    if reply.status in (401, 403):
+        why = getattr(error, "strerror", None) or str(error) or "timed out"
+        raise ServerError(f"{name}: no host answers ({why})") from None
+    if status in (401, 403):
         raise ServerError(f"{name}: it wants another API key; give --api-key-file")
-    if reply.status != 200:
-        raise ServerError(f"{name}: no figures there, it answers {reply.status} to /stats")
+    if status != 200:
+        raise ServerError(f"{name}: no figures there, it answers {status} to /stats")
     snapshot: Any = None
     if len(body) <= MOST_BYTES:
         with contextlib.suppress(ValueError, RecursionError):
