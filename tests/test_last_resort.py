@@ -130,6 +130,32 @@ Engine._serve_next = counted
 """
 
 
+FAILS_AT_ONCE = """
+from moeoffload.transport import StreamListener
+start = StreamListener.__init__
+def started(self, *places, **options):
+    start(self, *places, **options)
+    self._reader.join()
+def broken(self):
+    raise SystemError("on purpose")
+StreamListener.__init__, StreamListener._read = started, broken
+"""
+
+
+def is_out_of_service(address: str) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=SOON_S)
+    return bool(reply.status == health_pb2.HealthCheckResponse.NOT_SERVING)
+
+
+def test_a_server_that_fails_while_it_starts_says_so(start_server: StartServer) -> None:
+    server = start_server(patch=FAILS_AT_ONCE)
+    assert is_out_of_service(server.address)
+    with pytest.raises(ServerError, match="this server has failed: its thread stream-reader"):
+        open_model(DEMO, experts=[server.address], device="cpu")
+
+
 @pytest.mark.parametrize("transport", ["shared", "stream"])
 def test_a_server_that_has_failed_says_so_to_hosts_and_to_health(start_server: StartServer, transport: str) -> None:
     server = start_server(patch=FAILS_LATER)
@@ -144,10 +170,7 @@ def test_a_server_that_has_failed_says_so_to_hosts_and_to_health(start_server: S
 
         with pytest.raises(ServerError, match=r"has failed|closed"):
             generate()
-    with grpc.insecure_channel(server.address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest()
-        eventually(lambda: stub.Check(request, timeout=SOON_S).status == health_pb2.HealthCheckResponse.NOT_SERVING)
+    eventually(lambda: is_out_of_service(server.address))
     assert "on purpose" in server.log_text
     with pytest.raises(ServerError, match="this server has failed"):
         open_model(DEMO, experts=[server.address], transport=transport, device="cpu")

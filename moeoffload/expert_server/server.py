@@ -50,7 +50,7 @@ class ExpertServer(ServerParts):
 
     credentials: ServerCredentials
     refusals: Refusals
-    listener: StreamListener | None
+    listener: StreamListener | None = None
     _leases: dict[str, HostLease] = field(default_factory=dict)
     _epochs: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -86,34 +86,31 @@ class ExpertServer(ServerParts):
         store = ExpertStore(budget, lambda: sum(map(free_now, in_use)), keep_warm=keeps)
         engine = Engine(coalesce=settings.coalesce)
         factories: dict[str, ChannelFactory] = {}
-        listener = None
-
-        def failed(why: str) -> None:
-            server.fail(why)
-
-        engine.on_failure = failed
+        server = cls(
+            *(settings, devices[0], store, engine, factories, credentials, refusals),
+            memories=memories,
+            on_drained=on_drained,
+        )
+        engine.on_failure = server.fail
         if settings.transport in (TransportChoice.AUTO, TransportChoice.SHARED):
             sweep_stale_segments()
-            factories["shared"] = lambda sizes, deliver, key: SharedServerEnd(sizes, deliver, on_failure=failed)
+            factories["shared"] = lambda sizes, deliver, key: SharedServerEnd(sizes, deliver, on_failure=server.fail)
         if settings.transport in (TransportChoice.AUTO, TransportChoice.STREAM):
-            listener = StreamListener(
+            server.listener = StreamListener(
                 _numeric(settings.listen.host),
                 settings.stream_port,
                 encrypted=credentials.encrypt_rows,
                 on_refused=refusals.add,
-                on_failure=failed,
+                on_failure=server.fail,
             )
-            factories["stream"] = listener.open_channel
-        server = cls(
-            *(settings, devices[0], store, engine, factories, credentials, refusals, listener),
-            memories=memories,
-            on_drained=on_drained,
-        )
+            factories["stream"] = server.listener.open_channel
         engine.start()
         try:
             server._control = ControlServer.start(
                 settings.listen.host, settings.listen.port, server, credentials, refusals
             )
+            if server._failure:
+                server.fail(server._failure)
         except BaseException:
             server.stop()
             raise
