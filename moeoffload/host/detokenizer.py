@@ -97,6 +97,7 @@ class TokenTexts:
         # Some tokenizers drop a space at the start of a text, so each token is decoded behind another one.
         self._before: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self._n_before = len(self._decode([]))
+        self.special = frozenset(tokenizer.all_special_ids)
         self.of = functools.lru_cache(maxsize=65536)(self._of)
         """Returns (text, UTF-8 bytes) of a token. The text of a partial character is like ``bytes:\\xe2\\x82``, as in
         OpenAI's API; the bytes are None if the tokenizer does not reveal them."""

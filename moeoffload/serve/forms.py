@@ -182,8 +182,9 @@ class CompletionForm(_ChoicesForm):
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Json | None:
         if self._alternatives is None:
             return None
-        n_echo = len(self._echoes[index])
-        tokens = self._of_prompt(pieces[0].prompt, n_echo) if pieces else []
+        echo = self._echoes[index]
+        n_echo = len(echo)
+        tokens = self._of_prompt(pieces[0].prompt, echo) if pieces else []
         n_prompt = len(tokens)
         tokens += [(n_echo + start, choice) for piece in pieces for start, choice in piece.tokens]
         first = 1 if n_prompt else 0  # the first token has no probability
@@ -196,11 +197,13 @@ class CompletionForm(_ChoicesForm):
             "text_offset": [start for start, _ in tokens],
         }
 
-    def _of_prompt(self, choices: Sequence[TokenChoice], n_echo: int) -> list[tuple[int, TokenChoice]]:
+    def _of_prompt(self, choices: Sequence[TokenChoice], echo: str) -> list[tuple[int, TokenChoice]]:
         """Each token with the offset of its text; parts of a character have the offset of the character."""
-        n_begun, tokens = 0, []
+        n_begun, n_echo, tokens = 0, len(echo), []
         for choice in choices:
             text, parts = self._texts.of(choice.token)
+            if choice.token in self._texts.special and not echo.startswith(text, n_begun):
+                text, parts = "", None  # added by the tokenizer, as a BOS token is
             begins = [part & 0xC0 != 0x80 for part in parts or text.encode()]  # whether a byte begins a character
             inside = not all(begins[:1])
             tokens.append((min(max(0, n_begun - inside), n_echo), choice))

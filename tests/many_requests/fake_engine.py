@@ -77,6 +77,8 @@ class FakeEngine:
 
     def _answer(self, ticket: FakeTicket) -> None:
         options = ticket.options
+        if options.with_prompt:
+            ticket.tell(Progress(prompt=tuple(TokenChoice(token, -0.5) for token in ticket.prompt)))
         for number, token in enumerate(self.tokens):
             if ticket.cancelled.is_set():
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from command_lines import wait_until
+from tokenizers import processors
 
 from many_requests.fake_engine import FakeEngine, tokens_of
 from many_requests.http_kit import Running, serving
@@ -120,6 +122,20 @@ def test_defaults_are_those_of_openai(server: Running, engine: FakeEngine) -> No
     assert (chat.temperature, chat.top_p, chat.top_k, chat.seed, chat.alternatives) == (1.0, 1.0, 0, None, None)
     assert answer.logprobs is not None
     assert answer.logprobs.text_offset == [at for at, letter in enumerate(TEXT) for _ in letter.encode()][:16]
+
+
+def test_a_token_that_the_tokenizer_adds_takes_no_part_of_an_echo(tokenizer: Any) -> None:
+    adding = copy.deepcopy(tokenizer)
+    adding.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", 257)]
+    )
+    text = "\u00e9<|endoftext|>b"
+    with serving(FakeEngine(tokens_of("yes")), adding) as server, server.client() as client:
+        told = client.completions.create(model="demo", prompt=text, logprobs=0, echo=True).choices[0]
+    assert told.logprobs is not None
+    assert told.text == f"{text}yes"
+    assert (told.logprobs.tokens or [])[0] == "<|pad|>"
+    assert told.logprobs.text_offset == [0, 0, 0, 1, *range(len(text) - 1, len(text) + 4)]
 
 
 @pytest.mark.parametrize("prompt", ["ab", ["ab", "ab"], [97, 98], [[97, 98], [97, 98]]])
