@@ -55,6 +55,7 @@ def check(path: Path, reference: Any, server: str, transport: str, **options: An
         ("gpt_oss", "MXFP4", "MXFP4", "stream"),
         ("gpt_oss", "Q8_0", "Q4_0", "shared"),
         ("qwen3_moe", "Q5_0", "Q8_0", "shared"),
+        ("qwen3_moe", "Q5_K", "Q5_1", "stream"),
         ("qwen3_moe", "BF16", "IQ4_NL", "shared"),
     ],
 )

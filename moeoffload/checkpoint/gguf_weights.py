@@ -33,17 +33,21 @@ from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 
 from moeoffload.checkpoint.gguf_config import FAMILIES
 from moeoffload.checkpoint.gguf_file import GgufFile
+from moeoffload.checkpoint.packed_rows import PLAIN
 from moeoffload.checkpoint.tensors import DTYPES, StoredTensor, TensorReader
 from moeoffload.checkpoint.weights import StoredWeight
 from moeoffload.errors import ModelError
 from moeoffload.formats import PackedWeights
-from moeoffload.formats.file_format import Packing, Parts
+from moeoffload.formats.file_format import Packing, Parts, as_bytes
 from moeoffload.formats.gguf import BLOCK_TYPES, BlockType, split_rows
 from moeoffload.huge_pages import empty_weights
 
 _EXPERTS: Final = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|gate_up|down)_exps\.(?:weight|bias))")
 _OF_EXPERTS: Final = re.compile(r"blk\.(\d+)\.ffn_\w*_(ch)?exps\.")
 _LAYER: Final = re.compile(r"\.(\d+)\.")
+_UNPACKED: Final = ("Q4_1", "Q5_1")
+"""Types without kernels, whose experts are unpacked to the compute dtype when they are read. llama.cpp uses Q5_1 in
+place of Q5_K for rows whose length is not a multiple of 256."""
 _PIECE_BYTES: Final = 1 << 18  # bytes of blocks unpacked at a time: intermediate results stay in a core's cache
 _BIASES: Final = {"gate_up_proj": "gate_up_proj_bias", "up_proj": "up_proj_bias", "down_proj": "down_proj_bias"}
 
@@ -62,7 +66,8 @@ def expert_weights(gguf: GgufFile, experts: Mapping[str, nn.Module]) -> list[Sto
         name = _EXPERTS.fullmatch(tensor.name)
         if name is None:
             raise ModelError(f"{tensor.name}: is a tensor of routed experts that is not supported")
-        found.append(_packed(tensor, f"{modules[int(layer[1])]}.{name[2]}"))
+        module = modules[int(layer[1])]
+        found.append(_packed(tensor, f"{module}.{name[2]}", next(experts[module].parameters()).dtype))
     return found
 
 
@@ -106,23 +111,30 @@ def _layer_of(module_name: str) -> int:
     return int(numbers[0])
 
 
-def _packed(tensor: StoredTensor, name: str) -> StoredWeight:
+def _packed(tensor: StoredTensor, name: str, dtype: torch.dtype) -> StoredWeight:
     if tensor.dtype in DTYPES:
         return StoredWeight(name, tensor.shape, {"weight": tensor})
-    if tensor.dtype not in BLOCK_TYPES:
-        known = ", ".join(BLOCK_TYPES)
+    if tensor.dtype not in BLOCK_TYPES and tensor.dtype not in _UNPACKED:
+        known = ", ".join((*BLOCK_TYPES, *_UNPACKED))
         raise ModelError(f"{tensor.name}: is of type {tensor.dtype}; experts are computed from {known}")
-    return StoredWeight(name, tensor.shape, {"weight": _as_bytes(tensor)}, _packing(tensor.dtype, tensor.shape))
+    return StoredWeight(name, tensor.shape, {"weight": _as_bytes(tensor)}, _packing(tensor.dtype, tensor.shape, dtype))
 
 
 @cache
-def _packing(type_name: str, shape: tuple[int, ...]) -> Packing:
+def _packing(type_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Packing:
+    if type_name in _UNPACKED:
+        dtype = dtype if dtype in PLAIN else torch.float32
+        return Packing(PLAIN[dtype], shape, partial(_unpacked, type_name, shape[-1], dtype))
     kind = BLOCK_TYPES[type_name]
     return Packing(kind.format, shape, partial(_sections, kind))
 
 
 def _sections(kind: BlockType, parts: Parts) -> dict[str, torch.Tensor]:
     return split_rows(parts["weight"], kind)
+
+
+def _unpacked(type_name: str, n_in: int, dtype: torch.dtype, parts: Parts) -> dict[str, torch.Tensor]:
+    return {"codes": as_bytes(_values(parts["weight"], type_name, n_in, dtype))}
 
 
 def _as_bytes(tensor: StoredTensor) -> StoredTensor:
@@ -166,7 +178,7 @@ class DenseTensor:
         if self.converter is not None or not is_packed or self.stored.shape != self.shape or len(self.shape) != 2:
             return None
         with TensorReader() as reader:
-            return _packed(self.stored, self.name).read_packed(reader)
+            return _packed(self.stored, self.name, self.dtype).read_packed(reader)
 
 
 def dense_tensors(gguf: GgufFile, config: Any, shapes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, DenseTensor]:
@@ -219,14 +231,19 @@ def _unpack(reader: TensorReader, tensor: StoredTensor, dtype: torch.dtype) -> t
     """Reads the weights of a tensor of any type as ``dtype``."""
     if tensor.dtype in DTYPES:
         return reader.read(tensor).to(dtype)
+    rows = reader.read(_as_bytes(tensor)).flatten(0, -2)
+    return _values(rows, tensor.dtype, tensor.shape[-1], dtype).reshape(tensor.shape)
+
+
+def _values(rows: torch.Tensor, type_name: str, n_in: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the weights in rows of blocks, (n, bytes) uint8, as (n, n_in) of ``dtype``."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    rows = reader.read(_as_bytes(tensor)).flatten(0, -2)
-    result = empty_weights((rows.shape[0], tensor.shape[-1]), dtype)
+    result = empty_weights((rows.shape[0], n_in), dtype)
     step = max(1, _PIECE_BYTES // max(1, rows.shape[1]))
-    kind = GGMLQuantizationType[tensor.dtype]
+    kind = GGMLQuantizationType[type_name]
     for start in range(0, rows.shape[0], step):
         piece = dequantize(rows[start : start + step].numpy(), kind)
         result[start : start + step] = torch.from_numpy(piece)
-    return result.reshape(tensor.shape)
+    return result

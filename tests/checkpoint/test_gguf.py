@@ -87,6 +87,16 @@ def test_matrices_of_different_types_are_read_together(tmp_path: Path) -> None:
         assert torch.equal(values, expected[name].bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_types_without_kernels_are_unpacked_to_the_compute_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = models.write_model("gpt_oss", tmp_path, "Q5_1", down_kind="Q4_1")
+    checkpoint = Checkpoint.open(path, dtype=dtype)
+    got, tiles = (matrices(checkpoint.build_experts(0, range(8), CPU, in_tiles=each)) for each in (False, True))
+    for name, values in models.experts_of(models.unpacked(path), 0, interleaved=True).items():
+        assert torch.equal(got[name], values.to(dtype)), name
+        assert torch.equal(tiles[name], values.to(dtype)), name
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "gpt_oss", "minimax_m2"])
 def test_config_and_dense_tensors_are_those_of_the_model(tmp_path: Path, family: str) -> None:
     path = models.write_model(family, tmp_path, "Q8_0", dense_kind="Q5_K")
@@ -225,8 +235,8 @@ def test_a_config_from_the_network_that_is_none_is_refused(tmp_path: Path, text:
 
 
 def test_experts_of_a_type_without_kernels_are_refused_by_name(tmp_path: Path) -> None:
-    path = models.write_model("qwen3_moe", tmp_path, "Q5_1")
-    with pytest.raises(ModelError, match=r"blk\.0\.ffn_gate_exps\.weight: is of type Q5_1; experts are computed from"):
+    path = models.write_model("qwen3_moe", tmp_path, "TQ2_0")
+    with pytest.raises(ModelError, match=r"blk\.0\.ffn_gate_exps\.weight: is of type TQ2_0; experts are computed from"):
         Checkpoint.open(path)
 
 
