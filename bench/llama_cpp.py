@@ -27,7 +27,7 @@ from typing import Annotated, Any, Final
 import torch
 import typer
 from devices import CPU, HostDevice, ServerDevice
-from duel import Opponent
+from duel import STARTS, Opponent
 from gguf import GGUFReader
 from limits import read_bandwidth
 from local_model import benchmark_checkpoint
@@ -184,23 +184,25 @@ class Ours:
 def compare(
     tools: Path, kind: str, file: Path, ours: Path, turns: int, limit: float, prompts: Sequence[int], on: dict[str, str]
 ) -> list[Row]:
-    """All contenders with one format, in turns, after one turn each that does not count."""
+    """All contenders with one format, in turns: ours in ``STARTS`` fresh pairs of processes, since where a process's
+    memory happens to lie makes it several percent faster or slower. The first turn of each start does not count."""
     settings = {"remote": {}, "local": {"local_experts_gib": 64}}
-    with contextlib.ExitStack() as stack:
-        port = stack.enter_context(rpc_server(tools))
-        contenders: dict[tuple[str, str], LlamaCpp | Ours] = {
-            ("llama.cpp", "remote"): LlamaCpp(tools, file, port, prompts),
-            ("llama.cpp", "local"): LlamaCpp(tools, file, None, prompts),
-        }
-        for where, words in settings.items():
-            opponent = stack.enter_context(Opponent(ours, {"settings": words, **on}, ROOT))
-            contenders["moeoffload", where] = Ours(opponent, prompts)
-        found: dict[tuple[str, str], list[dict[str, float]]] = {name: [] for name in contenders}
-        for turn in range(turns + 1):
-            for name, contender in contenders.items():
-                speeds = contender.measure()
-                if turn:
-                    found[name].append(speeds)
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for _ in range(STARTS):
+        with contextlib.ExitStack() as stack:
+            port = stack.enter_context(rpc_server(tools))
+            contenders: dict[tuple[str, str], LlamaCpp | Ours] = {
+                ("llama.cpp", "remote"): LlamaCpp(tools, file, port, prompts),
+                ("llama.cpp", "local"): LlamaCpp(tools, file, None, prompts),
+            }
+            for where, words in settings.items():
+                opponent = stack.enter_context(Opponent(ours, {"settings": words, **on}, ROOT))
+                contenders["moeoffload", where] = Ours(opponent, prompts)
+            for turn in range(-(-turns // STARTS) + 1):
+                for name, contender in contenders.items():
+                    speeds = contender.measure()
+                    if turn:
+                        found.setdefault(name, []).append(speeds)
     rows = []
     for (system, where), done in found.items():
         spreads: dict[str, Any] = {"prefill_2048": None}
