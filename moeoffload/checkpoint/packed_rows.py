@@ -17,6 +17,7 @@ from moeoffload.checkpoint.tensors import TensorReader
 from moeoffload.checkpoint.weights import StoredWeight
 from moeoffload.errors import ModelError
 from moeoffload.formats import Codes, PackedFormat, PackedWeights, Scales
+from moeoffload.formats.conversion import recorded
 from moeoffload.formats.file_format import SHARED, Packing, Parts, as_bytes
 from moeoffload.formats.tiles import TILE_ROWS
 
@@ -82,7 +83,8 @@ class Piece:
                 continue
             into = self._place(room, at, source, packing) if packing.is_verbatim else None
             stored = weight.read_parts(reader, expert, into)
-            parts = weight.sections(stored)
+            with recorded() as conversions:
+                parts = weight.sections(stored)
             shared = parts.pop(SHARED, None)
             scales = []
             if shared is not None and room.scales is not None:
@@ -100,7 +102,8 @@ class Piece:
                 parts = {name: values[source.taken] for name, values in parts.items()}
             room.write_rows(at, source.rows, parts)
             if into is None and not is_alike:
-                reader.kept[id(source)] = RepeatedRead(packing, stored, parts, scales, room, at, source.rows)
+                known = RepeatedRead(packing, stored, conversions, parts, scales, room, at, source.rows)
+                reader.kept[id(source)] = known
         if room is not out:
             out.put(slot, room)
 

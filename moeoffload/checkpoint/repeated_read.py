@@ -6,15 +6,20 @@ The interpreter lock is free meanwhile. With several calls for each part, loadin
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
 from moeoffload.checkpoint.tensors import TensorReader
 from moeoffload.checkpoint.weights import StoredWeight
 from moeoffload.formats import PackedWeights
+from moeoffload.formats.conversion import Conversion, Step
 from moeoffload.formats.file_format import Packing
-from moeoffload.formats.tiles import Copy, Part, Read, matrix_reader, rows_of
+from moeoffload.formats.tiles import TILE_ROWS, Copy, Matrix, Part, Read, matrix_reader, rows_of
+
+_BAND_BYTES: Final = 1 << 17  # of parts that are read, converted and written at a time: they stay in a core's cache
 
 
 class RepeatedRead:
@@ -24,6 +29,7 @@ class RepeatedRead:
         self,
         packing: Packing,
         parts: Mapping[str, torch.Tensor],
+        conversions: Sequence[Conversion],
         sections: Mapping[str, torch.Tensor],
         shared: Sequence[tuple[torch.Tensor, torch.Tensor]],
         room: PackedWeights,
@@ -35,6 +41,7 @@ class RepeatedRead:
         Args:
             packing: how it is packed.
             parts: its stored parts by role, of one matrix, in this thread's buffers.
+            conversions: what was done with the parts.
             sections: (n, bytes) uint8, written to ``rows`` of ``room[slot]``.
             shared: scales that rows share, (blocks of rows, groups), and the place to which they were copied; or none.
             room: where it was written; ``room.data`` is (slots, out, row bytes) uint8.
@@ -42,45 +49,72 @@ class RepeatedRead:
             rows: its rows there.
         """
         self.packing = packing
-        views = [*sections.values(), *(scales for scales, _ in shared)]
-        owners = {part.untyped_storage().data_ptr(): role for role, part in parts.items()}
-        viewed = {owners.get(view.untyped_storage().data_ptr()) for view in views}
-        function = matrix_reader() if isinstance(rows, slice) and None not in viewed else None
-        # Only if the sections are views of the parts, those of another matrix are other bytes in the same places.
-        self._function = function if all(view.stride(1) == 1 for view in views) else None
-        if self._function is None:
-            return
+        self._function = None
+        used = [*sections.values(), *(scales for scales, _ in shared), *(each.source for each in conversions)]
+        owners = {_storage(each): each for each in (*parts.values(), *(each.to for each in conversions))}
+        if not isinstance(rows, slice) or any(_storage(view) not in owners or view.stride(1) != 1 for view in used):
+            return  # the sections of another matrix are not only other bytes in the same places
+        self._function = matrix_reader()
+        stored = {_storage(view) for view in used}
         # The other parts determine what the sections are and whether they are valid: they must have the same values.
-        others = [part.flatten().view(torch.uint8).numpy() for role, part in parts.items() if role not in viewed]
+        others = [part.flatten().view(torch.uint8).numpy() for part in parts.values() if _storage(part) not in stored]
         self._others = [(other, other.tobytes()) for other in others]
-        self._reads = (Read * len(parts))(*(Read(0, 0, part.nbytes, part.data_ptr()) for part in parts.values()))
         to = room.data[slot, rows]
+        n_bands = 1
+        if all(each.is_by_rows for each in conversions) and all(
+            len(view) * view.stride(0) * view.itemsize == owners[_storage(view)].nbytes for view in used
+        ):
+            counts = [*(len(view) for view in used), *(each.step.numbers[0] for each in conversions)]
+            n_units = len(to) // (TILE_ROWS if room.in_tiles else 1)
+            n_bands = _n_bands(math.gcd(n_units, *counts), sum(part.nbytes for part in parts.values()))
+        of_data, of_scales = _address(room.data, slot), _address(room.scales, slot)
         tiles = rows_of(room.format, room.n_in, sections, len(to)) if room.in_tiles else None
         pairs = [] if tiles else [(part, room.section(name)[slot, rows]) for name, part in sections.items()]
-        of_data, of_scales = _address(room.data, slot), _address(room.scales, slot)
-        copies = [*(_copy(*pair, of_data) for pair in pairs), *(_copy(*pair, of_scales) for pair in shared)]
-        self._copies = (Copy * len(copies))(*copies)
-        self._kept = parts, tiles, [*self._reads]
-        self._rows = None if tiles is None else ctypes.byref(tiles), to.data_ptr() - of_data, len(to), to.shape[1]
-        self._n_pairs = len(pairs)
+        bands = {role: n_bands if _storage(part) in stored else 1 for role, part in parts.items()}
+        reads = [Read(0, 0, part.nbytes // bands[role], bands[role], part.data_ptr()) for role, part in parts.items()]
+        copies = [*(_copy(*pair, of_data, n_bands) for pair in pairs)]
+        copies += [_copy(*pair, of_scales, n_bands) for pair in shared]
+        lists: Sequence[tuple[Any, Sequence[Any]]] = (
+            (Read, reads),
+            (Step, [each.step for each in conversions]),
+            (Copy, copies),
+        )
+        arrays = [(kind * len(each))(*each) for kind, each in lists]
+        self._reads, steps, _ = arrays
+        for step in steps:
+            step.numbers[0] //= n_bands
+        self._matrix = Matrix(
+            *(ctypes.addressof(each) for each in arrays),
+            ctypes.addressof(tiles) if tiles else None,
+            *(n_bands, *(len(each) for each in arrays), len(pairs)),
+            *(to.data_ptr() - of_data, len(to) // n_bands, to.shape[1]),
+        )
+        self._kept = parts, conversions, tiles, arrays  # whose addresses are in the matrix
 
     def read(self, reader: TensorReader, weight: StoredWeight, expert: int, room: PackedWeights, slot: int) -> bool:
         """Reads another matrix to ``room[slot]``; False: it must be read in another way, which also tells errors."""
         if self._function is None:
             return False
-        for read, tensor in zip(self._kept[2], weight.parts.values(), strict=True):
+        for read, tensor in zip(self._reads, weight.parts.values(), strict=True):
             read.file = reader.descriptor(tensor.file)
-            read.offset = tensor.offset + (0 if len(weight.shape) == 2 else expert * read.size)
-        to = _address(room.data, slot), _address(room.scales, slot)
-        n_reads, n_copies = len(self._reads), len(self._copies)
-        done = self._function(self._reads, n_reads, self._copies, n_copies, self._n_pairs, *self._rows, *to)
+            read.offset = tensor.offset + (0 if len(weight.shape) == 2 else expert * read.size * read.n_bands)
+        done = self._function(ctypes.byref(self._matrix), _address(room.data, slot), _address(room.scales, slot))
         return done and all(other.tobytes() == expected for other, expected in self._others)
 
 
-def _copy(part: torch.Tensor, to: torch.Tensor, start: int) -> Copy:
-    """Returns the copy of rows to a place that is found from the address ``start`` of its slot."""
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _n_bands(most: int, n_bytes: int) -> int:
+    """Returns into how many bands a matrix is divided, a divisor of ``most``."""
+    return next((n for n in range(1, most) if most % n == 0 and n_bytes <= n * _BAND_BYTES), most)
+
+
+def _copy(part: torch.Tensor, to: torch.Tensor, start: int, n_bands: int) -> Copy:
+    """Returns the copy of a band's rows to a place that is found from the address ``start`` of its slot."""
     size, strides = part.shape[1] * part.itemsize, (part.stride(0) * part.itemsize, to.stride(0) * to.itemsize)
-    return Copy(Part(part.data_ptr(), strides[0]), to.data_ptr() - start, strides[1], size, len(part))
+    return Copy(Part(part.data_ptr(), strides[0]), to.data_ptr() - start, strides[1], size, len(part) // n_bands)
 
 
 def _address(tensor: torch.Tensor | None, slot: int) -> int:

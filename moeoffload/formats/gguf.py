@@ -15,12 +15,9 @@ from typing import Final
 import torch
 
 from moeoffload.formats import mxfp4
+from moeoffload.formats.conversion import convert
 from moeoffload.formats.int4 import SIGNED, UNSIGNED
 from moeoffload.formats.packed import Codes, Offsets, PackedFormat, Scales
-
-Parts = dict[str, torch.Tensor]
-"""Sections of packed rows by name: uint8, the bytes of each block (..., n_blocks, bytes) or of each row (...,
-bytes)."""
 
 # MXFP4 without a negative zero.
 _MXFP4: Final = replace(mxfp4.FORMAT, levels=tuple(level + 0.0 for level in mxfp4.FORMAT.levels or ()))
@@ -31,6 +28,23 @@ _AT_ONCE: Final = 1 << 18  # bytes of blocks converted at a time: intermediate r
 
 
 @dataclass(frozen=True, slots=True)
+class Section:
+    """How blocks become one section of packed rows.
+
+    Attributes:
+        function: of ``sections.c``.
+        numbers: its numbers behind the bytes of a block.
+        size: bytes of the section for each block.
+        split: what it does, with torch: maps blocks (..., n_blocks, n_bytes) uint8 to (..., n_blocks, size).
+    """
+
+    function: str
+    numbers: tuple[int, ...]
+    size: int
+    split: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class BlockType:
     """One of GGUF's types.
 
@@ -38,85 +52,68 @@ class BlockType:
         n_weights: weights of a block.
         n_bytes: bytes of a block in a file.
         format: format in memory.
-        split: splits blocks (..., n_blocks, n_bytes) uint8 into the sections of packed rows.
+        sections: the sections of packed rows by name, see `PackedFormat.sections`.
     """
 
     n_weights: int
     n_bytes: int
     format: PackedFormat
-    split: Callable[[torch.Tensor], Parts]
+    sections: dict[str, Section]
 
 
-def split_rows(rows: torch.Tensor, kind: BlockType) -> Parts:
+def split_rows(rows: torch.Tensor, kind: BlockType) -> dict[str, torch.Tensor]:
     """Splits rows of a file, (n, bytes) uint8, into their sections, (n, bytes) uint8, see `PackedFormat.sections`."""
+    blocks = rows.unflatten(-1, (-1, kind.n_bytes))
+    n_rows, n_blocks, _ = blocks.shape
     step = max(1, _AT_ONCE // rows.shape[-1])
-    pieces = [
-        {name: part.flatten(-2) for name, part in kind.split(piece.unflatten(-1, (-1, kind.n_bytes))).items()}
-        for piece in rows.split(step)
-    ]
-    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+    found = {}
+    for name, section in kind.sections.items():
+        shape, numbers = (n_rows, n_blocks * section.size), (n_rows * n_blocks, kind.n_bytes, *section.numbers)
+        values = convert(section.function, rows, shape, *numbers)
+        if values is None:
+            values = torch.cat([section.split(some).flatten(-2) for some in blocks.split(step)])
+        found[name] = values
+    return found
 
 
-def _floats(blocks: torch.Tensor) -> Parts:
-    return {"codes": blocks}
+def _bytes(start: int, size: int) -> Section:
+    return Section("moe_block_bytes", (start, size), size, lambda blocks: blocks[..., start : start + size])
 
 
-def _q8_0(blocks: torch.Tensor) -> Parts:
-    return {"scales": blocks[..., :2], "codes": blocks[..., 2:]}
+def _codes(start: int, size: int, width: int) -> Section:
+    return Section(
+        *("moe_block_codes", (start, size, width), size),
+        lambda blocks: _in_order(blocks[..., start : start + size], width),
+    )
 
 
-def _q4_0(blocks: torch.Tensor) -> Parts:
-    return {"scales": blocks[..., :2], "codes": _in_order(blocks[..., 2:], 16)}
+def _zeros(value: int) -> Section:
+    return Section("moe_block_fill", (value,), 1, lambda blocks: torch.full_like(blocks[..., :1], value))
 
 
-def _q5_0(blocks: torch.Tensor) -> Parts:
-    zeros = torch.full_like(blocks[..., :1], 16)
-    codes = _in_order(blocks[..., 6:], 16)
-    return {"scales": blocks[..., :2], "high": blocks[..., 2:6], "codes": codes, "offsets": zeros}
-
-
-def _mxfp4(blocks: torch.Tensor) -> Parts:
-    return {"scales": blocks[..., :1], "codes": _in_order(blocks[..., 1:], 16)}
-
-
-def _q4_k(blocks: torch.Tensor) -> Parts:
-    return _factors(blocks) | {"codes": _in_order(blocks[..., 16:], 32)}
-
-
-def _q5_k(blocks: torch.Tensor) -> Parts:
+def _high_bits(blocks: torch.Tensor) -> torch.Tensor:
     high = _transpose_bits(blocks[..., 16:48].contiguous().view(torch.int64))
-    high = high.view(torch.uint8).unflatten(-1, (4, 8)).transpose(-1, -2).flatten(-2)
-    return _factors(blocks) | {"codes": _in_order(blocks[..., 48:], 32), "high": high}
+    return high.view(torch.uint8).unflatten(-1, (4, 8)).transpose(-1, -2).flatten(-2)
 
 
-def _q6_k(blocks: torch.Tensor) -> Parts:
+def _high_pairs(blocks: torch.Tensor) -> torch.Tensor:
     high = _transpose_pairs(blocks[..., 128:192].contiguous().view(torch.int32))
-    high = high.view(torch.uint8).unflatten(-1, (2, 8, 4)).transpose(-1, -2).flatten(-3)
-    return {
-        "codes": _in_order(blocks[..., :128], 64),
-        "high": high,
-        "scales": blocks[..., 192:208],
-        "factors": blocks[..., 208:],
-    }
+    return high.view(torch.uint8).unflatten(-1, (2, 8, 4)).transpose(-1, -2).flatten(-3)
 
 
-def _iq4_xs(blocks: torch.Tensor) -> Parts:
+def _signed_sixes(blocks: torch.Tensor) -> torch.Tensor:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)
     high = ((blocks[..., 2:4].unsqueeze(-1) >> shifts) & 3).flatten(-2)
     low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), dim=-1).flatten(-2)
-    scales = (low | high << 4) - 32  # wraps around and is read as a signed byte
-    return {"factors": blocks[..., :2], "scales": scales, "codes": _in_order(blocks[..., 8:], 16)}
+    return (low | high << 4) - 32  # wraps around and is read as a signed byte
 
 
-def _factors(blocks: torch.Tensor) -> Parts:
-    """Splits the first 16 bytes of Q4_K and Q5_K: two float16 factors, then eight 6-bit scales and eight offsets."""
-    first, second, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
-    return {
-        "factors": blocks[..., :2],
-        "min_factors": blocks[..., 2:4],
-        "scales": torch.cat((first & 63, (rest & 15) | (first >> 2 & 48)), dim=-1),
-        "offsets": torch.cat((second & 63, (rest >> 4) | (second >> 2 & 48)), dim=-1),
-    }
+def _sixes(start: int, shift: int) -> Section:
+    def split(blocks: torch.Tensor) -> torch.Tensor:
+        first, rest = blocks[..., start : start + 4], blocks[..., 12:16]
+        return torch.cat((first & 63, (rest >> shift & 15) | (first >> 2 & 48)), dim=-1)
+
+    return Section("moe_block_sixes", (start, 12, shift), 8, split)
 
 
 def _in_order(codes: torch.Tensor, width: int) -> torch.Tensor:
@@ -150,19 +147,43 @@ def _k_quant(name: str, codes: Codes, group: int, levels: tuple[float, ...] | No
     return PackedFormat(name, codes, Scales.SUPER, offsets, group, levels)
 
 
+_Q4_0: Final = {"scales": _bytes(0, 2), "codes": _codes(2, 16, 16)}
+_K_SCALES: Final = {
+    "factors": _bytes(0, 2),
+    "min_factors": _bytes(2, 2),
+    "scales": _sixes(4, 0),
+    "offsets": _sixes(8, 4),
+}
+_Q5_0: Final = {"scales": _bytes(0, 2), "high": _bytes(2, 4), "codes": _codes(6, 16, 16), "offsets": _zeros(16)}
+_Q5_K: Final = _K_SCALES | {"high": Section("moe_block_bits", (16,), 32, _high_bits), "codes": _codes(48, 128, 32)}
+_Q6_K: Final = {
+    "codes": _codes(0, 128, 64),
+    "high": Section("moe_block_pairs", (128,), 64, _high_pairs),
+    "scales": _bytes(192, 16),
+    "factors": _bytes(208, 2),
+}
+_IQ4_XS: Final = {
+    "factors": _bytes(0, 2),
+    "scales": Section("moe_block_signed", (2,), 8, _signed_sixes),
+    "codes": _codes(8, 128, 16),
+}
 BLOCK_TYPES: Final = {
-    "F32": BlockType(1, 4, PackedFormat("f32", Codes.FLOAT32), _floats),
-    "F16": BlockType(1, 2, PackedFormat("f16", Codes.FLOAT16), _floats),
-    "BF16": BlockType(1, 2, PackedFormat("bf16", Codes.BFLOAT16), _floats),
-    "Q8_0": BlockType(32, 34, PackedFormat("q8_0", Codes.INT8, Scales.F16, group=32), _q8_0),
-    "Q4_0": BlockType(32, 18, PackedFormat("q4_0", Codes.LEVELS4, Scales.F16, group=32, levels=SIGNED), _q4_0),
+    "F32": BlockType(1, 4, PackedFormat("f32", Codes.FLOAT32), {"codes": _bytes(0, 4)}),
+    "F16": BlockType(1, 2, PackedFormat("f16", Codes.FLOAT16), {"codes": _bytes(0, 2)}),
+    "BF16": BlockType(1, 2, PackedFormat("bf16", Codes.BFLOAT16), {"codes": _bytes(0, 2)}),
+    "Q8_0": BlockType(
+        32, 34, PackedFormat("q8_0", Codes.INT8, Scales.F16, group=32), {"scales": _bytes(0, 2), "codes": _bytes(2, 32)}
+    ),
+    "Q4_0": BlockType(32, 18, PackedFormat("q4_0", Codes.LEVELS4, Scales.F16, group=32, levels=SIGNED), _Q4_0),
     # llama.cpp uses Q5_0 in place of Q4_K for rows whose length is not a multiple of 256.
-    "Q5_0": BlockType(32, 22, PackedFormat("q5_0", Codes.UINT5, Scales.F16, Offsets.ZERO, 32), _q5_0),
-    "IQ4_NL": BlockType(32, 18, PackedFormat("iq4_nl", Codes.LEVELS4, Scales.F16, group=32, levels=_IQ4_LEVELS), _q4_0),
-    "MXFP4": BlockType(32, 17, _MXFP4, _mxfp4),
-    "Q4_K": BlockType(256, 144, _k_quant("q4_k", Codes.LEVELS4, 32, UNSIGNED), _q4_k),
-    "Q5_K": BlockType(256, 176, _k_quant("q5_k", Codes.UINT5, 32), _q5_k),
-    "Q6_K": BlockType(256, 210, _k_quant("q6_k", Codes.INT6, 16), _q6_k),
-    "IQ4_XS": BlockType(256, 136, _k_quant("iq4_xs", Codes.LEVELS4, 32, _IQ4_LEVELS), _iq4_xs),
+    "Q5_0": BlockType(32, 22, PackedFormat("q5_0", Codes.UINT5, Scales.F16, Offsets.ZERO, 32), _Q5_0),
+    "IQ4_NL": BlockType(32, 18, PackedFormat("iq4_nl", Codes.LEVELS4, Scales.F16, group=32, levels=_IQ4_LEVELS), _Q4_0),
+    "MXFP4": BlockType(32, 17, _MXFP4, {"scales": _bytes(0, 1), "codes": _codes(1, 16, 16)}),
+    "Q4_K": BlockType(
+        256, 144, _k_quant("q4_k", Codes.LEVELS4, 32, UNSIGNED), _K_SCALES | {"codes": _codes(16, 128, 32)}
+    ),
+    "Q5_K": BlockType(256, 176, _k_quant("q5_k", Codes.UINT5, 32), _Q5_K),
+    "Q6_K": BlockType(256, 210, _k_quant("q6_k", Codes.INT6, 16), _Q6_K),
+    "IQ4_XS": BlockType(256, 136, _k_quant("iq4_xs", Codes.LEVELS4, 32, _IQ4_LEVELS), _IQ4_XS),
 }
 """The supported types by their names in ggml; weights of other types are not kept packed."""

@@ -1,7 +1,7 @@
 // Converts packed rows to tiles of 16 rows and back: see formats/tiles.py.
-#include <stdint.h>
-#include <string.h>
 #include <unistd.h>
+
+#include "vectors.h"
 
 enum { TILE = 16, BLOCK = 32 };  // rows of a tile, weights of a block
 
@@ -18,26 +18,30 @@ typedef struct {
     int64_t group_bits;  // 1 << group_bits weights share a scale
 } Rows;
 
+// `size` bytes of a file for each of the first n_bands bands.
 typedef struct {
-    int64_t file, offset, size;
+    int64_t file, offset, size, n_bands;
     uint8_t *to;
 } Read;
 
-// `n` pieces of `size` bytes.
+// `n` pieces of `size` bytes for each band.
 typedef struct {
     Part from;
     int64_t to, to_stride, size, n;
 } Copy;
 
+typedef struct {
+    const Read *reads;
+    const Step *steps;
+    const Copy *copies;
+    const Rows *rows;  // NULL: they are copied
+    int64_t n_bands, n_reads, n_steps, n_copies;
+    int64_t n_data;               // copies that go to the data, the others go to the scales
+    int64_t start, n_rows, row_bytes;  // where tiles begin in the data, and the size of a band
+} Matrix;
+
 // One word of each of four rows, or four words of one row.
 typedef uint32_t Four __attribute__((vector_size(16)));
-#ifdef __clang__
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define PICK(a, b, ...) __builtin_shuffle(a, b, (Four){__VA_ARGS__})
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
 
 // Exchanges the bits in `mask` with those `distance` above them.
 INLINE Four exchange(Four word, int distance, uint32_t mask) {
@@ -179,18 +183,22 @@ void moe_read_tiles(const Rows *rows, uint8_t *tiles, int64_t tile_bytes, int64_
     for (int64_t i = 0; i < n_tiles; i++, tiles += tile_bytes, advance(&of)) move_tile(1, &of, tiles);
 }
 
-// Reads the parts of a matrix; then copies pieces of them, the first n_data of them to places counted from `data`, the
-// others from `scales`, or converts `rows`, if there are any, to n_rows rows of tiles at data + start. Returns whether
-// all bytes could be read.
-int moe_read_matrix(const Read *reads, int64_t n_reads, const Copy *copies, int64_t n_copies, int64_t n_data,
-                    const Rows *rows, int64_t start, int64_t n_rows, int64_t row_bytes, uint8_t *data, uint8_t *scales) {
-    for (const Read *each = reads; each < reads + n_reads; each++)
-        if (pread(each->file, each->to, each->size, each->offset) != each->size) return 0;
-    for (const Copy *each = copies; each < copies + n_copies; each++) {
-        uint8_t *to = (each < copies + n_data ? data : scales) + each->to;
-        for (int64_t i = 0; i < each->n; i++)
-            memcpy(to + i * each->to_stride, each->from.at + i * each->from.stride, each->size);
+// Reads the parts of a matrix, converts them, and writes its rows as tiles, or copies them, to places counted from `data`
+// and `scales`: band after band, which stay in the cache meanwhile. Returns whether all bytes could be read.
+int moe_read_matrix(const Matrix *of, uint8_t *data, uint8_t *scales) {
+    for (int64_t band = 0; band < of->n_bands; band++) {
+        for (const Read *each = of->reads; each < of->reads + of->n_reads; each++) {
+            if (band >= each->n_bands) continue;
+            if (pread(each->file, each->to, each->size, each->offset + band * each->size) != each->size) return 0;
+        }
+        moe_convert(of->steps, of->n_steps);
+        for (const Copy *each = of->copies; each < of->copies + of->n_copies; each++) {
+            uint8_t *to = (each < of->copies + of->n_data ? data : scales) + each->to + band * each->n * each->to_stride;
+            for (int64_t i = 0; i < each->n; i++)
+                memcpy(to + i * each->to_stride, each->from.at + i * each->from.stride, each->size);
+        }
+        uint8_t *tiles = data + of->start + band * of->n_rows * of->row_bytes;
+        if (of->rows) moe_make_tiles(of->rows, tiles, TILE * of->row_bytes, of->n_rows / TILE);
     }
-    if (rows) moe_make_tiles(rows, data + start, TILE * row_bytes, n_rows / TILE);
     return 1;
 }

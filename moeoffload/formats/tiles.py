@@ -47,15 +47,25 @@ class Rows(ctypes.Structure):
 
 
 class Read(ctypes.Structure):
-    """Bytes to read from a file."""
+    """``size`` bytes to read from a file for each of the first ``n_bands`` bands."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("file", "offset", "size", "to"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("file", "offset", "size", "n_bands", "to"))
 
 
 class Copy(ctypes.Structure):
-    """Pieces of ``size`` bytes to copy."""
+    """Pieces of ``size`` bytes to copy for each band."""
 
     _fields_ = (("start", Part), *((name, ctypes.c_int64) for name in ("to", "to_stride", "size", "n")))
+
+
+class Matrix(ctypes.Structure):
+    """A matrix to read, in bands of neighbouring rows."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("reads", "steps", "copies", "rows")),
+        *((name, ctypes.c_int64) for name in ("n_bands", "n_reads", "n_steps", "n_copies", "n_data")),
+        *((name, ctypes.c_int64) for name in ("start", "n_rows", "row_bytes")),
+    )
 
 
 def can_tile(form: PackedFormat, n_out: int, n_in: int) -> bool:
@@ -163,5 +173,5 @@ def _library() -> Any:
     pointer, word = ctypes.c_void_p, ctypes.c_int64
     for function in (library.moe_make_tiles, library.moe_read_tiles):
         function.argtypes, function.restype = [pointer, pointer, word, word], None
-    library.moe_read_matrix.argtypes = [pointer, word, pointer, word, word, pointer, *[word] * 3, pointer, pointer]
+    library.moe_read_matrix.argtypes = [pointer, pointer, pointer]
     return library

@@ -61,7 +61,10 @@ def test_experts_and_dense_tensors_are_those_that_the_formats_library_unpacks(ca
 
 @pytest.mark.parametrize("in_tiles", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_expert_read_after_others_is_the_one_read_alone(case: Case, in_tiles: bool, tmp_path: Path) -> None:
+def test_an_expert_read_after_others_is_the_one_read_alone(
+    case: Case, in_tiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moeoffload.checkpoint.repeated_read._BAND_BYTES", 1 << 10)  # in many bands of rows
     checkpoint = Checkpoint.open(write(case, tmp_path))
     experts = [*range(8)] * 8
     together: Any = checkpoint.build_experts(1, experts, CPU, in_tiles=in_tiles)

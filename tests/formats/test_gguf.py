@@ -87,3 +87,21 @@ def test_many_rows_are_split_as_a_few_are(name: str) -> None:
     few, all_of_them = (split_rows(each, BLOCK_TYPES[name]) for each in (rows, many))
     for section, values in few.items():
         assert torch.equal(all_of_them[section], values.repeat(300, 1))
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+@pytest.mark.parametrize("n_blocks", [1, 3])
+def test_the_library_and_torch_make_the_same_sections(
+    name: str, n_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = BLOCK_TYPES[name]
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, 256, (7, n_blocks * kind.n_bytes), dtype=torch.uint8, generator=generator)
+    by_library = split_rows(rows, kind)
+    monkeypatch.setattr("moeoffload.formats.conversion._library", lambda: None)
+    by_torch = split_rows(rows, kind)
+    sizes = {each: place.stop - place.start for each, place in kind.format.sections(n_blocks * kind.n_weights).items()}
+    assert {each: values.shape for each, values in by_torch.items()} == {each: (7, sizes[each]) for each in sizes}
+    assert by_library.keys() == by_torch.keys()
+    for section, values in by_torch.items():
+        assert torch.equal(by_library[section], values), section
