@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import torch
 
-from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes
-from moeoffload.formats.int4 import nibbles, pack_grouped
-from moeoffload.formats.transpose import transpose_codes
+from moeoffload.formats.file_format import FileFormat, Packing, Parts
+from moeoffload.formats.int4 import pack_grouped
+from moeoffload.formats.transpose import split_zeros, transpose_codes, transpose_items
 
 _PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of a word that holds its first row, its second row, and so on."""
@@ -41,11 +41,10 @@ def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
 
 
 def _sections(parts: Parts) -> dict[str, torch.Tensor]:
-    zeros = nibbles(as_bytes(parts["zeros"])).unflatten(-1, (-1, 8))[..., _PLACES].flatten(-2)
     return {
-        "codes": as_bytes(transpose_codes(parts["weight"], _PLACES)),
-        "scales": as_bytes(parts["scale"].t()),
-        "offsets": zeros.t(),
+        "codes": transpose_codes(parts["weight"], _PLACES),
+        "scales": transpose_items(parts["scale"]),
+        "offsets": split_zeros(parts["zeros"].t(), _PLACES),
     }
 
 

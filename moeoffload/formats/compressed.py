@@ -14,8 +14,9 @@ import torch
 
 from moeoffload.formats import fp8, mxfp4
 from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape
-from moeoffload.formats.int4 import SCALES, check_order, int4_format, nibbles
+from moeoffload.formats.int4 import SCALES, check_order, int4_format
 from moeoffload.formats.packed import Codes, PackedFormat
+from moeoffload.formats.transpose import split_zeros
 
 _LAYOUTS: Final = (
     "pack-quantized",
@@ -108,7 +109,7 @@ def _nibble_words(parts: Parts) -> dict[str, torch.Tensor]:
     codes, scales = parts["weight"], parts["scale"]
     sections = {"codes": as_bytes(codes), "scales": as_bytes(scales)}
     if "zeros" in parts:
-        sections["offsets"] = nibbles(as_bytes(parts["zeros"].t()))[:, : len(codes)].t()
+        sections["offsets"] = split_zeros(parts["zeros"])[: len(codes)]
     return sections
 
 

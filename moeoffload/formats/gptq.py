@@ -14,12 +14,13 @@ from typing import Any, Final
 
 import torch
 
-from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes
-from moeoffload.formats.int4 import check_order, nibbles, pack_grouped
-from moeoffload.formats.transpose import transpose_words
+from moeoffload.formats.file_format import FileFormat, Packing, Parts
+from moeoffload.formats.int4 import check_order, pack_grouped
+from moeoffload.formats.transpose import split_zeros, transpose_items, transpose_words
 
 _SMALLER_BY: Final = {"gptq": 0x11111111, "gptq_v2": 0}
 _MIDDLE: Final = 8
+_MIDDLES: Final = 0x88888888 - (1 << 32)  # a word of them, as int32
 
 
 def check(settings: Mapping[str, Any]) -> None:
@@ -51,11 +52,10 @@ def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
 
 def _sections(parts: Parts, *, group: int, less: int, is_symmetric: bool) -> dict[str, torch.Tensor]:
     check_order(parts, group)
-    zeros = nibbles(as_bytes(parts["zeros"] + less))
-    sections = {"codes": as_bytes(transpose_words(parts["weight"])), "scales": as_bytes(parts["scale"].t())}
+    sections = {"codes": transpose_words(parts["weight"]), "scales": transpose_items(parts["scale"])}
     if not is_symmetric:
-        sections["offsets"] = zeros.t()
-    elif not bool((zeros == _MIDDLE).all()):
+        sections["offsets"] = split_zeros(parts["zeros"].t(), more=less)
+    elif not bool((parts["zeros"] + less == _MIDDLES).all()):
         raise ValueError(f"the config says symmetric (sym), but not all of its zeros are {_MIDDLE}")
     return sections
 

@@ -42,11 +42,6 @@ def pack_grouped(
     return Packing(int4_format(parts["scale"], group, with_zeros=with_zeros), shape, sections)
 
 
-def nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Splits (rows, n) uint8 into (rows, 2 * n) uint8 of 0 to 15, low halves first."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-
-
 def check_order(parts: Parts, group: int) -> None:
     """Raises ValueError if, according to ``g_idx``, the columns of a group are not neighbours."""
     order = parts.get("g_idx")

@@ -1,6 +1,5 @@
 // Transposes matrices of 4-bit codes that files store column by column, (in, out), to rows, (out, in).
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
 // BLOCK: columns of words that are processed together, a cache line of the input. RUN: words of an output row that are
 // written together, because single words of rows a power of two apart would evict each other from the cache.
@@ -20,9 +19,12 @@ static void exchange(Words words[8])
             }
 }
 
-// Transposes words (n_rows, n_columns) to out (n_columns, n_rows).
-static void transpose_words(const uint32_t *words, long n_rows, long n_columns, uint32_t *out)
+// Transposes words (rows, columns). Numbers: rows, columns.
+void moe_transpose_words(const uint8_t *from, uint8_t *to, const int64_t *n)
 {
+    const uint32_t *words = (const uint32_t *)from;
+    uint32_t *out = (uint32_t *)to;
+    const long n_rows = n[0], n_columns = n[1];
     for (long column = 0; column < n_columns; column += BLOCK) {
         long width = n_columns - column < BLOCK ? n_columns - column : BLOCK;
         for (long row = 0; row < n_rows; row += RUN) {
@@ -37,15 +39,13 @@ static void transpose_words(const uint32_t *words, long n_rows, long n_columns, 
     }
 }
 
-// Transposes `words` (n_rows, n_columns), words of eight codes. Without `places` the eight codes belong to one output
-// row, and out is (n_columns, n_rows) of the same words. With `places` they belong to eight output rows, of which the
-// i-th is in nibble places[i], and out is (8 * n_columns, n_rows / 8) words of eight codes of one row.
-void moe_transpose_codes(const uint32_t *words, long n_rows, long n_columns, uint32_t *out, const int32_t *places)
+// Transposes words (rows, columns), each of one code of eight output rows, of which the i-th is in nibble i of `places`,
+// to (8 * columns, rows / 8) words of eight codes of one row. Numbers: rows, columns, places.
+void moe_transpose_codes(const uint8_t *from, uint8_t *to, const int64_t *n)
 {
-    if (!places) {
-        transpose_words(words, n_rows, n_columns, out);
-        return;
-    }
+    const uint32_t *words = (const uint32_t *)from;
+    uint32_t *out = (uint32_t *)to;
+    const long n_rows = n[0], n_columns = n[1], places = n[2];
     long n_blocks = n_rows / 8;
     for (long column = 0; column < n_columns; column += BLOCK) {
         long width = n_columns - column < BLOCK ? n_columns - column : BLOCK;
@@ -59,10 +59,34 @@ void moe_transpose_codes(const uint32_t *words, long n_rows, long n_columns, uin
                 exchange(set);
                 for (int m = 0; m < BLOCK; m++)
                     for (int i = 0; i < 8; i++)
-                        runs[8 * m + i][block] = set[places[i]][m];
+                        runs[8 * m + i][block] = set[places >> 4 * i & 7][m];
             }
             for (long row = 0; row < 8 * width; row++)
                 memcpy(out + (8 * column + row) * n_blocks + first, runs[row], 4 * n);
         }
     }
+}
+
+// Transposes items of `size` bytes (rows, columns). Numbers: rows, columns, size.
+void moe_transpose_items(const uint8_t *from, uint8_t *to, const int64_t *n)
+{
+    const int64_t n_rows = n[0], n_columns = n[1], size = n[2];
+    for (int64_t column = 0; column < n_columns; column++)
+        for (int64_t row = 0; row < n_rows; row++, to += size) {
+            const uint8_t *at = from + (row * n_columns + column) * size;
+            size == 2 ? memcpy(to, at, 2) : memcpy(to, at, size);
+        }
+}
+
+// Splits words of the zero points of eight rows. Numbers: words of a group, groups, words from one to the next of a
+// group, and of a row; what to add to each word; the nibble of each row.
+void moe_split_zeros(const uint8_t *from, uint8_t *to, const int64_t *n)
+{
+    const uint32_t *words = (const uint32_t *)from;
+    for (int64_t i = 0; i < n[0]; i++)
+        for (int64_t group = 0; group < n[1]; group++) {
+            const uint32_t word = words[i * n[2] + group * n[3]] + (uint32_t)n[4];
+            for (int row = 0; row < 8; row++)
+                to[(8 * i + row) * n[1] + group] = word >> 4 * (n[5] >> 4 * row & 7) & 15;
+        }
 }

@@ -1,61 +1,59 @@
-"""Transposes 4-bit codes that files store as (in, out) to rows, (out, in), with the C library or else with torch.
-
-The same thread's next call overwrites the result: allocating new memory would take longer than transposing.
-"""
+"""Transposes codes, scales and zeros that files store as (in, out) to rows, (out, in), with the C library or torch."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import threading
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from moeoffload.native import native_library
+from moeoffload.formats.conversion import convert
+from moeoffload.formats.file_format import as_bytes
 
-_Places = ctypes.c_int32 * 8
-_kept = threading.local()
 _MASKS: Final = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
+IN_ORDER: Final = (0, 1, 2, 3, 4, 5, 6, 7)
 
 
 def transpose_words(words: torch.Tensor) -> torch.Tensor:
-    """Transposes (in / 8, out) int32, each word eight weights of an output row, to (out, in / 8), contiguous."""
-    if (function := _function()) is None or not words.is_contiguous():
-        return words.t().contiguous()
-    out = _scratch(words.shape[1], words.shape[0])
-    function(words.data_ptr(), *words.shape, out.data_ptr(), None)
-    return out
+    """Transposes (in / 8, out) int32, each word eight weights of an output row, to (out, bytes), contiguous."""
+    n_words, n_out = words.shape
+    made = convert("moe_transpose_words", words, (n_out, 4 * n_words), n_words, n_out, is_by_rows=False)
+    return as_bytes(words.t()) if made is None else made
 
 
 def transpose_codes(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
     """Transposes (in, out / 8) int32, each word one weight of eight rows, the i-th row in nibble ``places[i]``, to
-    (out, in / 8), contiguous, with the first weight in the lowest bits."""
+    (out, bytes), contiguous, with the first weight in the lowest bits."""
     n_in, n_columns = words.shape
-    if (function := _function()) is None or not words.is_contiguous():
-        exchanged = _exchanged(words.unflatten(0, (-1, 8)))[:, places]  # (in / 8, 8, out / 8)
-        return exchanged.permute(2, 1, 0).flatten(0, 1).contiguous()
-    out = _scratch(8 * n_columns, n_in // 8)
-    function(words.data_ptr(), n_in, n_columns, out.data_ptr(), _Places(*places))
-    return out
+    shape, numbers = (8 * n_columns, n_in // 2), (n_in, n_columns, _nibbles(places))
+    made = convert("moe_transpose_codes", words, shape, *numbers, is_by_rows=False)
+    if made is not None:
+        return made
+    exchanged = _exchanged(words.unflatten(0, (-1, 8)))[:, places]  # (in / 8, 8, out / 8)
+    return as_bytes(exchanged.permute(2, 1, 0).flatten(0, 1).contiguous())
 
 
-def _scratch(n_rows: int, n_columns: int) -> torch.Tensor:
-    room: torch.Tensor | None = getattr(_kept, "room", None)
-    if room is None or room.numel() < n_rows * n_columns:
-        room = _kept.room = torch.empty(n_rows * n_columns, dtype=torch.int32)
-    return room[: n_rows * n_columns].view(n_rows, n_columns)
+def transpose_items(items: torch.Tensor) -> torch.Tensor:
+    """Transposes (n, out) of any dtype to (out, bytes), contiguous."""
+    (n, n_out), size = items.shape, items.itemsize
+    made = convert("moe_transpose_items", items, (n_out, n * size), n, n_out, size, is_by_rows=False)
+    return as_bytes(items.t()) if made is None else made
 
 
-@functools.cache
-def _function() -> Any:
-    library = native_library()
-    if library is None:
-        return None
-    function = library.moe_transpose_codes
-    function.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)]
-    function.restype = None
-    return function
+def split_zeros(words: torch.Tensor, places: tuple[int, ...] = IN_ORDER, more: int = 0) -> torch.Tensor:
+    """Splits words of eight rows' zeros, (out / 8, groups) int32, contiguous or a transposed view, to (out, groups)
+    uint8; ``places`` as in `transpose_codes`; ``more`` is added to each word before."""
+    n, n_groups = words.shape
+    is_by_rows = words.is_contiguous()
+    stored, numbers = words if is_by_rows else words.t(), (n, n_groups, *words.stride(), more, _nibbles(places))
+    made = convert("moe_split_zeros", stored, (8 * n, n_groups), *numbers, is_by_rows=is_by_rows)
+    if made is not None:
+        return made
+    shifts = 4 * torch.tensor(places, dtype=torch.int32)[:, None]
+    return (((words + more).unsqueeze(1) >> shifts) & 15).to(torch.uint8).flatten(0, 1)
+
+
+def _nibbles(places: tuple[int, ...]) -> int:
+    return sum(place << 4 * i for i, place in enumerate(places))
 
 
 def _exchanged(words: torch.Tensor) -> torch.Tensor:
