@@ -98,14 +98,14 @@ def host_seconds(checkpoint: Checkpoint, device: str) -> float:
     return time.perf_counter() - begun
 
 
-def measure(name: str, folder: Path, rounds: int, host_device: str, server_device: str) -> Row:
-    """All figures of one checkpoint."""
+def measure(name: str, path: Path, rounds: int, host_device: str, server_device: str) -> Row:
+    """All figures of one checkpoint, a folder or a GGUF file."""
 
     def best(figure: Callable[[], float]) -> float:
         return min(figure() for _ in range(rounds))
 
-    checkpoint = Checkpoint.open(folder)
-    files = sorted(folder.glob("*.safetensors"))
+    checkpoint = Checkpoint.open(path)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     total = sum(file.stat().st_size for file in files) / 1e9
     experts = sum(layer.n_experts * layer.expert_bytes for layer in checkpoint.layers) / 1e9
     again, stays = (-best(lambda stays=stays: -read_rate(files, stays=stays)) for stays in (False, True))  # type: ignore[misc]
@@ -134,13 +134,15 @@ def main(
     folder: Annotated[Path, typer.Option(help="Where checkpoints are, or will be, a folder for each format.")],
     formats: Annotated[str, typer.Option(help="With commas between.")] = ",".join([PLAIN, *Quantised]),
     gb: Annotated[float, typer.Option(help="Experts of a checkpoint that is written.")] = 1.2,
+    gguf: Annotated[list[Path] | None, typer.Option(help="A GGUF file, too; may be given several times.")] = None,
     rounds: int = 3,
     json: Path | None = None,
     host_device: HostDevice = CPU,
     server_device: ServerDevice = CPU,
 ) -> None:
     """Measure loading in each format."""
-    stored = checkpoints(folder, formats.split(","), gb)
+    stored = [*checkpoints(folder, [name for name in formats.split(",") if name], gb)]
+    stored += [(file.stem, file) for file in gguf or ()]
     rows = [measure(name, path, rounds, host_device, server_device) for name, path in stored]
     table = Table(title=f"loading, GB/s, {CORES} cores, best of {rounds}")
     columns = ("experts GB", "dense GB", "read again", "read (limit)", "server loads", "of limit", "host")
