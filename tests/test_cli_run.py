@@ -274,7 +274,7 @@ def test_a_signal_is_not_lost_where_python_drops_exceptions(
 ) -> None:
     server = start_server(patch=GATE.format(gate=str(tmp_path / "gate")))
     patch = SIGNAL_IN_DEL.format(number=int(number))
-    arguments = ["run", DEMO, "--prompt", PROMPT, *run_options(server.address)]
+    arguments = ["run", str(DEMO), "--prompt", PROMPT, *run_options(server.address)]
     result = commands.start("moeoffload", *arguments, patch=patch).wait()
     assert (result.code, result.out) == (128 + number, ""), result.err
     check_interrupted(result.err)
