@@ -3,7 +3,6 @@
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 typedef uint16_t Pairs __attribute__((vector_size(16)));
-typedef uint32_t Words __attribute__((vector_size(16)));
 typedef uint64_t Longs __attribute__((vector_size(16)));
 
 #define FIRST(a, b) PICK(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
@@ -52,12 +51,11 @@ void moe_block_codes(const uint8_t *from, uint8_t *to, const int64_t *n) {
     }
 }
 
-// Exchanges the bits in `mask` with those `distance` above them.
-#define EXCHANGE(words, distance, mask)                                  \
-    do {                                                                 \
-        const __typeof__(words) moved = (words >> distance ^ words) & mask; \
-        words ^= moved ^ moved << distance;                              \
-    } while (0)
+// As `exchange`, for longer words.
+INLINE Longs exchange_longs(Longs word, int distance, uint64_t mask) {
+    const Longs moved = (word >> distance ^ word) & mask;
+    return word ^ moved ^ moved << distance;
+}
 
 // Interleaves the two halves of 32 bytes `times` times, and writes them.
 INLINE void interleave(Bytes a, Bytes b, const int times, uint8_t *to) {
@@ -75,9 +73,9 @@ void moe_block_bits(const uint8_t *from, uint8_t *to, const int64_t *n) {
         Longs words[2];
         memcpy(words, from + i * n[1] + n[2], 32);
         for (int half = 0; half < 2; half++) {  // transposes 8 bytes of 8 bits (Hacker's Delight, 7-3)
-            EXCHANGE(words[half], 7, 0x00AA00AA00AA00AA);
-            EXCHANGE(words[half], 14, 0x0000CCCC0000CCCC);
-            EXCHANGE(words[half], 28, 0x00000000F0F0F0F0);
+            words[half] = exchange_longs(words[half], 7, 0x00AA00AA00AA00AA);
+            words[half] = exchange_longs(words[half], 14, 0x0000CCCC0000CCCC);
+            words[half] = exchange_longs(words[half], 28, 0x00000000F0F0F0F0);
         }
         interleave((Bytes)words[0], (Bytes)words[1], 2, to);
     }
@@ -86,13 +84,9 @@ void moe_block_bits(const uint8_t *from, uint8_t *to, const int64_t *n) {
 // Orders the high pairs of bits of Q6_K, pair s of byte j of each half that of weight 32 * s + j. Numbers: as above.
 void moe_block_pairs(const uint8_t *from, uint8_t *to, const int64_t *n) {
     for (int64_t i = 0; i < 2 * n[0]; i++, to += 32) {
-        Words words[2];
+        Four words[2];
         memcpy(words, from + i / 2 * n[1] + n[2] + i % 2 * 32, 32);
-        for (int half = 0; half < 2; half++) {  // transposes 4 bytes of 4 pairs
-            EXCHANGE(words[half], 6, 0x00CC00CC);
-            EXCHANGE(words[half], 12, 0x0000F0F0);
-        }
-        interleave((Bytes)words[0], (Bytes)words[1], 3, to);
+        interleave((Bytes)fold_pairs(words[0]), (Bytes)fold_pairs(words[1]), 3, to);
     }
 }
 

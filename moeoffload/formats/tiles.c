@@ -40,25 +40,13 @@ typedef struct {
     int64_t start, n_rows, row_bytes;  // where tiles begin in the data, and the size of a band
 } Matrix;
 
-// One word of each of four rows, or four words of one row.
-typedef uint32_t Four __attribute__((vector_size(16)));
-
-// Exchanges the bits in `mask` with those `distance` above them.
-INLINE Four exchange(Four word, int distance, uint32_t mask) {
-    const Four moved = (word >> distance ^ word) & mask;
-    return word ^ moved ^ moved << distance;
-}
-
 // fold_nibbles turns eight 4-bit codes in order into four bytes, with codes 0 to 3 in their lower and 4 to 7 in their
 // upper halves, so that a vector of tiles unpacks by a mask and a shift; unfold_nibbles is its inverse.
 INLINE Four fold_nibbles(Four word) { return exchange(exchange(word, 8, 0x0000FF00), 4, 0x00F000F0); }
 INLINE Four unfold_nibbles(Four word) { return exchange(exchange(word, 4, 0x00F000F0), 8, 0x0000FF00); }
 
-// Turns 16 pairs of bits in order into four bytes in which pair s of byte j is that of weight 4 * s + j; its own
-// inverse.
-INLINE Four fold_pairs(Four word) { return exchange(exchange(word, 6, 0x00CC00CC), 12, 0x0000F0F0); }
-
-// fold_bits does the same with 32 single bits: bit s of byte j is that of weight 4 * s + j; unfold_bits is its inverse.
+// fold_bits does with 32 single bits what fold_pairs does with pairs: bit s of byte j is that of weight 4 * s + j;
+// unfold_bits is its inverse.
 INLINE Four fold_bits(Four word) { return exchange(fold_pairs(exchange(word, 3, 0x0A0A0A0A)), 8, 0x0000FF00); }
 INLINE Four unfold_bits(Four word) { return exchange(fold_pairs(exchange(word, 8, 0x0000FF00)), 3, 0x0A0A0A0A); }
 

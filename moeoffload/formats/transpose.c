@@ -7,7 +7,7 @@ enum { BLOCK = 16, RUN = 16 };
 typedef uint32_t Words __attribute__((vector_size(4 * BLOCK)));
 
 // Exchanges nibble i of word k with nibble k of word i in BLOCK sets of eight words: a transpose of 8 x 8 codes.
-static void exchange(Words words[8])
+static void exchange_codes(Words words[8])
 {
     static const uint32_t masks[3] = {0x0000FFFF, 0x00FF00FF, 0x0F0F0F0F};
     for (int step = 0, distance = 4; step < 3; step++, distance /= 2)
@@ -56,7 +56,7 @@ void moe_transpose_codes(const uint8_t *from, uint8_t *to, const int64_t *n)
                 Words set[8] = {{0}};
                 for (int k = 0; k < 8; k++)
                     memcpy(&set[k], words + (8 * (first + block) + k) * n_columns + column, 4 * width);
-                exchange(set);
+                exchange_codes(set);
                 for (int m = 0; m < BLOCK; m++)
                     for (int i = 0; i < 8; i++)
                         runs[8 * m + i][block] = set[places >> 4 * i & 7][m];

@@ -11,6 +11,19 @@
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (__typeof__(a)){__VA_ARGS__})
 #endif
 
+// One word of each of four rows, or four words of one row.
+typedef uint32_t Four __attribute__((vector_size(16)));
+
+// Exchanges the bits in `mask` with those `distance` above them.
+INLINE Four exchange(Four word, int distance, uint32_t mask) {
+    const Four moved = (word >> distance ^ word) & mask;
+    return word ^ moved ^ moved << distance;
+}
+
+// Turns 16 pairs of bits in order into four bytes in which pair s of byte j is that of weight 4 * s + j; its own
+// inverse.
+INLINE Four fold_pairs(Four word) { return exchange(exchange(word, 6, 0x00CC00CC), 12, 0x0000F0F0); }
+
 // A conversion, as in formats/conversion.py; the first number is proportional to the rows.
 typedef struct {
     void (*convert)(const uint8_t *from, uint8_t *to, const int64_t *numbers);
