@@ -23,12 +23,13 @@ static int64_t now_ns(void) {
 // Returns the nanoseconds in which one row is multiplied by the weights at `part`, for which `matrix` is NULL if plain.
 static int64_t time_of(Matrix *matrix, const char *part, const void *operand, int64_t features) {
     static uint16_t out[N_OUT];
-    Product product = {.kernels = kernels_for(BF16, features), .weights = part, .operands = operand, .out = out,
-                       .dtype = BF16, .n_out = N_OUT, .inner = INNER, .last = 1, .to = N_OUT, .bias_mode = NO_BIAS};
+    Product product = {.kernels = kernels_for(BF16, features), .tiles = tiles_for(matrix, BF16, features), .weights = part,
+                       .operands = operand, .out = out, .dtype = BF16, .n_out = N_OUT, .inner = INNER, .last = 1,
+                       .to = N_OUT, .bias_mode = NO_BIAS};
     if (matrix) matrix->data = part, product.parts = matrix, product.weights = NULL;
     const int64_t started = now_ns();
     if (matrix)
-        tiles_for(matrix, BF16, features)->project(&product);
+        product.tiles->project(&product);
     else
         product.kernels->project(&product);
     return now_ns() - started;

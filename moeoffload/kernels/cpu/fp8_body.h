@@ -8,26 +8,30 @@
 //   FP8_TOTAL      reduces FP8_SUMS to one sum per row
 //   EACH_FP8_X     applies a macro to each supported number of operands
 //   FP8_SET        the name of a function for this instruction set
-
-enum { UNPACKED = 128 };  // weights of each row that are unpacked together
+// All are undefined at the end.
 
 // Adds the products of 4 * n_steps weights of each row and n_x operands from element k on; the weights are codes at
-// `at`, or already unpacked at `ready`.
-INLINE void add_steps(const int n_x, const FP8_WEIGHTS *ready, const uint8_t *at, int n_steps, const FP8_OPERAND *const *x,
-                      int64_t k, FP8_SUMS *sums) {
+// `at`, or already unpacked at `ready`. Prefetches as many bytes as codes from `ahead` on, unless that is NULL.
+INLINE void FP8_SET(add_steps)(const int n_x, const FP8_WEIGHTS *ready, const uint8_t *at, int n_steps,
+                               const FP8_OPERAND *const *x, int64_t k, FP8_SUMS *sums, const uint8_t *ahead, bool past) {
+    FP8_SUMS own[8];  // in registers
+#pragma GCC unroll 8
+    for (int i = 0; i < n_x; i++) own[i] = sums[i];
 #pragma GCC unroll 8
     for (int step = 0; step < n_steps; step++) {
+        if (ahead) prefetch_weights(ahead + 4 * TILE * step, past);
         const FP8_WEIGHTS some = ready ? ready[step] : FP8_UNPACK(codes_at(at + 4 * TILE * step));
 #pragma GCC unroll 8
-        for (int i = 0; i < n_x; i++) FP8_ADD(sums[i], some, x[i] + k + 4 * step);
+        for (int i = 0; i < n_x; i++) FP8_ADD(own[i], some, x[i] + k + 4 * step);
     }
+#pragma GCC unroll 8
+    for (int i = 0; i < n_x; i++) sums[i] = own[i];
 }
 
-// Multiplies one part (LANES rows) of a tile by n_x operands. For more operands than fit the registers (MOST_X) weights
-// are unpacked once to the first-level cache and multiplied by MOST_X operands at a time.
-INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int part, Fetch fetch,
-                         const void *const *operands, vec *out) {
-    const int at_once = n_x < MOST_X ? n_x : MOST_X, chunk = n_x > MOST_X ? UNPACKED : INTEGERS;
+// Multiplies one part (LANES rows) of a tile by n_x operands. For `many`, weights are unpacked once to the first-level
+// cache and multiplied by up to MOST_X operands at a time.
+INLINE void FP8_SET(multiply)(const int n_x, const bool many, const Matrix *m, const uint8_t *at, int part, Fetch fetch,
+                              const void *const *operands, vec *out) {
     const int64_t group = m->shift < 62 ? (int64_t)1 << m->shift : m->n_in;
     const float *shared = NULL;
     if (m->shared) {
@@ -38,6 +42,7 @@ INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int 
     Group g = {0};
     FP8_WEIGHTS ready[UNPACKED / 4];
     vec total[MANY_X];
+    FP8_SUMS sums[MANY_X];
 #pragma GCC unroll 8
     for (int i = 0; i < n_x; i++) total[i] = (vec){0};
     for (int64_t k = 0, n_chunks = 0; k < m->n_in;) {
@@ -45,20 +50,29 @@ INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int 
             g.scale = all(*shared++);
         else
             at = read_group(m, at, part, &g);
-        FP8_SUMS sums[MANY_X];
 #pragma GCC unroll 8
         for (int i = 0; i < n_x; i++) sums[i] = (FP8_SUMS){0};
         const int64_t end = at_most(k + group, m->n_in);
         for (int64_t n; k < end; k += n, at += n * TILE) {
-            n = n_x > MOST_X ? at_most(chunk, end - k) : INTEGERS;
+            n = many ? at_most(UNPACKED, end - k) : INTEGERS;
             const uint8_t *codes = at + 4 * LANES * part;
-            if (part == 0 && (n_chunks++ & (fetch.every - 1)) == fetch.turn)
-                for (int64_t line = 0; line < n * TILE; line += 64) prefetch_weights(at + line + fetch.far, fetch.past);
-            if (n_x > MOST_X) {
-                for (int step = 0; step < n / 4; step++) ready[step] = FP8_UNPACK(codes_at(codes + 4 * TILE * step));
-                for (int i = 0; i < n_x; i += at_once) add_steps(at_once, ready, codes, (int)n / 4, x + i, k, sums + i);
-            } else {
-                add_steps(n_x, NULL, codes, INTEGERS / 4, x, k, sums);
+            const bool fetches = part == 0 && (n_chunks++ & (fetch.every - 1)) == fetch.turn;
+            const uint8_t *ahead = fetches ? at + fetch.far : NULL;
+            if (!many) {
+                FP8_SET(add_steps)(n_x, NULL, codes, INTEGERS / 4, x, k, sums, ahead, fetch.past);
+                continue;
+            }
+            for (int64_t line = 0; ahead && line < n * TILE; line += 64) prefetch_weights(ahead + line, fetch.past);
+            for (int step = 0; step < n / 4; step++) ready[step] = FP8_UNPACK(codes_at(codes + 4 * TILE * step));
+            for (int i = 0; i < n_x;) {
+                const int some = (int)ceil_div(n_x - i, ceil_div(n_x - i, MOST_X));
+#define CASE(size)                                                                                                 \
+    case size:                                                                                                     \
+        if (size <= MOST_X) FP8_SET(add_steps)(size, ready, codes, (int)n / 4, x + i, k, sums + i, NULL, false);    \
+        break;
+                switch (some) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+#undef CASE
+                i += some;
             }
         }
 #pragma GCC unroll 8
@@ -68,9 +82,23 @@ INLINE void multiply_fp8(const int n_x, const Matrix *m, const uint8_t *at, int 
     for (int i = 0; i < n_x; i++) out[i] = total[i];
 }
 
-#define WITH_X(n) \
-    static TARGET void FP8_SET(n)(const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x, void *out) { \
-        for (int part = 0; part < PARTS; part++) multiply_fp8(n, m, tile, part, fetch, x, (vec *)out + part * MANY_X);     \
+#define DEFINE(name, n, many)                                                                                           \
+    static TARGET void FP8_SET(name)(int n_x, const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x,  \
+                                     void *out) {                                                                       \
+        for (int part = 0; part < PARTS; part++)                                                                        \
+            FP8_SET(multiply)(n, many, m, tile, part, fetch, x, (vec *)out + part * MANY_X);                             \
     }
+#define WITH_X(n) DEFINE(by_##n, n, false)
 EACH_FP8_X(WITH_X)
+DEFINE(by_many, n_x, true)
 #undef WITH_X
+#undef DEFINE
+
+#undef FP8_OPERAND
+#undef FP8_WEIGHTS
+#undef FP8_UNPACK
+#undef FP8_SUMS
+#undef FP8_ADD
+#undef FP8_TOTAL
+#undef EACH_FP8_X
+#undef FP8_SET

@@ -7,13 +7,11 @@
 //   LOOK_UP   looks up 4-bit codes in a table
 //   NEAREST   rounds floats to integers
 //   MOST_X    the most operands whose sums stay in registers
-//   N_SIZES   the largest number of operands is MANY_X = 2^(N_SIZES - 1); EACH_X applies a macro to each supported
-// number
-//   MORE_KINDS  functions for FP8, see fp8_body.h
+//   EACH_X    applies a macro to each supported number of operands
 //   INTEGER_SET  the name of a function for this instruction set
 // The 16 rows of a tile are PARTS vectors of LANES rows.
 
-enum { PARTS = TILE / LANES, MANY_X = 1 << (N_SIZES - 1) };
+enum { PARTS = TILE / LANES };
 enum { MOST_INTEGER = 32639 };  // the largest that fits a signed upper and a signed lower byte: 127 * 256 + 127
 
 typedef uint8_t code_bytes __attribute__((vector_size(4 * LANES)));
@@ -175,10 +173,10 @@ INLINE void finish_part(const Product *p, int64_t row, int64_t position, vec tot
 }
 
 #define WITH_X(kind, n)                                                             \
-    static TARGET __attribute__((noinline)) void INTEGER_SET(multiply_##kind##_##n)(        \
-        const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x, void *out) { \
-        for (int part = 0; part < PARTS; part++)                                    \
-            multiply_tile(WEIGHTS_##kind, n, m, tile, part, fetch, x, (vec *)out + part * MANY_X); \
+    static TARGET __attribute__((noinline)) void INTEGER_SET(multiply_##kind##_##n)(                  \
+        int n_x, const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x, void *out) { \
+        for (int part = 0; part < PARTS; part++)                                                      \
+            multiply_tile(WEIGHTS_##kind, n, m, tile, part, fetch, x, (vec *)out + part * MANY_X);     \
     }
 #define WITH_KIND(kind) EACH_X(WITH_X, kind)
 WITH_KIND(INT8)
@@ -190,19 +188,18 @@ WITH_KIND(INT6)
 #undef WITH_KIND
 
 
-// multiply[kind][i] multiplies by 2^i operands; NULL if there is no such function.
 #define OF_KIND(kind) {EACH_X(NAME_OF, kind)}
 #define NAME_OF(kind, n) INTEGER_SET(multiply_##kind##_##n),
-static MultiplyTile *const INTEGER_SET(multiply)[][N_SIZES] = {OF_KIND(INT8), OF_KIND(UINT4), OF_KIND(LEVELS4), OF_KIND(UINT5), OF_KIND(INT6), MORE_KINDS};
+static MultiplyTile *const INTEGER_SET(multiply)[][N_SIZES] = {OF_KIND(INT8), OF_KIND(UINT4), OF_KIND(LEVELS4), OF_KIND(UINT5), OF_KIND(INT6)};
 #undef OF_KIND
 #undef NAME_OF
 
-// Chooses what to prefetch while a tile is multiplied by the operands of this turn: the bytes shortly behind if there
-// is only one set of operands, else a share of the tile that is a block of rows (ITEM_ROWS) further on.
-INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_t n_x, int64_t turn) {
+// Chooses what to prefetch while a tile is multiplied by n_x operands, `most` in other turns: the bytes shortly behind if
+// there is only one set of operands, else a share of the tile that is a block of rows (ITEM_ROWS) further on.
+INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_t n_x, int64_t most, int64_t turn) {
     int64_t every = 1;
     if (p->last - p->first <= n_x) return (Fetch){2 * ahead_bytes, every, 0, passes_caches};
-    while (every < 8 && 2 * every * MANY_X <= p->last - p->first) every *= 2;
+    while (every < 8 && 2 * every * most <= p->last - p->first) every *= 2;
     const int64_t next = row + ITEM_ROWS;
     const char *from = next < p->to ? row_of_parts(p->parts, p->expert, next) : p->following;
     if (!from) return (Fetch){0, every, every, false};
@@ -215,11 +212,16 @@ INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_
 static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
     for (int64_t start = p->from; start < p->to; start += ITEM_ROWS) {
         const int64_t end = at_most(start + ITEM_ROWS, p->to);
+        MultiplyTile *const *sizes = p->tiles->multiply[p->parts->kind - 1];
+        int largest = MANY - 1;
+        while (!sizes[largest]) largest--;
+        const int64_t most = sizes[MANY] ? MANY_X : 1 << largest;
         for (int64_t first = p->first, turn = 0; first < p->last; turn++) {
-            MultiplyTile *const *sizes = INTEGER_SET(multiply)[p->parts->kind - 1];
-            int size = N_SIZES - 1;
-            while (!sizes[size] || 1 << size > p->last - first) size--;
-            const int n_x = 1 << size;
+            const int64_t left = p->last - first;
+            int size = largest;
+            while (1 << size > left) size--;
+            if (sizes[MANY] && left > 1 << largest) size = MANY;
+            const int n_x = size == MANY ? (int)ceil_div(left, ceil_div(left, MANY_X)) : 1 << size;
             const void *x[MANY_X];
             for (int i = 0; i < n_x; i++) {
                 const int64_t number = p->index ? p->index[first + i] : first + i;
@@ -229,7 +231,7 @@ static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
                 const Matrix *m = p->parts + (row >= p->parts->n_out);
                 const uint8_t *tile = (const uint8_t *)row_of_parts(p->parts, p->expert, row);
                 vec out[PARTS * MANY_X];
-                INTEGER_SET(multiply)[m->kind - 1][size](m, tile, fetch_of(p, tile, row, n_x, turn), x, out);
+                p->tiles->multiply[m->kind - 1][size](n_x, m, tile, fetch_of(p, tile, row, n_x, most, turn), x, out);
                 for (int i = 0; i < n_x; i++)
                     for (int part = 0; part < PARTS; part++)
                         finish_part(p, row + part * LANES, first + i, out[part * MANY_X + i]);
@@ -289,4 +291,5 @@ static TARGET void INTEGER_SET(prepare_integers)(const void *row, int64_t type, 
     }
 }
 
-const TileKernels INTEGER_SET(integers) = {sizeof(Block), INTEGER_SET(prepare_integers), INTEGER_SET(project_tiles)};
+const TileKernels INTEGER_SET(integers) = {
+    sizeof(Block), INTEGER_SET(prepare_integers), INTEGER_SET(project_tiles), INTEGER_SET(multiply)};

@@ -14,8 +14,8 @@
 #include "experts.h"
 
 // TILE: weight rows of a tile. INTEGERS: weights per row, or activations, in a block. SCALED: blocks whose activations
-// share a scale.
-enum { TILE = 16, INTEGERS = 32, SCALED = 8 };
+// share a scale. UNPACKED: FP8 weights per row that are unpacked together for many operands.
+enum { TILE = 16, INTEGERS = 32, SCALED = 8, UNPACKED = 128 };
 
 // Kinds of codes in tiles.
 enum { WEIGHTS_INT8, WEIGHTS_UINT4, WEIGHTS_LEVELS4, WEIGHTS_UINT5, WEIGHTS_INT6, WEIGHTS_FP8 };
@@ -40,19 +40,24 @@ typedef struct {
     bool past;
 } Fetch;
 
-// Multiplies a tile by some operands. `out` has a vector of LANES rows' results for each operand, for the first part
+// Multiplies a tile by n_x operands. `out` has a vector of LANES rows' results for each operand, for the first part
 // (LANES rows) of the tile, with room for the largest number of operands (MANY_X); then the same for the next part.
-typedef void MultiplyTile(const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x, void *out);
+typedef void MultiplyTile(int n_x, const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x, void *out);
+
+enum { MANY = 4, N_SIZES = MANY + 1, MANY_X = 32 };
 
 struct TileKernels {
     int64_t block_bytes;  // bytes of a block of an operand
     // Converts n elements of a type of common.h to an operand.
     void (*prepare)(const void *row, int64_t type, void *operand, int64_t n);
     void (*project)(const Product *product);
+    // multiply[kind][i] multiplies by 2^i operands, multiply[kind][MANY] by any number up to MANY_X; NULL if there is no
+    // such function.
+    MultiplyTile *const (*multiply)[N_SIZES];
 };
 
 #if defined(__x86_64__)
-extern const TileKernels integers_avx2, integers_vnni, fp8_avx2, fp8_bf16_dot;
+extern const TileKernels integers_avx2, integers_vnni, fp8_avx2, fp8_avx512, fp8_bf16_dot;
 #endif
 
 // Returns the kernels that multiply these weights in tiles; NULL if they are not in tiles.
@@ -60,8 +65,10 @@ static inline const TileKernels *tiles_for(const Matrix *parts, int64_t dtype, i
 #if defined(__x86_64__)
     const int64_t dot = HAS_AVX512 | HAS_INTEGER_DOT, fp8_dot = dot | HAS_BF16_DOT | HAS_BYTE_LOOKUP;
     if (!parts || !parts->kind) return NULL;
-    if (parts->codes != CODES_FP8) return (features & dot) == dot ? &integers_vnni : &integers_avx2;
-    return dtype == BF16 && (features & fp8_dot) == fp8_dot ? &fp8_bf16_dot : &fp8_avx2;
+    const bool has_dot = (features & dot) == dot;
+    if (parts->codes != CODES_FP8) return has_dot ? &integers_vnni : &integers_avx2;
+    if (dtype == BF16 && (features & fp8_dot) == fp8_dot) return &fp8_bf16_dot;
+    return has_dot ? &fp8_avx512 : &fp8_avx2;
 #endif
     return NULL;
 }
