@@ -6,7 +6,6 @@
 //   FP8_SUMS       type of the sums of one operand
 //   FP8_ADD        adds the products of FP8_WEIGHTS and four operand elements at an address to FP8_SUMS
 //   FP8_TOTAL      reduces FP8_SUMS to one sum per row
-//   EACH_FP8_X     applies a macro to each supported number of operands
 //   FP8_SET        the name of a function for this instruction set
 // All are undefined at the end.
 
@@ -14,7 +13,7 @@
 // `at`, or already unpacked at `ready`. Prefetches as many bytes as codes from `ahead` on, unless that is NULL.
 INLINE void FP8_SET(add_steps)(const int n_x, const FP8_WEIGHTS *ready, const uint8_t *at, int n_steps,
                                const FP8_OPERAND *const *x, int64_t k, FP8_SUMS *sums, const uint8_t *ahead, bool past) {
-    FP8_SUMS own[8];  // in registers
+    FP8_SUMS own[MOST_X];  // in registers
 #pragma GCC unroll 8
     for (int i = 0; i < n_x; i++) own[i] = sums[i];
 #pragma GCC unroll 8
@@ -64,16 +63,9 @@ INLINE void FP8_SET(multiply)(const int n_x, const bool many, const Matrix *m, c
             }
             for (int64_t line = 0; ahead && line < n * TILE; line += 64) prefetch_weights(ahead + line, fetch.past);
             for (int step = 0; step < n / 4; step++) ready[step] = FP8_UNPACK(codes_at(codes + 4 * TILE * step));
-            for (int i = 0; i < n_x;) {
-                const int some = (int)ceil_div(n_x - i, ceil_div(n_x - i, MOST_X));
-#define CASE(size)                                                                                                 \
-    case size:                                                                                                     \
-        if (size <= MOST_X) FP8_SET(add_steps)(size, ready, codes, (int)n / 4, x + i, k, sums + i, NULL, false);    \
-        break;
-                switch (some) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
-#undef CASE
-                i += some;
-            }
+#define MULTIPLY(size, at) FP8_SET(add_steps)(size, ready, codes, (int)n / 4, x + (at), k, sums + (at), NULL, false)
+            EACH_SET(n_x, MULTIPLY)
+#undef MULTIPLY
         }
 #pragma GCC unroll 8
         for (int i = 0; i < n_x; i++) total[i] = fma_of(FP8_TOTAL(sums[i]), g.scale, total[i]);
@@ -83,16 +75,19 @@ INLINE void FP8_SET(multiply)(const int n_x, const bool many, const Matrix *m, c
 }
 
 #define DEFINE(name, n, many)                                                                                           \
-    static TARGET void FP8_SET(name)(int n_x, const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x,  \
+    static TARGET void FP8_SET(by_##name)(int n_x, const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x,  \
                                      void *out) {                                                                       \
         for (int part = 0; part < PARTS; part++)                                                                        \
             FP8_SET(multiply)(n, many, m, tile, part, fetch, x, (vec *)out + part * MANY_X);                             \
     }
-#define WITH_X(n) DEFINE(by_##n, n, false)
-EACH_FP8_X(WITH_X)
-DEFINE(by_many, n_x, true)
-#undef WITH_X
+DEFINE(1, 1, false)
+DEFINE(2, 2, false)
+DEFINE(4, 4, false)
+DEFINE(many, n_x, true)
 #undef DEFINE
+
+static MultiplyTile *const FP8_SET(sizes)[][N_SIZES] = {
+    [WEIGHTS_FP8] = {FP8_SET(by_1), FP8_SET(by_2), FP8_SET(by_4), FP8_SET(by_many)}};
 
 #undef FP8_OPERAND
 #undef FP8_WEIGHTS
@@ -100,5 +95,4 @@ DEFINE(by_many, n_x, true)
 #undef FP8_SUMS
 #undef FP8_ADD
 #undef FP8_TOTAL
-#undef EACH_FP8_X
 #undef FP8_SET

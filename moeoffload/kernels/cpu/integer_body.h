@@ -7,7 +7,6 @@
 //   LOOK_UP   looks up 4-bit codes in a table
 //   NEAREST   rounds floats to integers
 //   MOST_X    the most operands whose sums stay in registers
-//   EACH_X    applies a macro to each supported number of operands
 //   INTEGER_SET  the name of a function for this instruction set
 // The 16 rows of a tile are PARTS vectors of LANES rows.
 
@@ -38,9 +37,8 @@ INLINE float exp2_of(int exponent) {
     return power;
 }
 
-// Returns the codes, as unsigned bytes, of weights 4 * step..4 * step + 3 of each row of a part of a block.
+// Returns the codes, as unsigned bytes, of weights 4 * step..4 * step + 3 of each row of a part of a block; not for INT8.
 INLINE code_bytes unpack_step(const int kind, const int step, const uint8_t *codes, const uint8_t *high, code_bytes table) {
-    if (kind == WEIGHTS_INT8) return codes_at(codes + 4 * TILE * step);
     const code_bytes raw = codes_at(codes + 4 * TILE * (step / 2));
     code_bytes some = (step % 2 ? shift_bits(raw, 4) : raw) & 15;
     if (kind == WEIGHTS_LEVELS4) some = LOOK_UP(table, some);
@@ -82,78 +80,135 @@ INLINE const uint8_t *read_group(const Matrix *m, const uint8_t *at, int part, G
     return at;
 }
 
-// Multiplies one part (LANES rows) of a tile by n_x operands, block by block in the order in which the tile is stored;
-// see tiles.h for the order of sums.
-INLINE void multiply_tile(const int kind, const int n_x, const Matrix *m, const uint8_t *at, int part, Fetch fetch,
-                          const void *const *operands, vec *out) {
-    const Block *x[MOST_X];
+// Reads a part (LANES rows) of a tile, block by block in the order in which they are stored. What is to be prefetched
+// meanwhile lies between `ahead` and ahead_end.
+typedef struct {
+    const Matrix *m;
+    const uint8_t *at, *scales, *ahead, *ahead_end;
+    int64_t part, left, blocks_of_group;
+    Fetch fetch;
+    Group g;
+    code_bytes table;
+} Reader;
+
+INLINE Reader reader_of(const Matrix *m, const uint8_t *tile, int part, Fetch fetch) {
+    const int64_t blocks_of_group = m->shift < 62 ? at_least((int64_t)1 << m->shift >> 5, 1) : m->n_in / INTEGERS;
+    return (Reader){.m = m, .at = tile, .part = part, .blocks_of_group = blocks_of_group, .fetch = fetch,
+                    .table = table_of(m->table)};
+}
+
+INLINE void prefetch_next(Reader *r) {
+    if (r->ahead < r->ahead_end) prefetch_weights(r->ahead, r->fetch.past), r->ahead += 64;
+}
+
+// A block of LANES rows: codes as unsigned bytes, 4 of each row in a vector (those of INT8 stay `in_tile`); scales of the
+// first and the last 16 weights, which differ only for INT6; offsets.
+typedef struct {
+    code_bytes codes[INTEGERS / 4];
+    const uint8_t *in_tile;
+    vec scale[2], offset;
+} Unpacked;
+
+// Sums of INT6 are scaled after each 16 weights, since its groups may be so small.
+INLINE int sums_of(const int kind) { return kind == WEIGHTS_INT6 ? 2 : 1; }
+
+INLINE void unpack_block(const int kind, Reader *r, int64_t block, Unpacked *to) {
+    const Matrix *m = r->m;
+    const uint8_t *const begin = r->at;
+    const int64_t part = r->part, high_bytes = kind == WEIGHTS_UINT5 ? 4 * TILE : kind == WEIGHTS_INT6 ? 8 * TILE : 0;
+    if (m->scales == SCALES_SUPER && block % SCALED == 0) {
+        r->g.factor = f16_at(r->at + part * LANES * 2), r->at += 2 * TILE;
+        if (m->offsets != OFFSETS_NONE) r->g.min_factor = f16_at(r->at + part * LANES * 2), r->at += 2 * TILE;
+    }
+    const bool is_fine = kind == WEIGHTS_INT6 && m->shift < 5;
+    if (!r->left--) {
+        r->left = r->blocks_of_group - 1;
+        r->scales = read_group(m, r->at, part, &r->g);
+        r->at = r->scales + (is_fine ? r->scales - r->at : 0);
+    }
+    to->scale[0] = r->g.scale, to->offset = r->g.offset;
+    if (is_fine) read_group(m, r->scales, part, &r->g);
+    to->scale[1] = r->g.scale;
+    const uint8_t *high = r->at + part * LANES * 4, *codes = high + high_bytes;
+    r->at += high_bytes + TILE * INTEGERS / (kind == WEIGHTS_INT8 ? 1 : 2);
+    to->in_tile = codes;
+    if (part == 0 && (block / SCALED & (r->fetch.every - 1)) == r->fetch.turn) {
+        if (block % SCALED == 0) r->ahead = begin + r->fetch.far;
+        r->ahead_end = r->at + r->fetch.far;
+    }
+    prefetch_next(r);  // a block is longer than what its steps prefetch
 #pragma GCC unroll 8
-    for (int i = 0; i < n_x; i++) x[i] = operands[i];
-    // INT6 may have groups of 16 weights, so its sums are scaled after each 16.
-    const int per_sum = kind == WEIGHTS_INT6 ? 16 : INTEGERS, n_sums = INTEGERS / per_sum;
-    const int64_t high_bytes = kind == WEIGHTS_UINT5 ? 4 * TILE : kind == WEIGHTS_INT6 ? 8 * TILE : 0;
-    const int64_t n_code_bytes = TILE * INTEGERS / (kind == WEIGHTS_INT8 ? 1 : 2), n_blocks = m->n_in / INTEGERS;
-    const int64_t blocks_of_group = m->shift < 62 ? at_least((int64_t)1 << m->shift >> 5, 1) : n_blocks;
-    const bool is_fine = m->shift < 5, has_offsets = m->offsets != OFFSETS_NONE;
-    const code_bytes table = table_of(m->table);
+    for (int step = 0; step < INTEGERS / 4; step++)
+        if (kind != WEIGHTS_INT8) to->codes[step] = unpack_step(kind, step, codes, high, r->table);
+}
+
+// Adds the products of a block and n_x operands to `acc`, and prefetches; see tiles.h for the order of sums.
+INLINE void multiply_block(const int kind, const int n_x, Reader *r, const Unpacked *b, const Block *const *x, vec *acc) {
+    const Matrix *m = r->m;
+    const int n_sums = sums_of(kind), steps = INTEGERS / 4 / n_sums;
     const ints zero = (ints){0} + (int32_t)m->zero_shift;
-    Group g = {0};
-    vec total[MOST_X];
-#pragma GCC unroll 8
-    for (int i = 0; i < n_x; i++) total[i] = (vec){0};
-    const uint8_t *scales = at, *begin = at;
-    for (int64_t first = 0, left = 0; first < n_blocks; first += SCALED) {
-        vec acc[MOST_X];
-#pragma GCC unroll 8
-        for (int i = 0; i < n_x; i++) acc[i] = (vec){0};
-        if (m->scales == SCALES_SUPER) {
-            g.factor = f16_at(at + part * LANES * 2), at += 2 * TILE;
-            if (has_offsets) g.min_factor = f16_at(at + part * LANES * 2), at += 2 * TILE;
-        }
-        for (int64_t block = first; block < at_most(first + SCALED, n_blocks); block++) {
-            if (!left--) {
-                left = blocks_of_group - 1;
-                scales = read_group(m, at, part, &g);
-                at = scales + (is_fine ? scales - at : 0);
-            }
-            const uint8_t *codes = at + high_bytes, *high = at + part * LANES * 4;
-            codes += part * LANES * 4;
-            at += high_bytes + n_code_bytes;
-            const bool fetches = part == 0 && (block & (fetch.every - 1)) == fetch.turn;
-            const uint8_t *ahead = begin + fetch.far, *const ahead_end = fetches ? at + fetch.far : ahead;
-            if (fetches) prefetch_weights(ahead, fetch.past), ahead += 64;
-            begin = at;
 #pragma GCC unroll 2
-            for (int n = 0; n < n_sums; n++) {
-                if (n && is_fine) read_group(m, scales, part, &g);
-                SUMS_OF_STEPS sums[MOST_X];
+    for (int n = 0; n < n_sums; n++) {
+        SUMS_OF_STEPS sums[MOST_X];
 #pragma GCC unroll 8
-                for (int i = 0; i < n_x; i++) {
-                    const int32_t less = n_sums > 1 ? x[i]->less[n] : x[i]->all_less;
-                    sums[i] = START(SHIFTED((ints){0} + less, zero));  // codes are unsigned: subtracts the zero
-                }
+        for (int i = 0; i < n_x; i++) sums[i] = START((ints){0});
+        if (m->zero_shift < 32) {  // codes are unsigned: subtracts the zero
 #pragma GCC unroll 8
-                for (int step = n * per_sum / 4; step < (n + 1) * per_sum / 4; step++) {
-                    if (ahead < ahead_end) prefetch_weights(ahead, fetch.past), ahead += 64;
-                    const code_bytes some = unpack_step(kind, step, codes, high, table);
-#pragma GCC unroll 8
-                    for (int i = 0; i < n_x; i++) sums[i] = STEP(sums[i], some, x[i], step);
-                }
-#pragma GCC unroll 8
-                for (int i = 0; i < n_x; i++) acc[i] = fma_of(__builtin_convertvector(TOTAL(sums[i]), vec), g.scale, acc[i]);
-            }
-            if (has_offsets) {
-#pragma GCC unroll 8
-                for (int i = 0; i < n_x; i++) acc[i] = fma_of(-g.offset, all(x[i]->sum), acc[i]);
-            }
-#pragma GCC unroll 8
-            for (int i = 0; i < n_x; i++) x[i]++;
+            for (int i = 0; i < n_x; i++)
+                sums[i] = START(SHIFTED((ints){0} + (n_sums > 1 ? x[i]->less[n] : x[i]->all_less), zero));
         }
 #pragma GCC unroll 8
-        for (int i = 0; i < n_x; i++) total[i] = fma_of(acc[i], all(((const Block *)operands[i])[first].scale), total[i]);
+        for (int step = n * steps; step < (n + 1) * steps; step++) {
+            prefetch_next(r);
+            const code_bytes some = kind == WEIGHTS_INT8 ? codes_at(b->in_tile + 4 * TILE * step) : b->codes[step];
+#pragma GCC unroll 8
+            for (int i = 0; i < n_x; i++) sums[i] = STEP(sums[i], some, x[i], step);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < n_x; i++) acc[i] = fma_of(__builtin_convertvector(TOTAL(sums[i]), vec), b->scale[n], acc[i]);
+    }
+    if (m->offsets != OFFSETS_NONE) {
+#pragma GCC unroll 8
+        for (int i = 0; i < n_x; i++) acc[i] = fma_of(-b->offset, all(x[i]->sum), acc[i]);
+    }
+}
+
+// Multiplies blocks first..first + n by n_x operands and adds the scaled sums to `total`. Unpacks the blocks if `ready` is
+// NULL.
+INLINE void multiply_blocks(const int kind, const int n_x, Reader *r, const Unpacked *ready, int64_t first, int64_t n,
+                            const void *const *operands, vec *total) {
+    const Block *x[MOST_X];
+    vec acc[MOST_X];
+#pragma GCC unroll 8
+    for (int i = 0; i < n_x; i++) x[i] = (const Block *)operands[i] + first, acc[i] = (vec){0};
+    for (int64_t block = 0; block < n; block++) {
+        Unpacked own;
+        if (!ready) unpack_block(kind, r, first + block, &own);
+        multiply_block(kind, n_x, r, ready ? ready + block : &own, x, acc);
+#pragma GCC unroll 8
+        for (int i = 0; i < n_x; i++) x[i]++;
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < n_x; i++) out[i] = total[i];
+    for (int i = 0; i < n_x; i++) total[i] = fma_of(acc[i], all(((const Block *)operands[i])[first].scale), total[i]);
+}
+
+// Multiplies a part of a tile by n_x operands. For `many`, blocks are unpacked once to the first-level cache and multiplied
+// by up to MOST_X operands at a time.
+INLINE void multiply_part(const int kind, const int n_x, const bool many, Reader r, const void *const *operands, vec *total) {
+    Unpacked ready[SCALED];
+#pragma GCC unroll 4
+    for (int i = 0; i < n_x; i++) total[i] = (vec){0};
+    for (int64_t first = 0, n_blocks = r.m->n_in / INTEGERS; first < n_blocks; first += SCALED) {
+        const int64_t n = at_most(SCALED, n_blocks - first);
+        if (!many) {
+            multiply_blocks(kind, n_x, &r, NULL, first, n, operands, total);
+            continue;
+        }
+        for (int64_t block = 0; block < n; block++) unpack_block(kind, &r, first + block, ready + block);
+#define MULTIPLY(size, at) multiply_blocks(kind, size, &r, ready, first, n, operands + (at), total + (at))
+        EACH_SET(n_x, MULTIPLY)
+#undef MULTIPLY
+    }
 }
 
 INLINE void finish_part(const Product *p, int64_t row, int64_t position, vec total) {
@@ -172,34 +227,37 @@ INLINE void finish_part(const Product *p, int64_t row, int64_t position, vec tot
 #undef FINISH
 }
 
-#define WITH_X(kind, n)                                                             \
-    static TARGET __attribute__((noinline)) void INTEGER_SET(multiply_##kind##_##n)(                  \
-        int n_x, const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x, void *out) { \
-        for (int part = 0; part < PARTS; part++)                                                      \
-            multiply_tile(WEIGHTS_##kind, n, m, tile, part, fetch, x, (vec *)out + part * MANY_X);     \
+#define DEFINE(kind, name, n, many)                                                                            \
+    static TARGET __attribute__((noinline)) void INTEGER_SET(multiply_##kind##_##name)(                        \
+        int n_x, const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x, void *out) {          \
+        for (int part = 0; part < PARTS; part++) {                                                             \
+            const Reader reader = reader_of(m, tile, part, fetch);                                             \
+            multiply_part(WEIGHTS_##kind, n, many, reader, x, (vec *)out + part * MANY_X);                      \
+        }                                                                                                      \
     }
-#define WITH_KIND(kind) EACH_X(WITH_X, kind)
+#define WITH_KIND(kind) \
+    DEFINE(kind, 1, 1, false) DEFINE(kind, 2, 2, false) DEFINE(kind, 4, 4, false) DEFINE(kind, many, n_x, true)
 WITH_KIND(INT8)
 WITH_KIND(UINT4)
 WITH_KIND(LEVELS4)
 WITH_KIND(UINT5)
 WITH_KIND(INT6)
-#undef WITH_X
 #undef WITH_KIND
+#undef DEFINE
 
-
-#define OF_KIND(kind) {EACH_X(NAME_OF, kind)}
-#define NAME_OF(kind, n) INTEGER_SET(multiply_##kind##_##n),
-static MultiplyTile *const INTEGER_SET(multiply)[][N_SIZES] = {OF_KIND(INT8), OF_KIND(UINT4), OF_KIND(LEVELS4), OF_KIND(UINT5), OF_KIND(INT6)};
+#define OF_KIND(kind)                                                                  \
+    {INTEGER_SET(multiply_##kind##_1), INTEGER_SET(multiply_##kind##_2),               \
+     INTEGER_SET(multiply_##kind##_4), INTEGER_SET(multiply_##kind##_many)}
+static MultiplyTile *const INTEGER_SET(multiply)[][N_SIZES] = {
+    OF_KIND(INT8), OF_KIND(UINT4), OF_KIND(LEVELS4), OF_KIND(UINT5), OF_KIND(INT6)};
 #undef OF_KIND
-#undef NAME_OF
 
-// Chooses what to prefetch while a tile is multiplied by n_x operands, `most` in other turns: the bytes shortly behind if
+// Chooses what to prefetch while a tile is multiplied by n_x operands: the bytes shortly behind if
 // there is only one set of operands, else a share of the tile that is a block of rows (ITEM_ROWS) further on.
-INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_t n_x, int64_t most, int64_t turn) {
+INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_t n_x, int64_t turn) {
     int64_t every = 1;
     if (p->last - p->first <= n_x) return (Fetch){2 * ahead_bytes, every, 0, passes_caches};
-    while (every < 8 && 2 * every * most <= p->last - p->first) every *= 2;
+    while (every < 8 && 2 * every * MANY_X <= p->last - p->first) every *= 2;
     const int64_t next = row + ITEM_ROWS;
     const char *from = next < p->to ? row_of_parts(p->parts, p->expert, next) : p->following;
     if (!from) return (Fetch){0, every, every, false};
@@ -212,15 +270,9 @@ INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_
 static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
     for (int64_t start = p->from; start < p->to; start += ITEM_ROWS) {
         const int64_t end = at_most(start + ITEM_ROWS, p->to);
-        MultiplyTile *const *sizes = p->tiles->multiply[p->parts->kind - 1];
-        int largest = MANY - 1;
-        while (!sizes[largest]) largest--;
-        const int64_t most = sizes[MANY] ? MANY_X : 1 << largest;
         for (int64_t first = p->first, turn = 0; first < p->last; turn++) {
             const int64_t left = p->last - first;
-            int size = largest;
-            while (1 << size > left) size--;
-            if (sizes[MANY] && left > 1 << largest) size = MANY;
+            const int size = left > 4 ? MANY : left == 4 ? 2 : left >= 2;
             const int n_x = size == MANY ? (int)ceil_div(left, ceil_div(left, MANY_X)) : 1 << size;
             const void *x[MANY_X];
             for (int i = 0; i < n_x; i++) {
@@ -231,7 +283,7 @@ static TARGET void INTEGER_SET(project_tiles)(const Product *p) {
                 const Matrix *m = p->parts + (row >= p->parts->n_out);
                 const uint8_t *tile = (const uint8_t *)row_of_parts(p->parts, p->expert, row);
                 vec out[PARTS * MANY_X];
-                p->tiles->multiply[m->kind - 1][size](n_x, m, tile, fetch_of(p, tile, row, n_x, most, turn), x, out);
+                p->tiles->multiply[m->kind - 1][size](n_x, m, tile, fetch_of(p, tile, row, n_x, turn), x, out);
                 for (int i = 0; i < n_x; i++)
                     for (int part = 0; part < PARTS; part++)
                         finish_part(p, row + part * LANES, first + i, out[part * MANY_X + i]);

@@ -44,14 +44,11 @@ INLINE void store_integers(Block *block, const int32_t *integers) {
 #define LOOK_UP(table, numbers) ((code_bytes)_mm256_shuffle_epi8((__m256i)(table), (__m256i)(numbers)))
 #define NEAREST(values) ((ints)_mm256_cvtps_epi32((__m256)(values)))
 #define MOST_X 4
-#define EACH_X(each, kind) each(kind, 1) each(kind, 2) each(kind, 4)
 #define INTEGER_SET(name) name##_avx2
 #include "integer_body.h"
 
-#define EACH_FP8_X(each) each(1) each(2) each(4)
 #define FP8_SET(name) fp8_##name
 #include "fp8_floats.h"
 
-static MultiplyTile *const fp8_sizes[][N_SIZES] = {[WEIGHTS_FP8] = {fp8_by_1, fp8_by_2, fp8_by_4, NULL, fp8_by_many}};
 const TileKernels fp8_avx2 = {INTEGERS * sizeof(float), fp8_prepare, project_tiles_avx2, fp8_sizes};
 #endif

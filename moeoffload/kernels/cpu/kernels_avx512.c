@@ -82,16 +82,12 @@ INLINE void store_integers(Block *block, const int32_t *integers) {
 #define LOOK_UP(table, numbers) ((code_bytes)_mm512_shuffle_epi8((__m512i)(table), (__m512i)(numbers)))
 #define NEAREST(values) ((ints)_mm512_cvtps_epi32((__m512)(values)))
 #define MOST_X 8
-#define EACH_X(each, kind) each(kind, 1) each(kind, 2) each(kind, 4) each(kind, 8)
 #define INTEGER_SET(name) name##_vnni
 #include "integer_body.h"
 
-#define EACH_FP8_X(each) each(1) each(2) each(4) each(8)
 #define FP8_SET(name) fp8_##name
 #include "fp8_floats.h"
 
-static MultiplyTile *const fp8_sizes[][N_SIZES] = {
-    [WEIGHTS_FP8] = {fp8_by_1, fp8_by_2, fp8_by_4, fp8_by_8, fp8_by_many}};
 const TileKernels fp8_avx512 = {INTEGERS * sizeof(float), fp8_prepare, project_tiles_vnni, fp8_sizes};
 
 #undef TARGET
@@ -152,11 +148,8 @@ static void fp8_dot_prepare(const void *row, int64_t type, void *operand, int64_
 #define FP8_SUMS Fp8Sums
 #define FP8_ADD(sums, weights, x) add_fp8(&(sums), weights, x)
 #define FP8_TOTAL(sums) ((sums).even + (sums).odd)
-#define EACH_FP8_X(each) each(1) each(2) each(4) each(8)
 #define FP8_SET(name) fp8_dot_##name
 #include "fp8_body.h"
 
-static MultiplyTile *const fp8_dot_sizes[][N_SIZES] = {
-    [WEIGHTS_FP8] = {fp8_dot_by_1, fp8_dot_by_2, fp8_dot_by_4, fp8_dot_by_8, fp8_dot_by_many}};
 const TileKernels fp8_bf16_dot = {INTEGERS * sizeof(uint16_t), fp8_dot_prepare, project_tiles_vnni, fp8_dot_sizes};
 #endif

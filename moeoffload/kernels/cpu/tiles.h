@@ -33,8 +33,9 @@ typedef struct {
     float sum, scale;
 } Block;
 
-// What to prefetch into the second-level cache while a tile is multiplied: the bytes that lie `far` behind a block, for
-// those blocks whose number is `turn` modulo `every` (a power of 2). `past`: past that cache, see prefetch_weights.
+// What to prefetch into the second-level cache while a tile is multiplied: the bytes that lie `far` behind, for those
+// steps (of SCALED blocks; of UNPACKED weights for many operands and FP8) whose number is `turn` modulo `every` (a power
+// of 2). `past`: past that cache, see prefetch_weights.
 typedef struct {
     int64_t far, every, turn;
     bool past;
@@ -44,15 +45,14 @@ typedef struct {
 // (LANES rows) of the tile, with room for the largest number of operands (MANY_X); then the same for the next part.
 typedef void MultiplyTile(int n_x, const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x, void *out);
 
-enum { MANY = 4, N_SIZES = MANY + 1, MANY_X = 32 };
+enum { MANY = 3, N_SIZES = MANY + 1, MANY_X = 32 };
 
 struct TileKernels {
     int64_t block_bytes;  // bytes of a block of an operand
     // Converts n elements of a type of common.h to an operand.
     void (*prepare)(const void *row, int64_t type, void *operand, int64_t n);
     void (*project)(const Product *product);
-    // multiply[kind][i] multiplies by 2^i operands, multiply[kind][MANY] by any number up to MANY_X; NULL if there is no
-    // such function.
+    // multiply[kind][i] multiplies by 2^i operands, multiply[kind][MANY] by any number from 5 to MANY_X.
     MultiplyTile *const (*multiply)[N_SIZES];
 };
 
@@ -72,6 +72,21 @@ static inline const TileKernels *tiles_for(const Matrix *parts, int64_t dtype, i
 #endif
     return NULL;
 }
+
+// Splits n_x operands, at least 5, evenly into sets of at most MOST_X, and calls multiply(number, first) for each. No set
+// is smaller than half of MOST_X.
+#define EACH_SET(n_x, multiply)                                                  \
+    for (int at = 0, some; at < n_x; at += some) {                               \
+        some = (int)ceil_div(n_x - at, ceil_div(n_x - at, MOST_X));              \
+        switch (some) {                                                          \
+            SET_OF(2, multiply) SET_OF(3, multiply) SET_OF(4, multiply)          \
+            SET_OF(5, multiply) SET_OF(6, multiply) SET_OF(7, multiply) SET_OF(8, multiply) \
+        }                                                                        \
+    }
+#define SET_OF(size, multiply)                                                   \
+    case size:                                                                   \
+        if (size <= MOST_X && 2 * size >= MOST_X) multiply(size, at);             \
+        break;
 
 enum { OPERAND_GAP = 64 };  // bytes between operands
 
