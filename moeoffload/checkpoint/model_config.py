@@ -22,15 +22,19 @@ _CONFIG_BYTES = 4 << 20
 _MAX_LAYERS = 1_000
 _MAX_EXPERTS = 1 << 18  # all layers together
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
+# Checkpoints whose own code repeats a class of transformers under another name.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the values of config.json. Raises ModelError when it is missing or damaged."""
+    """Returns the values of config.json, with the model_type that transformers knows. Raises ModelError when it is missing
+    or damaged."""
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder}: has no {CONFIG_FILE}; needed is a folder in the transformers format")
     read_json(folder / CONFIG_FILE, _CONFIG_BYTES)  # refuses what is not JSON or not a file, in one line
     values, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)  # reads transformers' infinities, too
-    return values
+    model_type = values.get("model_type")
+    return values | {"model_type": _SAME_AS[model_type]} if model_type in list(_SAME_AS) else values
 
 
 def config_of(values: dict[str, Any], where: str) -> Any:

@@ -44,6 +44,16 @@ def test_attributes(tmp_path: Path) -> None:
     )
 
 
+def test_a_name_for_a_class_that_transformers_has(tmp_path: Path) -> None:
+    """Kimi K2 is DeepSeek V3 under a name that only code in its repository knows."""
+    write_tiny("deepseek_v3", tmp_path)
+    before = Checkpoint.open(tmp_path)
+    edit_config(tmp_path, model_type="kimi_k2")
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.model_type == "deepseek_v3"
+    assert checkpoint.digest == before.digest
+
+
 def test_compute_dtype_is_the_given_one_else_the_configs_else_that_of_the_tensors(tmp_path: Path) -> None:
     write_tiny("olmoe", tmp_path, dtype=torch.float16)
     edit_config(tmp_path, dtype="bfloat16")
