@@ -49,7 +49,8 @@ static void choose(int64_t *setting, int64_t first, int64_t second, double facto
     *setting = (double)best[0] <= factor * (double)best[1] ? first : second;
 }
 
-// Chooses how weights are prefetched; returns the distance in bytes. Takes ten to twenty milliseconds, and the first time what it takes to map 50 MB.
+// Chooses how weights are prefetched; returns the distance in bytes. Takes ten to twenty milliseconds, and the first
+// time what it takes to map 50 MB.
 int64_t moe_choose_ahead(int64_t features) {
     if (!(features & HAS_AVX2)) return ahead_bytes;
     const int64_t plain_bytes = (int64_t)N_OUT * INNER * 2, n_bytes = 2 * ROUNDS * plain_bytes;
@@ -59,7 +60,7 @@ int64_t moe_choose_ahead(int64_t features) {
     madvise(weights, n_bytes, MADV_HUGEPAGE);
     memset(weights, 1, n_bytes);
     static const uint16_t row[INNER];
-    static char operand[INNER / INTEGERS * sizeof(Block) + INNER * sizeof(float)];
+    static _Alignas(CACHE_LINE) char operand[INNER / INTEGERS * sizeof(Block) + INNER * sizeof(float)];
     // 8-bit codes with a scale for each block: of all kinds this one depends most on the distance.
     Matrix matrix = {.n_out = N_OUT, .n_in = INNER, .row_bytes = ROW_BYTES, .codes = CODES_INT8, .scales = SCALES_F16,
                      .shift = 5, .n_groups = INNER / INTEGERS, .kind = WEIGHTS_INT8 + 1, .unit = 1.0f};

@@ -74,11 +74,11 @@ INLINE void FP8_SET(multiply)(const int n_x, const bool many, const Matrix *m, c
     for (int i = 0; i < n_x; i++) out[i] = total[i];
 }
 
-#define DEFINE(name, n, many)                                                                                           \
-    static TARGET void FP8_SET(by_##name)(int n_x, const Matrix *m, const uint8_t *tile, Fetch fetch, const void *const *x,  \
-                                     void *out) {                                                                       \
-        for (int part = 0; part < PARTS; part++)                                                                        \
-            FP8_SET(multiply)(n, many, m, tile, part, fetch, x, (vec *)out + part * MANY_X);                             \
+#define DEFINE(name, n, many)                                                                                  \
+    static TARGET void FP8_SET(by_##name)(int n_x, const Matrix *m, const uint8_t *tile, Fetch fetch,           \
+                                          const void *const *x, void *out) {                                   \
+        for (int part = 0; part < PARTS; part++)                                                               \
+            FP8_SET(multiply)(n, many, m, tile, part, fetch, x, (vec *)out + part * MANY_X);                    \
     }
 DEFINE(1, 1, false)
 DEFINE(2, 2, false)

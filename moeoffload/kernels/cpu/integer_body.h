@@ -3,7 +3,7 @@
 //   STEP      adds the products of 4 weights of each row and 4 activations to the sums
 //   START     sums with these initial values
 //   TOTAL     reduces the sums to one integer per row
-//   SHIFTED   shifts integers left; a shift by 32 or more gives 0
+//   SHIFTED   shifts integers left by less than 32
 //   LOOK_UP   looks up 4-bit codes in a table
 //   NEAREST   rounds floats to integers
 //   MOST_X    the most operands whose sums stay in registers
@@ -80,8 +80,9 @@ INLINE const uint8_t *read_group(const Matrix *m, const uint8_t *at, int part, G
     return at;
 }
 
-// Reads a part (LANES rows) of a tile, block by block in the order in which they are stored. What is to be prefetched
-// meanwhile lies between `ahead` and ahead_end.
+// Reads a part (LANES rows) of a tile, block by block in the order in which they are stored. The scales of a block are
+// those of the block before while blocks of its group are `left`; those at `scales` are of its last 16 weights if groups
+// have only 16. What is to be prefetched meanwhile lies between `ahead` and ahead_end.
 typedef struct {
     const Matrix *m;
     const uint8_t *at, *scales, *ahead, *ahead_end;

@@ -7,8 +7,8 @@
 // 1/128 of the largest of its 256; the error of any activation is at most 2^-16 of that largest one.
 //
 // FP8: codes become float32 or bfloat16, which is exact. A group's products are added to a few sums in the order of the
-// weights, these are added in a fixed tree, and the total is scaled: a result's bits do not depend on the rest of the
-// call.
+// weights, these are added in a fixed tree, and the total is scaled: a result's bits depend neither on the rest of the
+// call nor, except where bfloat16 pairs are multiplied, on the instruction set.
 #pragma once
 
 #include "experts.h"
@@ -73,19 +73,19 @@ static inline const TileKernels *tiles_for(const Matrix *parts, int64_t dtype, i
     return NULL;
 }
 
-// Splits n_x operands, at least 5, evenly into sets of at most MOST_X, and calls multiply(number, first) for each. No set
-// is smaller than half of MOST_X.
-#define EACH_SET(n_x, multiply)                                                  \
-    for (int at = 0, some; at < n_x; at += some) {                               \
-        some = (int)ceil_div(n_x - at, ceil_div(n_x - at, MOST_X));              \
-        switch (some) {                                                          \
-            SET_OF(2, multiply) SET_OF(3, multiply) SET_OF(4, multiply)          \
-            SET_OF(5, multiply) SET_OF(6, multiply) SET_OF(7, multiply) SET_OF(8, multiply) \
-        }                                                                        \
+// Splits n_x operands, at least 5, evenly into sets of at most MOST_X, and calls multiply(size, first) for each, where
+// `size` is a constant: loops over operands are unrolled. No set is smaller than half of MOST_X.
+#define EACH_SET(n_x, multiply)                                                              \
+    for (int set_at = 0, set_size; set_at < n_x; set_at += set_size) {                       \
+        set_size = (int)ceil_div(n_x - set_at, ceil_div(n_x - set_at, MOST_X));              \
+        switch (set_size) {                                                                  \
+            SET_OF(2, multiply) SET_OF(3, multiply) SET_OF(4, multiply)                      \
+            SET_OF(5, multiply) SET_OF(6, multiply) SET_OF(7, multiply) SET_OF(8, multiply)  \
+        }                                                                                    \
     }
-#define SET_OF(size, multiply)                                                   \
-    case size:                                                                   \
-        if (size <= MOST_X && 2 * size >= MOST_X) multiply(size, at);             \
+#define SET_OF(size, multiply)                                                               \
+    case size:                                                                               \
+        if (size <= MOST_X && 2 * size >= MOST_X) multiply(size, set_at);                    \
         break;
 
 enum { OPERAND_GAP = 64 };  // bytes between operands
