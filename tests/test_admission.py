@@ -15,12 +15,12 @@ import pytest
 import torch
 from command_lines import STEP_TIMEOUT_S
 from conftest import DEMO, StartServer, connected
+from models import all_experts, expert_bytes, reference_of, two_devices
 from synthetic import write_tiny
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient, Lease
-from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import _cgroup_room
 from moeoffload.errors import BusyError, CapacityError, ServerError
@@ -31,17 +31,16 @@ from moeoffload.placement import ExpertTable, batch_row_bytes
 
 SLOTS = 4
 MODEL = Checkpoint.open(DEMO)
-REFERENCE = pb.ModelReference(reference=str(DEMO), digest=MODEL.digest, compute_dtype=dtype_label(MODEL.dtype))
+REFERENCE = reference_of(MODEL)
 ROW_BYTES = batch_row_bytes(
     MODEL.hidden_size, MODEL.top_k, max(layer.intermediate for layer in MODEL.layers), MODEL.dtype.itemsize, SLOTS
 )
-ALL = ExpertTable(tuple(tuple(range(layer.n_experts)) for layer in MODEL.layers))
+ALL = all_experts(MODEL)
 
 
 def budget_gib(n_rows: int) -> str:
     """Memory for all experts of the demo model and so many rows, as an option."""
-    need = sum(layer.n_experts * layer.expert_bytes for layer in MODEL.layers)
-    return str((need + n_rows * ROW_BYTES) / (1 << 30))
+    return str((expert_bytes(MODEL) + n_rows * ROW_BYTES) / (1 << 30))
 
 
 def load(lease: Lease, table: ExpertTable = ALL) -> None:
@@ -168,16 +167,6 @@ def test_what_is_warm_in_the_fast_tier_makes_room_for_batches(start_server: Star
         with open_model(write_tiny("qwen3_moe", tmp_path), experts=[server.address], slots=1, device="cpu"):
             pass
         assert rows_of(lease) == rows
-
-
-def two_devices() -> None:
-    """In a server's process: two CPUs, as ``--gpu 0,1`` would give two GPUs."""
-    from moeoffload.expert_server import server
-
-    def resolve(setting: str, *, last: bool) -> tuple[torch.device, ...]:
-        return torch.device("cpu"), torch.device("cpu")
-
-    server.resolve_devices = resolve
 
 
 def test_a_batch_is_counted_on_each_device(start_server: StartServer) -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, ROOT, STEP_TIMEOUT_S, Command, Commands, wait_until
-from conftest import DEMO, RunningServer, StartServer, connected, local_model
-from synthetic import tiny_config, write_checkpoint
+from conftest import DEMO, RunningServer, StartServer, local_model, stats
+from models import demo_tokenizer, endless_model
 
-from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.host.generate import prepare_prompt
 from moeoffload.host.session import OffloadedModel, open_model
 
@@ -25,19 +24,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose answers have no end token and a context that tests do not fill."""
-    config = tiny_config("qwen3_moe")
-    config.max_position_embeddings = 1 << 20
-    config.eos_token_id = None
-    return write_checkpoint(config, tmp_path_factory.mktemp("endless"), dtype=torch.float32)
+    return endless_model(tmp_path_factory.mktemp("endless"))
 
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, str]:
     """What the demo model answers when all of it runs in this process."""
-    from transformers import AutoTokenizer
-
-    tokenizer, model = AutoTokenizer.from_pretrained(DEMO), local_model(DEMO)
+    tokenizer, model = demo_tokenizer(), local_model(DEMO)
     found = {}
     for prompt in (PROMPT, "reverse planet ="):
         messages = [{"role": "user", "content": prompt}]
@@ -46,11 +39,6 @@ def answers() -> dict[str, str]:
         tokens = model.generate(ids, do_sample=False, max_new_tokens=N_TOKENS)[0, ids.shape[1] :]
         found[prompt] = tokenizer.decode(tokens, skip_special_tokens=True)
     return found
-
-
-def stats(address: str) -> pb.StatsReply:
-    with connected(address) as client:
-        return client.stats(STEP_TIMEOUT_S)
 
 
 def wait_until_free(address: str) -> None:

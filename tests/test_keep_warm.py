@@ -6,29 +6,26 @@ import contextlib
 import random
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, wait_until
-from conftest import DEMO, RunningServer, StartServer, connected
+from conftest import DEMO, RunningServer, StartServer, connected, stats
+from models import all_experts, expert_bytes, reference_of
 from synthetic import write_tiny
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.tensors import TensorIndex
-from moeoffload.control.protocol import dtype_label
-from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import CapacityError
 from moeoffload.expert_server.store import ExpertStore, LayerKey
 from moeoffload.host.session import open_model
 from moeoffload.placement import ExpertTable
 
 PROMPT = torch.arange(5, 25).unsqueeze(0)
-
-
-def demo_bytes() -> int:
-    return sum(layer.n_experts * layer.expert_bytes for layer in Checkpoint.open(DEMO).layers)
+DEMO_BYTES = expert_bytes(Checkpoint.open(DEMO))
 
 
 def run(model: Path, *servers: RunningServer) -> torch.Tensor:
@@ -36,13 +33,8 @@ def run(model: Path, *servers: RunningServer) -> torch.Tensor:
     addresses = [server.address for server in servers]
     with open_model(model, experts=addresses, threads=1, device="cpu") as offloaded, torch.inference_mode():
         logits: torch.Tensor = offloaded.model(PROMPT).logits
-    wait_until(lambda: not any(stats(server).leases for server in servers), "the end of the leases", CLEAN_TIMEOUT_S)
+    wait_until(lambda: not any(stats(each).leases for each in addresses), "the end of the leases", CLEAN_TIMEOUT_S)
     return logits
-
-
-def stats(server: RunningServer) -> pb.StatsReply:
-    with connected(server.address) as client:
-        return client.stats(STEP_TIMEOUT_S)
 
 
 def offered(server: RunningServer) -> int:
@@ -55,35 +47,34 @@ def test_the_next_host_with_the_same_part_reads_nothing(start_server: StartServe
     servers = [start_server("--memory-gib", "2") for _ in range(n_servers)]
     before = [offered(server) for server in servers]
     logits = run(DEMO, *servers)
-    first = [stats(server) for server in servers]
-    assert sum(each.warm_bytes for each in first) == sum(each.read_bytes for each in first) >= demo_bytes()
+    first = [stats(server.address) for server in servers]
+    assert sum(each.warm_bytes for each in first) == sum(each.read_bytes for each in first) >= DEMO_BYTES
     assert [each.resident_bytes for each in first] == [0] * n_servers
     assert [offered(server) for server in servers] == before, "what is warm counts as free"
     assert torch.equal(run(DEMO, *servers), logits)
-    assert [stats(server).read_bytes for server in servers] == [each.read_bytes for each in first]
+    assert [stats(server.address).read_bytes for server in servers] == [each.read_bytes for each in first]
 
 
 def test_another_model_gets_the_memory_and_only_what_it_took_is_read_again(
     start_server: StartServer, tmp_path: Path
 ) -> None:
     other = write_tiny("mixtral", tmp_path, dtype=torch.float32)
-    about = Checkpoint.open(other)
-    needed = sum(layer.n_experts * layer.expert_bytes for layer in about.layers)
-    server = start_server("--memory-gib", str((demo_bytes() + needed // 2) / (1 << 30)), "--batch-capacity", "1")
+    needed = expert_bytes(Checkpoint.open(other))
+    server = start_server("--memory-gib", str((DEMO_BYTES + needed // 2) / (1 << 30)), "--batch-capacity", "1")
     logits = run(DEMO, server)
     run(other, server)
-    after = stats(server)
-    assert 0 < demo_bytes() + needed - after.warm_bytes < demo_bytes()
-    again = demo_bytes() - (after.warm_bytes - needed)
+    after = stats(server.address)
+    assert 0 < DEMO_BYTES + needed - after.warm_bytes < DEMO_BYTES
+    again = DEMO_BYTES - (after.warm_bytes - needed)
     assert torch.equal(run(DEMO, server), logits)
-    assert stats(server).read_bytes == after.read_bytes + again
+    assert stats(server.address).read_bytes == after.read_bytes + again
 
 
 def test_nothing_stays_where_it_is_switched_off(start_server: StartServer) -> None:
     server = start_server("--keep-warm", "off")
     for n_reads in (1, 2):
         run(DEMO, server)
-        assert (stats(server).warm_bytes, stats(server).read_bytes) == (0, n_reads * demo_bytes())
+        assert (stats(server.address).warm_bytes, stats(server.address).read_bytes) == (0, n_reads * DEMO_BYTES)
 
 
 def test_a_file_that_has_changed_is_read_again_also_where_the_digest_does_not_look(
@@ -143,15 +134,16 @@ class LetsABuildEnd:
             self._end()
 
 
-def test_experts_whose_build_ends_meanwhile_are_never_counted_as_free() -> None:
-    store, begun, goes_on = ExpertStore(100), threading.Event(), threading.Event()
+def begin_build(store: ExpertStore, key: LayerKey) -> Callable[[], None]:
+    """Another thread reads experts of 60 bytes until the function that this returns is called."""
+    begun, goes_on = threading.Event(), threading.Event()
 
     def build() -> Any:
         begun.set()
         assert goes_on.wait(STEP_TIMEOUT_S)
-        return "experts"
+        return "others"
 
-    builder = threading.Thread(target=store.acquire, args=(LayerKey("model", "bf16", 0, (0,)), 60, build))
+    builder = threading.Thread(target=store.acquire, args=(key, 60, build))
     builder.start()
     assert begun.wait(STEP_TIMEOUT_S)
 
@@ -159,6 +151,12 @@ def test_experts_whose_build_ends_meanwhile_are_never_counted_as_free() -> None:
         goes_on.set()
         builder.join(STEP_TIMEOUT_S)
 
+    return end
+
+
+def test_experts_whose_build_ends_meanwhile_are_never_counted_as_free() -> None:
+    store = ExpertStore(100)
+    end = begin_build(store, LayerKey("model", "bf16", 0, (0,)))
     store._lock = LetsABuildEnd(store._lock, end)  # type: ignore[assignment]
     assert store.free_bytes == 40
     assert store.free_bytes == 40
@@ -173,13 +171,12 @@ def test_experts_whose_host_leaves_meanwhile_are_not_offered_twice() -> None:
 
 def test_weight_errors_are_in_the_order_of_layers_whatever_is_warm(server: RunningServer) -> None:
     checkpoint = Checkpoint.open(DEMO, expert_format="int4")
-    how = {"digest": checkpoint.digest, "compute_dtype": dtype_label(checkpoint.dtype), "expert_format": "int4"}
-    whole = tuple(tuple(range(layer.n_experts)) for layer in checkpoint.layers)
+    model, whole = reference_of(checkpoint, expert_format="int4"), all_experts(checkpoint).layers
     errors = []
     with connected(server.address) as client:
         for layers in (((), (), *whole[2:]), whole, whole):
             with contextlib.closing(client.attach(STEP_TIMEOUT_S)) as lease:
-                model, told = pb.ModelReference(reference=str(DEMO), **how), lambda loaded, total: None
+                told: Any = lambda loaded, total: None  # noqa: E731
                 errors.append(lease.load(model, ExpertTable(layers), progress=told, timeout_s=STEP_TIMEOUT_S))
     last, some_warm, all_warm = errors
     assert some_warm is not None
@@ -188,23 +185,13 @@ def test_weight_errors_are_in_the_order_of_layers_whatever_is_warm(server: Runni
 
 
 def test_a_host_with_experts_that_are_there_does_not_wait_for_those_of_another() -> None:
-    store, begun, goes_on = ExpertStore(100), threading.Event(), threading.Event()
+    store, found = ExpertStore(100), list[Any]()
     there, other = (LayerKey("model", "bf16", layer, (0,)) for layer in (0, 1))
-    found: list[Any] = []
     store.acquire(there, 10, lambda: "experts")  # type: ignore[arg-type,return-value]
-
-    def build() -> Any:
-        begun.set()
-        assert goes_on.wait(STEP_TIMEOUT_S)
-        return "others"
-
-    builder = threading.Thread(target=store.acquire, args=(other, 60, build))
-    builder.start()
-    assert begun.wait(STEP_TIMEOUT_S)
-    asks = threading.Thread(target=lambda: found.append(store.acquire(there, 10, build)), daemon=True)
+    end = begin_build(store, other)
+    asks = threading.Thread(target=lambda: found.append(store.acquire(there, 10, lambda: None)), daemon=True)  # type: ignore[arg-type,return-value]
     asks.start()
     asks.join(5)
     found_meanwhile = list(found)
-    goes_on.set()
-    builder.join(STEP_TIMEOUT_S)
+    end()
     assert found_meanwhile == ["experts"]
