@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
-import tasks
 import torch
 from conftest import DEMO, demo_prompt, local_model
 from local_experts import register_local_experts
+from models import answers, demo_inputs, local_answers, percent_right
 
 from moeoffload import open_model
 from moeoffload.kernels.fast_dense import accelerate_dense
 
-N_PROMPTS = 64
-MAX_NEW_TOKENS = 12
-
 TORCH = {"f32": torch.float32, "bf16": torch.bfloat16}
-
-
-@cache
-def held_out() -> list[str]:
-    return tasks.prompts(N_PROMPTS, seed=7)
-
-
-def answers(model: Any, tokenizer: Any) -> list[list[int]]:
-    """Greedy completions of all prompts, as one left-padded batch, cut at the end token."""
-    tokenizer.padding_side = "left"
-    batch = tokenizer(held_out(), return_tensors="pt", padding=True)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-    completions = tokens[:, inputs["input_ids"].shape[1] :].tolist()
-    end = tokenizer.eos_token_id
-    return [row[: row.index(end)] if end in row else row for row in completions]
-
-
-def accuracy(completions: list[list[int]], tokenizer: Any) -> float:
-    """Percent of prompts whose completion is the right answer."""
-    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
-    right = [tasks.check(prompt, text) for prompt, text in zip(held_out(), texts, strict=True)]
-    return 100 * sum(right) / len(right)
-
-
-@cache
-def local_answers(model_dtype: str) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    return answers(local_model(DEMO, dtype=TORCH[model_dtype]), AutoTokenizer.from_pretrained(DEMO))
 
 
 @pytest.mark.parametrize(("model_dtype", "transport"), [("f32", "shared"), ("bf16", "shared"), ("bf16", "stream")])
@@ -92,18 +58,15 @@ def test_the_default_kernel_gives_the_bits_of_a_local_run_with_it_in_every_mode(
 def test_greedy_tokens_and_accuracy_match_a_local_run(
     three_servers: list[str], mode: str, transport: str, n_servers: int, dtype: str, model_dtype: str
 ) -> None:
-    expected = local_answers(model_dtype)
+    expected = local_answers(TORCH[model_dtype])
     options: dict[str, Any] = {"mode": mode, "transport": transport, "dtype": dtype, "model_dtype": model_dtype}
     with open_model(DEMO, experts=three_servers[:n_servers], device="cpu", **options) as offloaded:
         assert [link.info.transport for link in offloaded.links] == [transport] * n_servers
-        tokenizer = offloaded.tokenizer
-        got = answers(offloaded.model, tokenizer)
-    assert abs(accuracy(got, tokenizer) - accuracy(expected, tokenizer)) <= 100 / N_PROMPTS
+        got = answers(offloaded.model, demo_inputs())
+    assert abs(percent_right(got) - percent_right(expected)) <= 100 / len(expected)
     if dtype != "f16":  # which does not hold every value of bf16
         assert got == expected
 
 
 def test_the_demo_model_solves_its_tasks() -> None:
-    from transformers import AutoTokenizer
-
-    assert accuracy(local_answers("bf16"), AutoTokenizer.from_pretrained(DEMO)) >= 95
+    assert percent_right(local_answers()) >= 95

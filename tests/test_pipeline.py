@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEMO, demo_prompt, local_model
+from models import random_call
 from synthetic import write_tiny
 from transformers import DynamicCache
 
@@ -137,13 +138,9 @@ def test_families_with_windows_dense_layers_or_linear_attention_stay_right(
 
 def test_sums_are_added_in_the_same_order_whichever_slots_another_thread_holds(three_servers: list[str]) -> None:
     options: dict[str, Any] = {"mode": "stream", "slots": 2, "threads": 1, "device": "cpu"}
-    generator = torch.Generator().manual_seed(16)
     with open_model(DEMO, experts=three_servers, **options) as offloaded, torch.inference_mode():
-        checkpoint = offloaded.checkpoint
-        n_experts = checkpoint.layers[0].n_experts
-        rows = torch.randn(300, checkpoint.hidden_size, generator=generator)  # float32: the last bits are to be seen
-        ids = torch.rand(300, n_experts, generator=generator).argsort(1)[:, : checkpoint.top_k].contiguous()
-        weights = torch.rand(ids.shape, generator=generator)
+        # In float32: the last bits are to be seen.
+        rows, ids, weights = random_call(offloaded.checkpoint, 300, torch.float32)
         undisturbed = offloaded.dispatcher(0, rows, ids, weights)
         for link in offloaded.links:
             for n_held in (1, 2):
