@@ -16,7 +16,7 @@ import pytest
 import torch
 from command_lines import wait_until
 from conftest import DEMO, StartServer
-from fault_kit.clock import LayerClock
+from fault_kit.generation import LayerClock
 from models import edit_config, random_call
 
 from moeoffload import OffloadedModel, open_model

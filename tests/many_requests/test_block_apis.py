@@ -14,8 +14,7 @@ import pytest
 from models import secret_file
 from openai.types.shared import Reasoning
 
-from many_requests.fake_engine import FakeEngine, tokens_of
-from many_requests.http_kit import Running, serving
+from many_requests.http_kit import FakeEngine, Running, serving, tokens_of
 from many_requests.serve_process import KEY, Server
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'

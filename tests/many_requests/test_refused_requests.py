@@ -15,8 +15,7 @@ import pytest
 from command_lines import wait_until
 from models import secret_file
 
-from many_requests.fake_engine import FakeEngine, tokens_of
-from many_requests.http_kit import Running, ask, serving
+from many_requests.http_kit import FakeEngine, Running, ask, serving, tokens_of
 from many_requests.serve_process import KEY
 from moeoffload.cli.key_files import make_keys
 from moeoffload.config import ServeSettings
