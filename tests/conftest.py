@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_lines import STEP_TIMEOUT_S, Commands, running_commands, wait_until
+from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Commands, running_commands, wait_until
 from server_processes import DEMO, READY_TIMEOUT_S, ROOT, ServerProcess
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServ
 @pytest.fixture(scope="module")
 def server(one_server: RunningServer) -> RunningServer:
     """A server that all tests share; nobody uses it when those of a module begin."""
-    wait_until(lambda: stats(one_server.address).leases == 0, "no hosts")
+    wait_until_left(one_server.address)
     return one_server
 
 
@@ -76,6 +76,11 @@ def stats(address: str) -> pb.StatsReply:
     """What a server says of itself."""
     with connected(address) as client:
         return client.stats(STEP_TIMEOUT_S)
+
+
+def wait_until_left(*addresses: str) -> None:
+    """No host uses these servers any more."""
+    wait_until(lambda: not any(stats(each).leases for each in addresses), "the end of all leases", CLEAN_TIMEOUT_S)
 
 
 def health_of(address: str, service: str = "") -> str:

@@ -119,10 +119,8 @@ def what_is_free_takes_a_while_to_find_out() -> None:
 
 def test_hosts_that_attach_at_the_same_moment_get_no_more_than_there_is(start_server: StartServer) -> None:
     server = start_server("--memory-gib", budget_gib(300), patch=what_is_free_takes_a_while_to_find_out)
-    with connected(server.address) as client, ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
-        leases = [stack.enter_context(contextlib.closing(client.attach(STEP_TIMEOUT_S))) for _ in range(3)]
-        for lease in leases:
-            load(lease)
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        leases = [stack.enter_context(loaded(server.address))[1] for _ in range(3)]
         rows = list(pool.map(rows_of, leases))
     assert min(rows) > 0
     assert sum(rows) <= 300
@@ -130,10 +128,8 @@ def test_hosts_that_attach_at_the_same_moment_get_no_more_than_there_is(start_se
 
 def test_a_second_lease_of_a_process_that_finds_no_room_is_told_to_come_back(start_server: StartServer) -> None:
     server = start_server("--memory-gib", budget_gib(40))
-    with connected(server.address) as client, contextlib.ExitStack() as stack:
-        leases = [stack.enter_context(contextlib.closing(client.attach(STEP_TIMEOUT_S))) for _ in range(3)]
-        for lease in leases:
-            load(lease)
+    with contextlib.ExitStack() as stack:
+        leases = [stack.enter_context(loaded(server.address))[1] for _ in range(3)]
         assert [rows_of(lease) for lease in leases[:2]] == [32, 8]
         with pytest.raises(BusyError, match="bytes are left for batches"):
             rows_of(leases[2])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, ROOT, STEP_TIMEOUT_S, Command, Commands, wait_until
-from conftest import DEMO, RunningServer, StartServer, local_model, stats
+from conftest import DEMO, RunningServer, StartServer, local_model, stats, wait_until_left
 from models import demo_tokenizer, endless_model
 
 from moeoffload.host.generate import prepare_prompt
@@ -43,7 +43,7 @@ def answers() -> dict[str, str]:
 
 def wait_until_free(address: str) -> None:
     """The server has no lease any more, nor experts of one."""
-    wait_until(lambda: stats(address).leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+    wait_until_left(address)
     wait_until(lambda: stats(address).resident_bytes == 0, "the release of the experts", CLEAN_TIMEOUT_S)
 
 
@@ -230,7 +230,7 @@ def test_a_signal_while_the_server_loads_ends_the_host_and_frees_the_server(
         result = command.wait()
         assert (result.code, result.out) == (128 + number, ""), result.err
         check_interrupted(result.err)
-        wait_until(lambda: stats(server.address).leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+        wait_until_left(server.address)
     gate.touch()
     wait_until_free(server.address)
     with open_model(DEMO, experts=[server.address], threads=1) as model:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, wait_until
-from conftest import DEMO, RunningServer, StartServer, connected, stats
+from command_lines import STEP_TIMEOUT_S
+from conftest import DEMO, RunningServer, StartServer, connected, stats, wait_until_left
 from models import all_experts, expert_bytes, reference_of
 from synthetic import write_tiny
 
@@ -33,7 +33,7 @@ def run(model: Path, *servers: RunningServer) -> torch.Tensor:
     addresses = [server.address for server in servers]
     with open_model(model, experts=addresses, threads=1, device="cpu") as offloaded, torch.inference_mode():
         logits: torch.Tensor = offloaded.model(PROMPT).logits
-    wait_until(lambda: not any(stats(each).leases for each in addresses), "the end of the leases", CLEAN_TIMEOUT_S)
+    wait_until_left(*addresses)
     return logits
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import wait_until
-from conftest import DEMO, RunningServer, demo_prompt, stats
+from conftest import DEMO, RunningServer, demo_prompt, stats, wait_until_left
 
 from moeoffload import open_model
 from moeoffload.errors import ModelError
@@ -80,7 +80,7 @@ def test_a_model_that_is_not_closed_leaves_its_server_when_nobody_has_it_any_mor
         assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected)
         assert stats(server.address).leases == 1
         del model
-        wait_until(lambda: stats(server.address).leases == 0, "the end of the lease")
+        wait_until_left(server.address)
     finally:
         gc.enable()
 

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, shm_names, wait_until
-from conftest import DEMO, READY_TIMEOUT_S, ROOT, RunningServer, StartServer, health_of
+from conftest import DEMO, READY_TIMEOUT_S, ROOT, RunningServer, StartServer, health_of, wait_until_left
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from models import all_experts, expert_bytes, reference_of
@@ -204,8 +204,7 @@ def test_one_lease_more_than_the_limits_is_told_to_come_back(server: RunningServ
         for _ in range(MAX_LEASES - MAX_LEASES_OF_ONE):
             stack.enter_context(raw_host(server.address)).hello("second")
         refuse("third", f"{MAX_LEASES} leases, 0 of this host")
-    with raw_host(server.address) as host:
-        wait_until(lambda: host.stats().leases == 0, "the end of all leases", CLEAN_TIMEOUT_S)
+    wait_until_left(server.address)
 
 
 @pytest.mark.parametrize(
@@ -347,8 +346,7 @@ def test_absurdly_large_wishes_are_cut_to_what_the_server_allows(
         offer = host.send(activate=wish).offer
         assert 1 <= offer.batch_capacity <= limits.batch_capacity
         assert {channel.n_slots for channel in offer.channels} == {limits.max_slots}
-    with raw_host(server.address) as host:
-        wait_until(lambda: host.stats().leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+    wait_until_left(server.address)
 
 
 def test_after_all_of_this_the_server_still_serves(server: RunningServer) -> None:
