@@ -147,11 +147,12 @@ def running_commands(folder: Path) -> Iterator[Commands]:
         yield commands
 
 
-def run_python(code: str, *arguments: str, **environment: str) -> Result:
-    """Runs ``code`` in a Python of its own, with these variables beside those of this process."""
+def run_python(code: str, *arguments: str, **variables: str | None) -> Result:
+    """Runs ``code`` in a Python of its own, with these variables beside those of this process, without those of None."""
+    environment = {name: value for name, value in (os.environ | variables).items() if value is not None}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, cwd=ROOT,
-        env=os.environ | environment,
+        env=environment,
     )  # fmt: skip
     return Result(done.returncode, done.stdout, done.stderr)
 

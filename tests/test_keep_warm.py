@@ -1,4 +1,4 @@
-"""Experts stay in a server's memory after their host has left: until others need it, or their files change."""
+"""Experts in a server's memory: shared by hosts of the same model, kept after they left until others need the room."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import contextlib
 import random
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_lines import STEP_TIMEOUT_S
-from conftest import DEMO, RunningServer, StartServer, connected, stats, wait_until_left
+from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, wait_until
+from conftest import DEMO, RunningServer, StartServer, connected, local_model, stats, wait_until_left
 from models import all_experts, expert_bytes, reference_of
 from synthetic import write_tiny
 
@@ -21,8 +22,106 @@ from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.tensors import TensorIndex
 from moeoffload.errors import CapacityError
 from moeoffload.expert_server.store import ExpertStore, LayerKey
-from moeoffload.host.session import open_model
+from moeoffload.host.session import OffloadedModel, open_model
 from moeoffload.placement import ExpertTable
+
+N_TOKENS = 24
+WAIT_S = 100
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("mixtral", tmp_path_factory.mktemp("mixtral"), dtype=torch.float32)
+
+
+@pytest.fixture
+def address(server: RunningServer) -> Iterator[str]:
+    """Of a server that nobody uses, neither before the test nor after it."""
+    wait_until_left(server.address)
+    yield server.address
+    wait_until_left(server.address)
+    assert stats(server.address).resident_bytes == 0
+
+
+def prompt(first: int, n: int = 16) -> torch.Tensor:
+    """(1, n) token ids that every tiny vocabulary has."""
+    return (torch.arange(n) * 7 + first).remainder(200).add(5).unsqueeze(0)
+
+
+def generate(model: torch.nn.Module, first: int) -> list[int]:
+    """Greedy tokens, the same number whatever they are."""
+    ids = prompt(first)
+    tokens: torch.Tensor = model.generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=N_TOKENS, max_new_tokens=N_TOKENS
+    )
+    return tokens[0, ids.shape[1] :].tolist()
+
+
+def open_on(address: str, model: Path, dtype: str = "f32") -> OffloadedModel:
+    """In float32, since the prompts are noise: in a short dtype their tokens hang on the order of additions."""
+    return open_model(model, experts=[address], threads=1, model_dtype=dtype)
+
+
+def local_tokens(model: Path) -> list[list[int]]:
+    reference = local_model(model, dtype=torch.float32)
+    return [generate(reference, first) for first in range(3)]
+
+
+def generate_at_once(*models: OffloadedModel) -> list[list[list[int]]]:
+    """What each model generates for three prompts while the others do so too."""
+
+    def three(host: OffloadedModel) -> list[list[int]]:
+        return [generate(host.model, first) for first in range(3)]
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        return list(pool.map(three, models, timeout=WAIT_S))
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["one model", "two models"])
+def test_hosts_share_experts_of_one_model_only_and_generate_what_a_local_run_does(
+    address: str, other_model: Path, same: bool
+) -> None:
+    models = (DEMO, DEMO if same else other_model)
+    expected = [local_tokens(model) for model in models]
+    assert (expected[0] == expected[1]) == same
+    first, second = (open_on(address, model) for model in models)
+    with second:
+        with first:
+            together = stats(address)
+            resident = expert_bytes(second.checkpoint) + (0 if same else expert_bytes(first.checkpoint))
+            assert (together.leases, together.resident_bytes) == (2, resident)
+            assert generate_at_once(first, second) == expected
+        wait_until(lambda: stats(address).leases == 1, "the end of one lease", CLEAN_TIMEOUT_S)
+        assert stats(address).resident_bytes == expert_bytes(second.checkpoint), "the other host still uses them"
+        assert generate(second.model, 0) == expected[1][0]
+
+
+def test_the_same_model_in_another_dtype_has_experts_of_its_own(address: str) -> None:
+    with open_on(address, DEMO, "bf16") as first, open_on(address, DEMO) as second:
+        sizes = [expert_bytes(each.checkpoint) for each in (first, second)]
+        assert stats(address).resident_bytes == sum(sizes) == 3 * sizes[0]
+        assert generate(second.model, 0) == local_tokens(DEMO)[0]
+
+
+# Says where the memory grows that all hosts' calls work in.
+WATCHED = """
+import sys, threading
+from moeoffload.kernels.layer import LayerKernels
+reserve = LayerKernels.reserve
+def watched(self, *arguments):
+    print("reserved in thread", threading.current_thread().name, file=sys.stderr, flush=True)
+    reserve(self, *arguments)
+LayerKernels.reserve = watched
+"""
+
+
+def test_a_host_that_attaches_moves_no_memory_under_the_calls_of_another(start_server: StartServer) -> None:
+    server = start_server(patch=WATCHED)
+    with open_on(server.address, DEMO) as first, open_on(server.address, DEMO, "bf16"):
+        generate(first.model, 0)
+    lines = [line for line in server.log_text.splitlines() if line.startswith("reserved in thread")]
+    assert set(lines) == {"reserved in thread engine"}
+
 
 PROMPT = torch.arange(5, 25).unsqueeze(0)
 DEMO_BYTES = expert_bytes(Checkpoint.open(DEMO))
