@@ -148,12 +148,10 @@ def running_commands(folder: Path) -> Iterator[Commands]:
 
 
 def run_python(code: str, *arguments: str, **variables: str | None) -> Result:
-    """Runs ``code`` in a Python of its own, with these variables beside those of this process, without those of None."""
-    environment = {name: value for name, value in (os.environ | variables).items() if value is not None}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, cwd=ROOT,
-        env=environment,
-    )  # fmt: skip
+    """Runs ``code`` in a Python of its own, with these variables beside those of this process; None takes one away."""
+    environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, cwd=ROOT, env=environment)
     return Result(done.returncode, done.stdout, done.stderr)
 
 
