@@ -42,6 +42,13 @@ expert_server = ServerProcess
 StartServer = Callable[..., RunningServer]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _place_for_models(tmp_path_factory: pytest.TempPathFactory) -> None:
+    import models
+
+    models.place_for_written = tmp_path_factory.mktemp("written")
+
+
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
     """Starts servers that live as long as the test: ``start_server("--batch-capacity", "64")``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -80,15 +79,16 @@ def reference_of(checkpoint: Checkpoint, reference: object = DEMO, **more: str) 
     return pb.ModelReference(reference=str(reference), digest=checkpoint.digest, compute_dtype=dtype, **more)
 
 
-_folder = tempfile.TemporaryDirectory(prefix="models-")
+place_for_written = Path()
+"""A folder of this process; conftest sets it."""
 _written: dict[object, Path] = {}
 
 
 def written_once(folder: Path, key: object, write: Callable[[Path], object]) -> None:
     """Has ``write`` make a model in ``folder`` the first time that ``key`` is asked for, then copies that one."""
     if key not in _written:
-        _written[key] = Path(_folder.name, str(len(_written)))
-        write(_written[key])
+        write(place_for_written / str(len(_written)))
+        _written[key] = place_for_written / str(len(_written))
     shutil.copytree(_written[key], folder, dirs_exist_ok=True)
 
 
