@@ -19,7 +19,7 @@ from server_processes import ROOT, STEP_TIMEOUT_S, Process, WarmProcess, end, re
 
 __all__ = [
     "CLEAN_TIMEOUT_S", "ROOT", "RUN_TIMEOUT_S", "STEP_TIMEOUT_S", "Command", "Commands", "Result", "one_line_error",
-    "running_commands", "shm_left", "shm_names", "wait_until",
+    "run_python", "running_commands", "shm_left", "shm_names", "wait_until",
 ]  # fmt: skip
 
 RUN_TIMEOUT_S = 100
@@ -145,6 +145,14 @@ class Commands:
 def running_commands(folder: Path) -> Iterator[Commands]:
     with contextlib.closing(Commands(folder)) as commands:
         yield commands
+
+
+def run_python(code: str, *arguments: str, **variables: str | None) -> Result:
+    """Runs ``code`` in a Python of its own, with these variables beside those of this process; None takes one away."""
+    environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, cwd=ROOT, env=environment)
+    return Result(done.returncode, done.stdout, done.stderr)
 
 
 def one_line_error(result: Result, code: int) -> str:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_lines import STEP_TIMEOUT_S, Commands, running_commands
+from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Commands, running_commands, wait_until
 from server_processes import DEMO, READY_TIMEOUT_S, ROOT, ServerProcess
 
 if TYPE_CHECKING:
     from moeoffload.control.client import ControlClient
+    from moeoffload.control.v1 import expert_service_pb2 as pb
 
 __all__ = ["DEMO", "READY_TIMEOUT_S", "ROOT"]
 
@@ -25,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if os.environ.get("TESTS_ON_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"  # read by Triton at its first import
-for name in [name for name in os.environ if name.startswith(("MOEOFFLOAD_", "DFLASH_MOE_"))]:
+for name in [name for name in os.environ if name.startswith(("MOEOFFLOAD_", "DFLASH_"))]:
     del os.environ[name]
 
 # A shell starts background jobs with SIGINT ignored, which processes hand on; tests of Ctrl-C need it as in a terminal.
@@ -39,6 +42,13 @@ expert_server = ServerProcess
 StartServer = Callable[..., RunningServer]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _place_for_models(tmp_path_factory: pytest.TempPathFactory) -> None:
+    import models
+
+    models.place_for_written = tmp_path_factory.mktemp("written")
+
+
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
     """Starts servers that live as long as the test: ``start_server("--batch-capacity", "64")``."""
@@ -46,11 +56,17 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
         yield lambda *options, **how: stack.enter_context(ServerProcess(tmp_path, *options, **how))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server that the tests of a module share."""
+@pytest.fixture(scope="session")
+def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with ServerProcess(tmp_path_factory.mktemp("server")) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def server(one_server: RunningServer) -> RunningServer:
+    """A server that all tests share; nobody uses it when those of a module begin."""
+    wait_until_left(one_server.address)
+    return one_server
 
 
 @contextlib.contextmanager
@@ -61,6 +77,28 @@ def connected(address: str) -> Iterator[ControlClient]:
     with contextlib.closing(ControlClient(address)) as client:
         client.connect(STEP_TIMEOUT_S)
         yield client
+
+
+def stats(address: str) -> pb.StatsReply:
+    """What a server says of itself."""
+    with connected(address) as client:
+        return client.stats(STEP_TIMEOUT_S)
+
+
+def wait_until_left(*addresses: str) -> None:
+    """No host uses these servers any more."""
+    wait_until(lambda: not any(stats(each).leases for each in addresses), "the end of all leases", CLEAN_TIMEOUT_S)
+
+
+def health_of(address: str, service: str = "") -> str:
+    """SERVING or NOT_SERVING."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=STEP_TIMEOUT_S).status
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
 
 
 @pytest.fixture(scope="session")
@@ -76,6 +114,20 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
     """Runs the real command lines: ``commands.run("moeoffload", "run", ...)``."""
     with running_commands(tmp_path) as running:
         yield running
+
+
+@pytest.fixture
+def unresolved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """No name is resolved before the end of the test; holds the answers so far."""
+    resolved, answered = threading.Event(), list[bool]()
+
+    def resolve(*_: object, **__: object) -> list[object]:
+        answered.append(resolved.wait(STEP_TIMEOUT_S))
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    yield answered
+    resolved.set()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import torch
 from gguf.quants import dequantize
+from models import written_once
 from synthetic import tiny_config, write_checkpoint
 from synthetic.gguf_quants import to_blocks
 from synthetic.gguf_writer import write_gguf
@@ -38,6 +39,12 @@ def wide_config(family: str) -> Any:
 
 def write_model(family: str, folder: Path, kind: str, *, name: str = "m.gguf", **how: Any) -> Path:
     """A random model as a folder of transformers' and beside it as a GGUF file, which is given back."""
+    written_once(folder, (family, kind, name, str(how)), lambda place: _write(family, place, kind, name, **how))
+    parts = sorted(folder.glob(name.replace(".gguf", "-*.gguf")))
+    return parts[0] if parts else folder / name
+
+
+def _write(family: str, folder: Path, kind: str, name: str, **how: Any) -> None:
     write_checkpoint(wide_config(family), folder, dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     # Random, too, where synthetic checkpoints have ones: a norm that lands elsewhere must be seen.
@@ -49,8 +56,6 @@ def write_model(family: str, folder: Path, kind: str, *, name: str = "m.gguf", *
     model.save_pretrained(folder)
     values = model.state_dict()
     write_gguf(model.config, folder / name, kind, lambda name, _: values[name], tokenizer=folder, **how)
-    parts = sorted(folder.glob(name.replace(".gguf", "-*.gguf")))
-    return parts[0] if parts else folder / name
 
 
 def unpacked(*paths: Path) -> dict[str, torch.Tensor]:

@@ -15,12 +15,12 @@ import pytest
 import torch
 from command_lines import STEP_TIMEOUT_S
 from conftest import DEMO, StartServer, connected
+from models import all_experts, expert_bytes, reference_of, two_devices
 from synthetic import write_tiny
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient, Lease
-from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import _cgroup_room
 from moeoffload.errors import BusyError, CapacityError, ServerError
@@ -31,17 +31,16 @@ from moeoffload.placement import ExpertTable, batch_row_bytes
 
 SLOTS = 4
 MODEL = Checkpoint.open(DEMO)
-REFERENCE = pb.ModelReference(reference=str(DEMO), digest=MODEL.digest, compute_dtype=dtype_label(MODEL.dtype))
+REFERENCE = reference_of(MODEL)
 ROW_BYTES = batch_row_bytes(
     MODEL.hidden_size, MODEL.top_k, max(layer.intermediate for layer in MODEL.layers), MODEL.dtype.itemsize, SLOTS
 )
-ALL = ExpertTable(tuple(tuple(range(layer.n_experts)) for layer in MODEL.layers))
+ALL = all_experts(MODEL)
 
 
 def budget_gib(n_rows: int) -> str:
     """Memory for all experts of the demo model and so many rows, as an option."""
-    need = sum(layer.n_experts * layer.expert_bytes for layer in MODEL.layers)
-    return str((need + n_rows * ROW_BYTES) / (1 << 30))
+    return str((expert_bytes(MODEL) + n_rows * ROW_BYTES) / (1 << 30))
 
 
 def load(lease: Lease, table: ExpertTable = ALL) -> None:
@@ -120,10 +119,8 @@ def what_is_free_takes_a_while_to_find_out() -> None:
 
 def test_hosts_that_attach_at_the_same_moment_get_no_more_than_there_is(start_server: StartServer) -> None:
     server = start_server("--memory-gib", budget_gib(300), patch=what_is_free_takes_a_while_to_find_out)
-    with connected(server.address) as client, ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
-        leases = [stack.enter_context(contextlib.closing(client.attach(STEP_TIMEOUT_S))) for _ in range(3)]
-        for lease in leases:
-            load(lease)
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        leases = [stack.enter_context(loaded(server.address))[1] for _ in range(3)]
         rows = list(pool.map(rows_of, leases))
     assert min(rows) > 0
     assert sum(rows) <= 300
@@ -131,10 +128,8 @@ def test_hosts_that_attach_at_the_same_moment_get_no_more_than_there_is(start_se
 
 def test_a_second_lease_of_a_process_that_finds_no_room_is_told_to_come_back(start_server: StartServer) -> None:
     server = start_server("--memory-gib", budget_gib(40))
-    with connected(server.address) as client, contextlib.ExitStack() as stack:
-        leases = [stack.enter_context(contextlib.closing(client.attach(STEP_TIMEOUT_S))) for _ in range(3)]
-        for lease in leases:
-            load(lease)
+    with contextlib.ExitStack() as stack:
+        leases = [stack.enter_context(loaded(server.address))[1] for _ in range(3)]
         assert [rows_of(lease) for lease in leases[:2]] == [32, 8]
         with pytest.raises(BusyError, match="bytes are left for batches"):
             rows_of(leases[2])
@@ -168,16 +163,6 @@ def test_what_is_warm_in_the_fast_tier_makes_room_for_batches(start_server: Star
         with open_model(write_tiny("qwen3_moe", tmp_path), experts=[server.address], slots=1, device="cpu"):
             pass
         assert rows_of(lease) == rows
-
-
-def two_devices() -> None:
-    """In a server's process: two CPUs, as ``--gpu 0,1`` would give two GPUs."""
-    from moeoffload.expert_server import server
-
-    def resolve(setting: str, *, last: bool) -> tuple[torch.device, ...]:
-        return torch.device("cpu"), torch.device("cpu")
-
-    server.resolve_devices = resolve
 
 
 def test_a_batch_is_counted_on_each_device(start_server: StartServer) -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, ROOT, STEP_TIMEOUT_S, Command, Commands, wait_until
-from conftest import DEMO, RunningServer, StartServer, connected, local_model
-from synthetic import tiny_config, write_checkpoint
+from conftest import DEMO, RunningServer, StartServer, local_model, stats, wait_until_left
+from models import demo_tokenizer, endless_model
 
-from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.host.generate import prepare_prompt
 from moeoffload.host.session import OffloadedModel, open_model
 
@@ -25,19 +24,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose answers have no end token and a context that tests do not fill."""
-    config = tiny_config("qwen3_moe")
-    config.max_position_embeddings = 1 << 20
-    config.eos_token_id = None
-    return write_checkpoint(config, tmp_path_factory.mktemp("endless"), dtype=torch.float32)
+    return endless_model(tmp_path_factory.mktemp("endless"))
 
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, str]:
     """What the demo model answers when all of it runs in this process."""
-    from transformers import AutoTokenizer
-
-    tokenizer, model = AutoTokenizer.from_pretrained(DEMO), local_model(DEMO)
+    tokenizer, model = demo_tokenizer(), local_model(DEMO)
     found = {}
     for prompt in (PROMPT, "reverse planet ="):
         messages = [{"role": "user", "content": prompt}]
@@ -48,14 +41,9 @@ def answers() -> dict[str, str]:
     return found
 
 
-def stats(address: str) -> pb.StatsReply:
-    with connected(address) as client:
-        return client.stats(STEP_TIMEOUT_S)
-
-
 def wait_until_free(address: str) -> None:
     """The server has no lease any more, nor experts of one."""
-    wait_until(lambda: stats(address).leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+    wait_until_left(address)
     wait_until(lambda: stats(address).resident_bytes == 0, "the release of the experts", CLEAN_TIMEOUT_S)
 
 
@@ -101,8 +89,11 @@ def check_interrupted(result_err: str) -> None:
 
 
 def test_a_run_starts_its_own_server_and_writes_the_text_alone_to_stdout(
-    commands: Commands, tmp_path: Path, answers: dict[str, str]
+    commands: Commands, tmp_path: Path, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where every Python process first prints something else, as an administrator may have it do."""
+    (tmp_path / "sitecustomize.py").write_text("print('welcome', flush=True)")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     report = tmp_path / "report.json"
     command = commands.start(
         "moeoffload", "run", DEMO, "--prompt", PROMPT, "--report", report, *run_options(), warm=False
@@ -111,7 +102,7 @@ def test_a_run_starts_its_own_server_and_writes_the_text_alone_to_stdout(
     pids = [process.pid for process in command.servers()]
     result = command.wait()
     assert result.code == 0, result.err
-    assert result.out == answers[PROMPT] + "\n"
+    assert result.out == f"welcome\n{answers[PROMPT]}\n"
     assert "prefill" in result.err, "the table goes to stderr"
     assert pids
     commands.check_clean(*pids)
@@ -176,18 +167,6 @@ def test_a_server_that_is_not_required_and_not_there_is_replaced_by_a_spawned_on
     wait_until_free(server.address)
 
 
-def test_a_spawned_server_that_prints_something_else_first_is_used(
-    answers: dict[str, str], tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As what an administrator has every Python process import may do."""
-    (tmp_path / "sitecustomize.py").write_text("print('welcome', flush=True)")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    result = commands.run(
-        "moeoffload", "run", DEMO, "--prompt", PROMPT, "--device", "cpu", "--threads", "1", warm=False
-    )
-    assert (result.code, result.out.removeprefix("welcome\n")) == (0, answers[PROMPT] + "\n"), result.err
-
-
 IMPORTS = (("_pydantic_core", signal.SIGINT), ("libtorch_cpu", signal.SIGINT), ("libtorch_cpu", signal.SIGTERM))
 
 
@@ -242,7 +221,7 @@ def test_a_signal_while_the_server_loads_ends_the_host_and_frees_the_server(
         result = command.wait()
         assert (result.code, result.out) == (128 + number, ""), result.err
         check_interrupted(result.err)
-        wait_until(lambda: stats(server.address).leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+        wait_until_left(server.address)
     gate.touch()
     wait_until_free(server.address)
     with open_model(DEMO, experts=[server.address], threads=1) as model:

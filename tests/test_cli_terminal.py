@@ -1,14 +1,25 @@
-"""What ``moeoffload run`` shows of itself: each step on a terminal, one line after an answer, or nothing."""
+"""What ``moeoffload run`` and ``chat`` show, on a terminal or piped; turns compute only what is new."""
 
 from __future__ import annotations
 
+import io
+import json
 import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import tasks
 from command_lines import Commands
-from conftest import DEMO, RunningServer
-from terminals import CTRL_C, Terminal
+from conftest import DEMO, RunningServer, local_model
+from models import endless_model
+from terminals import CTRL_C, CTRL_D, Terminal
+
+from moeoffload.errors import PromptError
+from moeoffload.host.conversation import Conversation
+from moeoffload.host.generate import Ending, StoppedError, Watch, prepare_chat
+from moeoffload.host.session import OffloadedModel, open_model
 
 OPTIONS = ("--device", "cpu", "--threads", "1")
 BAR_GOES = "\x1b[2K"
@@ -58,3 +69,179 @@ def test_an_answer_leaves_one_line_of_figures_unless_quiet(
     done = commands.run("moeoffload", "run", DEMO, *arguments, *options)
     assert done.code == 0, done.err
     assert re.fullmatch(line.format(re.escape(server.address)), done.err), done.err
+
+
+TASKS = ("add 17 25 =", "reverse planet =", "sort kitchen =")
+ANSWER_BEGINS = "\x1b[?25h"  # the bar that hid the cursor has gone
+ANSWERS = (" 42", " tenalp", " cehiknt")
+
+
+@pytest.fixture(scope="module")
+def demo(server: RunningServer) -> Iterator[OffloadedModel]:
+    with open_model(DEMO, experts=[server.address], threads=1, device="cpu", max_new_tokens=24) as offloaded:
+        yield offloaded
+
+
+def options(server: RunningServer, *more: object) -> list[str | Path]:
+    common = ["--experts", server.address, "--threads", 1, "--device", "cpu"]
+    return [str(word) for word in (*common, *more)]
+
+
+def ask(conversation: Conversation, offloaded: OffloadedModel, text: str) -> tuple[str, int, int]:
+    """The answer, the tokens computed before its first one, and those of the whole prompt."""
+    system = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    prompt = prepare_chat(offloaded, [*system, *conversation.turns, {"role": "user", "content": text}])
+    offloaded.recorder.reset()
+    out = io.StringIO()
+    answer = conversation.ask(text, out)
+    assert out.getvalue() == answer.text + "\n"
+    return answer.text, offloaded.report().prompt_tokens, prompt.inputs["input_ids"].shape[1]
+
+
+def test_a_turn_computes_only_what_is_new_and_answers_as_a_local_model_with_all_of_it(demo: OffloadedModel) -> None:
+    conversation, n_before = Conversation(demo), 0
+    for task in TASKS:
+        text, n_computed, n_tokens = ask(conversation, demo, task)
+        # The last token of an answer was chosen, and never fed.
+        assert n_computed == n_tokens - n_before
+        n_before = n_tokens + len(demo.tokenizer(text)["input_ids"])
+    messages = conversation.turns[:-1]
+    ids = prepare_chat(demo, messages).inputs["input_ids"]
+    alone = local_model(DEMO).generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :]
+    assert demo.tokenizer.decode(alone, skip_special_tokens=True) == conversation.turns[-1]["content"] == ANSWERS[-1]
+
+
+def test_text_comes_with_each_token_and_not_with_each_word(demo: OffloadedModel) -> None:
+    class Pieces(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return super().write(text)
+
+    pieces: list[str] = []
+    answer = Conversation(demo).ask("reverse planet =", Pieces())
+    assert "".join(pieces) == answer.text + "\n"
+    assert answer.text.strip() == "tenalp"
+    assert len(pieces) > len("tenalp")
+
+
+def test_what_changes_the_beginning_is_computed_again_and_clear_forgets(demo: OffloadedModel) -> None:
+    conversation = Conversation(demo)
+    ask(conversation, demo, TASKS[0])
+    conversation.system = "Be brief."
+    _, n_computed, n_tokens = ask(conversation, demo, TASKS[1])
+    assert n_computed == n_tokens
+    conversation.clear()
+    assert not conversation.turns
+    text, n_computed, n_tokens = ask(conversation, demo, TASKS[0])
+    assert n_computed == n_tokens == len("Be brief.\n" + TASKS[0])
+    assert text == ANSWERS[0]
+
+
+def test_a_turn_that_is_stopped_or_refused_leaves_the_conversation_whole(demo: OffloadedModel) -> None:
+    conversation, asked = Conversation(demo), 0
+
+    def after_three_layers() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 3
+
+    ask(conversation, demo, TASKS[0])
+    turns = list(conversation.turns)
+    with pytest.raises(StoppedError):
+        conversation.ask(TASKS[1], io.StringIO(), Watch(should_stop=after_three_layers))
+    with pytest.raises(PromptError, match="context"):
+        conversation.ask("x" * 9000, io.StringIO())
+    assert conversation.turns == turns
+    text, n_computed, n_tokens = ask(conversation, demo, TASKS[1])
+    assert text == ANSWERS[1]
+    assert n_computed < n_tokens, "keys and values of the first turn are still there"
+    asked = -1
+    answer = conversation.ask(TASKS[2], io.StringIO(), Watch(should_stop=after_three_layers))
+    assert answer.ending is Ending.STOPPED
+    assert conversation.turns[-1]["content"] == answer.text
+    assert ask(conversation, demo, TASKS[0])[0] == ANSWERS[0]
+
+
+def test_lines_of_a_pipe_are_turns(server: RunningServer, commands: Commands, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    words = ["chat", DEMO, *options(server, "--report", report)]
+    lines = f'{TASKS[0]}\n\n"""\n{TASKS[1]}\n"""\n/clear\n/nothing\n{TASKS[2]}'
+    done = commands.run("moeoffload", *words, stdin=lines)
+    assert done.code == 0, done.err
+    assert done.out == "".join(f"{answer}\n" for answer in ANSWERS)
+    assert done.err.count("tokens/s") == 3
+    assert "there is no /nothing" in done.err
+    assert json.loads(report.read_text())["prompt_tokens"] == sum(map(len, TASKS)) + len("?\n")
+    refused = commands.run("moeoffload", *words, "--quiet", stdin=b"\xff\n")
+    assert refused.code == PromptError.exit_code
+    assert refused.err.rstrip().endswith("error: the prompt is not valid UTF-8")
+
+
+def test_the_end_of_a_pipe_ends_a_turn_of_several_lines(server: RunningServer, commands: Commands) -> None:
+    done = commands.run("moeoffload", "chat", DEMO, *options(server), "--quiet", stdin=f'"""\n{TASKS[0]}\n')
+    assert (done.code, done.out) == (0, f"{ANSWERS[0]}\n"), done.err
+
+
+def test_a_model_without_a_chat_template_gets_plain_lines(
+    server: RunningServer, commands: Commands, tmp_path: Path
+) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(DEMO, plain, ignore=shutil.ignore_patterns("chat_template*"))
+    done = commands.run("moeoffload", "chat", plain, *options(server), stdin=f"{TASKS[0]}\n{TASKS[1]}\n")
+    assert (done.code, done.out) == (0, f"{ANSWERS[0]}\n{ANSWERS[1]}\n"), done.err
+    assert "has no chat template" in done.err.splitlines()[0]
+
+
+UNHEARD = """
+import signal, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+"""
+"""Has another thread take Ctrl-C: the main thread's wait goes on, as if it came just before that."""
+
+
+def test_a_conversation_on_a_terminal(server: RunningServer) -> None:
+    with Terminal("moeoffload", "chat", DEMO, *options(server), patch=UNHEARD) as terminal:
+        terminal.until(">>> ")
+        for task, answer in zip(TASKS[:2], ANSWERS[:2], strict=True):
+            terminal.type(task + "\n")
+            assert answer in terminal.until(">>> ")
+        terminal.type("\x1b[A\x1b[A\n")  # the line before the last one
+        assert ANSWERS[0] in terminal.until(">>> ")
+        for line in ('"""\n', "sort\n"):  # one by one: Ctrl-C drops keys that were not read, and readline would wait
+            terminal.type(line)
+            terminal.until("... ")
+        terminal.type(CTRL_C)
+        assert "Ctrl-D or /exit leaves" in terminal.until(">>> ")
+        terminal.type("\x1b[200~reverse planet\n=\x1b[201~\n")
+        assert terminal.until(">>> ").count("tokens/s") == 1, "lines that are pasted are one turn"
+        terminal.type("/help\n")
+        assert "/system TEXT" in terminal.until(">>> ")
+        terminal.type(CTRL_D)
+        code, _ = terminal.end()
+    assert code == 0, terminal.shown
+    assert "Traceback" not in terminal.shown
+
+
+def test_ctrl_c_ends_an_answer_and_a_lost_server_does_not(
+    server: RunningServer, start_server: object, tmp_path: Path
+) -> None:
+    endless = endless_model(tmp_path / "endless")
+    lost = start_server()  # type: ignore[operator]
+    with Terminal("moeoffload", "chat", endless, *options(lost, "--max-new-tokens", 100_000)) as terminal:
+        terminal.until(">>> ")
+        terminal.type("hello\n")
+        terminal.until(ANSWER_BEGINS)
+        lost.kill()
+        terminal.until("its experts are computed by")
+        terminal.type(CTRL_C)
+        assert "tokens (stopped)" in terminal.until(">>> ")
+        terminal.type("again\n")
+        terminal.until(ANSWER_BEGINS)
+        terminal.type(CTRL_C)
+        rest = terminal.until(">>> ")
+        terminal.type("/exit\n")
+        code, _ = terminal.end()
+    assert code == 0, terminal.shown
+    assert "(stopped)" in rest
+    assert "Traceback" not in terminal.shown

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import DEMO, expert_server
+from models import edit_config
 
 from moeoffload import open_model
 from moeoffload.control.client import ControlClient
@@ -30,6 +33,14 @@ def traced_bytes() -> int:
 
 
 @pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model cut to two of its layers: what is made per step or per layer shows all the same."""
+    folder: Path = shutil.copytree(DEMO, tmp_path_factory.mktemp("two") / "layers")
+    edit_config(folder, num_hidden_layers=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def traced_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     folder = tmp_path_factory.mktemp("traced")
     with expert_server(folder, "--trace-memory") as one, expert_server(folder, "--trace-memory") as two:
@@ -37,7 +48,7 @@ def traced_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[st
 
 
 @pytest.mark.parametrize("transport", ["shared", "stream"])
-def test_decode_steps_make_no_new_objects(traced_servers: list[str], transport: str) -> None:
+def test_decode_steps_make_no_new_objects(two_layers: Path, traced_servers: list[str], transport: str) -> None:
     clients = [ControlClient(address) for address in traced_servers]
 
     def server_state() -> list[tuple[dict[str, int], int]]:
@@ -45,7 +56,7 @@ def test_decode_steps_make_no_new_objects(traced_servers: list[str], transport: 
         return [(dict(reply.pool_creations), reply.python_traced_bytes) for reply in stats]
 
     with (
-        open_model(DEMO, experts=traced_servers, transport=transport, device="cpu") as offloaded,
+        open_model(two_layers, experts=traced_servers, transport=transport, device="cpu") as offloaded,
         torch.inference_mode(),
     ):
         cache = offloaded.model(torch.tensor([[7, 8, 9]])).past_key_values

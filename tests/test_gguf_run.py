@@ -11,16 +11,14 @@ import gguf_models as models
 import pytest
 import torch
 from command_lines import STEP_TIMEOUT_S, Commands, one_line_error
-from conftest import DEMO, StartServer
+from conftest import DEMO, StartServer, connected
+from models import reference_of
 from synthetic.gguf_writer import write_gguf
 from synthetic.unpacked import unpacked_gguf_model
 from transformers import AutoModelForCausalLM
 
 from moeoffload import open_model
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.control.client import ControlClient
-from moeoffload.control.protocol import dtype_label
-from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ModelError, ServerError
 
 PROMPT = torch.randint(3, 300, (1, 40), generator=torch.manual_seed(5))
@@ -103,15 +101,11 @@ def test_a_config_that_is_none_leaves_a_server_as_it_was(start_server: StartServ
     path = models.write_model("olmoe", tmp_path, "Q8_0")
     good = Checkpoint.open(path, dense=tmp_path)
     server = start_server("--model", str(path))
-    with contextlib.closing(ControlClient(server.address)) as client:
-        client.connect(STEP_TIMEOUT_S)
+    with connected(server.address) as client:
 
         def calibrate(config: str) -> list[tuple[int, float]]:
-            label = dtype_label(good.dtype)
-            model = pb.ModelReference(reference="x", digest=good.digest, compute_dtype=label, config=config)
-            lease = client.attach(STEP_TIMEOUT_S)
-            with contextlib.closing(lease):
-                return lease.calibrate(model, STEP_TIMEOUT_S)
+            with contextlib.closing(client.attach(STEP_TIMEOUT_S)) as lease:
+                return lease.calibrate(reference_of(good, "x", config=config), STEP_TIMEOUT_S)
 
         changed = good.config_text.replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-04')
         assert changed != good.config_text
@@ -158,8 +152,9 @@ def demo(tmp_path: Path) -> Path:
     return tmp_path / "demo.gguf"
 
 
-def test_a_gguf_file_is_run_from_the_command_line(commands: Commands, demo: Path) -> None:
-    result = commands.run("moeoffload", "run", str(demo), "--prompt", "add 17 25 =", "--device", "cpu")
+def test_a_gguf_file_is_run_from_the_command_line(commands: Commands, three_servers: list[str], demo: Path) -> None:
+    options = ["--prompt", "add 17 25 =", "--device", "cpu", "--experts", three_servers[0]]
+    result = commands.run("moeoffload", "run", str(demo), *options)
     assert result.code == 0, result.err
     assert result.out.strip() == "42"
 

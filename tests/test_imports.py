@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import os
 import socket
-import subprocess
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from command_lines import run_python
 
 from moeoffload.gpu_driver import has_gpu_driver
 
@@ -68,7 +66,8 @@ def test_a_server_that_starts_imports_neither_transformers_nor_compilers() -> No
         "import sys; from moeoffload.cli import expert_app; from moeoffload.expert_server import server; "
         "print(*sorted({name.split('.')[0] for name in sys.modules} | set(sys.modules)))"
     )
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    found = run_python(code).out.split()
+    assert "torch" in found
     assert not {"transformers", "torch._dynamo", "triton", "sympy", "pandas", "rich"} & set(found)
 
 
@@ -78,9 +77,7 @@ def test_a_host_that_starts_imports_nothing_of_others() -> None:
         "from moeoffload.host import conversation, session; "
         "print(*sorted({name.split('.')[0] for name, module in sys.modules.items() if module is not None}))"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
-    found = set(done.stdout.split())
+    found = set(run_python(code, TRITON_INTERPRET=None).out.split())
     assert "torch" in found
     assert "triton" not in found or has_gpu_driver()
     assert not {"fastapi", "uvicorn", "gguf", "llguidance", "cryptography", "prometheus_client", "pandas"} & found
@@ -91,10 +88,9 @@ def test_a_name_that_is_no_model_is_refused_before_torch_is_imported() -> None:
         "import sys; from moeoffload.cli import entry\ntry: entry.moeoffload()\nfinally: print('torch' in sys.modules)"
     )
     for name, reason in (("/nowhere", "no such folder"), ("nowhere.gguf", "no such file"), ("a b", "not a hub id")):
-        command = [sys.executable, "-c", code, "run", name, "--prompt", "hi"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (3, "False\n"), done.stderr
-        assert reason in done.stderr
+        done = run_python(code, "run", name, "--prompt", "hi")
+        assert (done.code, done.out) == (3, "False\n"), done.err
+        assert reason in done.err
 
 
 @pytest.mark.parametrize(
@@ -113,10 +109,9 @@ def test_a_hub_id_that_cannot_be_had_is_refused_before_torch_is_imported(
     code = f"import sys; from moeoffload.cli import entry\ntry: entry.{name}()\nfinally: print('torch' in sys.modules)"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hub = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "NO_PROXY": "127.0.0.1"}
-        command = [sys.executable, "-c", code, *words, "no-such-org/no-model"]
-        command += ["--prompt", "hi"] if name == "moeoffload" else ["--listen", "127.0.0.1:0"]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | hub | variables)
-    assert (done.returncode, done.stdout) == (3, "False\n"), done.stderr
-    (line,) = (line for line in done.stderr.splitlines() if " INFO moeoffload." not in line)
+        more = ["--prompt", "hi"] if name == "moeoffload" else ["--listen", "127.0.0.1:0"]
+        done = run_python(code, *words, "no-such-org/no-model", *more, **hub | variables)
+    assert (done.code, done.out) == (3, "False\n"), done.err
+    (line,) = (line for line in done.err.splitlines() if " INFO moeoffload." not in line)
     assert line.startswith("error: no-such-org/no-model: no such folder, not in the local hub cache, and ")
     assert reason in line

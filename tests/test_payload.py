@@ -6,10 +6,9 @@ import functools
 from typing import Any
 
 import pytest
-import tasks
 import torch
 from conftest import DEMO
-from test_expert_format import answers
+from models import answers, demo_inputs, percent_right, random_call
 
 from moeoffload import open_model
 from moeoffload.errors import MoeOffloadError, PayloadError
@@ -54,11 +53,7 @@ def test_a_run_names_layer_and_row_of_what_cannot_travel_and_goes_on(three_serve
     with open_model(
         DEMO, experts=three_servers[:2], transport=transport, dtype="f16", model_dtype="f32", device="cpu"
     ) as offloaded:
-        width, top_k = offloaded.checkpoint.hidden_size, offloaded.checkpoint.top_k
-        n_rows = 30
-        hidden = torch.randn(n_rows, width)
-        ids = torch.stack([torch.randperm(32)[:top_k] for _ in range(n_rows)])
-        weights = torch.rand(n_rows, top_k)
+        hidden, ids, weights = random_call(offloaded.checkpoint, 30)
         call = functools.partial(offloaded.dispatcher, 2)
         with torch.inference_mode():
             expected = call(hidden, ids, weights)
@@ -98,19 +93,17 @@ def test_rows_come_back_as_close_as_8_bits_are(hidden: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize(("back", "transport"), [("auto", "shared"), ("bf16", "stream")])
 def test_the_demo_solves_its_tasks(back: str, transport: str, three_servers: list[str]) -> None:
-    prompts = tasks.prompts(64, seed=7)
     both: dict[str, Any] = {"experts": three_servers[:2], "device": "cpu", "transport": transport}
     with open_model(DEMO, **both) as offloaded:
-        expected = answers(offloaded, prompts)
+        expected = answers(offloaded.model, demo_inputs())
         full = offloaded.report().to_json()["phases"]["prefill"]
     with open_model(DEMO, dtype="f8", dtype_back=back, **both) as offloaded:
-        texts = answers(offloaded, prompts)
+        found = answers(offloaded.model, demo_inputs())
         report = offloaded.report().to_json()
     assert report["run"]["payload_dtype"] == ("f8" if back == "auto" else "f8 out, bf16 back")
     assert report["phases"]["prefill"]["bytes_out"] < 0.75 * full["bytes_out"]
-    right = sum(tasks.check(prompt, text) for prompt, text in zip(prompts, texts, strict=True))
-    assert 100 * right / len(prompts) >= 95
-    assert sum(one != other for one, other in zip(texts, expected, strict=True)) <= 6
+    assert percent_right(found) >= 95
+    assert sum(one != other for one, other in zip(found, expected, strict=True)) <= 6
 
 
 def test_a_value_that_is_not_finite_is_an_error(three_servers: list[str]) -> None:

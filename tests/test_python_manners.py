@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import STEP_TIMEOUT_S, wait_until
-from conftest import DEMO, RunningServer, connected, demo_prompt
+from command_lines import wait_until
+from conftest import DEMO, RunningServer, demo_prompt, stats, wait_until_left
 
 from moeoffload import open_model
 from moeoffload.errors import ModelError
@@ -67,25 +67,20 @@ def test_calls_of_any_size_work_after_a_call_in_another_mode(
         offloaded.model.generate(prompt, max_new_tokens=4, do_sample=False)
 
 
-def leases(address: str) -> int:
-    with connected(address) as client:
-        return client.stats(STEP_TIMEOUT_S).leases
-
-
 def test_a_model_that_is_not_closed_leaves_its_server_when_nobody_has_it_any_more(server: RunningServer) -> None:
     prompt = demo_prompt(8, seed=1)
     gc.disable()  # what goes has to go at once, not at some collection of cycles
     try:
         for _ in range(2):  # as a cell of a notebook that is run again
             offloaded = open_model(DEMO, experts=[server.address], threads=1, device="cpu")
-        wait_until(lambda: leases(server.address) == 1, "the end of the first one's lease")
+        wait_until(lambda: stats(server.address).leases == 1, "the end of the first one's lease")
         model = offloaded.model
         expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
         del offloaded
         assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected)
-        assert leases(server.address) == 1
+        assert stats(server.address).leases == 1
         del model
-        wait_until(lambda: leases(server.address) == 0, "the end of the lease")
+        wait_until_left(server.address)
     finally:
         gc.enable()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import shutil
 import signal
 import weakref
@@ -17,7 +16,8 @@ import pytest
 import torch
 from command_lines import wait_until
 from conftest import DEMO, StartServer
-from fault_kit.clock import LayerClock
+from fault_kit.generation import LayerClock
+from models import edit_config, random_call
 
 from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
@@ -177,12 +177,8 @@ def test_verification_accepts_right_servers_and_names_a_wrong_one(
 
 def test_the_cache_computes_any_experts_in_little_memory_with_the_bits_of_all_at_once() -> None:
     checkpoint = Checkpoint.open(DEMO)
-    layer = checkpoint.layers[0]
-    device = torch.device("cpu")
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randn(64, checkpoint.hidden_size, generator=generator).to(checkpoint.dtype)
-    ids = torch.rand(64, layer.n_experts, generator=generator).argsort(1)[:, : checkpoint.top_k].contiguous()
-    weights = torch.rand(ids.shape, generator=generator)
+    layer, device = checkpoint.layers[0], torch.device("cpu")
+    rows, ids, weights = random_call(checkpoint, 64)
     together = torch.empty(rows.shape)
     LayerKernels(checkpoint.build_experts(0, range(layer.n_experts), device))(KernelInput(rows, ids, weights, together))
     room = checkpoint.top_k + 1
@@ -208,10 +204,7 @@ def test_the_cache_computes_any_experts_in_little_memory_with_the_bits_of_all_at
 def test_a_read_that_was_interrupted_leaves_no_expert_in_the_place_of_another() -> None:
     checkpoint = Checkpoint.open(DEMO)
     layer = checkpoint.layers[0]
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randn(64, checkpoint.hidden_size, generator=generator).to(checkpoint.dtype)
-    ids = torch.rand(64, layer.n_experts, generator=generator).argsort(1)[:, : checkpoint.top_k].contiguous()
-    weights = torch.rand(ids.shape, generator=generator)
+    rows, ids, weights = random_call(checkpoint, 64)
     cache = ExpertCache(checkpoint, (checkpoint.top_k + 1) * layer.expert_bytes, torch.device("cpu"))
     expected, out = torch.empty(rows.shape), torch.empty(rows.shape)
     cache.compute(0, rows, ids, weights, expected)
@@ -254,8 +247,7 @@ def test_a_server_that_comes_back_with_another_kernel_or_model_is_refused_by_nam
         changed.process.kill()
         changed.process.wait()
         other = shutil.copytree(DEMO, tmp_path / "other")
-        config = json.loads((other / "config.json").read_text())
-        (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+        edit_config(other, rms_norm_eps=0.5)
         start_server("--listen", server.address, "--model", str(other))
         wait_until(lambda: "model digest is" in caplog.text, "the refusal", BACK_S)
         assert tokens_of(offloaded) == expected

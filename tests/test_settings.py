@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 import typer
+from command_lines import ROOT, run_python
 from settings_page import markdown
 from typer.testing import CliRunner
 
@@ -34,7 +32,6 @@ from moeoffload.config import (
 from moeoffload.config.base import ALIASES
 from moeoffload.errors import SettingError
 
-ROOT = Path(__file__).parent.parent
 P = "DFLASH_MOE_EXPERT_COMPUTE_"
 MODELS: tuple[type[SettingsBase], ...] = (HostSettings, ServeSettings, ExpertServerSettings)
 OF_HOST = set(HostSettings.model_fields)
@@ -95,13 +92,6 @@ BAD_CASES = [
     for bad in bad_values(info)
     if model is not ServeSettings or info.name not in OF_HOST
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("MOEOFFLOAD_", "DFLASH_")):
-            monkeypatch.delenv(name)
 
 
 def refusal(build: Callable[[], object]) -> str:
@@ -342,11 +332,8 @@ def test_help_tells_the_common_settings_and_help_all_every_one(
 
 def test_shells_complete_commands() -> None:
     code = "import sys; sys.argv[0] = 'moeoffload'; from moeoffload.cli.entry import moeoffload; moeoffload()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT,
-        env=os.environ | {"_MOEOFFLOAD_COMPLETE": "complete_bash", "COMP_WORDS": "moeoffload r", "COMP_CWORD": "1"},
-    )  # fmt: skip
-    assert done.stdout.split() == ["run"], done.stderr
+    done = run_python(code, _MOEOFFLOAD_COMPLETE="complete_bash", COMP_WORDS="moeoffload r", COMP_CWORD="1")
+    assert done.out.split() == ["run"], done.err
 
 
 def test_help_and_refusals_need_no_heavy_imports() -> None:
@@ -365,7 +352,5 @@ def test_help_and_refusals_need_no_heavy_imports() -> None:
         "heavy = 'torch transformers numpy numba grpc zmq fastapi uvicorn cryptography huggingface_hub'\n"
         "print('imported:', *sorted(set(heavy.split()) & set(sys.modules)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
-    )
-    assert done.stdout.splitlines()[-1].split() == ["imported:"]
+    done = run_python(code)
+    assert (done.code, done.out.splitlines()[-1].split()) == (0, ["imported:"])

@@ -9,17 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tasks
 import torch
-from command_lines import STEP_TIMEOUT_S, Commands
-from conftest import DEMO, RunningServer, StartServer, connected, local_model
+from command_lines import Commands
+from conftest import DEMO, StartServer, stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import answers, demo_inputs, expert_bytes, local_answers
 from synthetic import write_tiny
 
 from moeoffload import open_model
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import PlacementError
 from moeoffload.expert_server import two_tiers
 from moeoffload.expert_server.hot_experts import LEAST_SETS, MOST_MOVES, HotExperts
@@ -170,35 +169,22 @@ def test_each_memory_keeps_to_its_budget_also_if_two_hosts_load_at_the_same_time
         assert tiers._used == [0, 0]
 
 
-def told(server: RunningServer) -> pb.StatsReply:
-    with connected(server.address) as client:
-        return client.stats(STEP_TIMEOUT_S)
-
-
 @pytest.mark.parametrize("transport", ["shared", "stream"])
 def test_a_server_with_two_tiers_gives_the_tokens_of_a_local_run(start_server: StartServer, transport: str) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer, prompts = AutoTokenizer.from_pretrained(DEMO, padding_side="left"), tasks.prompts(64, seed=7)
-    batch = tokenizer(prompts, return_tensors="pt", padding=True)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    expected = local_model(DEMO, dtype=torch.bfloat16).generate(**inputs, max_new_tokens=12, do_sample=False)
     server = start_server("--memory-gib", str(FAST_GIB), "--ram-gib", str(RAM_GIB))
     for attempt in range(2):
         with open_model(DEMO, experts=[server.address], transport=transport, device="cpu") as offloaded:
             for at in (0, 16, 32, 48):
-                some = {name: values[at : at + 16] for name, values in inputs.items()}
-                tokens = offloaded.model.generate(**some, max_new_tokens=12, do_sample=False)
-                wanted = expected[at : at + 16, : tokens.shape[1]]
-                assert torch.equal(tokens, wanted), f"attempt {attempt}"
+                some = {name: values[at : at + 16] for name, values in demo_inputs().items()}
+                assert answers(offloaded.model, some) == local_answers()[at : at + 16], f"attempt {attempt}"
             (about,) = offloaded.report().to_json()["servers"]
             assert "two tiers of" in about["kernel"]
-            stats = told(server)
-            assert stats.resident_bytes == 4 * 32 * Checkpoint.open(DEMO).layers[0].expert_bytes
-            assert 0 < stats.tiers.fast_bytes <= FAST_GIB * 2**30 < stats.resident_bytes
-            assert stats.tiers.fast_routes > 0
-            assert stats.tiers.slow_routes > 0
-    assert told(server).read_bytes == stats.resident_bytes, "the second host found them warm"
+            told = stats(server.address)
+            assert told.resident_bytes == expert_bytes(Checkpoint.open(DEMO))
+            assert 0 < told.tiers.fast_bytes <= FAST_GIB * 2**30 < told.resident_bytes
+            assert told.tiers.fast_routes > 0
+            assert told.tiers.slow_routes > 0
+    assert stats(server.address).read_bytes == told.resident_bytes, "the second host found them warm"
 
 
 def test_another_model_takes_the_place_of_what_is_warm(start_server: StartServer, tmp_path: Path) -> None:
@@ -208,7 +194,7 @@ def test_another_model_takes_the_place_of_what_is_warm(start_server: StartServer
     for model in (DEMO, other, DEMO):
         with open_model(model, experts=[server.address], device="cpu") as offloaded, torch.inference_mode():
             offloaded.model(torch.arange(5, 25)[None])
-            fast.append(told(server).tiers.fast_bytes)
+            fast.append(stats(server.address).tiers.fast_bytes)
     assert fast[0] == fast[2] > 0
     assert 0 < fast[1] <= FAST_GIB * 2**30
 

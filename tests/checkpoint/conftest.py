@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from synthetic import write_tiny
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -31,7 +31,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A tiny qwen3_moe checkpoint in one file that a test may damage."""
-    return write_tiny("qwen3_moe", tmp_path / "tiny")
+    return models.tiny("qwen3_moe", tmp_path / "tiny")
 
 
 def reference_model(folder: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> Any:

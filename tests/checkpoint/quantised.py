@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import written_once
 from synthetic import Quantised, tiny_config, write_checkpoint
 from transformers import CONFIG_MAPPING
 
@@ -81,4 +82,6 @@ def write(case: Case, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path
     else:
         config = tiny_config(case.family)
         config.update(case.values)
-    return write_checkpoint(config, folder, dtype=dtype, form=case.form)
+    key = (str(case), str(case.values), dtype)
+    written_once(folder, key, lambda place: write_checkpoint(config, place, dtype=dtype, form=case.form))
+    return folder

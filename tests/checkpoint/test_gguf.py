@@ -9,6 +9,7 @@ from typing import Any
 import gguf_models as models
 import pytest
 import torch
+from models import edit_config
 from synthetic import write_tiny
 from synthetic.gguf_file import write_gguf as write_for_llama_cpp
 from synthetic.unpacked import unpacked_gguf_model
@@ -22,9 +23,10 @@ from moeoffload.formats.gguf import BLOCK_TYPES
 from moeoffload.host.model import load_dense_model, load_tokenizer
 
 from .conftest import CPU
-from .test_open import edit_config
 
-PACKED = [name for name, kind in BLOCK_TYPES.items() if kind.n_weights > 1]
+PACKED = [("qwen3_moe", name) for name, kind in BLOCK_TYPES.items() if kind.n_weights > 1]
+PACKED += [("gpt_oss", name) for name in ("MXFP4", "Q4_K", "Q6_K")]
+each_packed_model = pytest.mark.parametrize(("family", "kind"), PACKED)
 
 
 def matrices(module: Any) -> dict[str, torch.Tensor]:
@@ -40,35 +42,28 @@ def matrices(module: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [*(("qwen3_moe", kind) for kind in PACKED), ("gpt_oss", "MXFP4"), ("gpt_oss", "Q4_K")]
-)
+@each_packed_model
 def test_experts_stay_packed_and_hold_the_numbers_of_the_file(tmp_path: Path, family: str, kind: str) -> None:
+    """Read as rows, and as tiles where this CPU multiplies these, of short dtypes."""
     path = models.write_model(family, tmp_path, kind)
-    checkpoint = Checkpoint.open(path, dtype=torch.float32)
     tensors = models.unpacked(path)
-    for layer, chosen in ((0, [6, 1, 2, 7]), (1, [3])):
-        module: Any = checkpoint.build_experts(layer, chosen, CPU)
+    for layer, chosen, dtype in (
+        (0, [6, 1, 2, 7], torch.float32),
+        (1, [3], torch.float32),
+        (0, [6, 1], torch.bfloat16),
+    ):
+        checkpoint = Checkpoint.open(path, dtype=dtype)
+        module: Any = checkpoint.build_experts(layer, chosen, CPU, in_tiles=dtype is torch.bfloat16)
         assert [each.format.name for each in module.gate_up_proj + module.down_proj] == [kind.lower()] * 2
         expected = models.experts_of(tensors, layer, interleaved=family == "gpt_oss")
         got = matrices(module)
         assert got.keys() == expected.keys()
         for name, values in got.items():
-            assert torch.equal(values, expected[name][chosen]), name
-
-
-@pytest.mark.parametrize(("family", "kind"), [("qwen3_moe", "Q4_K"), ("gpt_oss", "MXFP4"), ("gpt_oss", "Q6_K")])
-def test_rows_that_are_read_as_tiles_are_the_same(tmp_path: Path, family: str, kind: str) -> None:
-    checkpoint = Checkpoint.open(models.write_model(family, tmp_path, kind), dtype=torch.bfloat16)
-    rows, tiles = (checkpoint.build_experts(0, [6, 1], CPU, in_tiles=in_tiles) for in_tiles in (False, True))
-    for name, values in matrices(rows).items():
-        assert torch.equal(matrices(tiles)[name], values), name
+            assert torch.equal(values, expected[name][chosen].to(dtype)), name
 
 
 @pytest.mark.parametrize("band_bytes", [1 << 10, 1 << 30])
-@pytest.mark.parametrize(
-    ("family", "kind"), [*(("qwen3_moe", kind) for kind in PACKED), ("gpt_oss", "MXFP4"), ("gpt_oss", "Q4_K")]
-)
+@each_packed_model
 def test_an_expert_read_after_others_is_the_one_read_alone(
     tmp_path: Path, family: str, kind: str, band_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

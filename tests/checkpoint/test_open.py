@@ -1,24 +1,23 @@
-"""What an opened checkpoint says about itself, where it is looked for, and when two sides hold the same: its digest."""
+"""What an opened checkpoint says of itself, where it is looked for, its digest; synthetic ones load as real ones."""
 
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from synthetic import Layout, write_tiny
+from models import edit_config
+from safetensors import safe_open
+from synthetic import Layout, geometry_config, tiny_config, write_checkpoint, write_tiny
 
 from moeoffload.checkpoint import Checkpoint, ExpertLayer
 from moeoffload.errors import ModelError
 
-from .conftest import CPU, rewrite
-
-
-def edit_config(folder: Path, **values: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+from .conftest import CPU, reference_model, rewrite
 
 
 def put_in_hub_cache(folder: Path, cache: Path, name: str) -> Path:
@@ -141,3 +140,47 @@ def test_differs_when_the_first_or_last_value_of_a_tensor_differs(row: int, tiny
     before = digest(tiny)
     rewrite(tiny, lambda tensors: tensors["model.layers.1.mlp.experts.3.up_proj.weight"][row, row].add_(1e-3))
     assert digest(tiny) != before
+
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "make_checkpoint.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3-30b-a3b", "model.layers.0.mlp.experts.3.gate_proj.weight"),
+        ("mixtral-8x7b", "model.layers.0.block_sparse_moe.experts.3.w1.weight"),
+        ("olmoe-1b-7b", "model.layers.0.mlp.experts.3.gate_proj.weight"),
+        ("gpt-oss-20b", "model.layers.0.mlp.experts.gate_up_proj"),
+    ],
+)
+def test_names_are_those_of_the_originals(name: str, expected: str, tmp_path: Path) -> None:
+    config = geometry_config(name, layers=1, experts=4, vocab=320)
+    # The names do not depend on the widths, and narrow experts are written faster.
+    config.hidden_size, config.num_attention_heads, config.num_key_value_heads = 64, 4, 2
+    config.intermediate_size, config.moe_intermediate_size = 32, 32
+    write_checkpoint(config, tmp_path, dtype=torch.float32)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert expected in file.keys()  # noqa: SIM118
+    reference_model(tmp_path)
+
+
+def test_script_writes_a_checkpoint_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--tiny", "olmoe", "--out", str(tmp_path / "out"), "--experts", "10", "--layers", "3", "--dtype", "f32"]
+    words += ["--sharded-mb", "1", "--vocab", "1000", "--format", "fp8"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert "1 files" in capsys.readouterr().out
+    checkpoint = Checkpoint.open(tmp_path / "out")
+    assert [layer.n_experts for layer in checkpoint.layers] == [10, 10, 10]
+    assert checkpoint.dtype is torch.float32
+    assert checkpoint.layers[0].format == "fp8"
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ModelError, match="no such tiny family; there are mixtral"):
+        tiny_config("gpt2")
+    with pytest.raises(ModelError, match="no such geometry; there are qwen3-30b-a3b"):
+        geometry_config("gpt2")

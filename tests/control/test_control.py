@@ -13,9 +13,10 @@ import grpc
 import pytest
 import torch
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, shm_names, wait_until
-from conftest import DEMO, READY_TIMEOUT_S, ROOT, RunningServer, StartServer
+from conftest import DEMO, READY_TIMEOUT_S, ROOT, RunningServer, StartServer, health_of, wait_until_left
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from models import all_experts, expert_bytes, reference_of
 from raw_host import raw_host
 
 from moeoffload.checkpoint import Checkpoint
@@ -32,7 +33,6 @@ from moeoffload.host.session import OffloadedModel, open_model
 from moeoffload.placement import ExpertTable
 
 REFUSED = grpc.StatusCode.FAILED_PRECONDITION
-SERVING, NOT_SERVING = (health_pb2.HealthCheckResponse.ServingStatus.Value(name) for name in ("SERVING", "NOT_SERVING"))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def checkpoint() -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def table(checkpoint: Checkpoint) -> ExpertTable:
-    return ExpertTable(tuple(tuple(range(layer.n_experts)) for layer in checkpoint.layers))
+    return all_experts(checkpoint)
 
 
 @contextlib.contextmanager
@@ -65,10 +65,7 @@ def refused(server: RunningServer, *words: str, code: grpc.StatusCode = REFUSED)
 
 def load_request(lease_id: str, checkpoint: Checkpoint, table: ExpertTable) -> pb.LoadExpertsRequest:
     layers = [pb.LayerExperts(layer=i, experts=experts) for i, experts in enumerate(table.layers)]
-    model = pb.ModelReference(
-        reference=str(DEMO), digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype)
-    )
-    return pb.LoadExpertsRequest(lease_id=lease_id, model=model, layers=layers)
+    return pb.LoadExpertsRequest(lease_id=lease_id, model=reference_of(checkpoint), layers=layers)
 
 
 def activate_request(checkpoint: Checkpoint, table: ExpertTable, **changes: object) -> pb.Activate:
@@ -79,12 +76,6 @@ def activate_request(checkpoint: Checkpoint, table: ExpertTable, **changes: obje
         "batch_capacity": 64, "n_slots": 4, "transport": "auto",
     }  # fmt: skip
     return pb.Activate(**right | changes)
-
-
-def health_of(address: str, service: str) -> int:
-    with grpc.insecure_channel(address) as channel:
-        request = health_pb2.HealthCheckRequest(service=service)
-        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=STEP_TIMEOUT_S).status)
 
 
 def logits_of(model: OffloadedModel) -> torch.Tensor:
@@ -103,7 +94,7 @@ def test_generated_code_is_that_of_the_proto_file(tmp_path: Path) -> None:
 
 def test_health_says_serving_for_the_server_and_the_service_and_watch_is_not_offered(server: RunningServer) -> None:
     """With Watch a peer without a token would keep a connection for ever."""
-    assert health_of(server.address, "") == health_of(server.address, SERVICE_NAME) == SERVING
+    assert health_of(server.address, "") == health_of(server.address, SERVICE_NAME) == "SERVING"
     with grpc.insecure_channel(server.address) as channel:
         request = health_pb2.HealthCheckRequest(service="x" * 1000)
         with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
@@ -140,7 +131,7 @@ def test_calls_that_are_no_message_keep_no_stream(server: RunningServer) -> None
 def test_describe_and_stats_follow_a_host_from_load_to_leave(
     server: RunningServer, checkpoint: Checkpoint, table: ExpertTable
 ) -> None:
-    expert_bytes = sum(layer.n_experts * layer.expert_bytes for layer in checkpoint.layers)
+    n_bytes = expert_bytes(checkpoint)
     with raw_host(server.address) as watcher:
         free = watcher.describe()
         assert (free.protocol_version, free.device, free.draining) == (PROTOCOL_VERSION, "cpu", False)
@@ -150,11 +141,11 @@ def test_describe_and_stats_follow_a_host_from_load_to_leave(
         with raw_host(server.address) as host:
             steps = host.load(load_request(host.hello(), checkpoint, table))
             assert [step.loaded_bytes for step in steps] == sorted(step.loaded_bytes for step in steps)
-            assert steps[-1].loaded_bytes == steps[-1].total_bytes == expert_bytes
+            assert steps[-1].loaded_bytes == steps[-1].total_bytes == n_bytes
             assert steps[-1].table_digest == table.digest
             loaded = watcher.describe()
-            assert loaded.resident_bytes == watcher.stats().resident_bytes == expert_bytes
-            assert loaded.offered_bytes == free.offered_bytes - expert_bytes
+            assert loaded.resident_bytes == watcher.stats().resident_bytes == n_bytes
+            assert loaded.offered_bytes == free.offered_bytes - n_bytes
             asked = pb.DescribeRequest(model_digest=checkpoint.digest, compute_dtype=dtype_label(checkpoint.dtype))
             again = watcher.call("Describe", asked)
             assert again.offered_bytes == free.offered_bytes, "experts of the same model are shared"
@@ -173,7 +164,7 @@ def test_draining_keeps_attached_hosts_refuses_new_ones_and_ends_with_the_last(s
         with open_model(DEMO, experts=[server.address], threads=1, required=True) as model:
             before = logits_of(model)
             assert client.drain(STEP_TIMEOUT_S) == 1
-            assert health_of(server.address, "") == health_of(server.address, SERVICE_NAME) == NOT_SERVING
+            assert health_of(server.address, "") == health_of(server.address, SERVICE_NAME) == "NOT_SERVING"
             with pytest.raises(ServerError, match=f"{server.address}: .*draining"):
                 open_model(DEMO, experts=[server.address], threads=1, connect_timeout_s=5.0)
             with raw_host(server.address) as other, pytest.raises(grpc.RpcError, match="draining"):
@@ -213,8 +204,7 @@ def test_one_lease_more_than_the_limits_is_told_to_come_back(server: RunningServ
         for _ in range(MAX_LEASES - MAX_LEASES_OF_ONE):
             stack.enter_context(raw_host(server.address)).hello("second")
         refuse("third", f"{MAX_LEASES} leases, 0 of this host")
-    with raw_host(server.address) as host:
-        wait_until(lambda: host.stats().leases == 0, "the end of all leases", CLEAN_TIMEOUT_S)
+    wait_until_left(server.address)
 
 
 @pytest.mark.parametrize(
@@ -356,8 +346,7 @@ def test_absurdly_large_wishes_are_cut_to_what_the_server_allows(
         offer = host.send(activate=wish).offer
         assert 1 <= offer.batch_capacity <= limits.batch_capacity
         assert {channel.n_slots for channel in offer.channels} == {limits.max_slots}
-    with raw_host(server.address) as host:
-        wait_until(lambda: host.stats().leases == 0, "the end of the lease", CLEAN_TIMEOUT_S)
+    wait_until_left(server.address)
 
 
 def test_after_all_of_this_the_server_still_serves(server: RunningServer) -> None:

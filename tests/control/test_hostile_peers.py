@@ -16,6 +16,7 @@ import pytest
 from conftest import DEMO, StartServer, connected
 from fuzz_frames import HTTP2_CALL
 from google.protobuf.message import Message
+from models import reference_of
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.call_threads import MOST_CALLS
@@ -283,7 +284,7 @@ def test_names_of_a_host_forge_no_lines_of_the_log(serve: Serve) -> None:
 def test_a_lease_cannot_store_experts_under_the_name_of_another_model(start_server: StartServer) -> None:
     server = start_server()
     checkpoint = Checkpoint.open(DEMO)
-    model = pb.ModelReference(reference=str(DEMO), digest=checkpoint.digest, compute_dtype="bf16")
+    model = reference_of(checkpoint)
     table = ExpertTable(tuple((0,) for _ in checkpoint.layers))
     with connected(server.address) as client:
         lease = client.attach(SOON_S * 3)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_kernels.experts_modules import make_experts
+from experts_modules import make_experts
 from transformers.integrations import moe
 
 from moeoffload.kernels import KernelInput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_kernels.experts_modules import reference
+from experts_modules import reference
 
 from moeoffload import native
 from moeoffload.kernels import GroupedKernel, LayerKernels

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from packed_weights import BY_NAME, pack_experts, random_packed, unpacked
-from synthetic import TINY_FAMILIES, write_tiny
+from experts_modules import BY_NAME, make_packed, pack_experts, random_packed, unpacked
+from models import tiny
+from synthetic import TINY_FAMILIES
 
 from moeoffload import native
 from moeoffload.checkpoint import Checkpoint
@@ -20,7 +21,7 @@ from moeoffload.kernels import GroupedKernel, KernelInput, LayerKernels
 from moeoffload.kernels.packed_linear import PackedLinear
 from moeoffload.native import Features
 
-from .experts import DTYPES, call, few_row_linear, gated_experts, instruction_sets, random_rows, routes
+from .experts import DTYPES, call, few_row_linear, gated_experts, instruction_sets, random_rows, routes, threads
 
 MIXES = (("q4_k", "q6_k"), ("BFLOAT16", "fp8 blocks"), ("mxfp4", "q5_k"))
 SETS = instruction_sets()
@@ -52,18 +53,10 @@ def rows_stay_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two_modules(
-    up_forms: tuple[PackedFormat, ...], down_form: PackedFormat, shape: tuple[int, int, int], dtype: torch.dtype
+    forms: tuple[PackedFormat, ...], down: PackedFormat, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> tuple[Any, Any]:
     """The same experts packed, and unpacked."""
-    n_experts, hidden, inter = shape
-    up = tuple(
-        random_packed(form, n_experts, 2 * inter // len(up_forms), hidden, seed) for seed, form in enumerate(up_forms)
-    )
-    down = (random_packed(down_form, n_experts, hidden, inter, 7),)
-    plain = gated_experts(n_experts, hidden, inter, dtype)
-    plain.gate_up_proj.copy_(unpacked(up, dtype))
-    plain.down_proj.copy_(unpacked(down, dtype))
-    return pack_experts(gated_experts(n_experts, hidden, inter, dtype), up, down, dtype), plain
+    return make_packed("silu", forms, shape, dtype, down=down, keep_the_least=True)
 
 
 def assert_same_bits(packed: Any, plain: Any, dtype: torch.dtype, all_rows: tuple[int, ...]) -> None:
@@ -136,7 +129,7 @@ def test_largest_scales_and_not_a_number() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_every_familys_layout(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(write_tiny(family, tmp_path / family), dtype=dtype)
+    checkpoint = Checkpoint.open(tiny(family, tmp_path), dtype=dtype)
     packed, plain = (
         checkpoint.build_experts(len(checkpoint.layers) - 1, [5, 0, 3, 6, 1], torch.device("cpu")) for _ in range(2)
     )
@@ -157,22 +150,16 @@ def test_every_familys_layout(family: str, dtype: torch.dtype, tmp_path: Path) -
 
 def test_threads_and_slices_do_not_change_bits() -> None:
     packed, plain = two_modules((BY_NAME["q4_k"], BY_NAME["q6_k"]), BY_NAME["mxfp4"], (4, 512, 384), torch.bfloat16)
-    before = torch.get_num_threads()
-    expected = LayerKernels(plain, kernel="tiled")
-    inputs = [(random_rows(n, 512, torch.bfloat16), *routes(n, 2, 4, absent=0.1)) for n in (1, 5, 90)]
-    torch.set_num_threads(2)
-    try:
-        layer = LayerKernels(packed, kernel="tiled")
-        for some in inputs:
-            out = torch.empty(len(some[0]), 512)
+    expected, layer = LayerKernels(plain, kernel="tiled"), LayerKernels(packed, kernel="tiled")
+    for n_rows in (1, 5, 90):
+        some = (random_rows(n_rows, 512, torch.bfloat16), *routes(n_rows, 2, 4, absent=0.1))
+        out, wanted = torch.empty(n_rows, 512), call(expected, *some)
+        with threads(2):
             for _ in layer.in_slices(KernelInput(*some, out)):
                 pass
-            assert torch.equal(out, call(expected, *some))
-            torch.set_num_threads(8)  # more than there is scratch memory for
-            assert torch.equal(call(layer, *some), out)
-            torch.set_num_threads(2)
-    finally:
-        torch.set_num_threads(before)
+        assert torch.equal(out, wanted)
+        with threads(8):  # more than there is scratch memory for
+            assert torch.equal(call(layer, *some), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

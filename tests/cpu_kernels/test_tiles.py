@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 import torch
-from packed_weights import FORMATS, pack_experts, random_packed, unpacked
+from experts_modules import FORMATS, pack_experts, random_packed, unpacked
 
 from moeoffload import native
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights
@@ -49,10 +49,14 @@ def test_every_integer_format_and_fp8_is_tiled() -> None:
 
 
 @pytest.mark.parametrize("form", TILED, ids=lambda form: form.name)
-def test_rows_come_back(form: PackedFormat) -> None:
-    rows = random_packed(form, 3, 48, 768)
-    tiles = copy_of(rows)
-    tiles.lay_tiles()
+def test_rows_come_back_and_an_expert_goes_from_rows_to_tiles_and_back(form: PackedFormat) -> None:
+    rows, tiles, other = (
+        random_packed(form, 3, 48, 768),
+        random_packed(form, 3, 48, 768),
+        random_packed(form, 3, 48, 768, 1),
+    )
+    for each in (tiles, other):
+        each.lay_tiles()
     assert not torch.equal(tiles.data, rows.data)
     some = torch.tensor([2, 0])
     assert torch.equal(tiles.unpack(torch.float32, some), rows.unpack(torch.float32, some))
@@ -61,18 +65,12 @@ def test_rows_come_back(form: PackedFormat) -> None:
     again = tiles.data.clone()
     tiles.lay_tiles()
     assert torch.equal(tiles.data, again)
-
-
-@pytest.mark.parametrize("form", TILED, ids=lambda form: form.name)
-def test_an_expert_goes_from_rows_to_tiles_and_back(form: PackedFormat) -> None:
-    rows, tiles = random_packed(form, 3, 48, 768), random_packed(form, 3, 48, 768, 1)
-    tiles.lay_tiles()
-    expected, others = rows.unpack(torch.float32), tiles.unpack(torch.float32)
+    expected, others = rows.unpack(torch.float32), other.unpack(torch.float32)
     kept = rows.take(0)
-    tiles.put(2, rows.one(0))
-    rows.put(0, tiles.take(1))
-    tiles.put(0, kept)
-    assert torch.equal(tiles.unpack(torch.float32), torch.stack([expected[0], others[1], expected[0]]))
+    other.put(2, rows.one(0))
+    rows.put(0, other.take(1))
+    other.put(0, kept)
+    assert torch.equal(other.unpack(torch.float32), torch.stack([expected[0], others[1], expected[0]]))
     assert torch.equal(rows.unpack(torch.float32), torch.stack([others[1], *expected[1:]]))
 
 
@@ -197,14 +195,19 @@ def test_every_code_of_fp8(features: Features, monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(result.float(), expected, rtol=2**-8, atol=1e-38, equal_nan=True)
 
 
-def test_rows_of_another_dtype_are_computed_beside_tiles() -> None:
+def test_rows_of_another_dtype_are_computed_beside_tiles_and_float32_alone_makes_none() -> None:
     for form in TILED:
         packed = random_packed(form, 1, 32, 256)
         weight, layer = packed.unpack(torch.float64)[0], PackedLinear(packed)
         x = random_rows(2, 256, torch.float32)
-        for dtype, tolerance in ((torch.bfloat16, 2**-7), (torch.float32, 1e-5)):
+        for dtype, tolerance, in_tiles in (
+            (torch.float32, 1e-5, False),
+            (torch.bfloat16, 2**-7, True),
+            (torch.float32, 1e-5, True),
+        ):
             exact = x.to(dtype).double() @ weight.T
             assert (layer(x.to(dtype)) - exact).abs().max() <= tolerance * exact.abs().max()
+            assert packed.in_tiles == in_tiles
 
 
 def test_wide_rows_stay_exact_beside_an_outlier() -> None:
@@ -217,14 +220,6 @@ def test_wide_rows_stay_exact_beside_an_outlier() -> None:
     result = PackedLinear(packed)(x).double()
     exact = x.double() @ weight.T
     assert (result - exact).abs().max() <= 2**-8 * exact.abs().max()
-
-
-def test_float32_rows_stay_rows() -> None:
-    packed = random_packed(TILED[0], 1, 32, 256)
-    x = random_rows(2, 256, torch.float32)
-    exact = x.double() @ packed.unpack(torch.float64)[0].T
-    assert (PackedLinear(packed)(x) - exact).abs().max() <= 1e-5 * exact.abs().max()
-    assert not packed.in_tiles
 
 
 def test_how_weights_are_prefetched_changes_no_bit() -> None:

@@ -15,7 +15,7 @@ from moeoffload.kernels.attention import takes_many
 from moeoffload.kernels.fast_dense import accelerate_dense
 
 from .experts import call, gated_experts, random_rows, routes
-from .test_fast_dense import small_model, state
+from .test_dense import small_model, state
 
 
 @pytest.fixture

@@ -18,14 +18,11 @@ from typing import Any
 
 import torch
 import triton
-from packed_weights import BY_NAME
+from experts_modules import BY_NAME, make_experts, make_packed
 from triton.backends.compiler import GPUTarget
 
 from moeoffload.kernels import triton_ops
 from moeoffload.kernels.triton_experts import TritonExperts
-
-from .experts_modules import make_experts
-from .packed_modules import make_packed
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 PROGRAMS = ("up_program", "down_program", "sum_program")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experts_modules import make_experts
 
 from moeoffload.kernels import GroupedKernel, KernelInput
 from moeoffload.kernels.layer import LayerKernels
 from moeoffload.kernels.triton_experts import why_not_triton
-
-from .experts_modules import make_experts
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from experts_modules import make_experts, reference
 
 from moeoffload.kernels import GroupedKernel
 from moeoffload.kernels.activation import recognise
 from moeoffload.kernels.triton_experts import MAX_ROWS, TritonExperts, why_no_program_runs
-
-from .experts_modules import make_experts, reference
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 from moeoffload.kernels import triton_ops  # noqa: E402
@@ -206,7 +205,8 @@ def compiled(cache: Path, *arguments: str) -> list[str]:
     """What `compile_triton` prints, in a process without the interpreter."""
     tests = Path(__file__).parents[1]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests.parent / 'bench'}"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DISABLE_LINE_INFO": "1"}
+    environment |= {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests.parent / 'bench'}"}
     command = [sys.executable, "-m", "gpu_kernels.compile_triton", *arguments]
     text = subprocess.run(command, check=True, cwd=tests, env=environment, stdout=subprocess.PIPE, text=True).stdout
     return text.splitlines()

@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 import torch
 from cpu_kernels.test_packed import MIXES
-from packed_weights import BY_NAME, FORMATS, random_packed
+from experts_modules import BY_NAME, FORMATS, make_experts, make_packed, random_packed, without_the_least
 
 from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights, Scales
 from moeoffload.kernels.triton_experts import TritonExperts, why_not_computed
 
-from .experts_modules import make_experts
-from .packed_modules import make_packed, without_the_least
 from .test_triton import BOUNDS, DEVICE, assert_close, compiled, compute, random_call
 
 triton = pytest.importorskip("triton", reason="triton is not installed")

@@ -10,6 +10,7 @@ from command_lines import running_commands
 from conftest import DEMO
 
 from many_requests.serve_process import RUNNING, WAITING, Server, start
+from moeoffload import OffloadedModel, open_model
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +27,10 @@ def serve_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("serve")
     with running_commands(folder) as commands:
         yield start(commands, folder, "--max-running", str(RUNNING), "--max-waiting", str(WAITING))
+
+
+@pytest.fixture(scope="module")
+def offloaded(three_servers: list[str]) -> Iterator[OffloadedModel]:
+    """The demo model, for engines of a module's tests."""
+    with open_model(DEMO, experts=three_servers[:2], device="cpu", threads=1) as opened:
+        yield opened

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 from command_lines import Command, Commands, wait_until
 from conftest import DEMO
+from models import secret_file
 
 from many_requests.http_kit import Reply, ask
 
@@ -41,10 +42,8 @@ class Server:
 
 
 def start(commands: Commands, folder: Path, *options: str) -> Server:
-    key_file = folder / "key"
-    key_file.touch(0o600)
-    key_file.write_text(KEY)
-    words = ["--api-key-file", str(key_file), "--served-model-name", "demo", "--threads", "1", "--device", "cpu"]
+    words = ["--api-key-file", str(secret_file(folder / "key", KEY)), "--served-model-name", "demo"]
+    words += ["--threads", "1", "--device", "cpu"]
     words += ["--server-memory-gib", "1", "--kv-gib", "0.02", "--port", "0", *options]
     command = commands.start("moeoffload", "serve", DEMO, *words)
 

@@ -13,8 +13,7 @@ import pytest
 from command_lines import wait_until
 from tokenizers import processors
 
-from many_requests.fake_engine import FakeEngine, tokens_of
-from many_requests.http_kit import Running, serving
+from many_requests.http_kit import FakeEngine, Running, serving, tokens_of
 from moeoffload.errors import BusyError, ServerError
 from moeoffload.serve import sse
 from moeoffload.serve.request import FinishReason, Progress

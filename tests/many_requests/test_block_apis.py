@@ -11,10 +11,10 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from models import secret_file
 from openai.types.shared import Reasoning
 
-from many_requests.fake_engine import FakeEngine, tokens_of
-from many_requests.http_kit import Running, serving
+from many_requests.http_kit import FakeEngine, Running, serving, tokens_of
 from many_requests.serve_process import KEY, Server
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -187,9 +187,7 @@ def test_forced_calls_and_schemas_in_the_real_process(serve_process: Server) -> 
 
 
 def test_anthropic_s_header_is_a_key_too(tokenizer: Any, tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.touch(0o600)
-    file.write_text(KEY)
+    file = secret_file(tmp_path / "key", KEY)
     with serving(FakeEngine(tokens_of("yes")), tokenizer, KEY, api_key_file=file) as server:
         ask_for: Any = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
         with asker(server) as client, pytest.raises(anthropic.AuthenticationError) as caught:

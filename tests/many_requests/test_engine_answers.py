@@ -1,30 +1,30 @@
-"""Requests that are computed together: each gets the answer that it would get alone."""
+"""Requests that are computed together get the answers they get alone; those given up leave nothing behind."""
 
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command_lines import wait_until
 from conftest import DEMO, demo_prompt
+from synthetic import tiny_config, write_checkpoint
 from tasks import prompts
 
-from moeoffload import open_model
-from moeoffload.errors import BusyError, PromptError
-from moeoffload.host.session import OffloadedModel
+from moeoffload import OffloadedModel, open_model
+from moeoffload.errors import BusyError, PromptError, ServerError
 from moeoffload.serve.engine import ServingEngine
-from moeoffload.serve.request import FinishReason
+from moeoffload.serve.model_runner import ModelRunner
+from moeoffload.serve.paged_attention import SingleRows
+from moeoffload.serve.request import FinishReason, SamplingOptions
+from moeoffload.serve.sequence import Sequence, Share
 
 from .client import Answer, ask, limits, whole
-
-
-@pytest.fixture(scope="module")
-def offloaded(three_servers: list[str]) -> Iterator[OffloadedModel]:
-    with open_model(DEMO, experts=three_servers[:2], device="cpu", threads=1) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -205,3 +205,191 @@ def test_guesses_change_nothing_but_the_number_of_steps(three_servers: list[str]
     assert stats.steps.steps < 0.8 * steps
     assert turn.progress[-1].reused_tokens >= 96
     assert turn.tokens[:8] == fresh.tokens[:8]
+
+
+N_CANCELS = 3_000
+WAVE = 20
+
+
+def test_thousands_of_cancels_leave_nothing(offloaded: OffloadedModel) -> None:
+    generator = random.Random(4)
+    with ServingEngine(offloaded, limits(max_running=16, prefill_chunk=64)) as engine:
+        created = offloaded.pool_creations
+        finishes: list[FinishReason | None] = []
+        n_begun = 0
+        for _ in range(N_CANCELS // WAVE):
+            answers = []
+            for _ in range(WAVE):
+                prompt = [generator.randrange(5, 60) for _ in range(generator.randrange(1, 40))]
+                answers.append(ask(engine, prompt, generator.randrange(1, 12), ignore_eos=True))
+                if generator.random() < 0.2:
+                    answers[-1].cancel()
+            target = engine.stats.steps.steps + generator.randrange(4)
+            while engine.stats.steps.steps < target and not all(answer.over.is_set() for answer in answers):
+                time.sleep(0.0005)
+            for answer in generator.sample(answers, WAVE):
+                answer.cancel()
+                answer.cancel()
+            finishes += [answer.finish for answer in answers]
+            n_begun += sum(bool(answer.tokens) and answer.finish is FinishReason.CANCELLED for answer in answers)
+        assert set(finishes) == {FinishReason.CANCELLED, FinishReason.LENGTH}
+        assert len(finishes) == N_CANCELS
+        assert n_begun > N_CANCELS / 10, "many were cancelled in the middle of their answers"
+        assert finishes.count(FinishReason.CANCELLED) > N_CANCELS / 2
+        whole(engine, [7] * 20, 3)
+        assert engine.drain(10)
+        wait_until(lambda: engine.stats.cache.used_tokens == 0, "the room of all")
+        n_stale = sum(link.channel.n_stale for link in offloaded.links)
+        assert n_stale == 0, "a step is finished before its requests are dropped"
+        # A slot's views for row counts that are new, or had not come for long; not one more for each request.
+        assert offloaded.pool_creations - created < N_CANCELS / 20
+
+
+def test_a_cancel_is_answered_within_a_step_and_its_room_is_free(offloaded: OffloadedModel) -> None:
+    with ServingEngine(offloaded, limits(max_running=1, max_waiting=8)) as engine:
+        long = ask(engine, [7] * 10, 5000, ignore_eos=True)
+        second = ask(engine, [8] * 10, 2, ignore_eos=True)
+        while not long.tokens:
+            assert not long.over.wait(0.01)
+        assert not second.over.is_set()
+        steps = engine.stats.steps.steps
+        long.cancel()
+        assert long.finish is FinishReason.CANCELLED
+        assert engine.stats.steps.steps <= steps + 2
+        assert second.finish is FinishReason.LENGTH
+
+
+def test_a_failed_step_fails_its_requests_and_no_others(
+    offloaded: OffloadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ServingEngine(offloaded, limits()) as engine:
+        expected = whole(engine, [9] * 12, 8)
+        dispatcher = offloaded.dispatcher
+        for error in (ServerError("the server is gone"), ZeroDivisionError("unforeseen")):
+            failing = threading.Event()
+
+            def fail(layer: int, error: Exception = error, failing: threading.Event = failing) -> None:
+                if not failing.is_set():
+                    failing.set()
+                    raise error
+
+            with monkeypatch.context() as patch:
+                patch.setattr(dispatcher, "on_layer", fail)
+                answers = [ask(engine, [n] * 12, 8, ignore_eos=True) for n in (9, 10)]
+                assert FinishReason.ERROR in [answer.finish for answer in answers]
+            told = [answer.progress[-1].error for answer in answers if answer.finish is FinishReason.ERROR]
+            assert all(isinstance(each, ServerError) and str(error) in str(each) for each in told)
+            again = whole(engine, [9] * 12, 8)
+            assert again.tokens == expected.tokens
+        assert engine.is_ready
+
+
+def test_a_failure_that_nothing_catches_ends_all_requests_and_is_seen(
+    offloaded: OffloadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ServingEngine(offloaded, limits(max_running=1)) as engine:
+        failing = threading.Event()
+
+        def fail(*_: object) -> None:
+            if failing.wait():
+                raise SystemExit("unforeseen")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(offloaded.dispatcher, "on_layer", fail)
+            running, waiting = ask(engine, [9] * 12, 8), ask(engine, [10] * 12, 8)
+            failing.set()
+            assert {running.finish, waiting.finish} == {FinishReason.ERROR}
+        assert isinstance(running.progress[-1].error, ServerError)
+        assert isinstance(engine.failure, SystemExit)
+        assert not engine.is_ready
+        assert "the engine has failed" in caplog.text
+        counts = engine.stats.requests
+        assert (counts.running, counts.waiting, counts.failed, engine.stats.cache.used_tokens) == (0, 0, 2, 0)
+        assert engine.drain(1)
+        with pytest.raises(ServerError, match="has failed: unforeseen"):
+            ask(engine, [9] * 12, 8)
+
+
+PAGE = 16
+N_PAGES = 64
+
+
+@pytest.fixture
+def shared_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lets models on the CPU share calls as those on a GPU do; gives the requests of each shared call."""
+    members: list[int] = []
+    made, seen = ModelRunner.__init__, SingleRows.seen
+
+    def init(self: Any, *arguments: Any) -> None:
+        made(self, *arguments)
+        self._shares_calls = True
+
+    def counting(self: Any, *arguments: Any) -> torch.Tensor:
+        members.append(len(self.n_keys))
+        return seen(self, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "__init__", init)
+    monkeypatch.setattr(SingleRows, "seen", counting)
+    return members
+
+
+def served(offloaded: OffloadedModel, texts: list[str]) -> list[list[int]]:
+    with ServingEngine(offloaded, limits()) as engine:
+        answers = [ask(engine, offloaded.tokenizer(text)["input_ids"]) for text in texts]
+        wait_until(lambda: all(answer.over.is_set() for answer in answers), "all answers")
+    return [answer.tokens for answer in answers]
+
+
+def test_answers_are_those_of_requests_alone(three_servers: list[str], shared_calls: list[int]) -> None:
+    texts = prompts(24, seed=8)
+    with open_model(DEMO, experts=three_servers[:1], model_dtype="f32", dtype="f32", device="cpu") as offloaded:
+        together = served(offloaded, texts)
+        assert max(shared_calls) > 8
+        alone = [served(offloaded, [text])[0] for text in texts]
+    assert together == alone
+
+
+@pytest.fixture(scope="module", params=[None, 24], ids=["all", "window"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model in float32 whose layers see all tokens, or the last 24."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config("mixtral")
+    config.sliding_window = request.param
+    path: Path = write_checkpoint(config, tmp_path_factory.mktemp("model") / "model", dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+def decode(runner: ModelRunner, lengths: list[int]) -> torch.Tensor:
+    """Logits of one token each behind random prompts of these lengths, whose pages lie between each other's."""
+    free = torch.randperm(N_PAGES, generator=torch.manual_seed(5)).tolist()
+    sequences = []
+    for length in lengths:
+        tokens = torch.randint(5, 90, (length,), generator=torch.manual_seed(length)).tolist()
+        sequence = Sequence(tokens, SamplingOptions(max_tokens=4, temperature=0), lambda _: None)
+        sequence.pages = [free.pop() for _ in range(-(-length // PAGE))]
+        sequences.append(sequence)
+        if length > 1:
+            runner.forward([Share(sequence, tokens[:-1], 0, 0, False)])
+    steps = runner.ordered([Share(each, each.tokens[-1:], len(each.tokens) - 1, 0, True) for each in sequences])
+    logits = runner.forward(steps)
+    return logits[[[step.sequence for step in steps].index(each) for each in sequences]]
+
+
+@torch.inference_mode()
+def test_each_row_sees_its_own_keys_whatever_lies_beside_them(model: Any, shared_calls: list[int]) -> None:
+    lengths = [1, 40, 3, 120, 16, 17, 47, 48, 49, 100]
+    runner = ModelRunner(model, PAGE, 1 << 20)
+    try:
+        assert runner.n_pages > N_PAGES
+        for pair in runner._store._memory.values():
+            for memory in pair:
+                memory.fill_(torch.nan)  # what nobody has written
+        together = decode(runner, lengths)
+        n_layers = model.config.num_hidden_layers
+        assert shared_calls == [3, 4, 2] * n_layers  # of 1 page, up to 3, up to 7; the longest is alone
+        runner._shares_calls = False
+        alone = decode(runner, lengths)
+    finally:
+        runner.close()
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)

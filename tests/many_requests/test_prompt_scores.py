@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 import torch
-from conftest import DEMO, demo_prompt
+from conftest import demo_prompt
 from transformers import GenerationConfig
 from transformers.generation import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from many_requests.client import ask, limits, whole
 from many_requests.serve_process import Server
-from moeoffload import open_model
 from moeoffload.host.model import recommended_sampling
 from moeoffload.host.session import OffloadedModel
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import FinishReason, SamplingOptions
 from moeoffload.serve.sampling import Sampler
-
-
-@pytest.fixture(scope="module")
-def offloaded(three_servers: list[str]) -> Iterator[OffloadedModel]:
-    with open_model(DEMO, experts=three_servers[:2], device="cpu", threads=1) as opened:
-        yield opened
 
 
 def test_prompts_are_scored_as_transformers_does_in_parts_and_after_a_restart(offloaded: OffloadedModel) -> None:

@@ -13,16 +13,16 @@ from typing import Any
 import openai
 import pytest
 from command_lines import wait_until
+from models import secret_file
 
-from many_requests.fake_engine import FakeEngine, tokens_of
-from many_requests.http_kit import Running, ask, serving
+from many_requests.http_kit import FakeEngine, Running, ask, serving, tokens_of
+from many_requests.serve_process import KEY
 from moeoffload.cli.key_files import make_keys
 from moeoffload.config import ServeSettings
 from moeoffload.errors import SettingError
 from moeoffload.serve import connection
 from moeoffload.serve.access import check_access
 
-KEY = "0123456789abcdef0123"
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 MISSING: Any = object()
@@ -37,10 +37,7 @@ def server(tokenizer: Any) -> Iterator[Running]:
 
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
-    file = tmp_path / "key"
-    file.touch(0o600)
-    file.write_text(KEY + "\n")
-    return file
+    return secret_file(tmp_path / "key", KEY + "\n")
 
 
 @pytest.mark.parametrize(
@@ -237,9 +234,7 @@ def test_clients_see_the_certificate(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def test_files_that_hold_something_else_are_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
-    junk = tmp_path / "junk"
-    junk.touch(0o600)
-    junk.write_text("short")
+    junk = secret_file(tmp_path / "junk", "short")
     with pytest.raises(SettingError, match=r"--api-key-file: .* holds no token"):
         check_access(ServeSettings(api_key_file=junk))
     with pytest.raises(SettingError, match=r"--http-tls-cert and --http-tls-key: .* no certificate"):

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from many_requests.fake_engine import FakeEngine, tokens_of
-from many_requests.http_kit import serving
+from many_requests.http_kit import FakeEngine, serving, tokens_of
 from many_requests.serve_process import Server
 
 CLOSED: dict[str, Any] = {"additionalProperties": False}

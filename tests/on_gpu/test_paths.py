@@ -18,7 +18,7 @@ import tasks
 import torch
 from command_lines import Commands
 from conftest import DEMO, StartServer, connected, local_model
-from fault_kit.clock import LayerClock
+from fault_kit.generation import LayerClock
 from many_requests import serve_process
 from many_requests.client import ask, limits
 from synthetic import write_tiny

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +13,12 @@ from typing import Any
 import pytest
 from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, wait_until
 from conftest import DEMO, RunningServer, expert_server
+from models import secret_file
 
 from moeoffload.cli.key_files import make_keys
 from moeoffload.config import HostSettings
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
-
-
-def secret_file(path: Path, text: str) -> Path:
-    path.touch(0o600)
-    path.write_text(text)
-    return path
 
 
 @dataclass(frozen=True)
@@ -82,10 +78,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     keys, strange, root = folder / "keys", folder / "strange", folder / "models"
     for each in (keys, strange):
         make_keys(each, [])
-    root.mkdir()
-    (root / "demo").mkdir()
-    for file in DEMO.iterdir():
-        (root / "demo" / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(DEMO, root / "demo")
     token = secret_file(folder / "token", secrets.token_hex(32) + "\n")
     options = ["--tls-cert", keys / "server.pem", "--tls-key", keys / "server.key", "--client-ca", keys / "ca.pem"]
     options += ["--token-file", token, "--model-root", root]

@@ -7,8 +7,6 @@ import json
 import os
 import select
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
@@ -16,10 +14,11 @@ from typing import Any
 
 import grpc
 import pytest
-from command_lines import CLEAN_TIMEOUT_S, ROOT, STEP_TIMEOUT_S, Commands, one_line_error, wait_until
+from command_lines import CLEAN_TIMEOUT_S, STEP_TIMEOUT_S, Commands, one_line_error, run_python, wait_until
 from conftest import DEMO, StartServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from models import secret_file
 
 from moeoffload import open_model
 from moeoffload.config import Address, HostSettings
@@ -30,7 +29,7 @@ from moeoffload.control.user_token import UserToken, new_token, user_tokens
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.errors import ServerError, SystemLimitError
-from security.conftest import Site, secret_file
+from security.conftest import Site
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -167,9 +166,8 @@ def test_loopback_without_credentials_is_for_the_same_user_only(three_servers: l
     )
 
     def as_user(uid: int) -> str:
-        command = [sys.executable, "-c", code, three_servers[0], str(uid)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=STEP_TIMEOUT_S)
-        return done.stdout + done.stderr
+        done = run_python(code, three_servers[0], str(uid))
+        return done.out + done.err
 
     refusal = as_user(NOBODY)
     assert "this host was refused: it showed no token; this server wants the one in /" in refusal

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command_lines import STEP_TIMEOUT_S
 from conftest import DEMO
+from models import reference_of
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.regular import open_regular, read_regular
-from moeoffload.control.protocol import dtype_label
-from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ModelError, ServerError
 from moeoffload.expert_server.model_roots import ModelRoots
 from security.conftest import Site
@@ -96,9 +96,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     refs = tmp_path / "hub" / "models--org--demo" / "refs"
     refs.mkdir(parents=True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    (tmp_path / "outside").mkdir()
-    for file in DEMO.iterdir():
-        (tmp_path / "outside" / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(DEMO, tmp_path / "outside")
     return tmp_path
 
 
@@ -160,14 +158,8 @@ def test_a_server_reads_models_below_its_root_and_no_others(site: Site) -> None:
     checkpoint = Checkpoint.open(DEMO)
 
     def calibrate(reference: str, revision: str = "") -> list[tuple[int, float]]:
-        dtype = dtype_label(checkpoint.dtype)
-        model = pb.ModelReference(reference=reference, revision=revision, digest=checkpoint.digest, compute_dtype=dtype)
-        with contextlib.closing(site.client()) as client:
-            lease = client.attach(STEP_TIMEOUT_S)
-            try:
-                return lease.calibrate(model, STEP_TIMEOUT_S)
-            finally:
-                lease.close()
+        with contextlib.closing(site.client()) as client, contextlib.closing(client.attach(STEP_TIMEOUT_S)) as lease:
+            return lease.calibrate(reference_of(checkpoint, reference, revision=revision), STEP_TIMEOUT_S)
 
     assert calibrate(f"{site.root}/demo")
     for outside in (str(DEMO), f"{site.root}/../models/../../x", "/etc"):

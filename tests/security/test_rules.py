@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from command_lines import Commands, one_line_error
 from conftest import DEMO
+from models import secret_file
 
 from moeoffload.cli.key_files import NAMES, make_keys
 from moeoffload.config import ExpertServerSettings, HostSettings
@@ -22,9 +23,7 @@ from moeoffload.refusals import Refusals
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made") / "keys"
     make_keys(folder, ["node7", "10.0.0.7"])
-    token = folder / "token"
-    token.touch(0o600)
-    token.write_text("0123456789abcdef0123456789abcdef")
+    secret_file(folder / "token", "0123456789abcdef0123456789abcdef")
     return folder
 
 
@@ -113,18 +112,14 @@ def test_secrets_that_others_can_read_are_refused(keys: Path, tmp_path: Path, mo
 
 @pytest.mark.parametrize("content", [b"", b"short", b"two words of more than sixteen", b"\xff" * 40, b"x" * 5000])
 def test_a_file_that_holds_no_token_is_refused_without_showing_it(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "token"
-    file.touch(0o600)
-    file.write_bytes(content)
+    file = secret_file(tmp_path / "token", content)
     with pytest.raises(SettingError, match="holds no token") as caught:
         ServerCredentials.of(ExpertServerSettings(token_file=file))
     assert not content or content.decode("latin-1") not in str(caught.value)
 
 
 def test_files_that_hold_something_else_are_refused(keys: Path, tmp_path: Path) -> None:
-    junk = tmp_path / "junk"
-    junk.touch(0o600)
-    junk.write_text("no PEM")
+    junk = secret_file(tmp_path / "junk", "no PEM")
     pair = files(keys, "tls_cert", "tls_key")
     for wrong in (pair | {"tls_cert": junk}, pair | {"tls_key": junk}, pair | {"client_ca": junk}):
         with pytest.raises(SettingError, match=f"{junk}"):

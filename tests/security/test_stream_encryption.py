@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 from fault_kit.proxy import proxy_of
-from transport.ends import SIZES, SOON_S, call, echo, eventually
+from transport.ends import SIZES, SOON_S, bare_dealer, call, echo, eventually
 
 from moeoffload.errors import DeadlineError, ProtocolError, ServerError
 from moeoffload.transport import HostChannel, StreamKeys, StreamListener, StreamServerEnd, open_channel
@@ -76,14 +76,12 @@ def test_several_hosts_reach_their_own_channels(listener: StreamListener, refuse
 def test_a_sealed_message_beyond_the_limit_never_gets_in(listener: StreamListener) -> None:
     channel, host, keys = attached(listener)
     host.close()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.ROUTING_ID, channel.routing_id)
-        encrypt_host_end(dealer, keys, listener.public_key.encode())
-        dealer.connect(f"tcp://127.0.0.1:{listener.port}")
+    server_key = listener.public_key.encode()
+    with bare_dealer(
+        listener.port, channel.routing_id, lambda dealer: encrypt_host_end(dealer, keys, server_key)
+    ) as dealer:
         frame = bytearray(HEADER_BYTES)
         FrameHeader(request_id=8).pack_into(memoryview(frame))
-        dealer.setsockopt(zmq.RCVTIMEO, int(SOON_S * 1000))
         dealer.send_multipart([TAG.pack(8, 0, HEADER_BYTES), frame])
         assert dealer.recv_multipart()[1] == frame
         dealer.setsockopt(zmq.RCVTIMEO, 300)

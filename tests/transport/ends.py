@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import zmq
 from server_processes import wait_until
 
 from moeoffload.transport import ChannelSizes, HostChannel, HostSlot, ServerChannel, ServerSlot
@@ -76,3 +78,17 @@ def reply_header(slot: HostSlot) -> FrameHeader:
 def eventually(true: Callable[[], object]) -> None:
     """Waits for what must become true."""
     wait_until(true, "what must become true", SOON_S)
+
+
+@contextlib.contextmanager
+def bare_dealer(
+    port: int, routing_id: bytes, prepare: Callable[[zmq.Socket[bytes]], object] = lambda dealer: None
+) -> Iterator[zmq.Socket[bytes]]:
+    """A peer of the stream that sends what a test tells it to."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.ROUTING_ID, routing_id)
+        dealer.setsockopt(zmq.RCVTIMEO, int(SOON_S * 1000))
+        prepare(dealer)
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        yield dealer

@@ -297,6 +297,31 @@ def test_a_server_slot_is_answered_once(open_ends: OpenEnds) -> None:
         channel.reply(taken, HEADER_BYTES)
 
 
+def test_a_release_before_the_reply_tells_the_server_and_counts_for_that_request_alone(open_ends: OpenEnds) -> None:
+    engine = OnDemand()
+    host = open_ends(engine).host
+    given_up, kept = host.acquire(SOON_S), host.acquire(SOON_S)
+    send(host, given_up)
+    channel, taken = engine.take()
+    kept_id = send(host, kept)
+    _, other = engine.take()
+    assert not channel.is_cancelled(taken)
+    host.release(given_up)
+    eventually(lambda: channel.is_cancelled(taken))
+    assert not channel.is_cancelled(other)
+    echo(channel, taken)
+    echo(channel, other)
+    receive(host, kept, kept_id)
+    eventually(lambda: not host._collect_late() and host._n_abandoned == 0)  # type: ignore[func-returns-value]
+    again = host.acquire(SOON_S)
+    assert again is given_up
+    request_id = send(host, again, b"new")
+    _, taken = engine.take()
+    assert not channel.is_cancelled(taken)
+    echo(channel, taken)
+    assert receive(host, again, request_id) == b"new"
+
+
 @pytest.mark.parametrize(
     ("sizes", "named"),
     [((0, 64, 64), "n_slots"), ((65, 64, 64), "n_slots"), ((1, 63, 64), "request_bytes"), ((1, 64, 2**31), "reply_b")],

@@ -33,7 +33,7 @@ from moeoffload.transport.zmq_socket import PIECE_BYTES, TAG
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind
 
 from .conftest import both_ends
-from .ends import SIZES, SOON_S, OnDemand, call, echo, eventually, receive, send
+from .ends import SIZES, SOON_S, OnDemand, bare_dealer, call, echo, eventually, receive, send
 
 
 @pytest.fixture
@@ -49,16 +49,6 @@ def opened(listener: StreamListener, deliver: Deliver = echo, sizes: ChannelSize
 
 def connected(channel: StreamServerEnd, host: str = "127.0.0.1") -> HostChannel:
     return open_channel(channel.offer, host=host, timeout_s=SOON_S)
-
-
-@contextlib.contextmanager
-def bare_dealer(port: int, routing_id: bytes) -> Iterator[zmq.Socket[bytes]]:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.ROUTING_ID, routing_id)
-        dealer.setsockopt(zmq.RCVTIMEO, int(SOON_S * 1000))
-        dealer.connect(f"tcp://127.0.0.1:{port}")
-        yield dealer
 
 
 def frame(request_id: int, body: bytes = b"", kind: Kind = Kind.DISPATCH) -> bytes:

@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from server_processes import ServerProcess, wait_until
 
-from fault_kit.clock import LayerClock
-from fault_kit.generation import generate
+from fault_kit.generation import LayerClock, generate
 
 BACK_TIMEOUT_S: Final = 30.0
 

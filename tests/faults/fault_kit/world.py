@@ -17,8 +17,7 @@ from command_lines import shm_left, shm_names
 from server_processes import DEMO, wait_until
 from synthetic import write_tiny
 
-from fault_kit.clock import LayerClock
-from fault_kit.generation import fixed_prompts, generate
+from fault_kit.generation import LayerClock, fixed_prompts, generate
 from fault_kit.leaks import Holding, descendants, settled
 from fault_kit.outcome import Outcome
 from fault_kit.schedule import Fault, Setup

@@ -1,0 +1,102 @@
+"""Weights packed in fewer bits, and turned: as far from the original as the format makes them, in no more memory."""
+
+from __future__ import annotations
+
+import itertools
+import resource
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+
+from moeoffload.formats import Codes, PackedFormat, PackedWeights, Scales, conversion, transpose
+from moeoffload.formats.quantise import FORMATS, quantise, squared_errors
+
+ERRORS = {"int8": 0.006, "fp8": 0.03, "int4": 0.11, "mxfp4": 0.14}
+"""The most that normally distributed weights may lose."""
+
+
+def weights_of(n_out: int, n_in: int) -> torch.Tensor:
+    weights = torch.randn(3, n_out, n_in, generator=torch.manual_seed(0)).bfloat16()
+    weights[0, 0] = 0
+    weights[1] *= 1e-3
+    return weights
+
+
+def error_of(weights: torch.Tensor, packed: PackedWeights) -> float:
+    wrong, total = squared_errors(weights, packed)
+    return (wrong / total) ** 0.5
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("n_out", "n_in"), [(256, 512), (50, 96), (130, 200)])
+def test_error_is_that_of_the_format_and_results_repeat(name: str, n_out: int, n_in: int) -> None:
+    weights = weights_of(n_out, n_in)
+    packed = quantise(weights, FORMATS[name])
+    assert packed.shape == weights.shape
+    assert 0 < error_of(weights, packed) < ERRORS[name]
+    again = quantise(weights, FORMATS[name])
+    assert torch.equal(again.data, packed.data)
+    assert packed.unpack(torch.bfloat16)[0, 0].eq(0).all()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("int8", GGMLQuantizationType.Q8_0), ("int4", GGMLQuantizationType.Q4_0)])
+def test_error_is_no_larger_than_that_of_ggufs_own_quantiser(name: str, kind: GGMLQuantizationType) -> None:
+    weights = weights_of(64, 256).float()
+    theirs = torch.from_numpy(quants.dequantize(quants.quantize(np.asarray(weights), kind), kind))
+    error = float((theirs - weights).square().sum() / weights.square().sum()) ** 0.5
+    assert error_of(weights, quantise(weights, FORMATS[name])) <= 1.02 * error
+
+
+def test_weights_that_mxfp4_holds_exactly_stay_as_they_are() -> None:
+    exact = torch.tensor([0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0, 6.0] * 8).view(1, 2, 32)
+    exact = exact * torch.tensor([2.0**-20, 2.0**9]).view(1, 2, 1)
+    assert torch.equal(quantise(exact, FORMATS["mxfp4"]).unpack(torch.float32), exact)
+
+
+def test_a_group_far_longer_than_a_row_takes_no_memory_of_its_length() -> None:
+    form = PackedFormat("fp8", Codes.FP8, Scales.F32, group=1 << 40, shared_rows=1 << 40)
+    packed = PackedWeights.empty(form, 1, 3, 32, torch.device("cpu"))
+    packed.data.fill_(0x38)  # 1.0
+    assert packed.scales is not None
+    packed.scales.fill_(2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert torch.equal(packed.unpack(torch.float32), torch.full((1, 3, 32), 2.0))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (64, 5), (24, 17), (256, 96), (136, 40)])
+@pytest.mark.parametrize("library", [True, False], ids=["C", "torch"])
+def test_codes_of_columns_become_rows(shape: tuple[int, int], library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not library:
+        monkeypatch.setattr(conversion, "_library", lambda: None)
+    words = torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    assert torch.equal(transpose.transpose_words(words).view(torch.int32), words.t())
+    shifts = torch.arange(8, dtype=torch.int64) * 4
+    codes = (words.long().unsqueeze(-1) >> shifts & 15)[..., list(PLACES)].flatten(1)  # (in, out)
+    rows = codes.t().unflatten(1, (-1, 8))
+    wanted = (rows << shifts).sum(dim=-1)
+    assert torch.equal(transpose.transpose_codes(words, PLACES).view(torch.int32).long() & 0xFFFFFFFF, wanted)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 5), (3, 17)])
+@pytest.mark.parametrize("library", [True, False], ids=["C", "torch"])
+def test_scales_and_zeros_of_columns_become_rows(
+    shape: tuple[int, int], library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not library:
+        monkeypatch.setattr(conversion, "_library", lambda: None)
+    words = torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(2)).to(torch.int32)
+    for dtype in (torch.uint8, torch.float16, torch.float32):
+        scales = words.to(dtype)
+        assert torch.equal(transpose.transpose_items(scales).view(dtype), scales.t())
+    more = 0x11111111
+    for stored in (words, words.t()):
+        zeros = transpose.split_zeros(stored, PLACES, more)
+        for row, group in itertools.product(range(8 * stored.shape[0]), range(stored.shape[1])):
+            word = (int(stored[row // 8, group]) + more) & 0xFFFFFFFF
+            assert zeros[row, group] == word >> 4 * PLACES[row % 8] & 15
