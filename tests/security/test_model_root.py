@@ -12,7 +12,7 @@ from command_lines import STEP_TIMEOUT_S
 from conftest import DEMO
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.regular import open_regular, read_regular
+from moeoffload.checkpoint.tensors import open_regular, read_regular
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ModelError, ServerError
