@@ -13,10 +13,10 @@ from typing import Any, Final
 import torch
 
 from moeoffload.formats import fp8, mxfp4
+from moeoffload.formats.conversion import split_zeros
 from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape
 from moeoffload.formats.int4 import SCALES, check_order, int4_format
 from moeoffload.formats.packed import Codes, PackedFormat
-from moeoffload.formats.transpose import split_zeros
 
 _LAYOUTS: Final = (
     "pack-quantized",
