@@ -36,7 +36,7 @@ from moeoffload.checkpoint.layout import n_experts_of, per_expert_parameters
 from moeoffload.checkpoint.model_config import first_line
 from moeoffload.checkpoint.packed_rows import Piece, plan, trace
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorReader
-from moeoffload.checkpoint.weights import StoredWeight
+from moeoffload.checkpoint.weights import Dense, StoredWeight, as_dense
 from moeoffload.errors import ModelError
 
 _PER_EXPERT_OPERATIONS = (Chunk, Concatenate, Interleave, Transpose)
@@ -107,6 +107,10 @@ class Recipe:
         return converted
 
 
+Sorted = tuple[dict[str, list[Recipe]], Dense]
+"""The recipes of the parameters of every experts module, and the dense tensors."""
+
+
 class Shapes:
     """Replaces the model in conversions that look up a parameter's shape; gives the shape for ``n_experts`` experts."""
 
@@ -127,8 +131,8 @@ def make_recipes(
     experts: dict[str, nn.Module],
     weights: Sequence[StoredWeight],
     mapping: Sequence[WeightTransform] | None = None,
-) -> tuple[dict[str, list[Recipe]], list[StoredWeight]]:
-    """Returns the recipes of all parameters of every experts module, and the stored weights of the rest of ``model``.
+) -> Sorted:
+    """Returns the recipes of all parameters of every experts module, and the dense tensors of ``model``.
 
     ``model`` is the whole model on the meta device; ``mapping`` converts stored weights to its parameters and is by
     default transformers' own for the family. Raises ModelError naming the parameter when stored weights are missing,
@@ -143,7 +147,7 @@ def make_recipes(
         if any(each.packing for recipe in recipes[name] for stored in recipe.sources.values() for each in stored):
             for recipe in recipes[name]:
                 recipe.pieces = plan_rows(recipe, name, module, model.config, plans)
-    return recipes, dense
+    return recipes, as_dense(dense)
 
 
 def dense_weights(
