@@ -45,11 +45,8 @@ def pack_grouped(
 def check_order(parts: Parts, group: int) -> None:
     """Raises ValueError if, according to ``g_idx``, the columns of a group are not neighbours."""
     order = parts.get("g_idx")
-    if (
-        order is not None
-        and order.numel()
-        and not torch.equal(
-            order.long(), torch.arange(order.numel()) // group if group else torch.zeros_like(order, dtype=torch.int64)
-        )
-    ):
+    if order is None or not order.numel():
+        return
+    groups = torch.arange(order.numel()) // (group or order.numel())
+    if not torch.equal(order.long(), groups):
         raise ValueError("its columns are in the order of their activations (g_idx, desc_act); not supported")
