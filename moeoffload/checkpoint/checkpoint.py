@@ -35,8 +35,9 @@ from moeoffload.checkpoint.locate import locate
 from moeoffload.checkpoint.model_config import CONFIG_FILE
 from moeoffload.checkpoint.packed_rows import PLAIN, Piece
 from moeoffload.checkpoint.quantised import quantised_experts, quantised_pieces, refuse_packed
-from moeoffload.checkpoint.source import Readable, Source, open_folder
+from moeoffload.checkpoint.source import Source, open_folder
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, INDEX_FILE, TensorReader
+from moeoffload.checkpoint.weights import Readable
 from moeoffload.errors import ModelError
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.quantise import FORMATS

@@ -36,7 +36,7 @@ from moeoffload.checkpoint.layout import n_experts_of, per_expert_parameters
 from moeoffload.checkpoint.model_config import first_line
 from moeoffload.checkpoint.packed_rows import Piece, plan, trace
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorReader
-from moeoffload.checkpoint.weights import StoredWeight
+from moeoffload.checkpoint.weights import Dense, StoredWeight, as_dense
 from moeoffload.errors import ModelError
 
 _PER_EXPERT_OPERATIONS = (Chunk, Concatenate, Interleave, Transpose)
@@ -107,6 +107,10 @@ class Recipe:
         return converted
 
 
+Sorted = tuple[dict[str, list[Recipe]], Dense]
+"""The recipes of the parameters of every experts module, and the dense tensors."""
+
+
 class Shapes:
     """Replaces the model in conversions that look up a parameter's shape; gives the shape for ``n_experts`` experts."""
 
@@ -127,18 +131,14 @@ def make_recipes(
     experts: dict[str, nn.Module],
     weights: Sequence[StoredWeight],
     mapping: Sequence[WeightTransform] | None = None,
-) -> tuple[dict[str, list[Recipe]], list[StoredWeight]]:
-    """Returns the recipes of all parameters of every experts module, and the stored weights of the rest of ``model``.
+) -> Sorted:
+    """Returns the recipes of all parameters of every experts module, and the dense tensors of ``model``.
 
     ``model`` is the whole model on the meta device; ``mapping`` converts stored weights to its parameters and is by
     default transformers' own for the family. Raises ModelError naming the parameter when stored weights are missing,
     have a wrong shape or dtype, or would have to be mixed across experts.
     """
-    owners = _owners(experts)
-    by_target, dense = _match(model, experts, owners, weights, mapping)
-    recipes: dict[str, list[Recipe]] = {name: [] for name in experts}
-    for recipe in by_target.values():
-        recipes[owners[recipe.targets[0]]].append(recipe)
+    recipes, dense = _match(model, experts, weights, mapping)
     plans: Plans = {}
     for name, module in experts.items():
         _check_complete(name, module, recipes[name])
@@ -147,31 +147,25 @@ def make_recipes(
         if any(each.packing for recipe in recipes[name] for stored in recipe.sources.values() for each in stored):
             for recipe in recipes[name]:
                 recipe.pieces = plan_rows(recipe, name, module, model.config, plans)
-    return recipes, dense
+    return recipes, as_dense(dense)
 
 
 def dense_weights(
     model: nn.Module, experts: dict[str, nn.Module], weights: Sequence[StoredWeight]
 ) -> list[StoredWeight]:
     """Returns the stored weights of ``model`` except those of its experts, which may be missing."""
-    return _match(model, experts, _owners(experts), weights, None)[1]
-
-
-def _owners(experts: dict[str, nn.Module]) -> dict[str, str]:
-    """Maps the full name of each experts parameter to the name of its module."""
-    return {
-        f"{name}.{parameter}": name for name, module in experts.items() for parameter, _ in module.named_parameters()
-    }
+    return _match(model, experts, weights, None)[1]
 
 
 def _match(
     model: nn.Module,
     experts: dict[str, nn.Module],
-    owners: dict[str, str],
     weights: Sequence[StoredWeight],
     mapping: Sequence[WeightTransform] | None,
-) -> tuple[dict[str, Recipe], list[StoredWeight]]:
-    """Groups the stored weights by the expert parameters that they become, as transformers does when it loads."""
+) -> tuple[dict[str, list[Recipe]], list[StoredWeight]]:
+    """Groups the stored weights by the expert parameters that they become, as transformers does when it loads; returns
+    the recipes by experts module, and the weights of the rest."""
+    owners = {f"{name}.{leaf}": name for name, module in experts.items() for leaf, _ in module.named_parameters()}
     known = model.state_dict()
     prefix = model.base_model_prefix
     if mapping is None:
@@ -179,7 +173,8 @@ def _match(
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
     converters = [step for step in mapping if isinstance(step, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    recipes: dict[str, Recipe] = {}
+    by_target: dict[str, Recipe] = {}
+    recipes: dict[str, list[Recipe]] = {name: [] for name in experts}
     dense: list[StoredWeight] = []
     # In natural order (2 before 10) the position in a list is the number of the expert.
     for weight in sorted(weights, key=lambda weight: dot_natural_key(weight.name)):
@@ -191,9 +186,10 @@ def _match(
                 dense.append(weight)
             continue
         converter = converter_of[pattern] if pattern is not None else None
-        if renamed not in recipes:
-            recipes[renamed] = _new_recipe(renamed, converter, experts[owners[renamed]], owners)
-        recipe = recipes[renamed]
+        if renamed not in by_target:
+            by_target[renamed] = _new_recipe(renamed, converter, experts[owners[renamed]], owners)
+            recipes[owners[renamed]].append(by_target[renamed])
+        recipe = by_target[renamed]
         if recipe.converter is not converter or (converter is None and recipe.sources):
             raise ModelError(f"{renamed}: is stored twice in different layouts, the second time as {weight.name}")
         recipe.sources.setdefault(pattern or "", []).append(weight)

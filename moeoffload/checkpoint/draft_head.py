@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -13,7 +14,7 @@ from transformers.modeling_layers import MtpModel
 from moeoffload.checkpoint.convert import make_recipes
 from moeoffload.checkpoint.layout import BUILDING, build_meta_model
 from moeoffload.checkpoint.model_config import first_line, quantisation
-from moeoffload.checkpoint.source import Sorted, Source, as_dense
+from moeoffload.checkpoint.source import Source
 from moeoffload.checkpoint.weights import stored_weights
 from moeoffload.errors import ModelError
 
@@ -41,12 +42,7 @@ def draft_head_of(source: Source, dtype: torch.dtype) -> tuple[nn.Module, Source
     with torch.device("meta"):
         head = build_head(main, dtype)
     mapping = head.get_weight_conversions(main)
-
-    def sort(model: nn.Module, experts: dict[str, nn.Module]) -> Sorted:
-        recipes, dense = make_recipes(model, experts, weights, mapping)
-        return recipes, as_dense(dense)
-
-    return head, replace(source, sort=sort)
+    return head, replace(source, sort=partial(make_recipes, weights=weights, mapping=mapping))
 
 
 def build_head(main: Any, dtype: torch.dtype) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from moeoffload.checkpoint.convert import dense_weights, make_recipes
+from moeoffload.checkpoint.convert import Sorted, dense_weights, make_recipes
 from moeoffload.checkpoint.gguf_config import config_values
 from moeoffload.checkpoint.gguf_file import GgufFile
 from moeoffload.checkpoint.gguf_weights import dense_tensors, expert_mapping, expert_weights
@@ -29,9 +29,9 @@ from moeoffload.checkpoint.model_config import (
     refuse_empty_claims,
     without_quantisation,
 )
-from moeoffload.checkpoint.source import Sorted, Source, as_dense
+from moeoffload.checkpoint.source import Source
 from moeoffload.checkpoint.tensors import DTYPES, TensorIndex, TensorReader
-from moeoffload.checkpoint.weights import StoredWeight, stored_weights
+from moeoffload.checkpoint.weights import StoredWeight, as_dense, stored_weights
 from moeoffload.errors import ModelError
 
 MAX_CONFIG_TEXT: Final = 1 << 18

@@ -16,8 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, Final
 
-from moeoffload.checkpoint.regular import open_regular
-from moeoffload.checkpoint.tensors import StoredTensor
+from moeoffload.checkpoint.tensors import StoredTensor, open_regular
 from moeoffload.errors import ModelError
 from moeoffload.model_name import GGUF_SUFFIX
 from moeoffload.text import one_line

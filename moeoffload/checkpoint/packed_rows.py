@@ -179,26 +179,19 @@ def _pieces(target: str, by_format: Mapping[PackedFormat, list[Source]], n_in: i
         first, n_out = int(rows.min()), len(rows)
         if int(rows.max()) - first + 1 != n_out:
             raise ModelError(f"{target}: rows of different formats ({form.name} and others) alternate; not supported")
-        moved = [replace(source, rows=torch.as_tensor(source.rows) - first) for source in sources]
-        shared = form if all(_keeps_blocks(source, form.shared_rows) for source in moved) else None
-        packed = shared or replace(form, shared_rows=1, scales=Scales.F32)
-        done = tuple(replace(each, rows=_as_slice(each.rows), taken=_as_slice(each.taken)) for each in moved)
-        pieces.append((first, Piece(packed, n_out, n_in, done)))
+        moved = tuple(
+            replace(each, rows=_as_slice(torch.as_tensor(each.rows) - first), taken=_as_slice(each.taken))
+            for each in sources
+        )
+        keeps_blocks = all(_keeps_blocks(rows, form.shared_rows) for each in moved for rows in (each.rows, each.taken))
+        packed = form if keeps_blocks else replace(form, shared_rows=1, scales=Scales.F32)
+        pieces.append((first, Piece(packed, n_out, n_in, moved)))
     return tuple(piece for _, piece in sorted(pieces, key=lambda each: each[0]))
 
 
-def _keeps_blocks(source: Source, n: int) -> bool:
-    """Whether rows that share scales still do after the move: consecutive, and starting at a block on both sides."""
-    if n == 1:
-        return True
-    rows, taken = torch.as_tensor(source.rows), torch.as_tensor(source.taken)
-    whole = torch.arange(len(rows))
-    return bool(
-        rows[0] % n == 0
-        and taken[0] % n == 0
-        and torch.equal(rows, rows[0] + whole)
-        and torch.equal(taken, taken[0] + whole)
-    )
+def _keeps_blocks(rows: Rows, n: int) -> bool:
+    """Whether the rows can keep the scales that each ``n`` of them share: consecutive, and starting at a block."""
+    return n == 1 or (isinstance(rows, slice) and rows.step == 1 and rows.start % n == 0)
 
 
 def _bounds(weights: Iterable[StoredWeight]) -> tuple[int, int]:

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import EllipsisType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from moeoffload.checkpoint.convert import Recipe, make_recipes
+from moeoffload.checkpoint.convert import Sorted, make_recipes
 from moeoffload.checkpoint.model_config import CONFIG_FILE, config_of, quantisation, read_config, refuse_empty_claims
 from moeoffload.checkpoint.tensors import TensorIndex
-from moeoffload.checkpoint.weights import DenseTensor, StoredWeight, stored_weights
-from moeoffload.formats import PackedWeights
-
-
-class Readable(Protocol):
-    """A tensor whose values are read when they are accessed."""
-
-    def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
-        """Returns the values, for ``tensor[...]``, in the compute dtype or the stored one."""
-
-    def packed(self) -> PackedWeights | None:
-        """Returns the stored matrix, (1, out, in), if it is packed and becomes the parameter without conversion."""
-
-
-Dense = Callable[[torch.dtype], Mapping[str, Readable]]
-"""Takes the compute dtype; returns everything but the routed experts, by names that transformers knows."""
-Sorted = tuple[dict[str, list[Recipe]], Dense]
-"""The recipes of the parameters of every experts module, and the dense tensors."""
+from moeoffload.checkpoint.weights import stored_weights
 
 
 @dataclass(frozen=True)
@@ -66,14 +49,4 @@ def open_folder(folder: Path) -> Source:
     index = TensorIndex.open(folder)
     refuse_empty_claims(config, index)
     weights = stored_weights(index, quantisation(values, str(folder)))
-
-    def sort(model: nn.Module, experts: dict[str, nn.Module]) -> Sorted:
-        recipes, dense = make_recipes(model, experts, weights)
-        return recipes, as_dense(dense)
-
-    return Source(folder, folder, config, values, index, None, sort)
-
-
-def as_dense(weights: list[StoredWeight]) -> Dense:
-    """Returns the `Dense` of the stored weights of a transformers folder."""
-    return lambda dtype: {weight.name: DenseTensor(weight, dtype) for weight in weights}
+    return Source(folder, folder, config, values, index, None, partial(make_recipes, weights=weights))

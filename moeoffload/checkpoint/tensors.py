@@ -2,7 +2,8 @@
 
 The format is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range) and the data.
 Files are read with ``pread`` instead of a memory map: mapped pages count as resident memory of a server, pages of the
-kernel's file cache do not, and a short read is an error that can be reported.
+kernel's file cache do not, and a short read is an error that can be reported. Only regular files are opened: a pipe or
+device in a model's folder is neither waited for nor read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,6 @@ from typing import Any, Self, cast
 
 import torch
 
-from moeoffload.checkpoint.regular import open_regular, read_regular
 from moeoffload.errors import ModelError
 from moeoffload.huge_pages import empty_weights
 from moeoffload.text import one_line
@@ -224,6 +225,27 @@ class TensorReader:
                 except OSError as error:
                     raise ModelError(f"{file}: cannot be opened: {error.strerror}") from error
             return self._descriptors[file]
+
+
+def open_regular(path: Path) -> int:
+    """Returns a descriptor of ``path`` for reading; the caller closes it.
+    Raises ModelError: it is not a regular file; OSError: it cannot be opened."""
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ModelError(f"{path}: is no regular file")
+    return descriptor
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Returns the contents of ``path``.
+    Raises ModelError: it is not a regular file, or has more than ``most_bytes`` bytes; OSError: it cannot be read."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ModelError(f"{path}: has more than {most_bytes} bytes, which no file of its kind has")
+    return data
 
 
 def read_json(path: Path, most_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -90,6 +90,20 @@ class StoredWeight:
             raise ModelError(f"{self.name}: {error}") from error
 
 
+class Readable(Protocol):
+    """A tensor whose values are read when they are accessed."""
+
+    def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
+        """Returns the values, for ``tensor[...]``, in the compute dtype or the stored one."""
+
+    def packed(self) -> PackedWeights | None:
+        """Returns the stored matrix, (1, out, in), if it is packed and becomes the parameter without conversion."""
+
+
+Dense = Callable[[torch.dtype], Mapping[str, Readable]]
+"""Takes the compute dtype; returns everything but the routed experts, by names that transformers knows."""
+
+
 @dataclass(frozen=True)
 class DenseTensor:
     """A weight that is read when transformers accesses its values as ``tensor[...]``, like those of its own slices."""
@@ -109,6 +123,11 @@ class DenseTensor:
             return None
         with TensorReader() as reader:
             return self.weight.read_packed(reader)
+
+
+def as_dense(weights: list[StoredWeight]) -> Dense:
+    """Returns the `Dense` of the stored weights of a transformers folder."""
+    return lambda dtype: {weight.name: DenseTensor(weight, dtype) for weight in weights}
 
 
 def stored_weights(index: TensorIndex, settings: Mapping[str, Any]) -> list[StoredWeight]:

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import torch
 
+from moeoffload.formats.conversion import split_zeros, transpose_codes, transpose_items
 from moeoffload.formats.file_format import FileFormat, Packing, Parts
 from moeoffload.formats.int4 import pack_grouped
-from moeoffload.formats.transpose import split_zeros, transpose_codes, transpose_items
 
 _PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of a word that holds its first row, its second row, and so on."""

@@ -13,10 +13,10 @@ from typing import Any, Final
 import torch
 
 from moeoffload.formats import fp8, mxfp4
-from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape
-from moeoffload.formats.int4 import SCALES, check_order, int4_format
+from moeoffload.formats.conversion import split_zeros
+from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape, codes_and_scales
+from moeoffload.formats.int4 import check_groups, check_order, int4_format
 from moeoffload.formats.packed import Codes, PackedFormat
-from moeoffload.formats.transpose import split_zeros
 
 _LAYOUTS: Final = (
     "pack-quantized",
@@ -55,7 +55,7 @@ def _pack_int(parts: Parts, settings: Mapping[str, Any]) -> Packing:
         check_shape("scale", parts["scale"], *lead, n_out, n_groups)
         shape = (*lead, n_out, n_in)
         if n_bits == 8 or is_int8:
-            return Packing(_int8_format(parts, size), shape, _signed_bytes if is_int8 else _offset_bytes)
+            return Packing(_int8_format(parts, size), shape, codes_and_scales if is_int8 else _offset_bytes)
         form = int4_format(parts["scale"], size, with_zeros="zeros" in parts)
         if "zeros" in parts:
             check_shape("zero point", parts["zeros"], *lead, -(-n_out * n_bits // 32), n_groups)
@@ -90,11 +90,7 @@ def _int_groups(settings: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
 def _int8_format(parts: Parts, size: int) -> PackedFormat:
     if "zeros" in parts:
         raise ValueError("8 bits with zero points are not supported")
-    if parts["scale"].dtype not in SCALES:
-        raise ValueError(f"its scales are stored as {parts['scale'].dtype}")
-    if size % 16:
-        raise ValueError(f"its groups have {size} weights, needed is a multiple of 16")
-    return PackedFormat("int8", Codes.INT8, SCALES[parts["scale"].dtype], group=size)
+    return PackedFormat("int8", Codes.INT8, check_groups(parts["scale"], size), group=size)
 
 
 def _check_words(parts: Parts, per_word: int) -> None:
@@ -116,10 +112,6 @@ def _nibble_words(parts: Parts) -> dict[str, torch.Tensor]:
 def _offset_bytes(parts: Parts) -> dict[str, torch.Tensor]:
     _check_words(parts, 4)
     return {"codes": as_bytes(parts["weight"]) ^ 128, "scales": as_bytes(parts["scale"])}
-
-
-def _signed_bytes(parts: Parts) -> dict[str, torch.Tensor]:
-    return {"codes": as_bytes(parts["weight"]), "scales": as_bytes(parts["scale"])}
 
 
 _ZEROS: Final = {"zeros": (".weight_zero_point",)}

@@ -73,6 +73,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten().view(torch.uint8).view(*tensor.shape[:-1], -1)
 
 
+def codes_and_scales(parts: Parts) -> dict[str, torch.Tensor]:
+    """Returns the sections of a matrix whose codes and scales, one or several for each row, are stored in our order."""
+    codes, scales = parts["weight"].flatten(1), parts["scale"]
+    return {"codes": as_bytes(codes), "scales": as_bytes(scales.reshape(len(codes), -1))}
+
+
 def check_shape(role: str, tensor: torch.Tensor, *wanted: int) -> None:
     """Raises ValueError unless the last dimensions of a part are ``wanted``."""
     if tuple(tensor.shape[-len(wanted) :]) != wanted:

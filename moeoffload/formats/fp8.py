@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from moeoffload.formats import mxfp4
-from moeoffload.formats.file_format import SHARED, FileFormat, Packing, Parts, as_bytes
+from moeoffload.formats.file_format import SHARED, FileFormat, Packing, Parts, as_bytes, codes_and_scales
 from moeoffload.formats.packed import Codes, PackedFormat, Scales
 
 _IN_ROW: Final = {
@@ -40,14 +40,14 @@ def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
     grid = tuple(scale.shape[len(lead) :]) if scale.dim() > len(lead) + 1 else (*scale.shape[len(lead) :], 1)
     if grid == (n_out, 1) and n_in > 32:
         form = PackedFormat("fp8", Codes.FP8, _IN_ROW[scale.dtype])
-        return Packing(form, tuple(weight.shape), _row_scales)
+        return Packing(form, tuple(weight.shape), codes_and_scales)
     for n_rows, n_columns in (_block_size(settings), _BLOCK, _MX_BLOCK):
         if grid != (-(-n_out // n_rows), -(-n_in // n_columns)):
             continue
         if n_rows == 1:
             name = "mxfp8" if (n_columns == 32 and _IN_ROW[scale.dtype] is Scales.E8M0) else "fp8"
             form = PackedFormat(name, Codes.FP8, _IN_ROW[scale.dtype], group=n_columns)
-            return Packing(form, tuple(weight.shape), _row_scales)
+            return Packing(form, tuple(weight.shape), codes_and_scales)
         form = PackedFormat("fp8", Codes.FP8, Scales.F32, group=n_columns, shared_rows=n_rows)
         return Packing(form, tuple(weight.shape), _block_scales, is_verbatim=True)
     if scale.numel() == max(1, *lead, 0):
@@ -74,11 +74,6 @@ def _one_scale(parts: Parts) -> dict[str, torch.Tensor]:
     codes = as_bytes(parts["weight"])
     scale = _floats(parts["scale"]).reshape(1, 1)
     return {"codes": codes, "scales": scale.view(torch.uint8).expand(len(codes), 4)}
-
-
-def _row_scales(parts: Parts) -> dict[str, torch.Tensor]:
-    codes = as_bytes(parts["weight"])
-    return {"codes": codes, "scales": as_bytes(parts["scale"].reshape(len(codes), -1))}
 
 
 def _block_scales(parts: Parts) -> dict[str, torch.Tensor]:

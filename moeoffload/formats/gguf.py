@@ -25,6 +25,8 @@ _IQ4_LEVELS: Final = tuple(
     float(level) for level in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 )
 _AT_ONCE: Final = 1 << 18  # bytes of blocks converted at a time: intermediate results stay in a core's cache
+_BITS: Final = ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0))  # 8 bytes of 8 bits
+_PAIRS: Final = ((6, 0x00CC00CC), (12, 0x0000F0F0))  # 4 bytes of 4 pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +94,12 @@ def _zeros(value: int) -> Section:
 
 
 def _high_bits(blocks: torch.Tensor) -> torch.Tensor:
-    high = _transpose_bits(blocks[..., 16:48].contiguous().view(torch.int64))
+    high = _transpose(blocks[..., 16:48].contiguous().view(torch.int64), _BITS)
     return high.view(torch.uint8).unflatten(-1, (4, 8)).transpose(-1, -2).flatten(-2)
 
 
 def _high_pairs(blocks: torch.Tensor) -> torch.Tensor:
-    high = _transpose_pairs(blocks[..., 128:192].contiguous().view(torch.int32))
+    high = _transpose(blocks[..., 128:192].contiguous().view(torch.int32), _PAIRS)
     return high.view(torch.uint8).unflatten(-1, (2, 8, 4)).transpose(-1, -2).flatten(-3)
 
 
@@ -126,17 +128,12 @@ def _in_order(codes: torch.Tensor, width: int) -> torch.Tensor:
     return torch.cat((low, high), dim=-1).to(torch.uint8).flatten(-2)
 
 
-def _transpose_bits(words: torch.Tensor) -> torch.Tensor:
-    """Transposes 8 bytes of 8 bits in each int64: bit b of byte a goes to bit a of byte b (Hacker's Delight, 7-3)."""
-    for shift, mask in ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)):
-        swapped = (words ^ words >> shift) & mask
-        words = words ^ swapped ^ swapped << shift
-    return words
+def _transpose(words: torch.Tensor, swaps: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """Transposes the square of bits, or pairs of bits, in each word: the one at b of byte a goes to a of byte b.
 
-
-def _transpose_pairs(words: torch.Tensor) -> torch.Tensor:
-    """Transposes the 4 bytes of 4 pairs of bits in each int32, as `_transpose_bits` does bits."""
-    for shift, mask in ((6, 0x00CC00CC), (12, 0x0000F0F0)):
+    Each of ``swaps`` exchanges the bits of a mask with those that many places higher (Hacker's Delight, 7-3).
+    """
+    for shift, mask in swaps:
         swapped = (words ^ words >> shift) & mask
         words = words ^ swapped ^ swapped << shift
     return words

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import torch
 
+from moeoffload.formats.conversion import split_zeros, transpose_items, transpose_words
 from moeoffload.formats.file_format import FileFormat, Packing, Parts
 from moeoffload.formats.int4 import check_order, pack_grouped
-from moeoffload.formats.transpose import split_zeros, transpose_items, transpose_words
 
 _SMALLER_BY: Final = {"gptq": 0x11111111, "gptq_v2": 0}
 _MIDDLE: Final = 8

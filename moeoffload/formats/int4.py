@@ -13,18 +13,25 @@ from moeoffload.formats.packed import Codes, Offsets, PackedFormat, Scales
 SIGNED: Final = tuple(float(level) for level in range(-8, 8))
 UNSIGNED: Final = tuple(float(level) for level in range(16))
 Sections = Callable[[Parts], dict[str, torch.Tensor]]
-SCALES: Final = {torch.float16: Scales.F16, torch.bfloat16: Scales.BF16, torch.float32: Scales.F32}
+_SCALES: Final = {torch.float16: Scales.F16, torch.bfloat16: Scales.BF16, torch.float32: Scales.F32}
+
+
+def check_groups(scale: torch.Tensor, group: int) -> Scales:
+    """Returns how the scales of groups are stored. Raises ValueError for scales of another dtype, or a group size that
+    is not a multiple of 16."""
+    if scale.dtype not in _SCALES:
+        raise ValueError(f"its scales are stored as {scale.dtype}")
+    if group % 16:
+        raise ValueError(f"its groups have {group} weights, needed is a multiple of 16")
+    return _SCALES[scale.dtype]
 
 
 def int4_format(scale: torch.Tensor, group: int, *, with_zeros: bool) -> PackedFormat:
     """Returns the format of 4-bit codes in which 8, or with ``with_zeros`` the group's zero, stands for the value 0.
-    Raises ValueError for scales of another dtype, or a group size that is not a multiple of 16."""
-    if scale.dtype not in SCALES:
-        raise ValueError(f"its scales are stored as {scale.dtype}")
-    if group % 16:
-        raise ValueError(f"its groups have {group} weights, needed is a multiple of 16")
+    Raises ValueError as `check_groups` does."""
+    scales = check_groups(scale, group)
     offsets, levels = (Offsets.ZERO, UNSIGNED) if with_zeros else (Offsets.NONE, SIGNED)
-    return PackedFormat("int4", Codes.LEVELS4, SCALES[scale.dtype], offsets, group, levels)
+    return PackedFormat("int4", Codes.LEVELS4, scales, offsets, group, levels)
 
 
 def pack_grouped(
@@ -45,11 +52,8 @@ def pack_grouped(
 def check_order(parts: Parts, group: int) -> None:
     """Raises ValueError if, according to ``g_idx``, the columns of a group are not neighbours."""
     order = parts.get("g_idx")
-    if (
-        order is not None
-        and order.numel()
-        and not torch.equal(
-            order.long(), torch.arange(order.numel()) // group if group else torch.zeros_like(order, dtype=torch.int64)
-        )
-    ):
+    if order is None or not order.numel():
+        return
+    groups = torch.arange(order.numel()) // (group or order.numel())
+    if not torch.equal(order.long(), groups):
         raise ValueError("its columns are in the order of their activations (g_idx, desc_act); not supported")

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape
+from moeoffload.formats.file_format import FileFormat, Packing, Parts, check_shape, codes_and_scales
 from moeoffload.formats.packed import Codes, PackedFormat, Scales
 
 POSITIVE: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -27,7 +27,7 @@ def pack_bytes(parts: Parts, settings: Mapping[str, Any]) -> Packing:
     *lead, n_out, n_bytes = parts["weight"].shape
     _check_dtype(parts["scale"])
     check_shape("scale", parts["scale"], *lead, n_out, n_bytes // 16)
-    return Packing(FORMAT, (*lead, n_out, 2 * n_bytes), _sections)
+    return Packing(FORMAT, (*lead, n_out, 2 * n_bytes), codes_and_scales)
 
 
 def pack_blocks(parts: Parts, settings: Mapping[str, Any]) -> Packing:
@@ -37,16 +37,12 @@ def pack_blocks(parts: Parts, settings: Mapping[str, Any]) -> Packing:
     n_experts, n_out, n_groups, _ = parts["weight"].shape
     _check_dtype(parts["scale"])
     check_shape("scale", parts["scale"], n_experts, n_out, n_groups)
-    return Packing(FORMAT, (n_experts, 32 * n_groups, n_out), _sections, is_transposed=True)
+    return Packing(FORMAT, (n_experts, 32 * n_groups, n_out), codes_and_scales, is_transposed=True)
 
 
 def _check_dtype(scale: torch.Tensor) -> None:
     if scale.dtype not in _SCALES:
         raise ValueError(f"its scale is stored as {scale.dtype}, needed is E8M0")
-
-
-def _sections(parts: Parts) -> dict[str, torch.Tensor]:
-    return {"codes": as_bytes(parts["weight"].flatten(1)), "scales": as_bytes(parts["scale"])}
 
 
 WITH_SCALE: Final = FileFormat(

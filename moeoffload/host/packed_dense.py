@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.source import Readable
+from moeoffload.checkpoint.weights import Readable
 from moeoffload.config import DenseFormat
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.quantise import FORMATS, quantise

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 
-from moeoffload.formats import Codes, PackedFormat, PackedWeights, Scales, conversion, transpose
+from moeoffload.formats import Codes, PackedFormat, PackedWeights, Scales, conversion
 from moeoffload.formats.quantise import FORMATS, quantise, squared_errors
 
 ERRORS = {"int8": 0.006, "fp8": 0.03, "int4": 0.11, "mxfp4": 0.14}
@@ -75,12 +75,12 @@ def test_codes_of_columns_become_rows(shape: tuple[int, int], library: bool, mon
     if not library:
         monkeypatch.setattr(conversion, "_library", lambda: None)
     words = torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(1)).to(torch.int32)
-    assert torch.equal(transpose.transpose_words(words).view(torch.int32), words.t())
+    assert torch.equal(conversion.transpose_words(words).view(torch.int32), words.t())
     shifts = torch.arange(8, dtype=torch.int64) * 4
     codes = (words.long().unsqueeze(-1) >> shifts & 15)[..., list(PLACES)].flatten(1)  # (in, out)
     rows = codes.t().unflatten(1, (-1, 8))
     wanted = (rows << shifts).sum(dim=-1)
-    assert torch.equal(transpose.transpose_codes(words, PLACES).view(torch.int32).long() & 0xFFFFFFFF, wanted)
+    assert torch.equal(conversion.transpose_codes(words, PLACES).view(torch.int32).long() & 0xFFFFFFFF, wanted)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 5), (3, 17)])
@@ -93,10 +93,10 @@ def test_scales_and_zeros_of_columns_become_rows(
     words = torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(2)).to(torch.int32)
     for dtype in (torch.uint8, torch.float16, torch.float32):
         scales = words.to(dtype)
-        assert torch.equal(transpose.transpose_items(scales).view(dtype), scales.t())
+        assert torch.equal(conversion.transpose_items(scales).view(dtype), scales.t())
     more = 0x11111111
     for stored in (words, words.t()):
-        zeros = transpose.split_zeros(stored, PLACES, more)
+        zeros = conversion.split_zeros(stored, PLACES, more)
         for row, group in itertools.product(range(8 * stored.shape[0]), range(stored.shape[1])):
             word = (int(stored[row // 8, group]) + more) & 0xFFFFFFFF
             assert zeros[row, group] == word >> 4 * PLACES[row % 8] & 15

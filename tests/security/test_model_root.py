@@ -14,7 +14,7 @@ from conftest import DEMO
 from models import reference_of
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.regular import open_regular, read_regular
+from moeoffload.checkpoint.tensors import open_regular, read_regular
 from moeoffload.errors import ModelError, ServerError
 from moeoffload.expert_server.model_roots import ModelRoots
 from security.conftest import Site
