@@ -78,16 +78,3 @@ def rows_in_place(module: Any, name: str) -> Weights:
             weight[expert].copy_(stored[expert].t().contiguous())
     parameter.data = weight.transpose(-2, -1) if module.is_transposed else weight
     return weight
-
-
-def is_gated_silu(module: Any) -> bool:
-    """Whether the activation is silu(gate) * up on [gate | up], which the C kernels compute."""
-    # Imported here because it takes seconds: a server that starts need not wait for it.
-    from transformers.activations import SiLUActivation
-    from transformers.integrations import moe
-
-    return bool(
-        module.has_gate
-        and getattr(module._apply_gate, "__func__", None) is moe._default_apply_gate
-        and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))
-    )

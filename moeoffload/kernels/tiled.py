@@ -12,9 +12,10 @@ from torch import nn
 
 from moeoffload import native
 from moeoffload.kernels import calls
+from moeoffload.kernels.activation import Activation, recognise
 from moeoffload.kernels.batch_invariance import is_independent_of_batch
 from moeoffload.kernels.calls import DTYPE_CODES, Layer, SlotError, Step
-from moeoffload.kernels.layout import is_gated_silu, rows_in_place
+from moeoffload.kernels.layout import rows_in_place
 from moeoffload.kernels.packing import KernelMatrix, dtype_of
 from moeoffload.kernels.threads import parallel_address, threads_for
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
@@ -29,6 +30,8 @@ SLICE_ROWS: Final = 256
 """Rows of a slice of the weighted sum, which takes a millisecond or two."""
 _NEWEST: Final = 0.25
 """Weight of the newest slice in the moving average of seconds per byte."""
+_GATED_SILU: Final = Activation("silu", is_gated=True)
+"""The activation that the C kernels compute."""
 _UP_AND_ACTIVATE: Final = Step.UP | Step.ACTIVATE
 
 
@@ -83,7 +86,7 @@ class TiledExperts:
             library.moe_scratch_bytes(self._layer_address),
         )
         self._expert_bytes = (up.nbytes + down.nbytes) // n_experts
-        self.is_fused = is_gated_silu(experts) and not self._experts.has_post_expert_norm
+        self.is_fused = not self._experts.has_post_expert_norm and recognise(experts) == _GATED_SILU
         self.is_batch_invariant = self.is_fused or is_independent_of_batch(
             self._experts, up_columns=up_columns, hidden=hidden, dtype=dtype
         )
