@@ -10,8 +10,7 @@ from torch import nn
 
 from moeoffload.kernels.calls import SlotError
 from moeoffload.kernels.grouped import GroupedKernel
-from moeoffload.kernels.layout import hidden_of, up_weight, why_not
-from moeoffload.kernels.packing import dtype_of, first_tensor
+from moeoffload.kernels.packing import dtype_of, first_tensor, hidden_of, up_weight, why_not
 from moeoffload.kernels.tiled import KernelInput, TiledExperts, contiguous
 from moeoffload.kernels.triton_experts import TritonExperts, few_rows_kernel
 from moeoffload.kernels.workspace import KernelWorkspace

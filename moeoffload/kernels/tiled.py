@@ -14,8 +14,7 @@ from moeoffload import native
 from moeoffload.kernels import calls
 from moeoffload.kernels.activation import Activation, recognise
 from moeoffload.kernels.calls import DTYPE_CODES, Layer, SlotError, Step
-from moeoffload.kernels.layout import rows_in_place
-from moeoffload.kernels.packing import KernelMatrix, dtype_of
+from moeoffload.kernels.packing import KernelMatrix, dtype_of, rows_in_place
 from moeoffload.kernels.threads import parallel_address, threads_for
 from moeoffload.kernels.workspace import Arena, KernelWorkspace, LayerShape
 
