@@ -147,6 +147,7 @@ class KernelMatrix:
     Attributes:
         shape: (n_experts, n_out, n_in).
         nbytes: bytes of all experts.
+        addresses: the address of plain weights and that of the `Matrix` structures of packed ones; one of them is 0.
     """
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
@@ -155,7 +156,7 @@ class KernelMatrix:
         self._kept = weights
         if not isinstance(weights, tuple):
             self.shape, self.nbytes = weights.shape, weights.nbytes
-            self._addresses = weights.data_ptr(), 0
+            self.addresses = weights.data_ptr(), 0
             return
         first = weights[0]
         n_experts, _, n_in = first.shape
@@ -164,7 +165,7 @@ class KernelMatrix:
         if any(part.shape[0] != n_experts or part.n_in != n_in or not _is_whole(part) for part in weights):
             raise ValueError(f"packed weights {[tuple(part.shape) for part in weights]} are not parts of one matrix")
         if len(weights) == 1 and first.format.codes is _PLAIN[dtype] and not first.data.data_ptr() % dtype.itemsize:
-            self._addresses = first.data.data_ptr(), 0
+            self.addresses = first.data.data_ptr(), 0
             return
         if multiplies_tiles(((part.format, *part.shape[1:]) for part in weights), dtype):
             for part in weights:
@@ -172,11 +173,7 @@ class KernelMatrix:
         elif any(part.in_tiles for part in weights):
             raise ValueError(f"packed weights are in tiles, which are not multiplied in {dtype}")
         self._parts = (Matrix * len(weights))(*map(_describe, weights))
-        self._addresses = 0, ctypes.addressof(self._parts)
-
-    def addresses(self) -> tuple[int, int]:
-        """Returns the address of plain weights and that of the `Matrix` structures of packed ones; one of them is 0."""
-        return self._addresses
+        self.addresses = 0, ctypes.addressof(self._parts)
 
 
 def _is_whole(part: PackedWeights) -> bool:

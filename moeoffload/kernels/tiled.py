@@ -70,8 +70,8 @@ class TiledExperts:
         n_experts, hidden, inter = down.shape
         up_columns = up.shape[1]
         self._layer = Layer(n_experts, hidden, inter, up_columns, code, features)
-        self._layer.up, self._layer.up_parts = up.addresses()
-        self._layer.down, self._layer.down_parts = down.addresses()
+        self._layer.up, self._layer.up_parts = up.addresses
+        self._layer.down, self._layer.down_parts = down.addresses
         self._layer.up_bias, self._layer.down_bias = [bias.data_ptr() for bias in self._biases] or (0, 0)
         self._layer_address = ctypes.addressof(self._layer)
         self._run = library.moe_experts
