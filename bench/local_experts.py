@@ -12,8 +12,7 @@ from transformers.integrations import moe
 
 from moeoffload.kernels import KernelInput
 from moeoffload.kernels.layer import LayerKernels
-from moeoffload.kernels.layout import up_weight
-from moeoffload.kernels.packing import first_tensor
+from moeoffload.kernels.packing import first_tensor, up_weight
 from moeoffload.kernels.workspace import KernelWorkspace
 
 NAME: Final = "moeoffload_local"

@@ -100,16 +100,6 @@ class FewRowLinear(nn.Linear):
         return super().forward(x) if out is None else out
 
 
-def _fits(module: nn.Linear) -> bool:
-    weight: Any = module.weight
-    return (
-        type(weight) is nn.Parameter
-        and weight.device.type == "cpu"
-        and weight.dtype in (torch.bfloat16, torch.float16)
-        and weight.is_contiguous()
-    )
-
-
 def accelerate_linears(model: nn.Module) -> None:
     """Lets a model's linear layers read their weights at memory bandwidth in calls of few rows.
 
@@ -118,5 +108,12 @@ def accelerate_linears(model: nn.Module) -> None:
     computed as before.
     """
     for module in model.modules():
-        if type(module) is nn.Linear and _fits(module):
+        weight: Any = module._parameters.get("weight")
+        if (
+            type(module) is nn.Linear
+            and type(weight) is nn.Parameter
+            and weight.is_cpu
+            and weight.dtype in (torch.bfloat16, torch.float16)
+            and weight.is_contiguous()
+        ):
             module.__class__ = FewRowLinear

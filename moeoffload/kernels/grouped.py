@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from moeoffload.formats.packed import PackedWeights
-from moeoffload.kernels.layout import up_weight
-from moeoffload.kernels.packing import Weights, first_tensor
+from moeoffload.kernels.packing import Weights, first_tensor, up_weight
 
 
 class GroupedKernel:

@@ -10,8 +10,7 @@ from torch import nn
 
 from moeoffload.kernels.calls import SlotError
 from moeoffload.kernels.grouped import GroupedKernel
-from moeoffload.kernels.layout import hidden_of, up_weight, why_not
-from moeoffload.kernels.packing import dtype_of, first_tensor
+from moeoffload.kernels.packing import dtype_of, first_tensor, hidden_of, up_weight, why_not
 from moeoffload.kernels.tiled import KernelInput, TiledExperts, contiguous
 from moeoffload.kernels.triton_experts import TritonExperts, few_rows_kernel
 from moeoffload.kernels.workspace import KernelWorkspace
@@ -91,7 +90,8 @@ class LayerKernels:
         elif (few_rows := self._few_rows_kernel(call)) is not None:
             few_rows(*call)
         elif self.falls_back:
-            self._check_slots(call.slots)
+            if call.slots.is_cpu and (call.slots.min() < -1 or call.slots.max() >= self.n_experts):
+                raise SlotError(self.n_experts)
             call.out.copy_(self._grouped(self._experts, *call[:3]))
         else:
             self._tiled.run(contiguous(call), workspace or self._workspace)
@@ -114,12 +114,6 @@ class LayerKernels:
     def _few_rows_kernel(self, call: KernelInput) -> TritonExperts | None:
         few_rows = self._few_rows
         return few_rows if few_rows is not None and call.slots.shape[0] <= few_rows.most_rows else None
-
-    def _check_slots(self, slots: torch.Tensor) -> None:
-        if slots.device.type != "cpu" or not slots.numel():
-            return
-        if slots.min() < -1 or slots.max() >= self.n_experts:
-            raise SlotError(self.n_experts)
 
     def _check(self, call: KernelInput) -> None:
         rows, slots, weights, out = call

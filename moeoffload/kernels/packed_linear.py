@@ -43,7 +43,7 @@ class PackedLinear(nn.Module):
         matrix = self._matrices.get(x.dtype)
         if matrix is None:
             matrix = self._matrices[x.dtype] = KernelMatrix((self.weight,), x.dtype)
-        return product(x, matrix.addresses(), self.out_features, matrix.nbytes, self.bias)
+        return product(x, matrix.addresses, self.out_features, matrix.nbytes, self.bias)
 
     def extra_repr(self) -> str:
         """As `torch.nn.Linear`, with the format added."""

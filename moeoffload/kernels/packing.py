@@ -1,4 +1,7 @@
-"""Describes a layer's matrices, plain or packed in parts, to the C kernels, and inspects experts modules."""
+"""Describes a layer's matrices, plain or packed in parts, to the C kernels.
+
+The layout of an experts module is read from its flags and parameters, never from its name.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch import nn
 
 from moeoffload.formats.packed import SUPER_GROUP, Codes, Offsets, PackedFormat, PackedWeights, Scales
 from moeoffload.formats.tiles import integer_levels, multiplies_tiles
+from moeoffload.kernels import calls
 from moeoffload.kernels.calls import COMPUTE_DTYPES, Matrix
 
 Weights = torch.Tensor | tuple[PackedWeights, ...]
@@ -43,6 +47,75 @@ def dtype_of(experts: nn.Module) -> torch.dtype:
     return dtype
 
 
+def hidden_of(experts: nn.Module) -> int:
+    """Returns the number of elements of an expert's input and output row."""
+    module: Any = experts
+    down: Weights = module.down_proj
+    if isinstance(down, tuple):
+        return sum(part.shape[1] for part in down)
+    return down.shape[-1 if module.is_transposed else -2]
+
+
+def why_not(experts: nn.Module) -> str | None:
+    """Returns why the C kernels cannot compute the module's projections; None if they can."""
+    module: Any = experts
+    up, down = up_weight(module), module.down_proj
+    device = first_tensor(up).device.type
+    reason = None if calls.library() is not None else "CPU kernels are not built"
+    if device != "cpu":
+        reason = f"device {device}"
+    elif isinstance(up, tuple):
+        reason = why_not_dtype(dtype_of(module)) or why_not_packed(up) or why_not_packed(down) or reason
+    else:
+        reason = why_not_weights(up, down) or reason
+    return f"{reason}; weights are unpacked in every call" if reason and isinstance(up, tuple) else reason
+
+
+def why_not_weights(up: Weights, down: Weights) -> str | None:
+    """Returns why no C or Triton kernel computes plain weights of such dtypes and shapes; None if one may."""
+    if isinstance(up, tuple) or isinstance(down, tuple):
+        return "packed weights"
+    if down.dtype != up.dtype:
+        return f"dtypes {up.dtype} and {down.dtype}"
+    if reason := why_not_dtype(up.dtype):
+        return reason
+    return f"weights of {up.dim()} dimensions" if up.dim() != 3 or down.dim() != 3 else None
+
+
+def up_weight(module: Any) -> Weights:
+    """Returns the weight of the first projection."""
+    weight: Weights = module.gate_up_proj if module.has_gate else module.up_proj
+    return weight
+
+
+def rows_first(weight: torch.Tensor, module: Any) -> torch.Tensor:
+    """Returns a weight of the module as (experts, out, in), detached from its gradient."""
+    return weight.detach().transpose(-2, -1) if module.is_transposed else weight.detach()
+
+
+def rows_in_place(module: Any, name: str) -> Weights:
+    """Returns a weight of the module as (experts, out, in), contiguous; if stored (in, out) it is transposed in place.
+
+    The parameter keeps its shape and values and changes only its strides, so other users of the module are not
+    affected. Transposing needs extra memory for one matrix of one expert.
+    """
+    parameter = getattr(module, name)
+    if isinstance(parameter, tuple):
+        return parameter
+    weight = rows_first(parameter, module)
+    if weight.is_contiguous():
+        return weight
+    if not parameter.is_contiguous():
+        weight = weight.contiguous()
+    else:
+        stored = parameter.detach()
+        weight = stored.view(weight.shape)
+        for expert in range(weight.shape[0]):
+            weight[expert].copy_(stored[expert].t().contiguous())
+    parameter.data = weight.transpose(-2, -1) if module.is_transposed else weight
+    return weight
+
+
 def why_not_packed(parts: tuple[PackedWeights, ...]) -> str | None:
     """Returns why the C kernels do not support weights packed like this; None if they do."""
     if len(parts) > _MOST_PARTS:
@@ -74,6 +147,7 @@ class KernelMatrix:
     Attributes:
         shape: (n_experts, n_out, n_in).
         nbytes: bytes of all experts.
+        addresses: the address of plain weights and that of the `Matrix` structures of packed ones; one of them is 0.
     """
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
@@ -82,7 +156,7 @@ class KernelMatrix:
         self._kept = weights
         if not isinstance(weights, tuple):
             self.shape, self.nbytes = weights.shape, weights.nbytes
-            self._addresses = weights.data_ptr(), 0
+            self.addresses = weights.data_ptr(), 0
             return
         first = weights[0]
         n_experts, _, n_in = first.shape
@@ -91,7 +165,7 @@ class KernelMatrix:
         if any(part.shape[0] != n_experts or part.n_in != n_in or not _is_whole(part) for part in weights):
             raise ValueError(f"packed weights {[tuple(part.shape) for part in weights]} are not parts of one matrix")
         if len(weights) == 1 and first.format.codes is _PLAIN[dtype] and not first.data.data_ptr() % dtype.itemsize:
-            self._addresses = first.data.data_ptr(), 0
+            self.addresses = first.data.data_ptr(), 0
             return
         if multiplies_tiles(((part.format, *part.shape[1:]) for part in weights), dtype):
             for part in weights:
@@ -99,11 +173,7 @@ class KernelMatrix:
         elif any(part.in_tiles for part in weights):
             raise ValueError(f"packed weights are in tiles, which are not multiplied in {dtype}")
         self._parts = (Matrix * len(weights))(*map(_describe, weights))
-        self._addresses = 0, ctypes.addressof(self._parts)
-
-    def addresses(self) -> tuple[int, int]:
-        """Returns the address of plain weights and that of the `Matrix` structures of packed ones; one of them is 0."""
-        return self._addresses
+        self.addresses = 0, ctypes.addressof(self._parts)
 
 
 def _is_whole(part: PackedWeights) -> bool:

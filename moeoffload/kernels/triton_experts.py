@@ -15,8 +15,15 @@ from torch import nn
 from moeoffload.formats.packed import PackedWeights
 from moeoffload.kernels.activation import Activation, recognise
 from moeoffload.kernels.grouped import sort_without_waiting
-from moeoffload.kernels.layout import rows_first, up_weight, why_not_weights
-from moeoffload.kernels.packing import Weights, dtype_of, first_tensor, why_not_packed
+from moeoffload.kernels.packing import (
+    Weights,
+    dtype_of,
+    first_tensor,
+    rows_first,
+    up_weight,
+    why_not_packed,
+    why_not_weights,
+)
 
 if TYPE_CHECKING:
     from moeoffload.kernels.triton_ops import Matrix

@@ -66,57 +66,6 @@ def _rounded(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _first_of_expert(
-    slots: tl.tensor,
-    route: tl.tensor,
-    n_rows: tl.tensor,
-    top_k: tl.tensor,
-    n_experts: tl.tensor,
-    top_k_padded: tl.constexpr,
-    tile_rows: tl.constexpr,
-) -> tl.tensor:
-    """Returns a route's expert, for each row its first position that names the expert, whether the row names it,
-    (tile_rows,) each, and whether this is the expert's first route.
-
-    A slot that does not exist counts as absent: whatever a peer sent, no memory beyond the weights is read.
-    """
-    expert = tl.load(slots + route)
-    row, choice = tl.arange(0, tile_rows), tl.arange(0, top_k_padded)
-    exists = (row[:, None] < n_rows) & (choice[None, :] < top_k)
-    picked = tl.load(slots + row[:, None] * top_k + choice[None, :], mask=exists, other=-1) == expert
-    first_choice = tl.min(tl.where(picked & exists, choice[None, :], top_k_padded), axis=1)
-    is_member = first_choice < top_k_padded
-    position = row * top_k + first_choice
-    first = tl.min(tl.where(is_member, position, tile_rows * top_k_padded), axis=0)
-    leads = (expert >= 0) & (expert < n_experts) & (first == route)
-    return expert, position, is_member, leads
-
-
-@triton.jit
-def _tile_of_expert(
-    by_expert: tl.tensor,
-    tile: tl.tensor,
-    n_experts: tl.tensor,
-    n_experts_padded: tl.constexpr,
-    tile_rows: tl.constexpr,
-) -> tl.tensor:
-    """Returns the same for tile number ``tile``, counted over all experts; the last value: whether the tile exists."""
-    index = tl.arange(0, n_experts_padded)
-    end = tl.load(by_expert.ends + index, mask=index < n_experts, other=0)
-    start = tl.load(by_expert.ends + index - 1, mask=(index > 0) & (index < n_experts), other=0)
-    n_tiles = (end - start + tile_rows - 1) // tile_rows
-    tiles_end = tl.cumsum(n_tiles, axis=0)
-    is_mine = (tile >= tiles_end - n_tiles) & (tile < tiles_end)
-    expert = tl.sum(tl.where(is_mine, index, 0), axis=0).to(tl.int64)
-    first = tl.sum(tl.where(is_mine, start + (tile - tiles_end + n_tiles) * tile_rows, 0), axis=0)
-    last = tl.sum(tl.where(is_mine, end, 0), axis=0)
-    at = first + tl.arange(0, tile_rows)
-    is_member = at < last
-    position = tl.load(by_expert.routes + at, mask=is_member, other=0)
-    return expert, position, is_member, last > 0
-
-
-@triton.jit
 def _routing(
     slots: tl.tensor,
     by_expert: tl.tensor,
@@ -127,11 +76,37 @@ def _routing(
     n_experts_padded: tl.constexpr,
     tile_rows: tl.constexpr,
 ) -> tl.tensor:
-    """Returns this instance's expert, positions and mask of its rows, (tile_rows,) each, and whether it has work."""
+    """Returns this instance's expert, positions and mask of its rows, (tile_rows,) each, and whether it has work.
+
+    Few rows: for each row its first position that names the expert; there is work for the expert's first route. Sorted
+    routes: those of a tile, counted over all experts; there is work if the tile exists.
+    A slot that does not exist counts as absent: whatever a peer sent, no memory beyond the weights is read.
+    """
+    number, row = tl.program_id(0), tl.arange(0, tile_rows)
     if by_expert is None:
-        return _first_of_expert(slots, tl.program_id(0), n_rows, top_k, n_experts, top_k_padded, tile_rows)
-    else:  # needed: Triton would also compile code after the return
-        return _tile_of_expert(by_expert, tl.program_id(0), n_experts, n_experts_padded, tile_rows)
+        expert = tl.load(slots + number)
+        choice = tl.arange(0, top_k_padded)
+        exists = (row[:, None] < n_rows) & (choice[None, :] < top_k)
+        picked = tl.load(slots + row[:, None] * top_k + choice[None, :], mask=exists, other=-1) == expert
+        first_choice = tl.min(tl.where(picked & exists, choice[None, :], top_k_padded), axis=1)
+        is_member = first_choice < top_k_padded
+        position = row * top_k + first_choice
+        first = tl.min(tl.where(is_member, position, tile_rows * top_k_padded), axis=0)
+        has_work = (expert >= 0) & (expert < n_experts) & (first == number)
+    else:
+        index = tl.arange(0, n_experts_padded)
+        end = tl.load(by_expert.ends + index, mask=index < n_experts, other=0)
+        start = tl.load(by_expert.ends + index - 1, mask=(index > 0) & (index < n_experts), other=0)
+        n_tiles = (end - start + tile_rows - 1) // tile_rows
+        tiles_end = tl.cumsum(n_tiles, axis=0)
+        is_mine = (number >= tiles_end - n_tiles) & (number < tiles_end)
+        expert = tl.sum(tl.where(is_mine, index, 0), axis=0).to(tl.int64)
+        first = tl.sum(tl.where(is_mine, start + (number - tiles_end + n_tiles) * tile_rows, 0), axis=0)
+        last = tl.sum(tl.where(is_mine, end, 0), axis=0)
+        is_member = first + row < last
+        position = tl.load(by_expert.routes + first + row, mask=is_member, other=0)
+        has_work = last > 0
+    return expert, position, is_member, has_work
 
 
 @triton.jit

@@ -18,10 +18,10 @@ from moeoffload.wire.layout import (
     MAX_SLOTS,
     DispatchViews,
     FrameLayout,
+    SlotViews,
     read_error_text,
     write_error_frame,
 )
-from moeoffload.wire.views import SlotViews
 
 __all__ = [
     "HEADER_BYTES",
