@@ -27,8 +27,10 @@ _SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the values of config.json, with the model_type that transformers knows. Raises ModelError when it is missing
-    or damaged."""
+    """Returns the values of config.json, with the model_type that transformers knows.
+
+    Raises ModelError when it is missing or damaged.
+    """
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder}: has no {CONFIG_FILE}; needed is a folder in the transformers format")
     read_json(folder / CONFIG_FILE, _CONFIG_BYTES)  # refuses what is not JSON or not a file, in one line
