@@ -40,7 +40,7 @@ def serve(
     Prints one line with its address on stdout when it is ready; logs go to stderr. SIGTERM lets hosts finish and move
     on first, for up to --drain-timeout-s; Ctrl-C, or a second SIGTERM, stops it at once.
     """
-    log_to(logging.StreamHandler(), settings.log_level.value.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to(logging.StreamHandler(), settings.log_level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
     log = logging.getLogger("moeoffload.expert_server")
     if settings.model is not None and named_path(settings.model) is None:
         log.info("looking for %s, in the local cache and on the hub", settings.model)

@@ -24,7 +24,7 @@ _LOG_FORMAT: Final = "%(levelname)s %(name)s: %(message)s"
 
 def log_of_host(settings: HostSettings, display: Display, *, verbose: bool) -> None:
     """Sends logs to stderr."""
-    log_to(display.log_handler(), "INFO" if verbose else settings.log_level.value.upper(), _LOG_FORMAT)
+    log_to(display.log_handler(), "INFO" if verbose else settings.log_level.upper(), _LOG_FORMAT)
 
 
 @contextmanager

@@ -5,8 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic.fields import FieldInfo
 
@@ -54,7 +53,7 @@ def describe(name: str, field: FieldInfo, env_names: tuple[str, ...]) -> Setting
     is_optional = types.NoneType in typing.get_args(field.annotation)
     kind: Any = typing.get_args(field.annotation)[0] if is_optional else field.annotation
     words = next((item for item in field.metadata if isinstance(item, Words)), Words())
-    choices = tuple(kind) if isinstance(kind, type) and issubclass(kind, StrEnum) else None
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
     allowed = declared["allowed"] or words.allowed
     if allowed is None:
         allowed = _allowed(kind, choices, field.metadata) + (f" ({words.unit})" if words.unit else "")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import StrEnum
-from typing import Final
+from typing import Final, Literal
 
 from moeoffload.config import values
 from moeoffload.config.base import channel, compute, generation, limits, recovery, reporting, security, servers
@@ -16,62 +15,22 @@ _SPELLINGS = "(float32, fp32, float16, fp16 and bfloat16 too)"
 _DTYPES = f"auto, f32, f16 or bf16 {_SPELLINGS}"
 _PAYLOADS = f"auto, f32, f16, bf16 or f8 {_SPELLINGS}"
 
-
 REFUSED_S: Final = 3.0
 """How long a host waits for a server that refuses connections: enough for one that is started at the same time."""
 
 
-class Mode(StrEnum):
-    """How the rows of one layer are split into dispatches."""
-
-    AUTO = "auto"
-    BATCHED = "batched"
-    STREAM = "stream"
-
-
-class DtypeChoice(StrEnum):
-    """A dtype of rows or weights; AUTO is that of the model or its checkpoint."""
-
-    AUTO = "auto"
-    F32 = "f32"
-    F16 = "f16"
-    BF16 = "bf16"
-
-
-class PayloadChoice(StrEnum):
-    """A payload dtype; AUTO is that of the model or, for replies, that of the requests."""
-
-    AUTO = "auto"
-    F32 = "f32"
-    F16 = "f16"
-    BF16 = "bf16"
-    F8 = "f8"
-
-
-class ExpertFormat(StrEnum):
-    """The format to quantise experts to at load time; KEEP leaves them as stored."""
-
-    KEEP = "keep"
-    INT8 = "int8"
-    INT4 = "int4"
-    FP8 = "fp8"
-    MXFP4 = "mxfp4"
-
-
-class DenseFormat(StrEnum):
-    """The format to quantise a CPU host's linear layers to; KEEP leaves them as stored."""
-
-    KEEP = "keep"
-    INT8 = "int8"
-    INT4 = "int4"
-
-
-class Pipeline(StrEnum):
-    """Whether the chunks of a long prompt overlap; AUTO is on."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
+Mode = Literal["auto", "batched", "stream"]
+"""How the rows of one layer are split into dispatches."""
+DtypeChoice = Literal["auto", "f32", "f16", "bf16"]
+"""A dtype of rows or weights; auto is that of the model or its checkpoint."""
+PayloadChoice = Literal["auto", "f32", "f16", "bf16", "f8"]
+"""A payload dtype; auto is that of the model or, for replies, that of the requests."""
+ExpertFormat = Literal["keep", "int8", "int4", "fp8", "mxfp4"]
+"""The format to quantise experts to at load time; keep leaves them as stored."""
+DenseFormat = Literal["keep", "int8", "int4"]
+"""The format to quantise a CPU host's linear layers to; keep leaves them as stored."""
+Pipeline = Literal["auto", "on", "off"]
+"""Whether the chunks of a long prompt overlap; auto is on."""
 
 
 class _Recovery(CommonSettings):
@@ -141,19 +100,19 @@ class HostSettings(_Recovery, _Generation):
         common=True,
     )
     mode: Mode = channel(
-        Mode.AUTO,
+        "auto",
         "One dispatch of many rows a layer and server (batched), or small slices (stream).",
         means="batched; a long prompt is cut in at least two chunks, which overlap",
     )
     dtype: PayloadChoice = channel(
-        PayloadChoice.AUTO,
+        "auto",
         "The dtype of rows that travel to servers.",
         allowed=_PAYLOADS,
         means="the model's activation dtype",
         common=True,
     )
     dtype_back: PayloadChoice = channel(
-        PayloadChoice.AUTO, "The dtype of sums that travel back.", allowed=_PAYLOADS, means="that of --dtype"
+        "auto", "The dtype of sums that travel back.", allowed=_PAYLOADS, means="that of --dtype"
     )
     shared_bytes: values.Size = channel(
         0, "Least shared memory with a server started here.", means="as much as a batch needs"
@@ -161,7 +120,7 @@ class HostSettings(_Recovery, _Generation):
     hot_slice: values.Rows = channel(4, "The rows of one slice in stream mode.")
     slots: values.Slots = channel(4, "Requests in flight for each server.")
     pipeline: Pipeline = channel(
-        Pipeline.AUTO,
+        "auto",
         "Attention of one chunk of a long prompt while servers compute the one before.",
         means="on, for models and calls whose prompts can be cut",
     )
@@ -176,9 +135,9 @@ class HostSettings(_Recovery, _Generation):
     device: values.Device = compute(
         "auto", "Where the dense layers run.", means="the first CUDA device, else the CPU", common=True
     )
-    model_dtype: DtypeChoice = compute(DtypeChoice.AUTO, "Compute dtype.", allowed=_DTYPES, means="the checkpoint's")
+    model_dtype: DtypeChoice = compute("auto", "Compute dtype.", allowed=_DTYPES, means="the checkpoint's")
     expert_format: ExpertFormat = compute(
-        ExpertFormat.KEEP, "What servers pack experts of 16 or 32 bits in.", means="as they are stored", common=True
+        "keep", "What servers pack experts of 16 or 32 bits in.", means="as they are stored", common=True
     )
     dense: values.FolderToRead = compute(
         None,
@@ -187,7 +146,7 @@ class HostSettings(_Recovery, _Generation):
         means="all comes from the GGUF file, which is possible for some families",
     )
     dense_format: DenseFormat = compute(
-        DenseFormat.KEEP,
+        "keep",
         "On a CPU, linear layers of the host are packed in this format while they are loaded; the head in 8 bits.",
         means="as they are stored",
     )
@@ -195,7 +154,7 @@ class HostSettings(_Recovery, _Generation):
     report: values.FileToWrite = reporting(
         None, "The file for the run's report, as JSON.", means="no report file", common=True
     )
-    log_level: LogLevel = reporting(LogLevel.WARNING, "The least serious log message that is shown.")
+    log_level: LogLevel = reporting("warning", "The least serious log message that is shown.")
 
     @property
     def refused_timeout_s(self) -> float:

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from moeoffload import __version__
-from moeoffload.config import ExpertServerSettings, KeepWarm, TransportChoice
+from moeoffload.config import ExpertServerSettings
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.server import ControlServer
@@ -82,7 +82,7 @@ class ExpertServer(ServerParts):
             memories = Tiers(devices[0], budgets[0], memory_budget(_CPU, settings.ram_gib))
             in_use.add(_CPU)
         budget = budgets[0] if memories is None else memories.offered_bytes
-        keeps = settings.keep_warm is KeepWarm.ON
+        keeps = settings.keep_warm == "on"
         store = ExpertStore(budget, lambda: sum(map(free_now, in_use)), keep_warm=keeps)
         engine = Engine(coalesce=settings.coalesce)
         factories: dict[str, ChannelFactory] = {}
@@ -92,10 +92,10 @@ class ExpertServer(ServerParts):
             on_drained=on_drained,
         )
         engine.on_failure = server.fail
-        if settings.transport in (TransportChoice.AUTO, TransportChoice.SHARED):
+        if settings.transport in ("auto", "shared"):
             sweep_stale_segments()
             factories["shared"] = lambda sizes, deliver, key: SharedServerEnd(sizes, deliver, on_failure=server.fail)
-        if settings.transport in (TransportChoice.AUTO, TransportChoice.STREAM):
+        if settings.transport in ("auto", "stream"):
             server.listener = StreamListener(
                 _numeric(settings.listen.host),
                 settings.stream_port,
