@@ -1,9 +1,7 @@
 """Every setting, defined once: one model per program, read by pydantic-settings and validated on entry."""
 
-from moeoffload.config.base import SettingsBase, warn_of_misspelt_names
-from moeoffload.config.describe import SettingInfo
-from moeoffload.config.host import DenseFormat, HostSettings, Mode, Pipeline
-from moeoffload.config.serve import ServeSettings
+from moeoffload.config.base import SettingInfo, SettingsBase, warn_of_misspelt_names
+from moeoffload.config.host import DenseFormat, HostSettings, Mode, Pipeline, ServeSettings
 from moeoffload.config.server import ExpertServerSettings, Kernel
 from moeoffload.config.values import OWN_HEAD, Address, bracketed, is_loopback
 
