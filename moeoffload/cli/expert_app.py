@@ -20,9 +20,8 @@ from moeoffload.cli.imports import quick_imports
 from moeoffload.cli.options import version_option, with_settings
 from moeoffload.cli.signals import leave_at_once_on_ctrl_c
 from moeoffload.config import ExpertServerSettings
-from moeoffload.hub import check_hub_id
 from moeoffload.logs import log_to
-from moeoffload.model_name import named_path
+from moeoffload.model_name import check_hub_id, named_path
 
 app = typer.Typer(pretty_exceptions_enable=False)
 

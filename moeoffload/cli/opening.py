@@ -11,9 +11,8 @@ from moeoffload.cli.display import Display
 from moeoffload.cli.imports import import_transformers, quick_imports
 from moeoffload.cli.signals import signals_unwind
 from moeoffload.config import HostSettings
-from moeoffload.hub import check_hub_id
 from moeoffload.logs import log_to
-from moeoffload.model_name import check_revision, named_path
+from moeoffload.model_name import check_hub_id, check_revision, named_path
 
 if TYPE_CHECKING:
     from moeoffload.host.report import Report
