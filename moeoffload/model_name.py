@@ -1,7 +1,8 @@
 """Model names: the path of a folder or file, or a hub id, at a revision, which the hub has or not.
 
-This module does not import torch, so that commands refuse a wrong name at once; `checkpoint.locate` downloads. Hub ids and revisions may come from a
-host on the network: `is_hub_id` and `check_revision` check their form and touch no file.
+This module does not import torch, so that commands refuse a wrong name at once; `checkpoint.locate` downloads models.
+Hub ids and revisions may come from a host on the network: `is_hub_id` and `check_revision` check their form and touch
+no file.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moeoffload import devices
-from moeoffload.device_memory import DeviceMemory, device_memory
+from moeoffload.devices import DeviceMemory, device_memory
 from moeoffload.errors import SettingError, SystemLimitError
 
 

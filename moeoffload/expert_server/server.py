@@ -22,8 +22,7 @@ from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.server import ControlServer
 from moeoffload.control.user_token import numeric_loopback
 from moeoffload.control.v1 import expert_service_pb2 as pb
-from moeoffload.device_memory import device_memory
-from moeoffload.devices import device_name, free_now, memory_budget, resolve_devices
+from moeoffload.devices import device_memory, device_name, free_now, memory_budget, resolve_devices
 from moeoffload.errors import BusyError, ServerError, SettingError
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.lease import RETRY_AFTER_S, HostLease
@@ -32,7 +31,7 @@ from moeoffload.expert_server.server_parts import ChannelFactory, ServerParts
 from moeoffload.expert_server.several_devices import SeveralDevices
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.expert_server.two_tiers import Tiers
-from moeoffload.refusals import Refusals
+from moeoffload.logs import Refusals
 from moeoffload.transport import SharedServerEnd, StreamListener, sweep_stale_segments
 
 logger = logging.getLogger(__name__)

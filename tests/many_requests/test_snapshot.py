@@ -13,7 +13,7 @@ from command_lines import wait_until
 from conftest import DEMO, ROOT, StartServer, demo_prompt
 
 from moeoffload import OffloadedModel, open_model
-from moeoffload.device_memory import DeviceMemory
+from moeoffload.devices import DeviceMemory
 from moeoffload.errors import ServerError
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.metrics import render_metrics
