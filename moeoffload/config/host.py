@@ -33,52 +33,7 @@ Pipeline = Literal["auto", "on", "off"]
 """Whether the chunks of a long prompt overlap; auto is on."""
 
 
-class _Recovery(CommonSettings):
-    """What a host does when an expert server is slow, lost or wrong."""
-
-    required: bool | None = recovery(
-        None,
-        "Expert servers are needed: one that is lost and has no replica ends the run. If not required, a server on "
-        "this machine takes the place of one that cannot be reached at the start.",
-        means="needed at the start; the host computes the experts of one that is lost later",
-    )
-    replicas: values.Copies = recovery(1, "Expert servers that hold each expert; one of them computes it.")
-    fallback_gib: values.GibOrZero = recovery(4.0, "Memory for experts of lost servers that the host computes.")
-    verify_percent: values.Percent = recovery(
-        0.0, "Share of dispatches that a replica or the host computes again; a difference ends the run.", means="none"
-    )
-    connect_timeout_s: values.Seconds = limits(
-        10.0,
-        "The longest wait for an expert server to answer at the start; unless this is given, "
-        f"{REFUSED_S:g} seconds for one that refuses connections.",
-    )
-    load_timeout_s: values.DaySeconds = limits(1800.0, "The longest wait for an expert server to load its experts.")
-    dispatch_timeout_s: values.Seconds = limits(60.0, "The longest wait for the reply to a dispatch of any size.")
-    dispatch_floor_s: values.Seconds = limits(2.0, "The deadline of a dispatch is learned, but not below this.")
-
-
-class _Generation(CommonSettings):
-    """How a host samples tokens, and speculative decoding."""
-
-    max_new_tokens: values.Tokens = generation(256, "The most tokens to generate.", common=True)
-    temperature: values.Spread = generation(
-        0.0, "Spread of the sampling.", means="greedy, always the likeliest token", common=True
-    )
-    seed: values.Seed = generation(None, "Start of the random numbers of sampling.", means="a new one each run")
-    prompt_lookup: values.GuessesOrNone = generation(
-        0, "Tokens guessed from what the text has repeated, and verified in one pass.", means="no guesses"
-    )
-    draft: values.Draft = generation(
-        None,
-        "What guesses tokens, which are verified in one pass: the checkpoint's own multi-token-prediction layer, whose "
-        "experts the host keeps, or a small model of the same vocabulary.",
-        means="no guesses",
-    )
-    draft_tokens: values.Guesses = generation(4, "The most tokens that --draft guesses each time.")
-    adapt_guesses: bool = generation(True, "Guess fewer tokens, or none, while that is measured to be faster.")
-
-
-class HostSettings(_Recovery, _Generation):
+class HostSettings(CommonSettings):
     """The settings of the side that owns the model."""
 
     experts: values.Addresses = servers(
@@ -150,6 +105,41 @@ class HostSettings(_Recovery, _Generation):
         "On a CPU, linear layers of the host are packed in this format while they are loaded; the head in 8 bits.",
         means="as they are stored",
     )
+    max_new_tokens: values.Tokens = generation(256, "The most tokens to generate.", common=True)
+    temperature: values.Spread = generation(
+        0.0, "Spread of the sampling.", means="greedy, always the likeliest token", common=True
+    )
+    seed: values.Seed = generation(None, "Start of the random numbers of sampling.", means="a new one each run")
+    prompt_lookup: values.GuessesOrNone = generation(
+        0, "Tokens guessed from what the text has repeated, and verified in one pass.", means="no guesses"
+    )
+    draft: values.Draft = generation(
+        None,
+        "What guesses tokens, which are verified in one pass: the checkpoint's own multi-token-prediction layer, whose "
+        "experts the host keeps, or a small model of the same vocabulary.",
+        means="no guesses",
+    )
+    draft_tokens: values.Guesses = generation(4, "The most tokens that --draft guesses each time.")
+    adapt_guesses: bool = generation(True, "Guess fewer tokens, or none, while that is measured to be faster.")
+    required: bool | None = recovery(
+        None,
+        "Expert servers are needed: one that is lost and has no replica ends the run. If not required, a server on "
+        "this machine takes the place of one that cannot be reached at the start.",
+        means="needed at the start; the host computes the experts of one that is lost later",
+    )
+    replicas: values.Copies = recovery(1, "Expert servers that hold each expert; one of them computes it.")
+    fallback_gib: values.GibOrZero = recovery(4.0, "Memory for experts of lost servers that the host computes.")
+    verify_percent: values.Percent = recovery(
+        0.0, "Share of dispatches that a replica or the host computes again; a difference ends the run.", means="none"
+    )
+    connect_timeout_s: values.Seconds = limits(
+        10.0,
+        "The longest wait for an expert server to answer at the start; unless this is given, "
+        f"{REFUSED_S:g} seconds for one that refuses connections.",
+    )
+    load_timeout_s: values.DaySeconds = limits(1800.0, "The longest wait for an expert server to load its experts.")
+    dispatch_timeout_s: values.Seconds = limits(60.0, "The longest wait for the reply to a dispatch of any size.")
+    dispatch_floor_s: values.Seconds = limits(2.0, "The deadline of a dispatch is learned, but not below this.")
     profile: bool = reporting(False, "Also record each layer's times in the report.")
     report: values.FileToWrite = reporting(
         None, "The file for the run's report, as JSON.", means="no report file", common=True
