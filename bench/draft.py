@@ -26,7 +26,7 @@ from rich.table import Table
 from servers import Spread, cores, expert_server, write_json
 
 from moeoffload import OffloadedModel, open_model
-from moeoffload.config import OWN_HEAD, TransportChoice
+from moeoffload.config import OWN_HEAD
 from moeoffload.host.generate import generate, prepare_prompt
 from moeoffload.host.guess_length import GuessLength
 
@@ -109,7 +109,7 @@ def main(
         os.sched_setaffinity(0, {host_core})
         rows = []
         with expert_server(server_core, device=server_device) as address:
-            for transport in (TransportChoice.SHARED, TransportChoice.STREAM):
+            for transport in ("shared", "stream"):
                 with open_model(
                     checkpoint,
                     experts=[address],
@@ -120,9 +120,9 @@ def main(
                     max_new_tokens=32,
                 ) as offloaded:
                     texts = tasks.prompts(prompts, seed=1)
-                    rows += measure(offloaded, transport.value, "trained", texts, repeats)
+                    rows += measure(offloaded, transport, "trained", texts, repeats)
                     torch.nn.init.zeros_(offloaded.draft.layers[0].post_norm.weight)  # all tokens are as likely
-                    rows += measure(offloaded, transport.value, SPOILT, texts, repeats)
+                    rows += measure(offloaded, transport, SPOILT, texts, repeats)
     table = Table("transport", "head", "guesses", "tok/s", "ratio", "limit", "acceptance", "tokens per pass")
     for row in rows:
         share = f"{100 * row.acceptance:.0f} %"

@@ -24,7 +24,6 @@ from servers import expert_server_process, write_json
 from synthetic import Quantised, geometry_config, write_checkpoint
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config import DenseFormat
 from moeoffload.control.client import ControlClient
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
@@ -93,7 +92,7 @@ def load_seconds(address: str, checkpoint: Checkpoint) -> float:
 def host_seconds(checkpoint: Checkpoint, device: str) -> float:
     """How long a host takes to load the dense layers."""
     begun = time.perf_counter()
-    load_with_packed_linears(checkpoint, torch.device(device), DenseFormat.KEEP)
+    load_with_packed_linears(checkpoint, torch.device(device), "keep")
     settle(device)
     return time.perf_counter() - begun
 

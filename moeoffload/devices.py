@@ -1,4 +1,4 @@
-"""Which device holds the experts, and how much of its memory they may use."""
+"""Which device holds the experts, how much of its memory they may use, and how much this process holds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import logging
 import platform
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ import psutil
 import torch
 
 from moeoffload.errors import SettingError
-from moeoffload.gpu_driver import has_gpu_driver
+from moeoffload.native import has_gpu_driver
 from moeoffload.placement import GIB
 from moeoffload.text import one_line
 
@@ -106,6 +107,34 @@ def _cgroup_room(folder: Path = Path("/sys/fs/cgroup")) -> int:
         return max(0, int(limit) - int(used) + int(stat.get("inactive_file", 0)))
     except (OSError, ValueError):
         return 1 << 62
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of the memory of one device, or of several together.
+
+    Attributes:
+        allocated_bytes: in use by this process. On a GPU: in tensors. On a CPU: resident.
+        reserved_bytes: these, and on a GPU what torch keeps for the next tensors, which no other process can have.
+        total_bytes: what the device has.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    total_bytes: int
+
+
+def device_memory(*devices: torch.device) -> DeviceMemory:
+    """Returns what this process holds of its devices now, GPUs or the CPU. Makes no GPU wait."""
+    gpus = [device for device in devices if device.type == "cuda"]
+    if gpus:
+        return DeviceMemory(
+            sum(map(torch.cuda.memory_allocated, gpus)),
+            sum(map(torch.cuda.memory_reserved, gpus)),
+            sum(torch.cuda.get_device_properties(device).total_memory for device in gpus),
+        )
+    resident = psutil.Process().memory_info().rss
+    return DeviceMemory(resident, resident, psutil.virtual_memory().total)
 
 
 _M_MMAP_THRESHOLD: Final = -3

@@ -1,4 +1,4 @@
-"""Log formatting: one line per event whatever text it quotes, and rate limits, so that no peer can fill a disk."""
+"""Logs: one line per event whatever text it quotes, rate limits, so that no peer can fill a disk, refused peers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ MAX_LINE: Final = 4096
 BURST: Final = 50  # lines of one kind logged within `WINDOW_S` seconds; further ones are only counted
 WINDOW_S: Final = 10.0
 _MAX_KINDS: Final = 256
+
+_log = logging.getLogger(__name__)
 
 
 class OneLineFormatter(logging.Formatter):
@@ -66,3 +68,17 @@ def log_to(handler: logging.Handler, level: str, form: str) -> None:
     handler.setFormatter(OneLineFormatter(form))
     handler.addFilter(FloodFilter())
     logging.basicConfig(level=level, handlers=[handler])
+
+
+class Refusals:
+    """Thread-safe. ``count`` is how many connections, calls and keys were refused since the start."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def add(self, peer: str, reason: str) -> None:
+        """Counts one refusal. ``reason`` is the server's own text: nothing that a peer sent, no secret."""
+        with self._lock:
+            self.count += 1
+        _log.warning("refused %s: %s", peer, reason)

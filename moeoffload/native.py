@@ -1,4 +1,5 @@
-"""The package's C library, built when the package is installed, if there is a compiler."""
+"""What this machine offers, found without torch, which takes seconds to import: the package's C library, built when the
+package is installed, if there is a compiler; features of the CPU; GPU drivers."""
 
 from __future__ import annotations
 
@@ -45,3 +46,8 @@ def cpu_features() -> Features:
     """The features of this CPU; empty without the library."""
     library = native_library()
     return Features(0 if library is None else library.moe_cpu_features())
+
+
+def has_gpu_driver() -> bool:
+    """Whether the system has the device files of NVIDIA's driver (also in WSL2) or of AMD's."""
+    return any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))

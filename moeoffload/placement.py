@@ -119,8 +119,10 @@ def place_experts(
         counts = round_to_sum([w / size for w in wanted], len(held), [room // size for room in free])
         if counts is None:
             raise PlacementError(_does_not_fit(need, offers))
-        parts = _ranges(held, counts)
-        if usage is not None:
+        if usage is None:
+            ends = itertools.accumulate(counts)
+            parts = [tuple(held[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+        else:
             # A server of rarely used experts may hold more of them, up to its memory divided evenly over the layers.
             room = [
                 max(count, min(each // size, int(limit * len(held) * size / need / size)))
@@ -159,12 +161,6 @@ def place_replicas(
         if sizes[server] and len(holders[server]) < n_copies:
             raise PlacementError(_does_not_fit(n_copies * sum(sizes), offers, f"{n_copies} copies of "))
     return holders
-
-
-def _ranges(held: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Splits ``held`` into contiguous parts of the sizes in ``counts``."""
-    ends = list(itertools.accumulate(counts))
-    return [tuple(held[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
 
 def _by_usage(

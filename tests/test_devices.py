@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moeoffload import devices, open_model
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.device_memory import DeviceMemory, device_memory
+from moeoffload.devices import DeviceMemory, device_memory
 from moeoffload.errors import CapacityError, SettingError, SystemLimitError
 from moeoffload.expert_server.layer_parts import LayerParts, LayerSource
 from moeoffload.expert_server.several_devices import SeveralDevices

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_lines import run_python
 
-from moeoffload.gpu_driver import has_gpu_driver
+from moeoffload.native import has_gpu_driver
 
 PACKAGE = Path(__file__).parents[1] / "moeoffload"
 FLOORS = {

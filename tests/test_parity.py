@@ -18,7 +18,7 @@ from synthetic import write_tiny
 from transformers import DynamicCache
 
 from moeoffload import open_model
-from moeoffload.config import Mode, Pipeline
+from moeoffload.config import Mode
 from moeoffload.errors import PayloadError
 from moeoffload.host.flight import Flight
 from moeoffload.host.granularity import CHUNK_ROWS, LEAST_CHUNK_ROWS, MASKED_CHUNK_ROWS, Granularity
@@ -219,9 +219,9 @@ def test_sums_are_added_in_the_same_order_whichever_slots_another_thread_holds(t
 
 
 def chunks(
-    n_rows: int, capacity: int = 4096, *, mode: Mode = Mode.AUTO, size: int | None = MASKED_CHUNK_ROWS
+    n_rows: int, capacity: int = 4096, *, mode: Mode = "auto", size: int | None = MASKED_CHUNK_ROWS
 ) -> list[int]:
-    step = Granularity(mode, 32, Pipeline.ON, size).pipeline_rows(n_rows, capacity)
+    step = Granularity(mode, 32, "on", size).pipeline_rows(n_rows, capacity)
     assert step is not None
     return [min(step, n_rows - at) for at in range(0, n_rows, step)]
 
@@ -255,5 +255,5 @@ def test_no_chunk_is_much_longer_or_shorter_than_the_best(size: int) -> None:
 @pytest.mark.parametrize("capacity", [1, 100, 300])
 def test_a_chunk_fits_a_dispatch(capacity: int) -> None:
     assert max(chunks(1000, capacity)) <= capacity
-    assert chunks(1000, capacity, mode=Mode.BATCHED)[0] == capacity
-    assert Granularity(Mode.AUTO, 32, Pipeline.OFF).pipeline_rows(1000, capacity) is None
+    assert chunks(1000, capacity, mode="batched")[0] == capacity
+    assert Granularity("auto", 32, "off").pipeline_rows(1000, capacity) is None

@@ -18,16 +18,11 @@ from moeoffload.cli import expert_app, host_app
 from moeoffload.cli.options import with_settings
 from moeoffload.config import (
     Address,
-    DtypeChoice,
     ExpertServerSettings,
     HostSettings,
-    LogLevel,
-    Mode,
-    PayloadChoice,
     ServeSettings,
     SettingInfo,
     SettingsBase,
-    TransportChoice,
 )
 from moeoffload.config.base import ALIASES
 from moeoffload.errors import SettingError
@@ -37,9 +32,9 @@ MODELS: tuple[type[SettingsBase], ...] = (HostSettings, ServeSettings, ExpertSer
 OF_HOST = set(HostSettings.model_fields)
 
 ALIAS_CASES = [
-    ("mode", P + "IPC_MODE", "stream", Mode.STREAM),
-    ("transport", P + "IPC_TRANSPORT", "shared", TransportChoice.SHARED),
-    ("dtype", P + "IPC_DTYPE", "float16", PayloadChoice.F16),
+    ("mode", P + "IPC_MODE", "stream", "stream"),
+    ("transport", P + "IPC_TRANSPORT", "shared", "shared"),
+    ("dtype", P + "IPC_DTYPE", "float16", "f16"),
     ("batch_capacity", P + "IPC_BATCH_CAPACITY", "4096", 4096),
     ("hot_slice", "DFLASH_MOE_PREFILL_HOT_SUB_BATCH", "8", 8),
     ("shared_bytes", P + "IPC_SHARED_BYTES", "64KiB", 65536),
@@ -137,16 +132,16 @@ def test_what_an_http_server_needs(values: dict[str, Any], missing: str | None, 
     [
         ("experts", "node1:50051, [::1]:5", ("node1:50051", "[::1]:5")),
         ("experts", "", ()),
-        ("mode", "Batched", Mode.BATCHED),
-        *(("dtype", text, PayloadChoice.F32) for text in ("fp32", "Float32")),
-        *(("model_dtype", text, DtypeChoice.BF16) for text in ("bf16", "bfloat16")),
+        ("mode", "Batched", "batched"),
+        *(("dtype", text, "f32") for text in ("fp32", "Float32")),
+        *(("model_dtype", text, "bf16") for text in ("bf16", "bfloat16")),
         *(("shared_bytes", text, 3 << 20) for text in ("3145728", "3072K", "3M", "3MiB", "3 mib")),
         ("device", "CUDA:3", "cuda:3"),
         ("device", "cuda", "cuda"),
         ("gpu", "none", None),
         ("seed", "-7", -7),
         ("temperature", "0.7", 0.7),
-        ("log_level", "DEBUG", LogLevel.DEBUG),
+        ("log_level", "DEBUG", "debug"),
         *(("required", word, True) for word in ("1", "true", "yes", "on", "ON")),
         *(("required", word, False) for word in ("0", "false", "no", "off", "No")),
     ],

@@ -10,8 +10,7 @@ from moeoffload.checkpoint.gguf_file import is_gguf
 from moeoffload.checkpoint.model_config import CONFIG_FILE, first_line
 from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, names_by_shard
 from moeoffload.errors import ModelError
-from moeoffload.hub import check_hub_id
-from moeoffload.model_name import check_revision, is_hub_id, named_path
+from moeoffload.model_name import check_hub_id, check_revision, is_hub_id, named_path
 
 # Files that a host or an expert server reads; pickled weights and code are not downloaded.
 _WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from moeoffload.cli.display import Display
-from moeoffload.cli.opening import log_of_host, open_with_progress, report_run
+from moeoffload.cli.opening import open_with_progress, report_run
 from moeoffload.cli.options import ModelName, Quiet, Revision, Verbose, print_error, with_settings
 from moeoffload.cli.turns import QUOTES, read_turns
 from moeoffload.config import HostSettings
@@ -48,8 +48,7 @@ def chat(
     """
     if sys.stdin is None:
         raise SettingError("what is said is to come from stdin, which is closed")
-    display, interactive = Display(quiet=quiet), sys.stdin.isatty()
-    log_of_host(settings, display, verbose=verbose)
+    display, interactive = Display(settings, verbose=verbose, quiet=quiet), sys.stdin.isatty()
     with open_with_progress(model, settings, revision, display) as offloaded:
         from moeoffload.host.conversation import Conversation
 
@@ -70,7 +69,7 @@ def chat(
                 else:
                     typer.echo(_obey(command[1], command[2] or "", conversation), err=True)
         finally:
-            report_run(offloaded, display, verbose=verbose)
+            report_run(offloaded, display)
 
 
 def _obey(command: str, text: str, conversation: Conversation) -> str:

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from moeoffload.config import HostSettings
+from moeoffload.logs import log_to
 from moeoffload.text import one_line
 
 if TYPE_CHECKING:
@@ -18,25 +20,29 @@ if TYPE_CHECKING:
     from moeoffload.host.generate import Answer
     from moeoffload.host.session import OffloadedModel
 
+_LOG_FORMAT: Final = "%(levelname)s %(name)s: %(message)s"
 _MIB: Final = 1 << 20
 _WIDTH: Final = 100  # characters of the newest log line that are shown
 _NAMED_SERVERS: Final = 3  # in the line after an answer; if there are more, only their number is shown
 
 
 class Display:
-    """Writes to stderr; temporary lines only on terminals. With ``quiet`` only warnings and errors are written."""
+    """Writes to stderr, logs too; temporary lines only on terminals. With ``quiet`` only warnings and errors are
+    written."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, settings: HostSettings, *, verbose: bool = False, quiet: bool = False) -> None:
         self.console = Console(stderr=True)
+        self.is_verbose = verbose
         self._quiet = quiet
         self._hidden = quiet or not self.console.is_terminal
+        log_to(self._log_handler(), "INFO" if verbose else settings.log_level.upper(), _LOG_FORMAT)
 
     def say(self, text: str) -> None:
         """Writes a permanent line."""
         if not self._quiet:
             self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
-    def log_handler(self) -> logging.Handler:
+    def _log_handler(self) -> logging.Handler:
         """A handler that writes each record as one unwrapped line, above the temporary lines."""
         handler = logging.Handler()
 

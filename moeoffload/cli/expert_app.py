@@ -20,9 +20,8 @@ from moeoffload.cli.imports import quick_imports
 from moeoffload.cli.options import version_option, with_settings
 from moeoffload.cli.signals import leave_at_once_on_ctrl_c
 from moeoffload.config import ExpertServerSettings
-from moeoffload.hub import check_hub_id
 from moeoffload.logs import log_to
-from moeoffload.model_name import named_path
+from moeoffload.model_name import check_hub_id, named_path
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -40,7 +39,7 @@ def serve(
     Prints one line with its address on stdout when it is ready; logs go to stderr. SIGTERM lets hosts finish and move
     on first, for up to --drain-timeout-s; Ctrl-C, or a second SIGTERM, stops it at once.
     """
-    log_to(logging.StreamHandler(), settings.log_level.value.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to(logging.StreamHandler(), settings.log_level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")
     log = logging.getLogger("moeoffload.expert_server")
     if settings.model is not None and named_path(settings.model) is None:
         log.info("looking for %s, in the local cache and on the hub", settings.model)

@@ -13,7 +13,7 @@ import typer
 from moeoffload.cli.chat_app import chat
 from moeoffload.cli.display import Display
 from moeoffload.cli.keys_app import app as keys_app
-from moeoffload.cli.opening import log_of_host, open_with_progress, report_run
+from moeoffload.cli.opening import open_with_progress, report_run
 from moeoffload.cli.options import Chat, ModelName, Quiet, Revision, Verbose, version_option, with_settings
 from moeoffload.cli.serve_app import serve
 from moeoffload.cli.signals import leave_at_once_on_ctrl_c
@@ -49,8 +49,7 @@ def run(
 ) -> None:
     """Answer prompts, streaming the text on stdout; everything else goes to stderr."""
     prompts = _read_prompts(prompt or [], prompt_file)
-    display = Display(quiet=quiet)
-    log_of_host(settings, display, verbose=verbose)
+    display = Display(settings, verbose=verbose, quiet=quiet)
     with open_with_progress(model, settings, revision, display) as offloaded:
         from moeoffload.host.generate import Watch, generate, prepare_prompt
 
@@ -66,7 +65,7 @@ def run(
                     answer = generate(offloaded, ready, stdout, watch=Watch(on_prompt))
                 display.answered(answer, offloaded)
         finally:
-            report_run(offloaded, display, verbose=verbose)
+            report_run(offloaded, display)
 
 
 @app.command("profile")
@@ -85,9 +84,7 @@ def profile_routing(
     lines = [line for line in _read_prompts([], prompts, "--prompts")[0].splitlines() if line.strip()]
     if output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK):
         raise SettingError(f"--output: {output} cannot be written")
-    display = Display()
-    log_of_host(settings, display, verbose=False)
-    with open_with_progress(model, settings, revision, display) as offloaded:
+    with open_with_progress(model, settings, revision, Display(settings)) as offloaded:
         from moeoffload.host.generate import generate, prepare_prompt
         from moeoffload.host.routing import RoutingCounter
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from moeoffload.gpu_driver import has_gpu_driver
+from moeoffload.native import has_gpu_driver
 
 _TORCH_LIBRARIES: Final = (
     ("libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL),  # torch loads it first, too

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from moeoffload.cli.options import exit_on_error
+from moeoffload.config import bracketed
 
 app = typer.Typer(no_args_is_help=True, help="Make the certificates that two machines need.")
 
@@ -32,8 +33,7 @@ def new(
 
     subjects = make_keys(folder, name or [])
     where = shlex.quote(str(folder))
-    address = name[0] if name else subjects[3]
-    listen = f"[{address}]:50051" if ":" in address else f"{address}:50051"
+    listen = f"{bracketed(name[0] if name else subjects[3])}:50051"
     typer.echo(
         f"# {folder}: certificates for {VALID.days} days; the server's is for {', '.join(subjects)}\n"
         f"# on the server's machine, with ca.pem, server.pem and server.key:\n"

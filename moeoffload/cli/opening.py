@@ -5,26 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from moeoffload.cli.display import Display
 from moeoffload.cli.imports import import_transformers, quick_imports
 from moeoffload.cli.signals import signals_unwind
 from moeoffload.config import HostSettings
-from moeoffload.hub import check_hub_id
-from moeoffload.logs import log_to
-from moeoffload.model_name import check_revision, named_path
+from moeoffload.model_name import check_hub_id, check_revision, named_path
 
 if TYPE_CHECKING:
     from moeoffload.host.report import Report
     from moeoffload.host.session import OffloadedModel
-
-_LOG_FORMAT: Final = "%(levelname)s %(name)s: %(message)s"
-
-
-def log_of_host(settings: HostSettings, display: Display, *, verbose: bool) -> None:
-    """Sends logs to stderr."""
-    log_to(display.log_handler(), "INFO" if verbose else settings.log_level.value.upper(), _LOG_FORMAT)
 
 
 @contextmanager
@@ -55,10 +46,10 @@ def open_with_progress(
                 offloaded.close()
 
 
-def report_run(offloaded: OffloadedModel, display: Display, *, verbose: bool) -> None:
-    """Shows the report as tables if ``verbose`` or if the settings name a report file, and writes that file."""
+def report_run(offloaded: OffloadedModel, display: Display) -> None:
+    """Shows the report as tables if the display is verbose or the settings name a report file, and writes that file."""
     report = offloaded.report()
-    if report.prompt_tokens and (verbose or offloaded.settings.report is not None):
+    if report.prompt_tokens and (display.is_verbose or offloaded.settings.report is not None):
         display.console.print(report.table())
     write_report(report, offloaded.settings)
 

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
@@ -31,7 +31,6 @@ Verbose = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.")]
 _WIDEST_METAVAR = 13  # a wider one would cut the names of options at 80 columns; the help says what is allowed
-_Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ _log = logging.getLogger(__name__)
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
-def with_settings(model: type[SettingsBase]) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
+def with_settings(model: type[SettingsBase]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one option for each setting of ``model``, and pass it the checked object.
 
     The command's parameter ``settings`` receives the object; its other parameters stay its own options and arguments.
@@ -47,17 +46,16 @@ def with_settings(model: type[SettingsBase]) -> Callable[[Callable[..., _Result]
     in `exit_on_error`.
     """
 
-    def decorate(command: Callable[..., _Result]) -> Callable[..., _Result]:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters
         names = [info.name for info in model.infos()]
 
         @functools.wraps(command)
-        def with_options(**values: Any) -> _Result:
-            with exit_on_error():
-                del values["help_all"]
-                typed = {name: values.pop(name, None) for name in names}
-                return command(settings=model.load(typed), **values)
-            raise AssertionError("exit_on_error swallows nothing")
+        @exit_on_error()
+        def with_options(**values: Any) -> None:
+            del values["help_all"]
+            typed = {name: values.pop(name, None) for name in names}
+            command(settings=model.load(typed), **values)
 
         parameters = [parameter for name, parameter in own.items() if name != "settings"]
         parameters += [_option(info) for info in model.infos()] + [_help_all(names)]
@@ -89,23 +87,19 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()  # so that a closed pipe raises here and not while the interpreter shuts down
-    except MoeOffloadError as error:
-        _log.debug("where the error came from", exc_info=True)
-        print_error(error)
-        raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
         _discard_stdout()
         raise typer.Exit(EXIT_BROKEN_PIPE) from None
-    except (OSError, MemoryError, RuntimeError) as error:
-        limit = SystemLimitError.from_exception(error)
-        if limit is None:
+    except (MoeOffloadError, OSError, MemoryError, RuntimeError) as raised:
+        error = raised if isinstance(raised, MoeOffloadError) else SystemLimitError.from_exception(raised)
+        if error is None:
             raise
         _log.debug("where the error came from", exc_info=True)
-        print_error(limit)
-        raise typer.Exit(limit.exit_code) from None
+        print_error(error)
+        raise typer.Exit(error.exit_code) from None
 
 
 def _option(info: SettingInfo) -> inspect.Parameter:

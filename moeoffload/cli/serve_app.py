@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from moeoffload.cli.display import Display
-from moeoffload.cli.opening import log_of_host, open_with_progress, write_report
+from moeoffload.cli.opening import open_with_progress, write_report
 from moeoffload.cli.options import ModelName, Revision, with_settings
-from moeoffload.config import ServeSettings
+from moeoffload.config import ServeSettings, bracketed
 
 EXIT_GAVE_UP = 1  # some requests did not finish before the stop
 
@@ -30,8 +30,7 @@ def serve(
     Prints one line with its address on stdout when it is ready. SIGTERM or Ctrl-C lets running requests finish first,
     for up to --drain-seconds; a second one stops it at once.
     """
-    display = Display()
-    log_of_host(settings, display, verbose=verbose)
+    display = Display(settings, verbose=verbose)
     # torch and transformers take seconds to import; --help, --version and setting errors need not wait for them.
     from moeoffload.serve.access import bind_socket, check_access
 
@@ -46,9 +45,8 @@ def serve(
         from moeoffload.serve.snapshot import Snapshots
 
         name = settings.served_model_name or _model_name(model)
-        host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind
         scheme = "https" if settings.http_tls_cert is not None else "http"
-        url = f"{scheme}://{host}:{listener.getsockname()[1]}/v1"
+        url = f"{scheme}://{bracketed(settings.bind)}:{listener.getsockname()[1]}/v1"
         with (
             ServingEngine(offloaded, settings) as engine,
             contextlib.closing(Snapshots(offloaded, engine.stats)) as snapshots,

@@ -11,19 +11,19 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import SplitResult, urlsplit
 
 import typer
+from rich.console import Console, RenderableType
+from rich.live import Live
 
 from moeoffload.cli.options import exit_on_error
 from moeoffload.cli.signals import signals_unwind
+from moeoffload.cli.top_view import picture
 from moeoffload.config import warn_of_misspelt_names
 from moeoffload.errors import ServerError, SettingError
 from moeoffload.last_resort import answer_within
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 ANSWER_S: Final = 5.0
 LEAST_INTERVAL_S: Final = 0.1
@@ -46,9 +46,6 @@ def top(
     interval_s: Annotated[float, typer.Option("--interval-s", help="Seconds between two looks.")] = 1.0,
 ) -> None:
     """Show live what a serving host does: requests, tokens per second, servers, where the time of a step goes."""
-    from rich.console import Console
-    from rich.live import Live
-
     warn_of_misspelt_names()
     if not LEAST_INTERVAL_S <= interval_s <= MOST_INTERVAL_S:
         raise SettingError(f"--interval-s: {interval_s:g} is not allowed; {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:g}")
@@ -85,8 +82,6 @@ def top(
 
 def _picture(snapshot: dict[str, Any], url: str, trouble: str = "") -> RenderableType:
     """See `picture`. Raises ServerError: the host has other figures than this program knows."""
-    from moeoffload.cli.top_view import picture
-
     try:
         return picture(snapshot, url, trouble)
     except (LookupError, TypeError, ValueError, AttributeError) as error:

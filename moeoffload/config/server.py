@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationInfo, field_validator
 
@@ -13,20 +12,10 @@ from moeoffload.config.shared import KEYS_HINT, CommonSettings, LogLevel
 from moeoffload.config.values import Address, is_loopback
 from moeoffload.errors import SettingError
 
-
-class Kernel(StrEnum):
-    """The kernel for routed experts; GROUPED gives the bits of transformers' grouped_mm."""
-
-    AUTO = "auto"
-    TILED = "tiled"
-    GROUPED = "grouped"
-
-
-class KeepWarm(StrEnum):
-    """Whether experts stay in memory after their host has left, until other experts need the memory."""
-
-    ON = "on"
-    OFF = "off"
+Kernel = Literal["auto", "tiled", "grouped"]
+"""The kernel for routed experts; grouped gives the bits of transformers' grouped_mm."""
+KeepWarm = Literal["on", "off"]
+"""Whether experts stay in memory after their host has left, until other experts need the memory."""
 
 
 class ExpertServerSettings(CommonSettings):
@@ -70,14 +59,14 @@ class ExpertServerSettings(CommonSettings):
         common=True,
     )
     keep_warm: KeepWarm = compute(
-        KeepWarm.ON, "Experts of a host that has left stay in memory for the next one, until others need the memory."
+        "on", "Experts of a host that has left stay in memory for the next one, until others need the memory."
     )
     kernel: Kernel = compute(
-        Kernel.AUTO, "What computes the experts; grouped has transformers' bits.", means="the fastest for the model"
+        "auto", "What computes the experts; grouped has transformers' bits.", means="the fastest for the model"
     )
     coalesce: bool = compute(True, "Requests that wait for the same experts, of all hosts, are computed as one batch.")
     drain_timeout_s: values.DaySeconds = limits(30.0, "The longest wait for hosts to move on at a stop.")
-    log_level: LogLevel = reporting(LogLevel.INFO, "The least serious log message that is shown.")
+    log_level: LogLevel = reporting("info", "The least serious log message that is shown.")
 
     def __init__(self, **values: Any) -> None:
         """See `SettingsBase`; gpu or device, given as a keyword, overrides the other one's environment variable."""

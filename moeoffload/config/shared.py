@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
-from typing import Final
+from typing import Final, Literal
 
 from moeoffload.config.base import SettingsBase, channel, compute, security
 from moeoffload.config.values import MOST_ROWS, FileToRead, RowsOrMeasured, SecretFile, Threads, is_loopback
@@ -13,22 +12,10 @@ from moeoffload.errors import SettingError
 USUAL_ROWS: Final = 1024
 KEYS_HINT = "`moeoffload keys new DIR` makes them"
 
-
-class TransportChoice(StrEnum):
-    """The transport of frames."""
-
-    AUTO = "auto"
-    SHARED = "shared"
-    STREAM = "stream"
-
-
-class LogLevel(StrEnum):
-    """The lowest level of log messages that are shown."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
+TransportChoice = Literal["auto", "shared", "stream"]
+"""The transport of frames."""
+LogLevel = Literal["debug", "info", "warning", "error"]
+"""The lowest level of log messages that are shown."""
 
 
 class CommonSettings(SettingsBase):
@@ -41,7 +28,7 @@ class CommonSettings(SettingsBase):
         False, "Allow connections between machines without TLS, and servers open to all.", common=True
     )
     transport: TransportChoice = channel(
-        TransportChoice.AUTO,
+        "auto",
         "How frames travel: shared memory on one machine, a TCP stream between machines.",
         means="shared where both sides are on one machine, else stream",
     )

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
-from moeoffload.config.describe import Words
+from moeoffload.config.base import Words
 
 _HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _SIZE = re.compile(r"([0-9]+)\s*([KMG])?(?:iB)?", re.IGNORECASE)

@@ -15,7 +15,7 @@ from grpc_health.v1 import health
 from moeoffload.control.credentials import TOKEN_KEY, ServerCredentials
 from moeoffload.control.status import abort
 from moeoffload.errors import DeadlineError, ProtocolError
-from moeoffload.refusals import Refusals
+from moeoffload.logs import Refusals
 
 FIRST_S: Final = 10.0
 """Seconds within which a call must send its request."""

@@ -24,7 +24,7 @@ from moeoffload.control.user_token import UserToken, numeric_loopback
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.errors import SettingError
-from moeoffload.refusals import Refusals
+from moeoffload.logs import Refusals
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
 _STOP_S: Final = 2.0

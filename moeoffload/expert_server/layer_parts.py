@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from moeoffload.kernels import KernelChoice, KernelInput, KernelWorkspace, LayerKernels
+from moeoffload.config import Kernel
+from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 
 if TYPE_CHECKING:
     from moeoffload.checkpoint import Checkpoint
@@ -29,7 +30,7 @@ class LayerSource:
     layer: int
     experts: Sequence[int]
     workspace: KernelWorkspace
-    kernel: KernelChoice
+    kernel: Kernel
     buffers: CopyBuffers | None = None
 
     @property

@@ -23,7 +23,7 @@ from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.server_parts import ServerParts
 from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.expert_server.store import LayerKey
-from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
+from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.placement import GIB, ExpertTable, batch_row_bytes, frames_row_bytes
 from moeoffload.transport.base import ChannelSizes, ServerChannel
 from moeoffload.wire import FrameLayout
@@ -174,8 +174,8 @@ class HostLease:
         self, checkpoint: Checkpoint, layer: int, experts: tuple[int, ...], buffers: CopyBuffers | None = None
     ) -> tuple[LayerKey, LayerKernels]:
         def build() -> LayerKernels:
-            kernel: KernelChoice = self._settings.kernel.value
-            source = LayerSource(checkpoint, layer, experts, self._engine.kernel_workspace, kernel, buffers)
+            workspace, kernel = self._engine.kernel_workspace, self._settings.kernel
+            source = LayerSource(checkpoint, layer, experts, workspace, kernel, buffers)
             with lean_heap():
                 if (memories := self._server.memories) is None:
                     return source.build(self._device)[1]

@@ -16,14 +16,13 @@ from typing import Final
 import torch
 
 from moeoffload import __version__
-from moeoffload.config import ExpertServerSettings, KeepWarm, TransportChoice
+from moeoffload.config import ExpertServerSettings
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.protocol import PROTOCOL_VERSION
 from moeoffload.control.server import ControlServer
 from moeoffload.control.user_token import numeric_loopback
 from moeoffload.control.v1 import expert_service_pb2 as pb
-from moeoffload.device_memory import device_memory
-from moeoffload.devices import device_name, free_now, memory_budget, resolve_devices
+from moeoffload.devices import device_memory, device_name, free_now, memory_budget, resolve_devices
 from moeoffload.errors import BusyError, ServerError, SettingError
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.lease import RETRY_AFTER_S, HostLease
@@ -32,7 +31,7 @@ from moeoffload.expert_server.server_parts import ChannelFactory, ServerParts
 from moeoffload.expert_server.several_devices import SeveralDevices
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.expert_server.two_tiers import Tiers
-from moeoffload.refusals import Refusals
+from moeoffload.logs import Refusals
 from moeoffload.transport import SharedServerEnd, StreamListener, sweep_stale_segments
 
 logger = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class ExpertServer(ServerParts):
             memories = Tiers(devices[0], budgets[0], memory_budget(_CPU, settings.ram_gib))
             in_use.add(_CPU)
         budget = budgets[0] if memories is None else memories.offered_bytes
-        keeps = settings.keep_warm is KeepWarm.ON
+        keeps = settings.keep_warm == "on"
         store = ExpertStore(budget, lambda: sum(map(free_now, in_use)), keep_warm=keeps)
         engine = Engine(coalesce=settings.coalesce)
         factories: dict[str, ChannelFactory] = {}
@@ -92,10 +91,10 @@ class ExpertServer(ServerParts):
             on_drained=on_drained,
         )
         engine.on_failure = server.fail
-        if settings.transport in (TransportChoice.AUTO, TransportChoice.SHARED):
+        if settings.transport in ("auto", "shared"):
             sweep_stale_segments()
             factories["shared"] = lambda sizes, deliver, key: SharedServerEnd(sizes, deliver, on_failure=server.fail)
-        if settings.transport in (TransportChoice.AUTO, TransportChoice.STREAM):
+        if settings.transport in ("auto", "stream"):
             server.listener = StreamListener(
                 _numeric(settings.listen.host),
                 settings.stream_port,

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import torch
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.config import Address, HostSettings, TransportChoice, is_loopback
+from moeoffload.config import Address, HostSettings, is_loopback
 from moeoffload.config.shared import USUAL_ROWS
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.credentials import HostCredentials
@@ -151,7 +151,7 @@ def attach(candidate: Candidate, table: ExpertTable, plan: AttachPlan, *, kernel
         dtype_back=plan.payloads.back.label,
         batch_capacity=settings.most_rows,
         n_slots=settings.slots,
-        transport=settings.transport.value,
+        transport=settings.transport,
         kernel=kernel,
         stream_key=keys.public,
     )
@@ -231,7 +231,7 @@ def _open_channel(
     """Opens the first offered channel that works; returns it and why it was chosen.
     Raises ServerError: none works, or the server's frame sizes are not the agreed ones."""
     host = Address(candidate.address).host
-    reason = "as the setting says" if settings.transport is not TransportChoice.AUTO else ""
+    reason = "as the setting says" if settings.transport != "auto" else ""
     last: ServerError | None = None
     for channel in offer.channels:
         sizes = ChannelSizes(channel.n_slots, channel.request_bytes, channel.reply_bytes)

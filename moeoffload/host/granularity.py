@@ -37,12 +37,12 @@ class Granularity:
 
     mode: Mode
     hot_slice: int
-    pipeline: Pipeline = Pipeline.OFF
+    pipeline: Pipeline = "off"
     chunk_rows: int | None = CHUNK_ROWS  # see `chunk_rows`
 
     def slice_rows(self, capacity: int) -> int:
         """Returns the most rows of one dispatch to a server whose effective batch capacity is ``capacity``."""
-        return min(self.hot_slice, capacity) if self.mode is Mode.STREAM else capacity
+        return min(self.hot_slice, capacity) if self.mode == "stream" else capacity
 
     def pipeline_rows(self, n_rows: int, capacity: int) -> int | None:
         """Returns the chunk length for a prompt of ``n_rows`` tokens, given the least capacity of all servers; None: do
@@ -52,9 +52,9 @@ class Granularity:
         chunk that one dispatch may hold. The length never depends on measured speed: the shape of a product affects
         its rounding.
         """
-        if self.pipeline is Pipeline.OFF:
+        if self.pipeline == "off":
             return None
-        if self.mode is not Mode.AUTO:
+        if self.mode != "auto":
             return capacity
         n_chunks = GPU_HOST_CHUNKS if self.chunk_rows is None else max(2, round(n_rows / self.chunk_rows))
         even = -(-n_rows // n_chunks)

@@ -81,8 +81,8 @@ def pack_linears(
         if packed is not None and not _is_same(packed, module.weight):
             packed = None
         is_router = module.out_features in _router_widths(name, blocks)
-        if packed is None and choice is not DenseFormat.KEEP and not is_router:
-            form = FORMATS["int8" if module is head else choice.value]
+        if packed is None and choice != "keep" and not is_router:
+            form = FORMATS["int8" if module is head else choice]
             packed = quantise(module.weight.detach().unsqueeze(0), form)
         if packed is not None:
             used.add(packed.format.name)

@@ -51,7 +51,7 @@ def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 def run_facts(settings: HostSettings, payloads: Payloads, device: torch.device) -> dict[str, Any]:
     """Collects the report's facts about the settings, with the payload dtypes and the device that were chosen."""
     return {
-        "mode": settings.mode.value,
+        "mode": settings.mode,
         "payload_dtype": payloads.label,
         "batch_capacity": settings.batch_capacity,
         "hot_slice": settings.hot_slice,

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.locate import locate
-from moeoffload.config import OWN_HEAD, DtypeChoice, ExpertFormat, HostSettings, PayloadChoice
+from moeoffload.config import OWN_HEAD, HostSettings
 from moeoffload.devices import resolve_device
 from moeoffload.host.attach import AttachPlan, OnProgress
 from moeoffload.host.dispatcher import Dispatcher
@@ -100,13 +100,13 @@ class OffloadedModel:
             torch.set_num_threads(settings.threads)
         self._device = resolve_device(settings.device, last=False)
         logger.info("reading the headers of %s", reference)
-        packed = None if settings.expert_format is ExpertFormat.KEEP else settings.expert_format.value
+        packed = None if settings.expert_format == "keep" else settings.expert_format
         self.checkpoint = Checkpoint.open(
             reference, dtype=_model_dtype(settings), revision=revision, expert_format=packed, dense=settings.dense
         )
-        out = PayloadDtype.from_label(settings.dtype.value, self.checkpoint.dtype)
+        out = PayloadDtype.from_label(settings.dtype, self.checkpoint.dtype)
         back = settings.dtype_back
-        self._payloads = Payloads(out, out if back is PayloadChoice.AUTO else PayloadDtype[back.name])
+        self._payloads = Payloads(out, out if back == "auto" else PayloadDtype[back.upper()])
         head = self._open_draft_head()
         with contextlib.ExitStack() as stack:
             stats = settings.routing_stats
@@ -235,6 +235,6 @@ class OffloadedModel:
 
 
 def _model_dtype(settings: HostSettings) -> torch.dtype | None:
-    if settings.model_dtype is DtypeChoice.AUTO:
+    if settings.model_dtype == "auto":
         return None
-    return PayloadDtype[settings.model_dtype.value.upper()].torch_dtype
+    return PayloadDtype[settings.model_dtype.upper()].torch_dtype

@@ -5,8 +5,8 @@ Kernels of dense layers are in `fast_dense`, which an expert server does not imp
 
 from moeoffload.kernels.calls import SlotError
 from moeoffload.kernels.grouped import GroupedKernel
-from moeoffload.kernels.layer import KernelChoice, LayerKernels
+from moeoffload.kernels.layer import LayerKernels
 from moeoffload.kernels.tiled import KernelInput
 from moeoffload.kernels.workspace import KernelWorkspace
 
-__all__ = ["GroupedKernel", "KernelChoice", "KernelInput", "KernelWorkspace", "LayerKernels", "SlotError"]
+__all__ = ["GroupedKernel", "KernelInput", "KernelWorkspace", "LayerKernels", "SlotError"]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from moeoffload.config import Kernel
 from moeoffload.kernels.calls import SlotError
 from moeoffload.kernels.grouped import GroupedKernel
 from moeoffload.kernels.packing import dtype_of, first_tensor, hidden_of, up_weight, why_not
 from moeoffload.kernels.tiled import KernelInput, TiledExperts, contiguous
 from moeoffload.kernels.triton_experts import TritonExperts, few_rows_kernel
 from moeoffload.kernels.workspace import KernelWorkspace
-
-KernelChoice = Literal["auto", "tiled", "grouped"]
 
 
 class LayerKernels:
@@ -30,9 +29,7 @@ class LayerKernels:
         is_batch_invariant: whether a row's bits do not depend on the other rows of a call.
     """
 
-    def __init__(
-        self, experts: nn.Module, workspace: KernelWorkspace | None = None, kernel: KernelChoice = "auto"
-    ) -> None:
+    def __init__(self, experts: nn.Module, workspace: KernelWorkspace | None = None, kernel: Kernel = "auto") -> None:
         """Reads the module's layout and the addresses of its weights.
 
         Args:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeoffload.config import is_loopback
-from moeoffload.refusals import Refusals
+from moeoffload.logs import Refusals
 from moeoffload.serve.api_errors import MESSAGES_PATH, ApiError, bad_request, busy, unavailable
 
 log = logging.getLogger(__name__)

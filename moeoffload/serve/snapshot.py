@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from moeoffload import __version__
-from moeoffload.device_memory import device_memory
+from moeoffload.devices import device_memory
 from moeoffload.errors import MoeOffloadError
 from moeoffload.host.counters import CallCounters, LayerTimes, add_counters
 from moeoffload.host.session import OffloadedModel

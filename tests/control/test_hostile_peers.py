@@ -29,8 +29,8 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.control.validate import checked_parameters, checked_timings, clean_texts
 from moeoffload.errors import ProtocolError, ServerError
+from moeoffload.logs import Refusals
 from moeoffload.placement import ExpertTable
-from moeoffload.refusals import Refusals
 
 SOON_S = 10.0
 SERVICE = "/moeoffload.v1.ExpertService"

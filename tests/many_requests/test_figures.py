@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving_snapshots import scripted
 
 from moeoffload import OffloadedModel, open_model
-from moeoffload.device_memory import DeviceMemory
+from moeoffload.devices import DeviceMemory
 from moeoffload.errors import ServerError
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.figures import LAYER_PARTS, PAUSE_S, History, figures, histogram_difference, quantile

@@ -15,8 +15,7 @@ from moeoffload.cli.key_files import NAMES, make_keys
 from moeoffload.config import ExpertServerSettings, HostSettings
 from moeoffload.control.credentials import HostCredentials, ServerCredentials
 from moeoffload.errors import SettingError
-from moeoffload.logs import BURST, FloodFilter
-from moeoffload.refusals import Refusals
+from moeoffload.logs import BURST, FloodFilter, Refusals
 
 
 @pytest.fixture(scope="module")
