@@ -19,7 +19,6 @@ from moeoffload.control.call_threads import CallThreads
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.gate import FIRST_S, Gate
 from moeoffload.control.protocol import SERVER_OPTIONS
-from moeoffload.control.service import STEP_S, ExpertBackend, ExpertServicer
 from moeoffload.control.user_token import UserToken, numeric_loopback
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
@@ -33,7 +32,7 @@ _STOP_S: Final = 2.0
 class ControlServer:
     """Listens and serves from `start` to `stop`. ``port`` is the actual port, even if port 0 was given."""
 
-    def __init__(self, gate: Gate, servicer: ExpertServicer) -> None:
+    def __init__(self, gate: Gate, servicer: pb_grpc.ExpertServiceServicer) -> None:
         # gRPC logs a traceback for every call header that is not UTF-8, although it goes on.
         logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         self.port = 0
@@ -50,23 +49,21 @@ class ControlServer:
         cls,
         host: str,
         port: int,
-        backend: ExpertBackend,
+        servicer: pb_grpc.ExpertServiceServicer,
         credentials: ServerCredentials,
         refusals: Refusals,
         *,
         first_s: float = FIRST_S,
-        step_s: float = STEP_S,
     ) -> ControlServer:
-        """Listens on ``host``:``port`` and serves ``backend``, the standard health service and reflection.
+        """Listens on ``host``:``port`` and serves the expert service, the standard health service and reflection.
 
         Calls that ``credentials`` do not allow are refused and added to ``refusals``; health checks are open to all. A
-        call must send its request within ``first_s`` seconds, and a host each further step of an attach within
-        ``step_s``.
+        call must send its request within ``first_s`` seconds.
         Raises SettingError: the address cannot be bound; SystemLimitError: there is no folder for the token of a server
         that serves its own user only.
         """
         gate = Gate(credentials, refusals, first_s)
-        control = cls(gate, ExpertServicer(backend, first_s, step_s))
+        control = cls(gate, servicer)
         control.port = control._bind(host, port, credentials.tls)
         if credentials.same_user and credentials.token is not None:
             token = control._user_token = UserToken.write(host, control.port, credentials.token)

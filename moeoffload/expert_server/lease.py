@@ -10,6 +10,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
+import grpc
+
 from moeoffload.config.shared import USUAL_ROWS
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
@@ -18,7 +20,7 @@ from moeoffload.expert_server.agreement import check_activate, check_table, chec
 from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.calibrate import SIZES, best_rows, time_layer
 from moeoffload.expert_server.layer_parts import LayerSource
-from moeoffload.expert_server.model_roots import ModelRoots
+from moeoffload.expert_server.models import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.server_parts import ServerParts
 from moeoffload.expert_server.staging import DeviceArena
@@ -42,33 +44,35 @@ CALIBRATION_TIMEOUT_S: Final = 60.0
 
 
 class HostLease:
-    """Implements `moeoffload.control.service.BackendLease` for one host."""
+    """One host on the server. Closing the lease frees everything that belongs to it."""
 
     def __init__(
         self,
         server: ServerParts,
-        roots: ModelRoots,
         host: str,
         peer: str,
+        limited_as: str,
         epoch: int,
         say: Callable[[pb.AttachReply], None],
-        on_close: Callable[[HostLease], None],
     ) -> None:
-        """``host`` is the name that the host at ``peer`` gives itself; ``roots`` decide which models it may name."""
+        """``host`` is the name that the host at ``peer`` gives itself, ``limited_as`` the identity against whose limit
+        of leases this one counts; ``say`` sends the host a message."""
         self.lease_id = secrets.token_hex(16)
         self.host = host
-        self.limited_as = ""
-        """The identity against whose limit of leases this one counts."""
+        self.limited_as = limited_as
         self.epoch = epoch
+        self.say = say
+        self.call: grpc.ServicerContext | None = None
+        """The call that runs besides the stream of the lease: one at a time."""
+        self.called_until = float("-inf")
+        """When the last such call ended, monotonic seconds."""
         self._server = server
-        self._roots = roots
-        self._say = say
-        self._on_close = on_close
         self._settings = server.settings
         self._device = server.device
         self._store = server.store
         self._engine = server.engine
-        self._share = server.engine.shares.join(f"{peer} {host}")
+        self._name = f"{peer} {host}"
+        self._share = server.engine.shares.join(self._name)
         self._lock = threading.Lock()
         self._closed = False
         self._loads = False
@@ -84,11 +88,7 @@ class HostLease:
 
     def end(self, reason: str) -> None:
         """Asks the host's stream to end; ``reason`` is sent to the host."""
-        self._say(pb.AttachReply(closing=pb.Closing(reason=reason)))
-
-    def drain(self) -> None:
-        """Asks the host to move on and to end the lease."""
-        self._say(pb.AttachReply(draining=pb.Draining()))
+        self.say(pb.AttachReply(closing=pb.Closing(reason=reason)))
 
     def calibrate(self, request: pb.CalibrateRequest) -> pb.CalibrateReply:
         """Loads a few experts temporarily and times them.
@@ -114,7 +114,9 @@ class HostLease:
 
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
         """Returns this server's copy of the host's model."""
-        reference = self._settings.model or self._roots.resolve(model.reference, model.revision or None)
+        refuse = functools.partial(self._server.refusals.add, self._name)
+        roots = ModelRoots(self._settings.model_root, self._server.any_model, refuse)
+        reference = self._settings.model or roots.resolve(model.reference, model.revision or None)
         return self._server.models.open(model, reference)
 
     def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
@@ -378,7 +380,6 @@ class HostLease:
             hits = tiers.fast_routes, tiers.fast_routes + tiers.slow_routes
             logger.info("on the device so far: %d of %d routes, after %d moves", *hits, tiers.moves)
         logger.info("%s: lease ended (%s)", self.host, reason)
-        self._on_close(self)
 
     def _give_back_experts(self) -> None:
         with self._lock:
