@@ -20,8 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moeoffload import open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import CapacityError
-from moeoffload.expert_server.layer_parts import LayerParts, LayerSource
-from moeoffload.expert_server.several_devices import SeveralDevices
+from moeoffload.expert_server.several_devices import LayerParts, LayerSource, SeveralDevices
 from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 
 CPU = torch.device("cpu")

@@ -22,9 +22,8 @@ from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import PlacementError
 from moeoffload.expert_server import two_tiers
-from moeoffload.expert_server.hot_experts import LEAST_SETS, MOST_MOVES, HotExperts
-from moeoffload.expert_server.layer_parts import LayerSource
-from moeoffload.expert_server.two_tiers import Tiers, TwoTierLayer
+from moeoffload.expert_server.several_devices import LayerSource
+from moeoffload.expert_server.two_tiers import LEAST_SETS, MOST_MOVES, HotExperts, Tiers, TwoTierLayer
 from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 
 CPU = torch.device("cpu")

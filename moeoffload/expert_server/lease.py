@@ -17,13 +17,12 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
 from moeoffload.expert_server.agreement import check_activate, check_table, check_transport, compare
-from moeoffload.expert_server.arena import HostArena
+from moeoffload.expert_server.arena import DeviceArena, HostArena
 from moeoffload.expert_server.calibrate import SIZES, best_rows, time_layer
-from moeoffload.expert_server.layer_parts import LayerSource
 from moeoffload.expert_server.models import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.server_parts import ServerParts
-from moeoffload.expert_server.staging import DeviceArena
+from moeoffload.expert_server.several_devices import LayerSource
 from moeoffload.expert_server.store import LayerKey
 from moeoffload.kernels import KernelChoice, KernelWorkspace, LayerKernels
 from moeoffload.placement import GIB, ExpertTable, batch_row_bytes, frames_row_bytes

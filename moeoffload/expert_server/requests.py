@@ -11,9 +11,8 @@ from typing import Any, Final
 import torch
 
 from moeoffload.errors import CapacityError, ProtocolError
-from moeoffload.expert_server.arena import HostArena
+from moeoffload.expert_server.arena import DeviceArena, HostArena
 from moeoffload.expert_server.fair_share import SMALL_ROWS, Share
-from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.kernels import LayerKernels
 from moeoffload.transport.base import ServerChannel, ServerSlot
 from moeoffload.wire import (
