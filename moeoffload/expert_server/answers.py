@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from moeoffload.errors import MoeOffloadError
+from moeoffload.errors import CapacityError, MoeOffloadError, ProtocolError
 from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.batcher import Batch
 from moeoffload.expert_server.fair_share import SMALL_ROWS, FairShares
@@ -174,6 +174,10 @@ class Answers:
             code, text, row = error.code, str(error), error.row
         elif isinstance(error, SlotError):
             code, text = ErrorCode.BAD_SLOT, str(error)
+        elif isinstance(error, CapacityError):
+            code, text = ErrorCode.CAPACITY, str(error)
+        elif isinstance(error, ProtocolError):
+            code, text = ErrorCode.BAD_FRAME, str(error)
         elif context.host.closed:  # the host left and its buffers were freed during the computation
             code, text = ErrorCode.DRAINING, "the lease has ended"
         if code == ErrorCode.TOO_LATE:
