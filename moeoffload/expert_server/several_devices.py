@@ -173,13 +173,13 @@ class SeveralDevices:
         if counts is None:
             size = f"{expert_bytes / GIB:.4g} GiB"
             raise CapacityError(f"layer {source.layer}: {n_experts} experts of {size} do not fit; taken are {self}")
-        taken = [count * expert_bytes for count in counts]
+        freed = [-count * expert_bytes for count in counts]
         try:
             kernels = self._read(source, counts)
         except BaseException:
-            self._give_back(taken)
+            self._count(freed)
             raise
-        weakref.finalize(kernels, self._give_back, taken)
+        weakref.finalize(kernels, self._count, freed)
         return kernels
 
     def reserve(self, n_bytes: int) -> bool:
@@ -219,6 +219,3 @@ class SeveralDevices:
         with self._lock:
             for number, more in enumerate(n_bytes):
                 self._used[number] += more
-
-    def _give_back(self, n_bytes: Sequence[int]) -> None:
-        self._count([-each for each in n_bytes])

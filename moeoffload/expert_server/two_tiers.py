@@ -124,7 +124,7 @@ class Tiers(SeveralDevices):
                 n_experts = max(1, min(about.n_experts, room))
                 stage = self._stages[key] = Stage(source, n_experts, self.devices[0])
                 self._count([n_experts * about.expert_bytes])
-                weakref.finalize(stage, self._give_back, [n_experts * about.expert_bytes])
+                weakref.finalize(stage, self._count, [-n_experts * about.expert_bytes])
         return stage
 
     def _split(self, n_experts: int, expert_bytes: int, fast_part: float) -> list[int] | None:
@@ -254,7 +254,9 @@ class TwoTierLayer(LayerParts):
             started = perf_counter()
             fast, slow = int(self._places[0, go]), int(self._places[1, come])
             for one, other in zip(_contents(self._modules[0]), _contents(self._modules[1]), strict=True):
-                _exchange(one, fast, other, slow)
+                kept = _take(one, fast, copy=True)
+                _put(one, fast, _take(other, slow))
+                _put(other, slow, kept)
             self._places[:, come] = torch.tensor([fast, -1])
             self._places[:, go] = torch.tensor([-1, slow])
             self._hot.move(come, go)
@@ -292,10 +294,3 @@ def _put(room: Weights, slot: int, one: Weights) -> None:
         room.put(slot, one)
     elif isinstance(room, torch.Tensor) and isinstance(one, torch.Tensor):
         room[slot].copy_(one)
-
-
-def _exchange(fast: Weights, at: int, slow: Weights, there: int) -> None:
-    """Exchanges two experts between the device and RAM."""
-    kept = _take(fast, at, copy=True)
-    _put(fast, at, _take(slow, there))
-    _put(slow, there, kept)
