@@ -139,9 +139,8 @@ class HostLease:
         table = check_table(request, checkpoint)
         self._checkpoint = checkpoint
         begun, loaded = monotonic(), 0
-        total = sum(
-            len(experts) * layer.expert_bytes for experts, layer in zip(table.layers, checkpoint.layers, strict=True)
-        )
+        sizes = [layer.expert_bytes for layer in checkpoint.layers]
+        total = sum(len(experts) * size for experts, size in zip(table.layers, sizes, strict=True))
         logger.info("%s: loading %d experts, %.4g GiB, of %s", self.host, table.n_experts, total / GIB, checkpoint.path)
         yield pb.LoadProgress(loaded_bytes=0, total_bytes=total)
         read = self._store.read_bytes
@@ -152,7 +151,7 @@ class HostLease:
         parts.sort(key=missing.__contains__)
         if (tiers := self._server.tiers) is not None and missing:
             self._store.forget_warm(keys)
-            n_bytes = sum(len(experts) * checkpoint.layers[layer].expert_bytes for layer, experts in missing)
+            n_bytes = sum(len(experts) * sizes[layer] for layer, experts in missing)
             self._fast_part = tiers.share(n_bytes)
             logger.info("%s: %.0f %% of the experts to load begin on the device", self.host, 100 * self._fast_part)
         from moeoffload.checkpoint.copy_buffers import CopyBuffers  # imported with the first model, as is checkpoint/
@@ -160,7 +159,7 @@ class HostLease:
         with CopyBuffers() as buffers:
             for layer, experts in parts:
                 self._load_layer(checkpoint, layer, experts, buffers)
-                loaded += len(experts) * checkpoint.layers[layer].expert_bytes
+                loaded += len(experts) * sizes[layer]
                 yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
         for _, module in sorted(self._modules.items()):  # hosts expect them in the order of the layers
             yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=module.weight_error)
@@ -180,7 +179,7 @@ class HostLease:
             with lean_heap():
                 if (memories := self._server.memories) is None:
                     return source.build(self._device)[1]
-                return memories.build(source, functools.partial(self._store.forget_warm, ()), self._fast_part)
+                return memories.build(source, self._store.forget_warm, self._fast_part)
 
         key = LayerKey.of(checkpoint, layer, experts)
         try:
@@ -220,9 +219,7 @@ class HostLease:
         for layer, kernels in list(self._modules.items())[:1]:
             known = self._store.timings.setdefault(kernels, {})
             if capacity not in known:  # timing also warms everything up
-                n_experts = checkpoint.layers[layer].n_experts
-                workspace = self._engine.kernel_workspace
-                known[capacity] = self._time(kernels, layout.top_k, capacity, n_experts, workspace)
+                known[capacity] = self._time(kernels, layout.top_k, capacity, checkpoint.layers[layer].n_experts)
             timings = known[capacity]
         kernel = ", ".join(sorted({each.kernel_for(n) for each in self._modules.values() for n in (1, capacity)}))
         if request.kernel:
@@ -256,7 +253,7 @@ class HostLease:
     def _best_capacity(self, checkpoint: Checkpoint, most: int) -> int:
         """Returns the measured best batch capacity, at most ``most``; releases the memory reserved beyond it."""
         layer, kernels = next(iter(self._modules.items()))
-        how = checkpoint.top_k, most, checkpoint.layers[layer].n_experts, self._engine.kernel_workspace
+        how = checkpoint.top_k, most, checkpoint.layers[layer].n_experts
         known = self._store.best_rows.setdefault(kernels, {})
         if most not in known:
             known[most] = best_rows(lambda n: self._time(kernels, *how, sizes=(n,))[0][1], USUAL_ROWS, most)
@@ -292,7 +289,7 @@ class HostLease:
         top_k: int,
         capacity: int,
         n_experts: int,
-        workspace: KernelWorkspace,
+        workspace: KernelWorkspace | None = None,
         sizes: Sequence[int] = SIZES,
     ) -> list[tuple[int, float]]:
         """Times calls of several sizes when it is this host's turn; returns (rows, seconds)."""
@@ -364,15 +361,13 @@ class HostLease:
                 return
             self._closed = True
             channels, self._channels = self._channels, {}
-        if self._active is not None:
-            self._active.closed = True
-        for channel in channels.values():
-            _close(channel)
-        if self._active is not None:
-            self._active.arena.close(lambda work: self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S))
+        if (active := self._active) is not None:
+            active.closed = True
+            for channel in channels.values():
+                _close(channel)
+            active.arena.close(lambda work: self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S))
+            active.layers = ()  # frees them now, not when Python's cycle collector runs
         self._engine.leave(self._share)
-        if self._active is not None:
-            self._active.layers = ()  # frees them now, not when Python's cycle collector runs
         self._server.reserve(-self._reserved)
         self._give_back_experts()
         if (tiers := self._server.tiers) is not None:

@@ -9,8 +9,8 @@ from typing import Final
 import torch
 
 from moeoffload.config import ExpertServerSettings
-from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.models import OpenModels
+from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.several_devices import SeveralDevices
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.expert_server.two_tiers import Tiers
@@ -86,7 +86,7 @@ class ServerParts:
         """Returns the bytes left for batches; evicts warm experts if one of several memories has less than
         ``wanted``."""
         if self.memories is not None and self.memories.batch_room < wanted:
-            self.store.forget_warm(())
+            self.store.forget_warm()
         room = self.store.free_bytes // len(self.devices)  # a batch needs room on every device
         return max(0, room if self.memories is None else min(room, self.memories.batch_room))
 
