@@ -16,10 +16,9 @@ from moeoffload.config.shared import USUAL_ROWS
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
-from moeoffload.expert_server.agreement import check_activate, check_table, check_transport, compare
+from moeoffload.expert_server.agreement import ModelRoots, check_activate, check_table, check_transport, compare
 from moeoffload.expert_server.arena import DeviceArena, HostArena
 from moeoffload.expert_server.calibrate import SIZES, best_rows, time_layer
-from moeoffload.expert_server.models import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.server_parts import ServerParts
 from moeoffload.expert_server.several_devices import LayerSource

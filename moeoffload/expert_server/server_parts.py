@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from moeoffload.config import ExpertServerSettings
-from moeoffload.expert_server.models import OpenModels
+from moeoffload.expert_server.agreement import OpenModels
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.several_devices import SeveralDevices
 from moeoffload.expert_server.store import ExpertStore

@@ -16,7 +16,7 @@ from moeoffload.checkpoint.regular import open_regular, read_regular
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ModelError, ServerError
-from moeoffload.expert_server.models import ModelRoots
+from moeoffload.expert_server.agreement import ModelRoots
 from security.conftest import Site
 
 
