@@ -18,11 +18,10 @@ from fuzz_frames import HTTP2_CALL
 from google.protobuf.message import Message
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.control.call_threads import MOST_CALLS
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.protocol import PROTOCOL_VERSION
-from moeoffload.control.server import ControlServer
+from moeoffload.control.server import MOST_CALLS, ControlServer
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.control.validate import checked_parameters, checked_timings, clean_texts
