@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ModelError, ServerError
 from moeoffload.formats.quantise import FORMATS
@@ -100,7 +98,8 @@ class OpenModels:
         from moeoffload.checkpoint import Checkpoint
         from moeoffload.checkpoint.locate import locate
 
-        dtype, form = read_dtype("compute dtype", model.compute_dtype), read_format(model.expert_format)
+        dtype = read_payload("compute dtype", model.compute_dtype, computes=True).torch_dtype
+        form = read_format(model.expert_format)
         path = locate(reference, model.revision or None)
         # The digest is part of the key: the host's model may differ from the one that is cached for this path.
         key = path, dtype, form, model.config, model.digest
@@ -124,20 +123,13 @@ def read_format(name: str) -> str | None:
     return name or None
 
 
-def read_payload(field: str, label: str) -> PayloadDtype:
-    """Returns the payload dtype that the host named; ``field`` is for the error message."""
-    try:
-        return PayloadDtype[label.upper()]
-    except KeyError:
-        raise ServerError(f"{field} is {label!r} (host), allowed are f32, f16, bf16 and f8") from None
-
-
-def read_dtype(field: str, label: str) -> torch.dtype:
-    """As `read_payload`, for a compute dtype."""
-    payload = read_payload(field, label)
-    if payload is PayloadDtype.F8:
-        raise ServerError(f"{field} is {label!r} (host), allowed are f32, f16 and bf16")
-    return payload.torch_dtype
+def read_payload(field: str, label: str, *, computes: bool = False) -> PayloadDtype:
+    """Returns the payload dtype that the host named, of those that a model ``computes`` in; ``field`` is for the error
+    message."""
+    allowed = [each.label for each in PayloadDtype if not computes or each is not PayloadDtype.F8]
+    if label.lower() not in allowed:
+        raise ServerError(f"{field} is {label!r} (host), allowed are {', '.join(allowed)}")
+    return PayloadDtype[label.upper()]
 
 
 def compare(field: str, host: str | int, here: str | int) -> None:
