@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from servers import write_json
 
-from moeoffload.expert_server.hot_experts import HotExperts
+from moeoffload.expert_server.two_tiers import HotExperts
 
 EXPERTS, TOP_K, ROOM, STEPS = 128, 8, 32, 4000
 Trace = Iterator[Any]

@@ -19,12 +19,12 @@ from transformers.utils import logging as transformers_logging
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.config import Address, ExpertServerSettings
 from moeoffload.control.protocol import PROTOCOL_VERSION
-from moeoffload.control.service import ExpertServicer
 from moeoffload.control.status import abort
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.validate import checked_items, checked_parameters, checked_timings, clean_texts
 from moeoffload.errors import DeadlineError, MoeOffloadError
 from moeoffload.expert_server.server import ExpertServer
+from moeoffload.expert_server.service import ExpertService
 from moeoffload.placement import ExpertTable
 from moeoffload.transport import ChannelOffer, ChannelSizes, open_channel, stream
 
@@ -100,7 +100,7 @@ class _Plane:
             threads=1,
         )
         self._server = ExpertServer.start(settings)
-        self._servicer = ExpertServicer(self._server, first_s=5, step_s=5)
+        self._servicer = ExpertService(self._server.parts, lambda: None, first_s=5, step_s=5)
         stream.StreamHostEnd = _Unreachable  # type: ignore[misc, assignment]
 
     def call(self, number: int, data: bytes) -> None:
@@ -115,20 +115,21 @@ class _Plane:
                 self._call(name, kind.FromString(data))
         except (DecodeError, _AbortedError):
             pass
-        self._server._draining = False
-        if self._server._leases or self._server.store.resident_bytes or self._server.store._reserved_bytes:
+        self._servicer._draining = False
+        store = self._server.parts.store
+        if self._servicer._leases or store.resident_bytes or store._reserved_bytes:
             raise AssertionError("something of a host that has gone is still there")
 
     def _call(self, name: str, request: Any) -> None:
         if getattr(request, "lease_id", "") != LEASE:
             self._finish(name, request)
             return
-        lease = self._server.open_lease(pb.Hello(host="fuzz"), "fuzz", lambda message: None)
+        lease = self._servicer.open_lease(pb.Hello(host="fuzz"), "fuzz", lambda message: None)
         request.lease_id = lease.lease_id
         try:
             self._finish(name, request)
         finally:
-            lease.close("done")
+            self._servicer.close_lease(lease, "done")
 
     def _finish(self, name: str, request: Any) -> None:
         """Makes a call, reads all its replies, and turns its error into a status as the server does."""
@@ -149,7 +150,7 @@ class _Plane:
             with contextlib.closing(replies):
                 for reply in replies:
                     if reply.WhichOneof("step") == "welcome":
-                        checkpoint = Checkpoint.open(self._server.settings.model or "", dtype=torch.bfloat16)
+                        checkpoint = Checkpoint.open(self._server.parts.settings.model or "", dtype=torch.bfloat16)
                         self._finish("LoadExperts", _load(checkpoint, reply.welcome.lease_id))
         except MoeOffloadError as error:
             abort(context, error)

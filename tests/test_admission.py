@@ -24,7 +24,7 @@ from moeoffload.control.client import ControlClient, Lease
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import _cgroup_room
 from moeoffload.errors import BusyError, CapacityError, ServerError
-from moeoffload.expert_server.server import MAX_LEASES_OF_ONE
+from moeoffload.expert_server.service import MAX_LEASES_OF_ONE
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.host.attach import retry_while_busy
 from moeoffload.placement import ExpertTable, batch_row_bytes

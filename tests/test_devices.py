@@ -23,8 +23,7 @@ from moeoffload import devices, open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.devices import DeviceMemory, device_memory
 from moeoffload.errors import CapacityError, SettingError, SystemLimitError
-from moeoffload.expert_server.layer_parts import LayerParts, LayerSource
-from moeoffload.expert_server.several_devices import SeveralDevices
+from moeoffload.expert_server.several_devices import LayerParts, LayerSource, SeveralDevices
 from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 
 

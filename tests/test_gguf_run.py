@@ -126,7 +126,7 @@ def test_a_config_that_is_none_leaves_a_server_as_it_was(start_server: StartServ
 
 def test_a_server_reads_files_below_its_root_and_no_others(tmp_path: Path) -> None:
     """Also one whose name is a link to a file without that ending, as in a hub cache."""
-    from moeoffload.expert_server.model_roots import ModelRoots
+    from moeoffload.expert_server.agreement import ModelRoots
 
     root, outside = tmp_path / "root", tmp_path / "outside"
     root.mkdir()

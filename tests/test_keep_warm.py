@@ -221,14 +221,17 @@ class LetsABuildEnd:
     thread has begun."""
 
     def __init__(self, inner: Any, end: Any) -> None:
-        self._inner, self._end, self._thread, self._done = inner, end, threading.get_ident(), False
+        self._inner, self._end, self._thread, self._done, self._depth = inner, end, threading.get_ident(), False, 0
 
     def __enter__(self) -> None:
         self._inner.acquire()
+        self._depth += 1
 
     def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        is_free = self._depth == 0
         self._inner.release()
-        if threading.get_ident() == self._thread and not self._done:
+        if threading.get_ident() == self._thread and is_free and not self._done:
             self._done = True
             self._end()
 

@@ -13,8 +13,7 @@ from conftest import DEMO, StartServer
 
 from moeoffload import open_model
 from moeoffload.errors import ServerError
-from moeoffload.expert_server.arena import DECODE_ROWS, HostArena
-from moeoffload.expert_server.staging import DeviceArena
+from moeoffload.expert_server.arena import DECODE_ROWS, DeviceArena, HostArena
 from moeoffload.page_locked import PageLocked
 from moeoffload.payload import PayloadDtype, store_rows
 from moeoffload.wire import FrameLayout

@@ -21,9 +21,8 @@ from moeoffload import open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import PlacementError
 from moeoffload.expert_server import two_tiers
-from moeoffload.expert_server.hot_experts import LEAST_SETS, MOST_MOVES, HotExperts
-from moeoffload.expert_server.layer_parts import LayerSource
-from moeoffload.expert_server.two_tiers import Tiers, TwoTierLayer
+from moeoffload.expert_server.several_devices import LayerSource
+from moeoffload.expert_server.two_tiers import LEAST_SETS, MOST_MOVES, HotExperts, Tiers, TwoTierLayer
 from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 
 CPU = torch.device("cpu")

@@ -61,12 +61,12 @@ def serve(
     server = ExpertServer.start(settings, on_drained=lambda: os.write(stop, b"d"))
     if trace_memory:
         tracemalloc.start()
-    devices = ", ".join(map(str, server.devices))
+    devices = ", ".join(map(str, server.parts.devices))
     log.info(
         "device %s, %.4g GiB for experts, transports %s",
         devices,
-        server.store.budget_bytes / (1 << 30),
-        ", ".join(server.factories),
+        server.parts.store.budget_bytes / (1 << 30),
+        ", ".join(server.parts.factories),
     )
     stdin = sys.stdin.fileno() if exit_with_stdin else None
     try:
@@ -75,7 +75,7 @@ def serve(
         with contextlib.suppress(MemoryError, OSError, ImportError, _Signalled), _signals_raise(), quick_imports():
             import_module("moeoffload.checkpoint")
         if _wait(stopped, stdin) == signal.SIGTERM:
-            log.info("draining: %d leases", server.drain())
+            log.info("draining: %d leases", server.service.drain())
             # Ends at another signal, when the last host has left, or at the timeout.
             _wait(stopped, stdin, settings.drain_timeout_s)
     finally:

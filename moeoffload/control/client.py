@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import os
@@ -65,11 +66,9 @@ class ControlClient:
         try:
             look_s, refused_since = LOOK_S, None
             while (left_s := deadline - monotonic()) > 0:
-                try:
+                with contextlib.suppress(grpc.FutureTimeoutError):
                     ready.result(timeout=min(look_s, left_s))
                     return
-                except grpc.FutureTimeoutError:
-                    pass
                 # gRPC keeps trying whatever the reason, even one that waiting cannot cure.
                 try:
                     reason = why_not(self.address, self._credentials, max(0.1, deadline - monotonic()))
@@ -310,7 +309,11 @@ class Lease:
             for reply in self._call:
                 step = reply.WhichOneof("step")
                 if step == "draining":
-                    self._drain()
+                    with self._lock:
+                        self._draining = True
+                        to_tell = list(self._listeners)
+                    for _, on_drain in to_tell:
+                        on_drain()
                 elif step == "closing":
                     reason = f"expert server {self._client.address}: {one_line(reply.closing.reason)}"
                 elif self._replies.qsize() < MAX_UNREAD:
@@ -330,10 +333,3 @@ class Lease:
         self._replies.put(None)
         for on_end, _ in listeners:
             on_end(self.end_reason)
-
-    def _drain(self) -> None:
-        with self._lock:
-            self._draining = True
-            listeners = list(self._listeners)
-        for _, on_drain in listeners:
-            on_drain()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import secrets
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias
 
@@ -15,6 +13,7 @@ from grpc_health.v1 import health
 from moeoffload.control.credentials import TOKEN_KEY, ServerCredentials
 from moeoffload.control.status import abort
 from moeoffload.errors import DeadlineError, ProtocolError
+from moeoffload.last_resort import answer_within
 from moeoffload.logs import Refusals
 
 FIRST_S: Final = 10.0
@@ -89,18 +88,14 @@ def _guarded(handler: Any, method: str, first_s: float) -> _Handler:
             raise ProtocolError(f"{method}: {len(data)} bytes that are no message of this method") from None
 
     def only(requests: Iterator[bytes]) -> Any:
-        arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-
-        def read() -> None:
+        def first() -> bytes | None:
             with contextlib.suppress(Exception):  # gRPC raises an empty exception when the call ends
-                arrived.put(next(requests, None))
-                return
-            arrived.put(None)
+                return next(requests, None)
+            return None
 
-        threading.Thread(target=read, name="call-reader", daemon=True).start()
         try:
-            data = arrived.get(timeout=first_s)
-        except queue.Empty:
+            data = answer_within(first_s, "call-reader", first)
+        except TimeoutError:
             raise DeadlineError(f"{method}: no request within {first_s:g} s") from None
         if data is None:
             raise ProtocolError(f"{method}: the call has no request")

@@ -26,7 +26,9 @@ def why_not(address: str, credentials: HostCredentials, timeout_s: float) -> str
     Raises ConnectionRefusedError: nothing listens there."""
     try:
         return answer_within(timeout_s, "probe", functools.partial(_look, Address(address), credentials))
-    except TimeoutError:
+    except ConnectionRefusedError:
+        raise
+    except OSError:  # a timeout, too
         return None
 
 
@@ -35,10 +37,6 @@ def _look(place: Address, credentials: HostCredentials) -> str | None:
         connection = socket.create_connection((place.host, place.port), PROBE_S)
     except socket.gaierror as error:
         return f"no machine of the name {one_line(place.host, 253)} is known ({error.strerror})"
-    except ConnectionRefusedError:
-        raise
-    except OSError:
-        return None
     with connection:
         if credentials.context is None:
             return _why_not_plain(connection)
@@ -55,8 +53,6 @@ def _why_not_plain(connection: socket.socket) -> str | None:
     except ssl.SSLError as error:
         if "ALERT" not in (error.reason or ""):
             return None
-    except OSError:
-        return None
     return "it speaks TLS; give --tls-ca FILE, and --tls-cert and --tls-key if it wants to know its hosts"
 
 
@@ -89,5 +85,3 @@ def _why_not_tls(connection: socket.socket, context: ssl.SSLContext, has_cert: b
         if "ALERT" in reason:
             return objection
         return f"the TLS handshake failed ({reason.lower().replace('_', ' ') or error})"
-    except OSError:
-        return None

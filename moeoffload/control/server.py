@@ -7,7 +7,10 @@ UTF-8 (grpcio 1.85).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from typing import Any, Final
 
 import grpc
@@ -15,11 +18,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from moeoffload.config import bracketed
-from moeoffload.control.call_threads import CallThreads
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.gate import FIRST_S, Gate
 from moeoffload.control.protocol import SERVER_OPTIONS
-from moeoffload.control.service import STEP_S, ExpertBackend, ExpertServicer
 from moeoffload.control.user_token import UserToken, numeric_loopback
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
@@ -27,13 +28,80 @@ from moeoffload.errors import SettingError
 from moeoffload.logs import Refusals
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["ExpertService"].full_name
+MOST_CALLS: Final = 64
+"""Most calls at a time; further ones wait. Calls that send no request end after some seconds."""
 _STOP_S: Final = 2.0
+
+
+class CallThreads(Executor):
+    """The threads in which gRPC runs calls: one per call, which ends with it, and one that waits for the next call.
+
+    So calls can be refused even when the system allows no more threads. A ThreadPoolExecutor would never shrink below
+    the most threads that it ever needed at once.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._n_threads = self._n_idle = 0
+        self._ended = False
+        self._add_thread()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Runs ``fn`` in a thread of its own, or after another call if no thread is available."""
+        done: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                done.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                done.set_exception(error)
+
+        with self._changed:
+            self._calls.append(call)
+            if self._n_idle <= len(self._calls):
+                self._add_thread()
+            self._changed.notify()
+        return done
+
+    def end(self, timeout_s: float) -> bool:
+        """Lets the threads end; returns whether all running calls have ended within ``timeout_s`` seconds."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._n_threads == 0, timeout_s)
+
+    def _add_thread(self) -> None:
+        if self._n_threads >= MOST_CALLS or self._ended:
+            return
+        try:
+            threading.Thread(target=self._run, name="call", daemon=True).start()
+        except RuntimeError:
+            return  # the system allows no more: existing threads serve, or refuse, the waiting calls
+        self._n_threads += 1
+        self._n_idle += 1
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._calls or self._ended)
+                self._n_idle -= 1
+                call = self._calls.popleft() if self._calls else None
+            if call is not None:
+                call()
+                del call
+            with self._changed:
+                if self._ended or self._n_idle > len(self._calls):
+                    self._n_threads -= 1
+                    self._changed.notify_all()
+                    return
+                self._n_idle += 1
 
 
 class ControlServer:
     """Listens and serves from `start` to `stop`. ``port`` is the actual port, even if port 0 was given."""
 
-    def __init__(self, gate: Gate, servicer: ExpertServicer) -> None:
+    def __init__(self, gate: Gate, servicer: pb_grpc.ExpertServiceServicer) -> None:
         # gRPC logs a traceback for every call header that is not UTF-8, although it goes on.
         logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
         self.port = 0
@@ -50,24 +118,29 @@ class ControlServer:
         cls,
         host: str,
         port: int,
-        backend: ExpertBackend,
+        servicer: pb_grpc.ExpertServiceServicer,
         credentials: ServerCredentials,
         refusals: Refusals,
         *,
         first_s: float = FIRST_S,
-        step_s: float = STEP_S,
     ) -> ControlServer:
-        """Listens on ``host``:``port`` and serves ``backend``, the standard health service and reflection.
+        """Listens on ``host``:``port`` and serves the expert service, the standard health service and reflection.
 
         Calls that ``credentials`` do not allow are refused and added to ``refusals``; health checks are open to all. A
-        call must send its request within ``first_s`` seconds, and a host each further step of an attach within
-        ``step_s``.
+        call must send its request within ``first_s`` seconds.
         Raises SettingError: the address cannot be bound; SystemLimitError: there is no folder for the token of a server
         that serves its own user only.
         """
         gate = Gate(credentials, refusals, first_s)
-        control = cls(gate, ExpertServicer(backend, first_s, step_s))
-        control.port = control._bind(host, port, credentials.tls)
+        control = cls(gate, servicer)
+        address = f"{bracketed(numeric_loopback(host))}:{port}"
+        try:
+            if credentials.tls is not None:
+                control.port = control._server.add_secure_port(address, credentials.tls)
+            else:
+                control.port = control._server.add_insecure_port(address)
+        except RuntimeError:
+            raise SettingError(f"--listen: cannot listen at {host}:{port}; is another server running there?") from None
         if credentials.same_user and credentials.token is not None:
             token = control._user_token = UserToken.write(host, control.port, credentials.token)
             gate.whose_token = (
@@ -95,16 +168,6 @@ class ControlServer:
             ended = self._server.stop(None)
         if not ended.wait(grace_s + _STOP_S) or not self._calls.end(_STOP_S):
             logging.getLogger(__name__).warning("the control plane did not stop within %g s", grace_s + _STOP_S)
-
-    def _bind(self, host: str, port: int, tls: grpc.ServerCredentials | None) -> int:
-        """Binds the address; returns the port. Raises SettingError: it is taken, or not an address of this machine."""
-        address = f"{bracketed(numeric_loopback(host))}:{port}"
-        try:
-            if tls is not None:
-                return self._server.add_secure_port(address, tls)
-            return self._server.add_insecure_port(address)
-        except RuntimeError:
-            raise SettingError(f"--listen: cannot listen at {host}:{port}; is another server running there?") from None
 
 
 class _Health(health.HealthServicer):  # type: ignore[misc]

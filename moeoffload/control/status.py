@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Final, NoReturn
 
 import grpc
@@ -52,8 +51,9 @@ def abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
 
 def error_of(error: grpc.RpcError, address: str, step: str) -> ServerError:
     """Returns the host's exception for a call ``step`` to the server at ``address`` that ended with ``error``."""
-    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    details = one_line((error.details() if isinstance(error, grpc.Call) else None) or code.name)
+    assert isinstance(error, grpc.Call), "errors of calls are the calls themselves"
+    code = error.code()
+    details = one_line(error.details() or code.name)
     where = f"expert server {address}"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"{where}: no answer to {step} in time")
@@ -68,12 +68,9 @@ def error_of(error: grpc.RpcError, address: str, step: str) -> ServerError:
     return ServerError(f"{where}: {details}")
 
 
-def _retry_after_s(error: grpc.RpcError) -> float | None:
+def _retry_after_s(call: grpc.Call) -> float | None:
     """Returns after how many seconds the server suggests to retry; None if it does not say."""
-    metadata: Iterable[tuple[str, str | bytes]] = (
-        error.trailing_metadata() if isinstance(error, grpc.Call) else ()
-    ) or ()
-    for name, value in metadata:
+    for name, value in call.trailing_metadata() or ():
         if name == RETRY_AFTER and isinstance(value, str) and value.isascii() and value.isdigit():
             return min(int(value[:9]) / 1000, MOST_RETRY_AFTER_S)
     return None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
 
-from moeoffload.errors import MoeOffloadError
+from moeoffload.errors import CapacityError, MoeOffloadError, ProtocolError
 from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.batcher import Batch
-from moeoffload.expert_server.counters import EngineCounters
 from moeoffload.expert_server.fair_share import SMALL_ROWS, FairShares
 from moeoffload.expert_server.requests import Job, Request, RequestError, SlotContext, check, write_sums_header
 from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels, SlotError
@@ -22,6 +23,35 @@ logger = logging.getLogger(__name__)
 
 Pause = Callable[[], float]
 """Computes small requests of other hosts whose turn it is; returns the seconds that took."""
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the start; times in seconds. A batch is one kernel call, for one request or several.
+
+    Only the computing thread writes; a reader may see a call half counted.
+    """
+
+    requests: int = 0
+    rows: int = 0
+    errors: int = 0
+    skipped: int = 0  # requests not computed because their hosts no longer waited for them
+    queue_s: float = 0.0  # summed over requests, from arrival to the start of their call
+    compute_s: float = 0.0
+    members: list[int] = field(default_factory=lambda: [0] * 6)  # batches of 1, 2, 3, 4, 5 to 8 and more requests
+    batch_wait_s: float = 0.0  # summed over batches, the wait of the member that waited longest
+
+    def count_batch(self, n_members: int, wait_s: float, compute_s: float) -> None:
+        """Counts one kernel call for ``n_members`` requests, the oldest of which had waited for ``wait_s``."""
+        self.members[bisect_left((1, 2, 3, 4, 8), n_members)] += 1
+        self.batch_wait_s += wait_s
+        self.compute_s += compute_s
+
+    def count_request(self, n_rows: int, wait_s: float) -> None:
+        """Counts one computed request."""
+        self.requests += 1
+        self.rows += n_rows
+        self.queue_s += wait_s
 
 
 class Answers:
@@ -144,6 +174,10 @@ class Answers:
             code, text, row = error.code, str(error), error.row
         elif isinstance(error, SlotError):
             code, text = ErrorCode.BAD_SLOT, str(error)
+        elif isinstance(error, CapacityError):
+            code, text = ErrorCode.CAPACITY, str(error)
+        elif isinstance(error, ProtocolError):
+            code, text = ErrorCode.BAD_FRAME, str(error)
         elif context.host.closed:  # the host left and its buffers were freed during the computation
             code, text = ErrorCode.DRAINING, "the lease has ended"
         if code == ErrorCode.TOO_LATE:

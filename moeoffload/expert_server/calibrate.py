@@ -50,7 +50,7 @@ def time_layer(
     *,
     n_experts: int,
     device: torch.device,
-    workspace: KernelWorkspace,
+    workspace: KernelWorkspace | None = None,
     pause: Callable[[], float] | None = None,
     sizes: Sequence[int] = SIZES,
 ) -> list[tuple[int, float]]:
@@ -58,8 +58,8 @@ def time_layer(
 
     Each row is routed to ``top_k`` different ones of the layer's ``n_experts``; as in a run, only those held here are
     computed, and rows without any are left out. The fastest repeat of a size counts, so that disturbances do not. Runs
-    on the thread that owns ``workspace``; between slices it calls ``pause``, if given, which lets others compute and
-    returns for how many seconds they did.
+    on the thread that owns ``workspace`` (None: the layer's own); between slices it calls ``pause``, if given, which
+    lets others compute and returns for how many seconds they did.
     """
     generator = torch.Generator().manual_seed(0)
     f32 = torch.float32  # always named: while another host's model is opened, torch's default dtype is that model's

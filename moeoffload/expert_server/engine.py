@@ -21,9 +21,8 @@ from typing import Final, TypeVar
 import torch
 
 from moeoffload.errors import ServerError
-from moeoffload.expert_server.answers import Answers
+from moeoffload.expert_server.answers import Answers, EngineCounters
 from moeoffload.expert_server.batcher import Batch
-from moeoffload.expert_server.counters import EngineCounters
 from moeoffload.expert_server.fair_share import SMALL_PRICE, FairShares, Share
 from moeoffload.expert_server.requests import HostShare, Job, Request, RequestError, is_small
 from moeoffload.kernels import KernelWorkspace

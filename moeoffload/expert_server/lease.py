@@ -10,18 +10,18 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
+import grpc
+
 from moeoffload.config.shared import USUAL_ROWS
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
-from moeoffload.expert_server.agreement import check_activate, check_table, check_transport, compare
-from moeoffload.expert_server.arena import HostArena
+from moeoffload.expert_server.agreement import ModelRoots, check_activate, check_table, check_transport, compare
+from moeoffload.expert_server.arena import DeviceArena, HostArena
 from moeoffload.expert_server.calibrate import SIZES, best_rows, time_layer
-from moeoffload.expert_server.layer_parts import LayerSource
-from moeoffload.expert_server.model_roots import ModelRoots
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.expert_server.server_parts import ServerParts
-from moeoffload.expert_server.staging import DeviceArena
+from moeoffload.expert_server.several_devices import LayerSource
 from moeoffload.expert_server.store import LayerKey
 from moeoffload.kernels import KernelWorkspace, LayerKernels
 from moeoffload.placement import GIB, ExpertTable, batch_row_bytes, frames_row_bytes
@@ -42,33 +42,35 @@ CALIBRATION_TIMEOUT_S: Final = 60.0
 
 
 class HostLease:
-    """Implements `moeoffload.control.service.BackendLease` for one host."""
+    """One host on the server. Closing the lease frees everything that belongs to it."""
 
     def __init__(
         self,
         server: ServerParts,
-        roots: ModelRoots,
         host: str,
         peer: str,
+        limited_as: str,
         epoch: int,
         say: Callable[[pb.AttachReply], None],
-        on_close: Callable[[HostLease], None],
     ) -> None:
-        """``host`` is the name that the host at ``peer`` gives itself; ``roots`` decide which models it may name."""
+        """``host`` is the name that the host at ``peer`` gives itself, ``limited_as`` the identity against whose limit
+        of leases this one counts; ``say`` sends the host a message."""
         self.lease_id = secrets.token_hex(16)
         self.host = host
-        self.limited_as = ""
-        """The identity against whose limit of leases this one counts."""
+        self.limited_as = limited_as
         self.epoch = epoch
+        self.say = say
+        self.call: grpc.ServicerContext | None = None
+        """The call that runs besides the stream of the lease: one at a time."""
+        self.called_until = float("-inf")
+        """When the last such call ended, monotonic seconds."""
         self._server = server
-        self._roots = roots
-        self._say = say
-        self._on_close = on_close
         self._settings = server.settings
         self._device = server.device
         self._store = server.store
         self._engine = server.engine
-        self._share = server.engine.shares.join(f"{peer} {host}")
+        self._name = f"{peer} {host}"
+        self._share = server.engine.shares.join(self._name)
         self._lock = threading.Lock()
         self._closed = False
         self._loads = False
@@ -84,11 +86,7 @@ class HostLease:
 
     def end(self, reason: str) -> None:
         """Asks the host's stream to end; ``reason`` is sent to the host."""
-        self._say(pb.AttachReply(closing=pb.Closing(reason=reason)))
-
-    def drain(self) -> None:
-        """Asks the host to move on and to end the lease."""
-        self._say(pb.AttachReply(draining=pb.Draining()))
+        self.say(pb.AttachReply(closing=pb.Closing(reason=reason)))
 
     def calibrate(self, request: pb.CalibrateRequest) -> pb.CalibrateReply:
         """Loads a few experts temporarily and times them.
@@ -114,7 +112,9 @@ class HostLease:
 
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
         """Returns this server's copy of the host's model."""
-        reference = self._settings.model or self._roots.resolve(model.reference, model.revision or None)
+        refuse = functools.partial(self._server.refusals.add, self._name)
+        roots = ModelRoots(self._settings.model_root, self._server.any_model, refuse)
+        reference = self._settings.model or roots.resolve(model.reference, model.revision or None)
         return self._server.models.open(model, reference)
 
     def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
@@ -138,9 +138,8 @@ class HostLease:
         table = check_table(request, checkpoint)
         self._checkpoint = checkpoint
         begun, loaded = monotonic(), 0
-        total = sum(
-            len(experts) * layer.expert_bytes for experts, layer in zip(table.layers, checkpoint.layers, strict=True)
-        )
+        sizes = [layer.expert_bytes for layer in checkpoint.layers]
+        total = sum(len(experts) * size for experts, size in zip(table.layers, sizes, strict=True))
         logger.info("%s: loading %d experts, %.4g GiB, of %s", self.host, table.n_experts, total / GIB, checkpoint.path)
         yield pb.LoadProgress(loaded_bytes=0, total_bytes=total)
         read = self._store.read_bytes
@@ -151,7 +150,7 @@ class HostLease:
         parts.sort(key=missing.__contains__)
         if (tiers := self._server.tiers) is not None and missing:
             self._store.forget_warm(keys)
-            n_bytes = sum(len(experts) * checkpoint.layers[layer].expert_bytes for layer, experts in missing)
+            n_bytes = sum(len(experts) * sizes[layer] for layer, experts in missing)
             self._fast_part = tiers.share(n_bytes)
             logger.info("%s: %.0f %% of the experts to load begin on the device", self.host, 100 * self._fast_part)
         from moeoffload.checkpoint.copy_buffers import CopyBuffers  # imported with the first model, as is checkpoint/
@@ -159,7 +158,7 @@ class HostLease:
         with CopyBuffers() as buffers:
             for layer, experts in parts:
                 self._load_layer(checkpoint, layer, experts, buffers)
-                loaded += len(experts) * checkpoint.layers[layer].expert_bytes
+                loaded += len(experts) * sizes[layer]
                 yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total)
         for _, module in sorted(self._modules.items()):  # hosts expect them in the order of the layers
             yield pb.LoadProgress(loaded_bytes=loaded, total_bytes=total, weight_error=module.weight_error)
@@ -179,7 +178,7 @@ class HostLease:
             with lean_heap():
                 if (memories := self._server.memories) is None:
                     return source.build(self._device)[1]
-                return memories.build(source, functools.partial(self._store.forget_warm, ()), self._fast_part)
+                return memories.build(source, self._store.forget_warm, self._fast_part)
 
         key = LayerKey.of(checkpoint, layer, experts)
         try:
@@ -219,9 +218,7 @@ class HostLease:
         for layer, kernels in list(self._modules.items())[:1]:
             known = self._store.timings.setdefault(kernels, {})
             if capacity not in known:  # timing also warms everything up
-                n_experts = checkpoint.layers[layer].n_experts
-                workspace = self._engine.kernel_workspace
-                known[capacity] = self._time(kernels, layout.top_k, capacity, n_experts, workspace)
+                known[capacity] = self._time(kernels, layout.top_k, capacity, checkpoint.layers[layer].n_experts)
             timings = known[capacity]
         kernel = ", ".join(sorted({each.kernel_for(n) for each in self._modules.values() for n in (1, capacity)}))
         if request.kernel:
@@ -255,7 +252,7 @@ class HostLease:
     def _best_capacity(self, checkpoint: Checkpoint, most: int) -> int:
         """Returns the measured best batch capacity, at most ``most``; releases the memory reserved beyond it."""
         layer, kernels = next(iter(self._modules.items()))
-        how = checkpoint.top_k, most, checkpoint.layers[layer].n_experts, self._engine.kernel_workspace
+        how = checkpoint.top_k, most, checkpoint.layers[layer].n_experts
         known = self._store.best_rows.setdefault(kernels, {})
         if most not in known:
             known[most] = best_rows(lambda n: self._time(kernels, *how, sizes=(n,))[0][1], USUAL_ROWS, most)
@@ -291,7 +288,7 @@ class HostLease:
         top_k: int,
         capacity: int,
         n_experts: int,
-        workspace: KernelWorkspace,
+        workspace: KernelWorkspace | None = None,
         sizes: Sequence[int] = SIZES,
     ) -> list[tuple[int, float]]:
         """Times calls of several sizes when it is this host's turn; returns (rows, seconds)."""
@@ -363,22 +360,19 @@ class HostLease:
                 return
             self._closed = True
             channels, self._channels = self._channels, {}
-        if self._active is not None:
-            self._active.closed = True
-        for channel in channels.values():
-            _close(channel)
-        if self._active is not None:
-            self._active.arena.close(lambda work: self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S))
+        if (active := self._active) is not None:
+            active.closed = True
+            for channel in channels.values():
+                _close(channel)
+            active.arena.close(lambda work: self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S))
+            active.layers = ()  # frees them now, not when Python's cycle collector runs
         self._engine.leave(self._share)
-        if self._active is not None:
-            self._active.layers = ()  # frees them now, not when Python's cycle collector runs
         self._server.reserve(-self._reserved)
         self._give_back_experts()
         if (tiers := self._server.tiers) is not None:
             hits = tiers.fast_routes, tiers.fast_routes + tiers.slow_routes
             logger.info("on the device so far: %d of %d routes, after %d moves", *hits, tiers.moves)
         logger.info("%s: lease ended (%s)", self.host, reason)
-        self._on_close(self)
 
     def _give_back_experts(self) -> None:
         with self._lock:

@@ -10,10 +10,9 @@ from typing import Any, Final
 
 import torch
 
-from moeoffload.errors import CapacityError, ProtocolError
-from moeoffload.expert_server.arena import HostArena
+from moeoffload.errors import ProtocolError
+from moeoffload.expert_server.arena import DeviceArena, HostArena
 from moeoffload.expert_server.fair_share import SMALL_ROWS, Share
-from moeoffload.expert_server.staging import DeviceArena
 from moeoffload.kernels import LayerKernels
 from moeoffload.transport.base import ServerChannel, ServerSlot
 from moeoffload.wire import (
@@ -107,20 +106,15 @@ def is_small(request: Request | Job) -> bool:
 
 def check(request: Request) -> LayerKernels:
     """Reads and checks the header before anything is allocated; returns the experts of its layer.
-    Raises RequestError: the frame differs from what was agreed on, its experts are not here, or the host no longer
-    waits for the reply."""
+    Raises ProtocolError, CapacityError: the frame differs from what was agreed on; RequestError: its experts are not
+    here, or the host no longer waits for the reply."""
     channel, slot = request
     context: SlotContext = slot.owner
     host, header = context.host, context.header
-    try:
-        host.reader.read(header, slot.request, slot.n_bytes)
-        layers = host.layers
-        if header.layer >= len(layers):
-            raise ProtocolError(f"frame layer is {header.layer}, the model has {len(layers)} MoE layers")
-    except CapacityError as error:
-        raise RequestError(ErrorCode.CAPACITY, str(error)) from None
-    except ProtocolError as error:
-        raise RequestError(ErrorCode.BAD_FRAME, str(error)) from None
+    host.reader.read(header, slot.request, slot.n_bytes)
+    layers = host.layers
+    if header.layer >= len(layers):
+        raise ProtocolError(f"frame layer is {header.layer}, the model has {len(layers)} MoE layers")
     experts = layers[header.layer]
     if experts is None:
         raise RequestError(ErrorCode.BAD_SLOT, f"layer {header.layer}: this server holds none of its experts")

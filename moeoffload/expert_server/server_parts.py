@@ -9,12 +9,13 @@ from typing import Final
 import torch
 
 from moeoffload.config import ExpertServerSettings
+from moeoffload.expert_server.agreement import OpenModels
 from moeoffload.expert_server.engine import Engine
-from moeoffload.expert_server.open_models import OpenModels
 from moeoffload.expert_server.several_devices import SeveralDevices
 from moeoffload.expert_server.store import ExpertStore
 from moeoffload.expert_server.two_tiers import Tiers
-from moeoffload.transport import shared_room
+from moeoffload.logs import Refusals
+from moeoffload.transport import StreamListener, shared_room
 from moeoffload.transport.base import ChannelSizes, Deliver, ServerChannel
 
 LEAST_ROWS: Final = 32
@@ -32,10 +33,15 @@ class ServerParts:
     device: torch.device
     store: ExpertStore
     engine: Engine
-    factories: dict[str, ChannelFactory]
-    models: OpenModels = field(default_factory=OpenModels, kw_only=True)
-    memories: SeveralDevices | None = field(default=None, kw_only=True)
+    any_model: bool
+    """Whether hosts may name any model that this process can read."""
+    memories: SeveralDevices | None
     """Set if experts are in several memories; ``device`` is the first of them."""
+    factories: dict[str, ChannelFactory] = field(default_factory=dict)
+    listener: StreamListener | None = None
+    """Set if the stream transport is offered."""
+    models: OpenModels = field(default_factory=OpenModels)
+    refusals: Refusals = field(default_factory=Refusals)
 
     @property
     def tiers(self) -> Tiers | None:
@@ -80,7 +86,7 @@ class ServerParts:
         """Returns the bytes left for batches; evicts warm experts if one of several memories has less than
         ``wanted``."""
         if self.memories is not None and self.memories.batch_room < wanted:
-            self.store.forget_warm(())
+            self.store.forget_warm()
         room = self.store.free_bytes // len(self.devices)  # a batch needs room on every device
         return max(0, room if self.memories is None else min(room, self.memories.batch_room))
 

@@ -1,21 +1,128 @@
-"""Several memories of one server: accounts for the bytes taken of each and decides which experts each gets."""
+"""Several memories of one server: which experts each device gets, the bytes taken of each, and layers split over them.
+
+A call of a split layer goes to the first device, which copies it to the others; all compute at the same time, and the
+first adds their sums to its own in float32, in the order of the devices: the last bits of a row depend only on which
+device holds its experts.
+"""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import nn
 
+from moeoffload.config import Kernel
 from moeoffload.errors import CapacityError
-from moeoffload.expert_server.layer_parts import LayerParts, LayerSource
-from moeoffload.kernels import LayerKernels
+from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 from moeoffload.placement import GIB, round_to_sum
+
+if TYPE_CHECKING:
+    from moeoffload.checkpoint import Checkpoint
+    from moeoffload.checkpoint.copy_buffers import CopyBuffers
 
 KEPT: Final = 0.02
 """Fraction of the memory not offered: parts of a layer are whole experts."""
+
+
+@dataclass(frozen=True)
+class LayerSource:
+    """Experts of one layer of a checkpoint, and how they are to be read and computed."""
+
+    checkpoint: Checkpoint
+    layer: int
+    experts: Sequence[int]
+    workspace: KernelWorkspace
+    kernel: Kernel
+    buffers: CopyBuffers | None = None
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert in memory."""
+        return self.checkpoint.layers[self.layer].expert_bytes
+
+    def build(self, device: torch.device, some: slice = slice(None)) -> tuple[nn.Module, LayerKernels]:
+        """Reads ``some`` of the experts to a device; returns the module that holds them, and its kernels.
+        Raises ModelError: see `Checkpoint.build_experts`."""
+        how: Any = {"in_tiles": self.kernel != "grouped", "buffers": self.buffers}
+        module = self.checkpoint.build_experts(self.layer, self.experts[some], device, **how)
+        return module, LayerKernels(module, self.workspace, self.kernel)
+
+
+class LayerParts(LayerKernels):
+    """As `LayerKernels`, for experts on several devices; a slot is an index into the source's experts, wherever one is.
+
+    Rows, slots and sums of a call are on one device. If that is a GPU, nothing here waits for any device, and slots
+    must be in -1 to n_experts - 1.
+    """
+
+    def __init__(self, source: LayerSource, parts: Sequence[tuple[torch.device, int]]) -> None:
+        """Reads the experts, in order, to the devices of ``parts``: pairs of a device and its number of experts, at
+        least one. Raises ModelError: see `Checkpoint.build_experts`."""
+        ends = list(itertools.accumulate(n for _, n in parts))
+        built = [source.build(device, slice(end - n, end)) for (device, n), end in zip(parts, ends, strict=True)]
+        self._modules, self._parts = zip(*built, strict=True)
+        self._devices = tuple(device for device, _ in parts)
+        first, self.n_experts = self._parts[0], len(source.experts)
+        self.dtype, self.hidden = first.dtype, first.hidden
+        self.falls_back = next((each.falls_back for each in self._parts if each.falls_back), None)
+        self.weight_error = _joined_error(self._parts)
+        self.is_batch_invariant = all(each.is_batch_invariant for each in self._parts)
+        # For each part the slot of every expert in it, or -1. The last entry is for slot -1 (no expert).
+        places = torch.full((len(parts), self.n_experts + 1), -1, dtype=torch.int64)
+        for place, (_, n), end in zip(places, parts, ends, strict=True):
+            place[end - n : end] = torch.arange(n)
+        self._places = places.to(self._devices[0])
+
+    def kernel_for(self, n_rows: int) -> str:
+        """Returns the names of the kernels that serve a call of ``n_rows`` rows."""
+        names = " and ".join(self._kernels_for(n_rows))
+        return f"{names} on {len(self._parts)} devices" if len(self._parts) > 1 else names
+
+    def _kernels_for(self, n_rows: int) -> list[str]:
+        return list(dict.fromkeys(part.kernel_for(n_rows) for part in self._parts))
+
+    def reserve(self, max_rows: int, top_k: int) -> None:
+        """See `LayerKernels.reserve`."""
+        for part in self._parts:
+            part.reserve(max_rows, top_k)
+
+    def __call__(self, call: KernelInput, workspace: KernelWorkspace | None = None) -> None:
+        """See `LayerKernels.__call__`."""
+        for _ in self.in_slices(call, workspace):
+            pass
+
+    def in_slices(self, call: KernelInput, workspace: KernelWorkspace | None = None) -> Iterator[None]:
+        """See `LayerKernels.in_slices`."""
+        rows, slots, weights, out = call
+        self._check_slots(slots)
+        places = self._places[:, slots.to(self._places.device)]
+        sums = [torch.empty(out.shape, dtype=out.dtype, device=device) for device in self._devices[1:]]
+        sums.insert(0, out if self._devices[0] == out.device else torch.empty_like(out, device=self._devices[0]))
+        # First all copies (a copy waits for work queued before it), then the other devices' parts, then the first's.
+        calls = [
+            KernelInput(rows.to(device), at.to(device), weights.to(device), of_part)
+            for device, at, of_part in zip(self._devices, places, sums, strict=True)
+        ]
+        for part, its_call in reversed(list(zip(self._parts, calls, strict=True))):
+            yield from part.in_slices(its_call, workspace)
+        if sums[0] is not out:
+            sums.insert(0, out.zero_())
+        for of_part in sums[1:]:
+            out += of_part.to(out.device)
+
+
+def _joined_error(parts: Sequence[LayerKernels]) -> float | None:
+    """Returns the `LayerKernels.weight_error` of all parts together; assumes that all weights are equally large."""
+    known = [(part.n_experts, part.weight_error) for part in parts if part.weight_error is not None]
+    if len(known) < len(parts):
+        return None
+    return float((sum(n * error**2 for n, error in known) / sum(n for n, _ in known)) ** 0.5)
 
 
 class SeveralDevices:
@@ -67,13 +174,13 @@ class SeveralDevices:
         if counts is None:
             size = f"{expert_bytes / GIB:.4g} GiB"
             raise CapacityError(f"layer {source.layer}: {n_experts} experts of {size} do not fit; taken are {self}")
-        taken = [count * expert_bytes for count in counts]
+        freed = [-count * expert_bytes for count in counts]
         try:
             kernels = self._read(source, counts)
         except BaseException:
-            self._give_back(taken)
+            self._count(freed)
             raise
-        weakref.finalize(kernels, self._give_back, taken)
+        weakref.finalize(kernels, self._count, freed)
         return kernels
 
     def reserve(self, n_bytes: int) -> bool:
@@ -113,6 +220,3 @@ class SeveralDevices:
         with self._lock:
             for number, more in enumerate(n_bytes):
                 self._used[number] += more
-
-    def _give_back(self, n_bytes: Sequence[int]) -> None:
-        self._count([-each for each in n_bytes])

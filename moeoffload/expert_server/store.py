@@ -70,7 +70,7 @@ class ExpertStore:
         self._residents: dict[LayerKey, _Resident] = {}
         """Warm experts are in the order in which their last host left."""
         self._reserved_bytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # Held while experts are built: if two hosts load the same model, the second waits and then shares.
         self._loading = threading.Lock()
 
@@ -78,34 +78,27 @@ class ExpertStore:
     def resident_bytes(self) -> int:
         """Bytes of all experts that leases use."""
         with self._lock:
-            return self._held(is_used=True)
+            return sum(each.n_bytes for each in self._residents.values() if each.n_users)
 
     @property
     def warm_bytes(self) -> int:
         """Bytes of all experts that no lease uses."""
         with self._lock:
-            return self._held(is_used=False)
+            return sum(each.n_bytes for each in self._residents.values() if not each.n_users)
 
     @property
     def free_bytes(self) -> int:
         """Bytes of the budget taken neither by leases' experts nor by batches, at most what the device really has."""
         with self._lock:  # all at once: bytes of experts that are being built are first reserved, then resident
-            return self._free()
-
-    def _free(self) -> int:
-        """As `free_bytes`, with the lock held."""
-        used, warm = self._held(is_used=True), self._held(is_used=False)
-        return min(self.budget_bytes - used - self._reserved_bytes, self._free_now() + warm)
-
-    def _held(self, *, is_used: bool) -> int:
-        return sum(each.n_bytes for each in self._residents.values() if (each.n_users > 0) is is_used)
+            left = self.budget_bytes - self.resident_bytes - self._reserved_bytes
+            return min(left, self._free_now() + self.warm_bytes)
 
     def offered_bytes(self, model_digest: str, compute_dtype: str) -> int:
         """Returns the bytes that a host with this model may fill: the free ones, and those of its model in use."""
         mine = (model_digest, compute_dtype)
         with self._lock:  # all at once, as in `free_bytes`
             users = ((key, each.n_bytes) for key, each in self._residents.items() if each.n_users)
-            return self._free() + sum(n for key, n in users if (key.model_digest, key.compute_dtype) == mine)
+            return self.free_bytes + sum(n for key, n in users if (key.model_digest, key.compute_dtype) == mine)
 
     def __contains__(self, key: LayerKey) -> bool:
         return key in self._residents
@@ -160,25 +153,29 @@ class ExpertStore:
         Warm experts are evicted to make room, those left first go first.
         """
         with self._lock:
-            if 0 < n_bytes > self._free():
+            if 0 < n_bytes > self.free_bytes:
                 return False
             self._reserved_bytes += n_bytes
             if n_bytes > 0:
-                for key in [key for key, resident in self._residents.items() if resident.n_users == 0]:
-                    held = sum(resident.n_bytes for resident in self._residents.values())
+                for key in self._warm():
+                    held = self.resident_bytes + self.warm_bytes
                     if held + self._reserved_bytes <= self.budget_bytes and self._free_now() >= n_bytes:
                         break
                     del self._residents[key]
             return True
 
-    def forget_warm(self, kept: Collection[LayerKey]) -> None:
+    def _warm(self) -> list[LayerKey]:
+        return [key for key, resident in self._residents.items() if not resident.n_users]
+
+    def forget_warm(self, kept: Collection[LayerKey] = ()) -> None:
         """Evicts all warm experts except ``kept``."""
         with self._lock:
-            for key in [key for key, resident in self._residents.items() if resident.n_users == 0 and key not in kept]:
-                del self._residents[key]
+            for key in self._warm():
+                if key not in kept:
+                    del self._residents[key]
 
     def close(self) -> None:
         """Evicts all warm experts, and keeps none from now on."""
         with self._lock:
             self._keep_warm = False
-            self._residents = {key: resident for key, resident in self._residents.items() if resident.n_users}
+            self.forget_warm()

@@ -13,14 +13,13 @@ from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.expert_server.fair_share import SMALL_ROWS
-from moeoffload.expert_server.hot_experts import HotExperts
-from moeoffload.expert_server.layer_parts import LayerParts, LayerSource
-from moeoffload.expert_server.several_devices import SeveralDevices
+from moeoffload.expert_server.several_devices import LayerParts, LayerSource, SeveralDevices
 from moeoffload.formats import PackedWeights
 from moeoffload.kernels import KernelInput, KernelWorkspace, LayerKernels
 from moeoffload.kernels.packing import packed_parts
@@ -32,9 +31,52 @@ STAGE_BYTES: Final = 256 << 20
 """Largest size of a `Stage`, unless one expert is larger."""
 FOR_BATCHES: Final = 0.1
 """Fraction of the free fast memory that is kept for batches when experts are loaded."""
+DECAY: Final = 0.99
+"""Factor by which a score falls with each step: to half after 69 steps."""
+MOST_MOVES: Final = 2
+"""Experts that enter the fast tier in one step, at most."""
+LEAD: Final = 1.5
+"""How far an expert's score must exceed that of the expert it replaces: a smaller lead may be chance, and each move
+costs two copies."""
+LEAST_SETS: Final = 3
+"""No expert moves if the fast tier holds fewer than this many times ``top_k`` experts: they would evict each other."""
 _CPU: Final = torch.device("cpu")
+Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 Weights = torch.Tensor | PackedWeights
 """Weights of several experts, or of one."""
+
+
+class HotExperts:
+    """Tracks the use of one layer's experts and decides which move. Pure: it moves nothing itself.
+
+    A score is multiplied by `DECAY` at each step and rises by one with each use: a frequency over about a hundred
+    steps. Unlike with LRU, experts that are used in rotation do not evict each other.
+    """
+
+    def __init__(self, n_experts: int, n_fast: int, top_k: int) -> None:
+        """Places the first ``n_fast`` experts in the fast tier."""
+        self.is_fast = np.arange(n_experts) < n_fast
+        self._scores = np.zeros(n_experts, np.float32)
+        self._moves = n_fast >= LEAST_SETS * top_k
+
+    def step(self, used: Numbers) -> list[tuple[int, int]]:
+        """Counts a step that used the experts ``used``, (n) int64 without duplicates; returns at most `MOST_MOVES`
+        pairs of an expert to bring into the fast tier and the one it replaces."""
+        scores = self._scores
+        scores *= DECAY
+        scores[used] += 1
+        missing = used[~self.is_fast[used]]
+        if not self._moves or not len(missing):
+            return []
+        held = np.flatnonzero(self.is_fast)
+        coldest = held[np.argsort(scores[held], kind="stable")[:MOST_MOVES]]
+        hottest = missing[np.argsort(-scores[missing], kind="stable")[:MOST_MOVES]]
+        pairs = zip(hottest.tolist(), coldest.tolist(), strict=False)
+        return [(come, go) for come, go in pairs if scores[come] > scores[go] + LEAD]
+
+    def move(self, come: int, go: int) -> None:
+        """Records that ``come`` has replaced ``go`` in the fast tier."""
+        self.is_fast[come], self.is_fast[go] = True, False
 
 
 class Tiers(SeveralDevices):
@@ -82,7 +124,7 @@ class Tiers(SeveralDevices):
                 n_experts = max(1, min(about.n_experts, room))
                 stage = self._stages[key] = Stage(source, n_experts, self.devices[0])
                 self._count([n_experts * about.expert_bytes])
-                weakref.finalize(stage, self._give_back, [n_experts * about.expert_bytes])
+                weakref.finalize(stage, self._count, [-n_experts * about.expert_bytes])
         return stage
 
     def _split(self, n_experts: int, expert_bytes: int, fast_part: float) -> list[int] | None:
@@ -212,7 +254,9 @@ class TwoTierLayer(LayerParts):
             started = perf_counter()
             fast, slow = int(self._places[0, go]), int(self._places[1, come])
             for one, other in zip(_contents(self._modules[0]), _contents(self._modules[1]), strict=True):
-                _exchange(one, fast, other, slow)
+                kept = _take(one, fast, copy=True)
+                _put(one, fast, _take(other, slow))
+                _put(other, slow, kept)
             self._places[:, come] = torch.tensor([fast, -1])
             self._places[:, go] = torch.tensor([-1, slow])
             self._hot.move(come, go)
@@ -250,10 +294,3 @@ def _put(room: Weights, slot: int, one: Weights) -> None:
         room.put(slot, one)
     elif isinstance(room, torch.Tensor) and isinstance(one, torch.Tensor):
         room[slot].copy_(one)
-
-
-def _exchange(fast: Weights, at: int, slow: Weights, there: int) -> None:
-    """Exchanges two experts between the device and RAM."""
-    kept = _take(fast, at, copy=True)
-    _put(fast, at, _take(slow, there))
-    _put(slow, there, kept)

@@ -27,7 +27,7 @@ from moeoffload.control.server import SERVICE_NAME
 from moeoffload.control.status import RETRY_AFTER
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ServerError
-from moeoffload.expert_server.server import MAX_LEASES, MAX_LEASES_OF_ONE
+from moeoffload.expert_server.service import MAX_LEASES, MAX_LEASES_OF_ONE
 from moeoffload.host.generate import prepare_prompt
 from moeoffload.host.session import OffloadedModel, open_model
 from moeoffload.placement import ExpertTable

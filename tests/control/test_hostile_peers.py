@@ -19,16 +19,15 @@ from google.protobuf.message import Message
 from models import reference_of
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.control.call_threads import MOST_CALLS
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import ServerCredentials
 from moeoffload.control.protocol import PROTOCOL_VERSION
-from moeoffload.control.server import ControlServer
-from moeoffload.control.service import ExpertServicer
+from moeoffload.control.server import MOST_CALLS, ControlServer
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.v1 import expert_service_pb2_grpc as pb_grpc
 from moeoffload.control.validate import checked_parameters, checked_timings, clean_texts
 from moeoffload.errors import ProtocolError, ServerError
+from moeoffload.expert_server.service import ExpertService
 from moeoffload.logs import Refusals
 from moeoffload.placement import ExpertTable
 
@@ -42,6 +41,8 @@ class FakeLease:
     lease_id = "1"
 
     def __init__(self) -> None:
+        self.call: grpc.ServicerContext | None = None
+        self.called_until = float("-inf")
         self.closed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.goes_on = threading.Event()
 
@@ -60,36 +61,38 @@ class FakeLease:
         self.closed.put(reason)
 
 
-class FakeBackend:
-    def __init__(self) -> None:
-        self.lease = FakeLease()
+class FakeService(ExpertService):
+    """The expert service without a server: every host gets the same lease."""
+
+    def __init__(self, first_s: float = 60, step_s: float = 60) -> None:
+        nothing: Any = None
+        super().__init__(nothing, lambda: None, first_s, step_s)
+        self.lease: Any = FakeLease()
         self.hellos: list[pb.Hello] = []
         self.port = 0
 
-    def open_lease(self, hello: pb.Hello, peer: str, say: Callable[[pb.AttachReply], None]) -> FakeLease:
+    def open_lease(self, hello: pb.Hello, peer: str, say: Callable[[pb.AttachReply], None]) -> Any:
         self.hellos.append(hello)
         return self.lease
 
-    def find_lease(self, lease_id: str) -> FakeLease:
+    def find_lease(self, lease_id: str) -> Any:
         return self.lease
 
-    def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
+    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
         return pb.DescribeReply(protocol_version=PROTOCOL_VERSION)
 
 
-Serve = Callable[..., tuple[grpc.Channel, FakeBackend]]
+Serve = Callable[..., tuple[grpc.Channel, FakeService]]
 
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """A listening control plane with short patience and a backend that does nothing."""
+    """A listening control plane with short patience and a service that does nothing."""
     with contextlib.ExitStack() as stack:
 
-        def start(first_s: float = 60, step_s: float = 60) -> tuple[grpc.Channel, FakeBackend]:
-            backend: Any = FakeBackend()
-            control = ControlServer.start(
-                "127.0.0.1", 0, backend, ServerCredentials(), Refusals(), first_s=first_s, step_s=step_s
-            )
+        def start(first_s: float = 60, step_s: float = 60) -> tuple[grpc.Channel, FakeService]:
+            backend = FakeService(first_s, step_s)
+            control = ControlServer.start("127.0.0.1", 0, backend, ServerCredentials(), Refusals(), first_s=first_s)
             stack.callback(control.stop, 0)
             backend.port = control.port
             return stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{control.port}")), backend
@@ -166,26 +169,24 @@ def test_a_host_that_does_not_go_on_attaching_loses_its_lease(serve: Serve) -> N
 class CallEndsAsTimeIsUp:
     """The events of a stream whose first wait is over just as the load ends; the next step comes after that."""
 
-    def __init__(self, servicer: ExpertServicer, backend: FakeBackend) -> None:
-        self._servicer = servicer
-        self._backend = backend
+    def __init__(self, service: FakeService) -> None:
+        self._service = service
         self._waits = 0
 
     def get(self, timeout: float) -> pb.AttachRequest:
         self._waits += 1
         if self._waits == 1:
-            self._backend.lease.goes_on.set()
+            self._service.lease.goes_on.set()
             context: Any = None
-            list(self._servicer.LoadExperts(pb.LoadExpertsRequest(lease_id="1"), context))
+            list(self._service.LoadExperts(pb.LoadExpertsRequest(lease_id="1"), context))
             raise queue.Empty
         return pb.AttachRequest(activate=pb.Activate())
 
 
 def test_the_time_for_a_step_begins_when_the_hosts_call_has_ended() -> None:
-    backend: Any = FakeBackend()
-    servicer = ExpertServicer(backend, 60, step_s=60)
-    events: Any = CallEndsAsTimeIsUp(servicer, backend)
-    event: Any = servicer._next_event(events, backend.lease, ready=False)
+    service = FakeService()
+    events: Any = CallEndsAsTimeIsUp(service)
+    event: Any = service._next_event(events, service.lease, ready=False)
     assert event.WhichOneof("step") == "activate"
 
 

@@ -16,7 +16,7 @@ from models import reference_of
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.checkpoint.tensors import open_regular, read_regular
 from moeoffload.errors import ModelError, ServerError
-from moeoffload.expert_server.model_roots import ModelRoots
+from moeoffload.expert_server.agreement import ModelRoots
 from security.conftest import Site
 
 
