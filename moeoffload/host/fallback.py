@@ -8,9 +8,9 @@ from time import perf_counter
 import torch
 
 from moeoffload.errors import PayloadError
-from moeoffload.host.counters import CallCounters
 from moeoffload.host.expert_cache import ExpertCache
 from moeoffload.host.flight import Chunk, Flight, ShardLink
+from moeoffload.host.recorder import CallCounters
 from moeoffload.payload import PayloadDtype, describe_bad_row, encode_rows, load_rows, store_rows
 from moeoffload.placement import ExpertTable
 from moeoffload.wire import FrameLayout

@@ -11,9 +11,9 @@ import torch
 
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ProtocolError, ServerError
-from moeoffload.host.counters import CallCounters
 from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.flight import Chunk, Flight, ShardLink
+from moeoffload.host.recorder import CallCounters
 from moeoffload.page_locked import PageLocked
 from moeoffload.payload import PayloadDtype, encode_rows, load_rows
 from moeoffload.placement import ExpertTable

@@ -15,9 +15,17 @@ from moeoffload import __version__
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.config import HostSettings
 from moeoffload.devices import device_name
-from moeoffload.host.counters import CallCounters, PhaseCounters, add_fields
 from moeoffload.host.link import ExpertLink
-from moeoffload.host.recorder import DECODE, PREFILL, GuessCounts, Recorder, TokenTotals
+from moeoffload.host.recorder import (
+    DECODE,
+    PREFILL,
+    CallCounters,
+    GuessCounts,
+    PhaseCounters,
+    Recorder,
+    TokenTotals,
+    add_counters,
+)
 from moeoffload.payload import Payloads
 
 REPORT_VERSION: Final = 1
@@ -91,7 +99,7 @@ class Report:
         recovery: dict[str, Any],
     ) -> Report:
         """Builds a report from the present figures of ``recorder`` and ``links``."""
-        totals, told = recorder.phases, recorder.tokens
+        totals = recorder.phases
         servers = [
             asdict(link.info)
             | {"batch_capacity": link.layout.capacity}
@@ -100,8 +108,8 @@ class Report:
         ]
         phases = {name: _phase(phase) for name, phase in totals.items()}
         layers = {name: [asdict(times) for times in phase.layers] for name, phase in totals.items()}
-        if told is None:
-            told = TokenTotals(totals[PREFILL].tokens, totals[PREFILL].sequences + totals[DECODE].tokens)
+        prefill, decode = totals[PREFILL], totals[DECODE]
+        told = recorder.tokens or TokenTotals(prefill.tokens, prefill.sequences + decode.tokens)
         guesses = _guesses(recorder.guesses, sum(phase["calls"] for phase in phases.values()))
         tokens = told.prompt, told.completion
         return cls(model, run, *tokens, phases, servers, recovery, guesses, layers if recorder.profile else None)
@@ -200,7 +208,7 @@ def _guesses(counts: GuessCounts | None, calls: int) -> dict[str, Any] | None:
 def _phase(phase: PhaseCounters) -> dict[str, Any]:
     total = CallCounters()
     for server in phase.servers:
-        add_fields(total, server)
+        add_counters(total, server)
     times = phase.times
     figures = asdict(times) | {"turn_s": phase.turn_s, "other_s": phase.other_s}
     host = {f"{name}_s": figures[f"{name}_s"] for name in _HOST_FIELDS}

@@ -8,8 +8,8 @@ from typing import Final
 import torch
 
 from moeoffload.errors import DisagreementError, PayloadError, ServerError
-from moeoffload.host.counters import CallCounters
 from moeoffload.host.flight import Chunk, Flight, ShardLink
+from moeoffload.host.recorder import CallCounters
 from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import Shard
 
