@@ -12,8 +12,8 @@ from conftest import DEMO
 
 from moeoffload import open_model
 from moeoffload.host.generate import generate, prepare_prompt
-from moeoffload.host.guess_length import GuessLength
 from moeoffload.host.session import OffloadedModel
+from moeoffload.host.speculative import GuessLength
 
 PROMPTS = ["sort abcabca =", "count z zazbzcz =", "add 111 111 =", "reverse abababa ="]
 """Their answers, and what the model babbles after them, repeat parts of them."""

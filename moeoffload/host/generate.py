@@ -19,10 +19,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from moeoffload.errors import PromptError
 from moeoffload.host.detokenizer import Detokenizer
-from moeoffload.host.drafters import new_drafter
 from moeoffload.host.model import eos_tokens
 from moeoffload.host.session import OffloadedModel
-from moeoffload.host.speculative import VerifiedGeneration
+from moeoffload.host.speculative import VerifiedGeneration, new_drafter
 from moeoffload.text import one_line
 
 logger = logging.getLogger(__name__)

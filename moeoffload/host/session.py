@@ -18,10 +18,8 @@ from moeoffload.config import OWN_HEAD, DtypeChoice, ExpertFormat, HostSettings,
 from moeoffload.devices import resolve_device
 from moeoffload.host.attach import AttachPlan, OnProgress
 from moeoffload.host.dispatcher import Dispatcher
-from moeoffload.host.drafters import most_guesses
 from moeoffload.host.fleet import Fleet
 from moeoffload.host.granularity import Granularity, chunk_rows
-from moeoffload.host.guess_length import GuessLength
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.model import bind_experts, load_draft_head, load_draft_model, load_tokenizer
@@ -34,7 +32,7 @@ from moeoffload.host.second_opinion import Verification
 from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import event_figures
 from moeoffload.host.shared_experts import overlap_shared_experts
-from moeoffload.host.speculative import check_can_verify
+from moeoffload.host.speculative import GuessLength, check_can_verify, most_guesses
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.model_name import WEIGHTS_SUFFIX
 from moeoffload.payload import PayloadDtype, Payloads
