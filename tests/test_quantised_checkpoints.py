@@ -13,7 +13,7 @@ from synthetic.unpacked import save_plain, unpacked_model
 
 from moeoffload import open_model
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.host.expert_cache import ExpertCache
+from moeoffload.host.fallback import ExpertCache
 from moeoffload.kernels import KernelInput, LayerKernels
 from moeoffload.kernels.dense import MAX_ROWS
 from moeoffload.native import Features, cpu_features

@@ -22,8 +22,7 @@ from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.validate import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.errors import BusyError, ServerError
-from moeoffload.host.deadlines import Deadlines
-from moeoffload.host.link import ExpertLink, LinkInfo
+from moeoffload.host.link import Deadlines, ExpertLink, LinkInfo
 from moeoffload.payload import Payloads
 from moeoffload.placement import ExpertTable
 from moeoffload.text import one_line

@@ -16,8 +16,7 @@ from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.errors import PlacementError, ServerError
 from moeoffload.host.attach import AttachPlan, Candidate, attach, connect, describe, take_lease
-from moeoffload.host.expert_cache import ExpertCache
-from moeoffload.host.fallback import FallbackLink
+from moeoffload.host.fallback import ExpertCache, FallbackLink
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.server_events import ServerEvents
 from moeoffload.host.shard import Holder, Shard
