@@ -18,8 +18,7 @@ from moeoffload.errors import PlacementError, ServerError
 from moeoffload.host.attach import AttachPlan, Candidate, attach, connect, describe, take_lease
 from moeoffload.host.fallback import ExpertCache, FallbackLink
 from moeoffload.host.link import ExpertLink
-from moeoffload.host.server_events import ServerEvents
-from moeoffload.host.shard import Holder, Shard
+from moeoffload.host.shard import Holder, ServerEvents, Shard
 from moeoffload.host.spawn import server_devices, spawned_servers
 from moeoffload.host.speeds import measure, placement_speeds
 from moeoffload.placement import GIB, ExpertTable, MemoryOffer, batch_row_bytes, place_experts, place_replicas
@@ -178,7 +177,7 @@ class Fleet:
                 kernel = link.info.kernel
                 again_s = min(AGAIN_S, settings.connect_timeout_s)
                 again = functools.partial(self._attach, server, table, kernel, again_s)
-                holders.append(Holder(server.address, again, link))
+                holders.append(Holder(server.address, again, link, link))
             fallback = None
             if cache is not None:
                 layout, dtype = holders[0].known.layout, plan.checkpoint.dtype

@@ -10,8 +10,7 @@ import torch
 from moeoffload.errors import DisagreementError, PayloadError, ServerError
 from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.host.recorder import CallCounters
-from moeoffload.host.server_events import ServerEvents
-from moeoffload.host.shard import Shard
+from moeoffload.host.shard import ServerEvents, Shard
 
 ROUNDINGS: Final = 8.0
 """Two sums of a row may differ by this many roundings of its largest value: kernels add in different orders."""

@@ -29,8 +29,7 @@ from moeoffload.host.recorder import Recorder
 from moeoffload.host.report import Report, as_html, as_text, model_facts, run_facts
 from moeoffload.host.routing import read_routing_stats
 from moeoffload.host.second_opinion import Verification
-from moeoffload.host.server_events import ServerEvents
-from moeoffload.host.shard import event_figures
+from moeoffload.host.shard import ServerEvents, event_figures
 from moeoffload.host.shared_experts import overlap_shared_experts
 from moeoffload.host.speculative import GuessLength, check_can_verify, most_guesses
 from moeoffload.kernels.fast_dense import accelerate_dense
