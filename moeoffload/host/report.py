@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -69,8 +70,27 @@ def run_facts(settings: HostSettings, payloads: Payloads, device: torch.device) 
     }
 
 
+class Shown(ABC):
+    """Is printed, and shown by a notebook, as its `table`."""
+
+    @abstractmethod
+    def table(self) -> RenderableType:
+        """Returns what a terminal shows."""
+
+    def __repr__(self) -> str:
+        return self._printed().export_text().rstrip()
+
+    def _repr_html_(self) -> str:
+        return self._printed().export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+    def _printed(self) -> Console:
+        console = Console(file=io.StringIO(), record=True, width=_WIDTH)
+        console.print(self.table(), markup=False, highlight=False)
+        return console
+
+
 @dataclass(frozen=True, repr=False)
-class Report:
+class Report(Shown):
     """One run. Times are in seconds, sizes in bytes; phases are prefill and decode.
 
     ``prompt_tokens`` were computed; ``completion_tokens`` were produced by forward passes: one for each sequence of a
@@ -137,28 +157,6 @@ class Report:
         model, run = self.model, self.run
         weights = f"experts in {model['expert_format']}, {model['bits_per_weight']:.3g} bits a weight"
         return f"{model['model_type']} · {weights} · mode {run['mode']} · payload {run['payload_dtype']}"
-
-    def __repr__(self) -> str:
-        return as_text(self.table())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())
-
-
-def as_text(table: RenderableType) -> str:
-    """Returns what `print` shows of a table."""
-    return _printed(table).export_text().rstrip()
-
-
-def as_html(table: RenderableType) -> str:
-    """Returns what a notebook shows of a table."""
-    return _printed(table).export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-
-
-def _printed(table: RenderableType) -> Console:
-    console = Console(file=io.StringIO(), record=True, width=_WIDTH)
-    console.print(table, markup=False, highlight=False)
-    return console
 
 
 def _phase_cells(phase: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from moeoffload.host.model import bind_experts, load_draft_head, load_draft_mode
 from moeoffload.host.packed_dense import load_with_packed_linears
 from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
-from moeoffload.host.report import Report, as_html, as_text, model_facts, run_facts
+from moeoffload.host.report import Report, Shown, model_facts, run_facts
 from moeoffload.host.routing import read_routing_stats
 from moeoffload.host.second_opinion import Verification
 from moeoffload.host.shard import ServerEvents, event_figures
@@ -72,7 +72,7 @@ class _Keeper:
     """What the servers of an open model live as long as."""
 
 
-class OffloadedModel:
+class OffloadedModel(Shown):
     """An open model; made by `open_model`. Use it in a ``with`` block, or `close` it; at the latest it is closed when
     neither it nor its ``model`` is used any more.
 
@@ -214,13 +214,8 @@ class OffloadedModel:
         """Ends all leases, stops spawned servers, frees everything. Idempotent."""
         self._stack.close()
 
-    def __repr__(self) -> str:
-        return as_text(self._table())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._table())
-
-    def _table(self) -> RenderableType:
+    def table(self) -> RenderableType:
+        """Returns the model, the main settings, and tables of the servers."""
         report = self.report()
         return Group(f"{self.reference}: {report.title}, on {self._device}", *report.server_tables())
 
