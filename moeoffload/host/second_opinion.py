@@ -38,11 +38,8 @@ class Verification:
         checker = shard.checker(flight.link)
         if checker is None or flight.chunk_rows > checker.layout.capacity:
             return
-        expected: torch.Tensor | PayloadError | None
         try:
             expected = self._compute(checker, flight, rows)
-        except PayloadError as error:
-            expected = error
         except ServerError:
             return  # the checker is lost; its next call finds that out
         if expected is None:
@@ -65,9 +62,9 @@ class Verification:
                 f"by {worst:.3g} where values reach {float(scale[row]):.3g}"
             )
 
-    def _compute(self, checker: ShardLink, flight: Flight, rows: Chunk) -> torch.Tensor | None:
-        """Returns the sums that ``checker`` computes for the rows of ``flight``, in float32; None if it has no free
-        slot."""
+    def _compute(self, checker: ShardLink, flight: Flight, rows: Chunk) -> torch.Tensor | PayloadError | None:
+        """Returns the sums that ``checker`` computes for the rows of ``flight``, in float32, or that they do not fit
+        the payload dtype; None if it has no free slot."""
         hidden, ids, weights = rows
         part = slice(flight.start, flight.start + flight.chunk_rows)
         again = checker.take(wait=False)
@@ -77,5 +74,7 @@ class Verification:
             return None
         try:
             return checker.receive(again, self._unused).to(torch.float32, copy=True)
+        except PayloadError as error:
+            return error
         finally:
             checker.release(again)
