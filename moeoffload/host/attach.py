@@ -124,12 +124,6 @@ def retry_while_busy(attempt: Callable[[], _Result], timeout_s: float) -> _Resul
             time.sleep(wait_s)
 
 
-def take_lease(candidate: Candidate, timeout_s: float) -> Lease:
-    """Opens a lease on a server; waits up to ``timeout_s`` seconds while the server has no room.
-    Raises ServerError: the server refuses, or does not answer in time."""
-    return retry_while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
-
-
 def attach(candidate: Candidate, table: ExpertTable, plan: AttachPlan, *, kernel: str, timeout_s: float) -> ExpertLink:
     """Takes a lease on a server, loads the experts of ``table`` and opens the channel.
 
