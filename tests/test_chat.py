@@ -16,8 +16,7 @@ from synthetic import tiny_config, write_checkpoint
 from terminals import CTRL_C, CTRL_D, Terminal
 
 from moeoffload.errors import PromptError
-from moeoffload.host.conversation import Conversation
-from moeoffload.host.generate import Ending, StoppedError, Watch, prepare_chat
+from moeoffload.host.generate import Conversation, Ending, StoppedError, Watch, prepare_chat
 from moeoffload.host.session import OffloadedModel, open_model
 
 TASKS = ("add 17 25 =", "reverse planet =", "sort kitchen =")
