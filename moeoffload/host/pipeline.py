@@ -112,9 +112,7 @@ class PrefillPipeline:
         if not self._busy.acquire(blocking=False):
             return self._forward(*args, **kwargs)
         try:
-            with (
-                contextlib.ExitStack() as hooks
-            ):  # only while a prompt runs through in chunks: decode steps pay nothing
+            with contextlib.ExitStack() as hooks:  # on the decoder layers; a decode step pays for none
                 for number, layer in enumerate(self._layers):
                     hooks.callback(layer.register_forward_pre_hook(functools.partial(self._enter, number)).remove)
                     hooks.callback(layer.register_forward_hook(functools.partial(self._leave, number)).remove)
