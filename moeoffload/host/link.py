@@ -77,16 +77,14 @@ class Deadlines:
         """Returns the deadline of a dispatch of ``n_rows``, with room for this host's other dispatches before it."""
         predicted = self._predicted_s.get(n_rows)
         if predicted is None:
-            predicted = self._predicted_s[n_rows] = self._predict(n_rows)
+            rows, seconds = zip(*self._timings, strict=True)
+            predicted = float(np.interp(n_rows, rows, seconds)) * max(1.0, n_rows / rows[-1])
+            self._predicted_s[n_rows] = predicted
         return min(self.ceiling_s, max(self._floor_s, LATE_FACTOR * max(self._longest_s, self._n_slots * predicted)))
 
     def waited(self, seconds: float) -> None:
         """Records how long the host waited for one reply."""
         self._longest_s = max(seconds, RECENT * self._longest_s)
-
-    def _predict(self, n_rows: int) -> float:
-        rows, seconds = zip(*self._timings, strict=True)
-        return float(np.interp(n_rows, rows, seconds)) * max(1.0, n_rows / rows[-1])
 
 
 @dataclass(slots=True, eq=False)

@@ -187,12 +187,10 @@ class Shard:
             logger.info("%s; it held a replica", why)
         if chosen is not None:
             self.current = chosen
-        self._start_mending(holder, gone, gone.deadlines.of(gone.layout.capacity) if drains else 0.0)
-
-    def _start_mending(self, holder: Holder, link: ExpertLink, finish_s: float) -> None:
+        finish_s = gone.deadlines.of(gone.layout.capacity) if drains else 0.0
         self._menders = [thread for thread in self._menders if thread.is_alive()]
         name = f"mend-{holder.address}"
-        mender = threading.Thread(target=self._mend, args=(holder, link, finish_s), name=name, daemon=True)
+        mender = threading.Thread(target=self._mend, args=(holder, gone, finish_s), name=name, daemon=True)
         self._menders.append(mender)
         mender.start()
 

@@ -287,7 +287,8 @@ class VerifiedGeneration:
             while not is_over:
                 started = perf_counter()
                 if n_passes:
-                    guesses = self._guess(input_ids, generation_config.max_length - input_ids.shape[1] - 1)
+                    most = min(self._lengths.choose(), generation_config.max_length - input_ids.shape[1] - 1)
+                    guesses = self._drafter.guess(input_ids[0].tolist(), most) if most > 0 else []
                 self._recorder.own.next_phase = DECODE if n_passes else PREFILL
                 logits = _forward(model, torch.cat([input_ids, input_ids.new_tensor([guesses])], dim=1), cache, guesses)
                 for first, rows in sorted(hidden, key=lambda each: each[0]):  # chunks of a prompt may end in any order
@@ -313,10 +314,6 @@ class VerifiedGeneration:
                 n_passes += 1
         self._streamer.end()
         return input_ids
-
-    def _guess(self, tokens: torch.Tensor, room: int) -> list[int]:
-        most = min(self._lengths.choose(), room)
-        return self._drafter.guess(tokens[0].tolist(), most) if most > 0 else []
 
 
 def _forward(model: Any, tokens: torch.Tensor, cache: Any, guesses: list[int]) -> torch.Tensor:
