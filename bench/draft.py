@@ -28,7 +28,7 @@ from servers import Spread, cores, expert_server, write_json
 from moeoffload import OffloadedModel, open_model
 from moeoffload.config import OWN_HEAD
 from moeoffload.host.generate import generate, prepare_prompt
-from moeoffload.host.guess_length import GuessLength
+from moeoffload.host.speculative import GuessLength
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
 SPOILT = "spoilt"

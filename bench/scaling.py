@@ -29,7 +29,7 @@ from round_trips import call_semaphore, measure, serve_semaphore, served
 from servers import Spread, copy_bandwidth, cores, machine, write_json
 
 from moeoffload import OffloadedModel, open_model
-from moeoffload.host.counters import CallCounters
+from moeoffload.host.recorder import CallCounters
 
 FLAT = 1.2
 PROMPT_FRAME_ROWS = 64

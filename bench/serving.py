@@ -36,7 +36,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from moeoffload import OffloadedModel, open_model
 from moeoffload.config import ServeSettings
 from moeoffload.host.generate import PreparedPrompt, generate
-from moeoffload.host.guess_length import GuessLength
+from moeoffload.host.speculative import GuessLength
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.request import Progress, SamplingOptions
 

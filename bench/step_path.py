@@ -18,9 +18,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moeoffload.expert_server.arena import HostArena
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.requests import ActiveHost, SlotContext
-from moeoffload.host.counters import CallCounters
-from moeoffload.host.deadlines import Deadlines
-from moeoffload.host.link import ExpertLink, LinkInfo
+from moeoffload.host.link import Deadlines, ExpertLink, LinkInfo
+from moeoffload.host.recorder import CallCounters
 from moeoffload.kernels import LayerKernels
 from moeoffload.payload import PayloadDtype
 from moeoffload.placement import ExpertTable

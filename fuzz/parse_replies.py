@@ -11,9 +11,8 @@ import torch
 from shapes import EPOCH, LAYOUT, N_EXPERTS, ScriptedSocket, pack_messages, reply_frame, seal, unpack_messages
 
 from moeoffload.errors import MoeOffloadError
-from moeoffload.host.counters import CallCounters
-from moeoffload.host.deadlines import Deadlines
-from moeoffload.host.link import ExpertLink, LinkInfo
+from moeoffload.host.link import Deadlines, ExpertLink, LinkInfo
+from moeoffload.host.recorder import CallCounters
 from moeoffload.placement import ExpertTable
 from moeoffload.transport import ChannelSizes, HostChannel, SharedServerEnd, open_shared
 from moeoffload.transport.spin import AdaptiveSpin

@@ -17,8 +17,7 @@ from models import endless_model
 from terminals import CTRL_C, CTRL_D, Terminal
 
 from moeoffload.errors import PromptError
-from moeoffload.host.conversation import Conversation
-from moeoffload.host.generate import Ending, StoppedError, Watch, prepare_chat
+from moeoffload.host.generate import Conversation, Ending, StoppedError, Watch, prepare_chat
 from moeoffload.host.session import OffloadedModel, open_model
 
 OPTIONS = ("--device", "cpu", "--threads", "1")

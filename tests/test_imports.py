@@ -74,7 +74,7 @@ def test_a_server_that_starts_imports_neither_transformers_nor_compilers() -> No
 def test_a_host_that_starts_imports_nothing_of_others() -> None:
     code = (
         "import sys; from moeoffload.cli import host_app, imports; imports.skip_triton_without_gpu(); "
-        "from moeoffload.host import conversation, session; "
+        "from moeoffload.host import generate, session; "
         "print(*sorted({name.split('.')[0] for name, module in sys.modules.items() if module is not None}))"
     )
     found = set(run_python(code, TRITON_INTERPRET=None).out.split())

@@ -25,7 +25,7 @@ from moeoffload.checkpoint.tensors import StoredTensor, TensorReader
 from moeoffload.errors import ModelError, SettingError
 from moeoffload.formats.quantise import FORMATS
 from moeoffload.host import packed_dense
-from moeoffload.host.expert_cache import ExpertCache
+from moeoffload.host.fallback import ExpertCache
 from moeoffload.kernels import KernelInput, LayerKernels
 from moeoffload.kernels.dense import MAX_ROWS
 from moeoffload.kernels.packed_linear import PackedLinear

@@ -14,7 +14,7 @@ from moeoffload.errors import PlacementError
 from moeoffload.expert_server import calibrate
 from moeoffload.expert_server.calibrate import best_rows, time_layer
 from moeoffload.host import speeds
-from moeoffload.host.deadlines import Deadlines
+from moeoffload.host.link import Deadlines
 from moeoffload.host.speeds import EQUAL, MOST_ROUNDS, POWER, Timings, measure, placement_speeds, slowness
 from moeoffload.kernels import KernelInput, KernelWorkspace
 from moeoffload.placement import ExpertTable, MemoryOffer, choose_local, fair_shares, place_experts

@@ -22,7 +22,7 @@ from models import edit_config, random_call
 from moeoffload import OffloadedModel, open_model
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.errors import DisagreementError, PlacementError, ServerError
-from moeoffload.host.expert_cache import ExpertCache, _Pool
+from moeoffload.host.fallback import ExpertCache, _Pool
 from moeoffload.kernels import KernelInput, LayerKernels
 from moeoffload.placement import ExpertTable, MemoryOffer, place_replicas
 

@@ -14,8 +14,7 @@ import torch
 from conftest import DEMO, ROOT, demo_prompt, local_model
 
 from moeoffload import OffloadedModel, open_model
-from moeoffload.host.device_clock import DeviceClock
-from moeoffload.host.recorder import Recorder
+from moeoffload.host.recorder import DeviceClock, Recorder
 from moeoffload.wire import HEADER_BYTES
 
 
@@ -188,7 +187,7 @@ def use_late_events(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None
 def on_a_late_device(offloaded: OffloadedModel, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     """Lets the dense layers of an open model seem to be on such a device; the host's work takes no time."""
     device = LateDevice()
-    for module in ("dispatcher", "recorder", "device_clock"):
+    for module in ("dispatcher", "recorder"):
         monkeypatch.setattr(f"moeoffload.host.{module}.perf_counter", lambda: device.now)
     use_late_events(device, monkeypatch)
     monkeypatch.setattr(offloaded.recorder, "_device", torch.device("cuda"))

@@ -21,7 +21,7 @@ from moeoffload.config import HostSettings
 from moeoffload.errors import PromptError, SettingError
 
 if TYPE_CHECKING:
-    from moeoffload.host.conversation import Conversation
+    from moeoffload.host.generate import Conversation
     from moeoffload.host.session import OffloadedModel
 
 _COMMAND: Final = re.compile(r"/([a-z]+)(?:\s+(.*))?\s*", re.DOTALL)
@@ -50,7 +50,7 @@ def chat(
         raise SettingError("what is said is to come from stdin, which is closed")
     display, interactive = Display(settings, verbose=verbose, quiet=quiet), sys.stdin.isatty()
     with open_with_progress(model, settings, revision, display) as offloaded:
-        from moeoffload.host.conversation import Conversation
+        from moeoffload.host.generate import Conversation
 
         conversation = Conversation(offloaded, system)
         if verbose:

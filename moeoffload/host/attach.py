@@ -22,8 +22,7 @@ from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.control.validate import MAX_NAME, checked_items, checked_parameters, checked_timings
 from moeoffload.errors import BusyError, ServerError
-from moeoffload.host.deadlines import Deadlines
-from moeoffload.host.link import ExpertLink, LinkInfo
+from moeoffload.host.link import Deadlines, ExpertLink, LinkInfo
 from moeoffload.payload import Payloads
 from moeoffload.placement import ExpertTable
 from moeoffload.text import one_line
@@ -123,12 +122,6 @@ def retry_while_busy(attempt: Callable[[], _Result], timeout_s: float) -> _Resul
                 raise
             logger.warning("%s; trying again in %.3g s", error, wait_s)
             time.sleep(wait_s)
-
-
-def take_lease(candidate: Candidate, timeout_s: float) -> Lease:
-    """Opens a lease on a server; waits up to ``timeout_s`` seconds while the server has no room.
-    Raises ServerError: the server refuses, or does not answer in time."""
-    return retry_while_busy(lambda: candidate.client.attach(timeout_s), timeout_s)
 
 
 def attach(candidate: Candidate, table: ExpertTable, plan: AttachPlan, *, kernel: str, timeout_s: float) -> ExpertLink:

@@ -12,11 +12,10 @@ from typing import Final
 import torch
 
 from moeoffload.errors import ModelError, PayloadError, ServerError
-from moeoffload.host.counters import CallCounters, LayerTimes, PhaseCounters
 from moeoffload.host.flight import Chunk, Flight, ShardLink
 from moeoffload.host.granularity import Granularity
 from moeoffload.host.local_experts import LocalExperts
-from moeoffload.host.recorder import Recorder
+from moeoffload.host.recorder import CallCounters, LayerTimes, PhaseCounters, Recorder
 from moeoffload.host.second_opinion import Verification
 from moeoffload.host.shard import Shard
 from moeoffload.host.shared_experts import Meanwhile

@@ -15,12 +15,10 @@ from typing import Final
 from moeoffload.control.client import ControlClient
 from moeoffload.control.credentials import HostCredentials
 from moeoffload.errors import PlacementError, ServerError
-from moeoffload.host.attach import AttachPlan, Candidate, attach, connect, describe, take_lease
-from moeoffload.host.expert_cache import ExpertCache
-from moeoffload.host.fallback import FallbackLink
+from moeoffload.host.attach import AttachPlan, Candidate, attach, connect, describe, retry_while_busy
+from moeoffload.host.fallback import ExpertCache, FallbackLink
 from moeoffload.host.link import ExpertLink
-from moeoffload.host.server_events import ServerEvents
-from moeoffload.host.shard import Holder, Shard
+from moeoffload.host.shard import Holder, ServerEvents, Shard
 from moeoffload.host.spawn import server_devices, spawned_servers
 from moeoffload.host.speeds import measure, placement_speeds
 from moeoffload.placement import GIB, ExpertTable, MemoryOffer, batch_row_bytes, place_experts, place_replicas
@@ -125,7 +123,9 @@ class Fleet:
         if len(offers) > 1:
             tables = place_experts(experts, sizes, own, self._speeds(), usage)
         holders = place_replicas(tables, sizes, offers, copies)
-        cache = self._cache()
+        cache = None  # for the experts of lost servers, unless the settings forbid that the host computes them
+        if settings.fallback_gib and not settings.required:
+            cache = ExpertCache(checkpoint, int(settings.fallback_gib * GIB), self._plan.device)
         # Servers without experts are not attached to.
         self._attaching = [
             self._pool.submit(self._open_shard, table, [self._candidates[i] for i in servers], cache)
@@ -147,20 +147,13 @@ class Fleet:
                 future.result()  # a failure is raised without waiting for servers that are still loading
         return [future.result() for future in self._attaching]
 
-    def _cache(self) -> ExpertCache | None:
-        """Returns the cache in which the host computes experts of lost servers; None if the settings forbid it."""
-        plan = self._plan
-        if plan.settings.required or not plan.settings.fallback_gib:
-            return None
-        return ExpertCache(plan.checkpoint, int(plan.settings.fallback_gib * GIB), plan.device)
-
     def _speeds(self) -> list[float]:
         """Times the servers; returns the speeds that placement uses."""
-        plan = self._plan
+        plan, timeout_s = self._plan, self._plan.settings.connect_timeout_s
         with contextlib.ExitStack() as leases:
             servers = []
             for candidate in self._candidates:
-                lease = take_lease(candidate, plan.settings.connect_timeout_s)
+                lease = retry_while_busy(functools.partial(candidate.client.attach, timeout_s), timeout_s)
                 leases.callback(lease.close)
                 servers.append(functools.partial(lease.calibrate, plan.model, plan.settings.load_timeout_s))
             timings, equal = measure(servers, [candidate.address for candidate in self._candidates])
@@ -179,7 +172,7 @@ class Fleet:
                 kernel = link.info.kernel
                 again_s = min(AGAIN_S, settings.connect_timeout_s)
                 again = functools.partial(self._attach, server, table, kernel, again_s)
-                holders.append(Holder(server.address, again, link))
+                holders.append(Holder(server.address, again, link, link))
             fallback = None
             if cache is not None:
                 layout, dtype = holders[0].known.layout, plan.checkpoint.dtype
@@ -210,13 +203,9 @@ class Fleet:
             checkpoint.hidden_size, checkpoint.top_k, widest, checkpoint.dtype.itemsize, slots
         )
 
-    def _stop(self) -> None:
-        """Aborts links that are being opened and all attempts to reach lost servers."""
+    def close(self) -> None:
+        """Ends leases and connections, aborts links that are being opened, stops spawned servers. Idempotent."""
         self._stopping.set()
         for client in tuple(self._opening):
             client.close()
-
-    def close(self) -> None:
-        """Ends leases and connections, stops spawned servers. Idempotent."""
-        self._stop()
         self._stack.close()

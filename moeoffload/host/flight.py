@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moeoffload.host.counters import CallCounters
+from moeoffload.host.recorder import CallCounters
 from moeoffload.placement import ExpertTable, slot_table
 from moeoffload.wire import FrameLayout
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
 
+import numpy as np
 import torch
 
 from moeoffload.control.client import ControlClient, Lease
 from moeoffload.errors import CapacityError, DeadlineError, PayloadError, ProtocolError, ServerError
-from moeoffload.host.counters import CallCounters
-from moeoffload.host.deadlines import Deadlines
 from moeoffload.host.flight import Chunk, Flight, ShardLink
+from moeoffload.host.recorder import CallCounters
 from moeoffload.page_locked import PageLocked
 from moeoffload.payload import PayloadDtype, encode_rows, load_rows
 from moeoffload.placement import ExpertTable
@@ -34,6 +35,10 @@ from moeoffload.wire import (
 END_REASON_TIMEOUT_S: Final = 1.0
 LEAVE_S: Final = 2.0
 LOOK_S: Final = 0.02
+LATE_FACTOR: Final = 8.0
+"""A deadline is this multiple of the longest recent wait, or of the predicted time of all slots if that is longer."""
+RECENT: Final = 0.98
+"""Each reply decays the longest recent wait by this factor."""
 _WEIGHTS_F32: Final = int(Flag.WEIGHTS_F32)
 _ERRORS: Final[dict[int, type[ServerError]]] = {ErrorCode.CAPACITY: CapacityError, ErrorCode.TOO_LATE: DeadlineError}
 """The exceptions for error frames by code; other codes become a ServerError."""
@@ -53,6 +58,33 @@ class LinkInfo:
     resident_bytes: int
     weight_errors: list[float] | None = None
     """For each layer with experts there, how far packed weights are from the stored ones; None if not packed."""
+
+
+class Deadlines:
+    """How long a dispatch to one server may take: a multiple of the time that recent ones took; in seconds."""
+
+    def __init__(self, floor_s: float, ceiling_s: float, n_slots: int, timings: Sequence[tuple[int, float]]) -> None:
+        """``n_slots`` requests may be in flight; ``timings`` are the (rows, seconds) of calls that the server timed."""
+        self.ceiling_s = ceiling_s
+        self._floor_s = floor_s
+        self._n_slots = n_slots
+        self._timings = sorted(timings) or [(1, 0.0)]
+        self._predicted_s: dict[int, float] = {}
+        self._longest_s = 0.0
+        """The longest recent wait; it decays with each reply."""
+
+    def of(self, n_rows: int) -> float:
+        """Returns the deadline of a dispatch of ``n_rows``, with room for this host's other dispatches before it."""
+        predicted = self._predicted_s.get(n_rows)
+        if predicted is None:
+            rows, seconds = zip(*self._timings, strict=True)
+            predicted = float(np.interp(n_rows, rows, seconds)) * max(1.0, n_rows / rows[-1])
+            self._predicted_s[n_rows] = predicted
+        return min(self.ceiling_s, max(self._floor_s, LATE_FACTOR * max(self._longest_s, self._n_slots * predicted)))
+
+    def waited(self, seconds: float) -> None:
+        """Records how long the host waited for one reply."""
+        self._longest_s = max(seconds, RECENT * self._longest_s)
 
 
 @dataclass(slots=True, eq=False)

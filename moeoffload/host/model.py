@@ -210,7 +210,6 @@ def without_expert_parameters(classes: Sequence[type[nn.Module]]) -> Iterator[No
 
     transformers then finds no place for expert tensors and never reads them from the files.
     """
-    originals = [(cls, cls.__init__) for cls in classes]
 
     def dropping(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -223,25 +222,20 @@ def without_expert_parameters(classes: Sequence[type[nn.Module]]) -> Iterator[No
 
         return init
 
-    try:
-        for cls, original in originals:
-            cls.__init__ = dropping(original)  # type: ignore[method-assign]
+    with contextlib.ExitStack() as stack:
+        for cls in classes:
+            stack.callback(setattr, cls, "__init__", cls.__init__)
+            cls.__init__ = dropping(cls.__init__)  # type: ignore[method-assign]
         yield
-    finally:
-        for cls, original in originals:
-            cls.__init__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silences transformers' long report of unexpected (expert) tensors; the caller checks for missing ones."""
-    verbosity = transformers_logging.get_verbosity()
-    progress = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(transformers_logging.set_verbosity, transformers_logging.get_verbosity())
+        if transformers_logging.is_progress_bar_enabled():
+            stack.callback(transformers_logging.enable_progress_bar)
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
         yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if progress:
-            transformers_logging.enable_progress_bar()

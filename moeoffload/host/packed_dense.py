@@ -80,7 +80,9 @@ def pack_linears(
         packed = stored.get(f"{name}.weight")
         if packed is not None and not _is_same(packed, module.weight):
             packed = None
-        is_router = module.out_features in _router_widths(name, blocks)
+        n_experts = blocks.get(name.rpartition(".")[0])
+        # Beside experts: a router, or the gate of a shared expert.
+        is_router = n_experts is not None and module.out_features in (n_experts, 1)
         if packed is None and choice != "keep" and not is_router:
             form = FORMATS["int8" if module is head else choice]
             packed = quantise(module.weight.detach().unsqueeze(0), form)
@@ -99,9 +101,3 @@ def _is_same(packed: PackedWeights, weight: torch.Tensor) -> bool:
 
 def _compared(weight: torch.Tensor) -> list[int]:
     return torch.linspace(0, weight.shape[0] - 1, _COMPARED_ROWS).long().tolist()
-
-
-def _router_widths(name: str, blocks: dict[str, int]) -> tuple[int, ...]:
-    """Returns the output widths of a router and of a shared expert's gate, if ``name`` is in a block with experts."""
-    n_experts = blocks.get(name.rpartition(".")[0])
-    return () if n_experts is None else (n_experts, 1)

@@ -13,7 +13,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from typing import Any, Final
@@ -112,19 +112,13 @@ class PrefillPipeline:
         if not self._busy.acquire(blocking=False):
             return self._forward(*args, **kwargs)
         try:
-            with self._hooked():
+            with contextlib.ExitStack() as hooks:  # on the decoder layers; a decode step pays for none
+                for number, layer in enumerate(self._layers):
+                    hooks.callback(layer.register_forward_pre_hook(functools.partial(self._enter, number)).remove)
+                    hooks.callback(layer.register_forward_hook(functools.partial(self._leave, number)).remove)
                 return self._run(arguments, chunks)
         finally:
             self._busy.release()
-
-    @contextlib.contextmanager
-    def _hooked(self) -> Iterator[None]:
-        """Hooks on the decoder layers while a prompt runs through in chunks; a decode step pays for none."""
-        with contextlib.ExitStack() as stack:
-            for number, layer in enumerate(self._layers):
-                stack.callback(layer.register_forward_pre_hook(functools.partial(self._enter, number)).remove)
-                stack.callback(layer.register_forward_hook(functools.partial(self._leave, number)).remove)
-            yield
 
     def _cut(self, arguments: dict[str, Any]) -> list[tuple[int, int]] | None:
         """The chunks (first token, token after the last) of a call, or None if it is to run whole."""
@@ -248,16 +242,11 @@ class _OtherFailedError(Exception):
 def _outlast(beside: Future[None]) -> BaseException | None:
     """Returns how the other thread ended. Waits for that whatever a signal raises, and raises it afterwards: until then
     the thread uses the model and adds to the cache. It ends within a layer, each of whose waits has a deadline."""
-    raised: BaseException | None = None
-    while True:
-        try:
-            other = beside.exception()
-            break
-        except (KeyboardInterrupt, SystemExit) as error:
-            raised = error
-    if raised is not None:
-        raise raised
-    return other
+    try:
+        return beside.exception()
+    except (KeyboardInterrupt, SystemExit):
+        _outlast(beside)
+        raise
 
 
 def _slice(arguments: dict[str, Any], cache: Any, past: int, start: int, end: int) -> dict[str, Any]:

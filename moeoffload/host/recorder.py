@@ -1,23 +1,170 @@
-"""Counts what a run does: which phase it is in, how long forwards take, where the time of the experts path goes."""
+"""Counts what a run does: which phase it is in, how long forwards take, where the time of the experts path goes.
+
+The counters on the path of every call are plain attributes, so that counting costs next to nothing.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
-from moeoffload.host.counters import CallCounters, LayerTimes, PhaseCounters, add_counters
-from moeoffload.host.device_clock import HOST_CLOCK, Clock, clock_of
-
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 PHASES: Final = (PREFILL, DECODE)
+
+
+@dataclass(slots=True)
+class CallCounters:
+    """Dispatches of one phase to one server. Bytes include headers; times are the server's, in seconds."""
+
+    calls: int = 0
+    rows: int = 0
+    bytes_out: int = 0
+    bytes_back: int = 0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    """How long the host was blocked on this server's replies; less for servers whose replies are taken later."""
+
+
+@dataclass(slots=True)
+class LayerTimes:
+    """Host seconds of the routed-expert calls of one MoE layer, or of all of them.
+
+    ``dense_s`` is the dense work since the previous call, ``pack_s`` encoding and sending rows, ``local_s`` experts on
+    the host, ``combine_s`` adding up the sums. ``wait_s`` is waiting for replies; ``wait_queue_s`` and
+    ``wait_compute_s`` are the parts of it that servers spent queueing and computing, the rest is transport.
+    """
+
+    calls: int = 0
+    dense_s: float = 0.0
+    pack_s: float = 0.0
+    local_s: float = 0.0
+    wait_s: float = 0.0
+    wait_queue_s: float = 0.0
+    wait_compute_s: float = 0.0
+    combine_s: float = 0.0
+
+
+@dataclass(slots=True)
+class PhaseCounters:
+    """One phase (prefill or decode) of a run, in seconds of host time. Every part is measured, none is a remainder.
+
+    ``seconds`` is the wall time of the phase: ``forward_s`` in forward passes, ``other_s`` in sampling and streaming
+    between them; ``head_s`` is the dense work after the last MoE layer. In a pipelined prefill ``turn_s`` is how long
+    chunks waited for the chunk before, and ``thread_s`` the time of the second thread, which comes on top of the wall
+    time.
+    """
+
+    forwards: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    forward_s: float = 0.0
+    head_s: float = 0.0
+    thread_s: float = 0.0
+    local_rows: int = 0
+    turn_s: float = 0.0
+    other_s: float = 0.0
+    pipelined: int = 0
+    servers: list[CallCounters] = field(default_factory=list)
+    layers: list[LayerTimes] = field(default_factory=list)
+    mark: float = 0.0  # time.perf_counter() when the current stretch of dense work began
+
+    def lap_head(self, now: float) -> None:
+        """Ends the dense work after the last MoE layer at ``now``."""
+        self.head_s += now - self.mark
+        self.mark = now
+
+    def turn(self, waited_s: float) -> None:
+        """Excludes a wait for another chunk from the current stretch of dense work."""
+        self.turn_s += waited_s
+        self.mark += waited_s
+
+    @property
+    def times(self) -> LayerTimes:
+        """The times of all layers together, and of the dense work after the last one."""
+        total = LayerTimes(dense_s=self.head_s)
+        for layer in self.layers:
+            add_counters(total, layer)
+        return total
+
+    @property
+    def accounted(self) -> float:
+        """Sum of the parts as a share of the time of all threads, 0 to 1."""
+        total, times = self.seconds + self.thread_s, self.times
+        parts = times.dense_s + times.pack_s + times.local_s + times.wait_s + times.combine_s
+        return (parts + self.turn_s + self.other_s) / total if total else 1.0
+
+
+_Figures = TypeVar("_Figures", CallCounters, LayerTimes, PhaseCounters)
+
+
+def add_counters(total: _Figures, part: _Figures) -> None:
+    """Adds every figure of ``part`` to ``total``, server by server and layer by layer."""
+    for each in fields(total):
+        known, more = getattr(total, each.name), getattr(part, each.name)
+        if isinstance(known, list):
+            for one, other in zip(known, more, strict=True):
+                add_counters(one, other)
+        else:
+            setattr(total, each.name, known + more)
+
+
+class Clock:
+    """Watches one call of a layer's routed experts after the other, for one thread: when is the dense work done?
+
+    A CPU has done it when the call returns, a GPU later than the host has told it: of the host's time from the first
+    dense kernel of a layer to its rows being on their way, a GPU's dense work would seem to be the first few
+    microseconds, and packing, which has to wait for it, all the rest.
+
+    This one is for devices that are never late, and for others while nobody listens.
+    """
+
+    def dense_told(self) -> None:
+        """The device has been told all the dense work before the call."""
+
+    def dense_late_s(self) -> float:
+        """Waits for the device; returns the seconds since `dense_told` that it still took for the dense work."""
+        return 0.0
+
+    def wait(self) -> None:
+        """Waits for all that the device was told."""
+
+
+class DeviceClock(Clock):
+    """Of a GPU, be that the current device or not. Its events are made once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._dense, self._now = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._told_at = 0.0
+
+    def dense_told(self) -> None:
+        """See `Clock`."""
+        self._dense.record(torch.cuda.current_stream(self._device))
+        self._told_at = perf_counter()
+
+    def dense_late_s(self) -> float:
+        """See `Clock`. What the device has computed since is no dense work, so this is the rest of the host's time."""
+        self.wait()
+        since_s = perf_counter() - self._told_at
+        return min(since_s, max(0.0, since_s - self._dense.elapsed_time(self._now) / 1e3))
+
+    def wait(self) -> None:
+        """See `Clock`."""
+        self._now.record(torch.cuda.current_stream(self._device))
+        self._now.synchronize()
+
+
+HOST_CLOCK: Final = Clock()
 
 
 @dataclass(slots=True)
@@ -48,7 +195,7 @@ class _Thread(threading.local):
 
     def __init__(self, device: torch.device) -> None:
         self.phases: dict[str, PhaseCounters] = {}
-        self.clock = clock_of(device)
+        self.clock = DeviceClock(device) if device.type == "cuda" else HOST_CLOCK
         self.phase = PREFILL
         self.next_phase: str | None = None
         self.started = self.last_end = 0.0
@@ -113,8 +260,7 @@ class Recorder:
 
     def told(self) -> TokenTotals:
         """The totals to add to, for who knows better than forward passes tell."""
-        if self.tokens is None:
-            self.tokens = TokenTotals()
+        self.tokens = self.tokens or TokenTotals()
         return self.tokens
 
     def listen(self, seconds: float = math.inf) -> None:

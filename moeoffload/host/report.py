@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -15,9 +16,17 @@ from moeoffload import __version__
 from moeoffload.checkpoint import Checkpoint
 from moeoffload.config import HostSettings
 from moeoffload.devices import device_name
-from moeoffload.host.counters import CallCounters, PhaseCounters, add_fields
 from moeoffload.host.link import ExpertLink
-from moeoffload.host.recorder import DECODE, PREFILL, GuessCounts, Recorder, TokenTotals
+from moeoffload.host.recorder import (
+    DECODE,
+    PREFILL,
+    CallCounters,
+    GuessCounts,
+    PhaseCounters,
+    Recorder,
+    TokenTotals,
+    add_counters,
+)
 from moeoffload.payload import Payloads
 
 REPORT_VERSION: Final = 1
@@ -61,8 +70,27 @@ def run_facts(settings: HostSettings, payloads: Payloads, device: torch.device) 
     }
 
 
+class Shown(ABC):
+    """Is printed, and shown by a notebook, as its `table`."""
+
+    @abstractmethod
+    def table(self) -> RenderableType:
+        """Returns what a terminal shows."""
+
+    def __repr__(self) -> str:
+        return self._printed().export_text().rstrip()
+
+    def _repr_html_(self) -> str:
+        return self._printed().export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+    def _printed(self) -> Console:
+        console = Console(file=io.StringIO(), record=True, width=_WIDTH)
+        console.print(self.table(), markup=False, highlight=False)
+        return console
+
+
 @dataclass(frozen=True, repr=False)
-class Report:
+class Report(Shown):
     """One run. Times are in seconds, sizes in bytes; phases are prefill and decode.
 
     ``prompt_tokens`` were computed; ``completion_tokens`` were produced by forward passes: one for each sequence of a
@@ -91,7 +119,7 @@ class Report:
         recovery: dict[str, Any],
     ) -> Report:
         """Builds a report from the present figures of ``recorder`` and ``links``."""
-        totals, told = recorder.phases, recorder.tokens
+        totals = recorder.phases
         servers = [
             asdict(link.info)
             | {"batch_capacity": link.layout.capacity}
@@ -100,8 +128,8 @@ class Report:
         ]
         phases = {name: _phase(phase) for name, phase in totals.items()}
         layers = {name: [asdict(times) for times in phase.layers] for name, phase in totals.items()}
-        if told is None:
-            told = TokenTotals(totals[PREFILL].tokens, totals[PREFILL].sequences + totals[DECODE].tokens)
+        prefill, decode = totals[PREFILL], totals[DECODE]
+        told = recorder.tokens or TokenTotals(prefill.tokens, prefill.sequences + decode.tokens)
         guesses = _guesses(recorder.guesses, sum(phase["calls"] for phase in phases.values()))
         tokens = told.prompt, told.completion
         return cls(model, run, *tokens, phases, servers, recovery, guesses, layers if recorder.profile else None)
@@ -129,28 +157,6 @@ class Report:
         model, run = self.model, self.run
         weights = f"experts in {model['expert_format']}, {model['bits_per_weight']:.3g} bits a weight"
         return f"{model['model_type']} · {weights} · mode {run['mode']} · payload {run['payload_dtype']}"
-
-    def __repr__(self) -> str:
-        return as_text(self.table())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())
-
-
-def as_text(table: RenderableType) -> str:
-    """Returns what `print` shows of a table."""
-    return _printed(table).export_text().rstrip()
-
-
-def as_html(table: RenderableType) -> str:
-    """Returns what a notebook shows of a table."""
-    return _printed(table).export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-
-
-def _printed(table: RenderableType) -> Console:
-    console = Console(file=io.StringIO(), record=True, width=_WIDTH)
-    console.print(table, markup=False, highlight=False)
-    return console
 
 
 def _phase_cells(phase: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +206,7 @@ def _guesses(counts: GuessCounts | None, calls: int) -> dict[str, Any] | None:
 def _phase(phase: PhaseCounters) -> dict[str, Any]:
     total = CallCounters()
     for server in phase.servers:
-        add_fields(total, server)
+        add_counters(total, server)
     times = phase.times
     figures = asdict(times) | {"turn_s": phase.turn_s, "other_s": phase.other_s}
     host = {f"{name}_s": figures[f"{name}_s"] for name in _HOST_FIELDS}

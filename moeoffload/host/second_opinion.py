@@ -8,10 +8,9 @@ from typing import Final
 import torch
 
 from moeoffload.errors import DisagreementError, PayloadError, ServerError
-from moeoffload.host.counters import CallCounters
 from moeoffload.host.flight import Chunk, Flight, ShardLink
-from moeoffload.host.server_events import ServerEvents
-from moeoffload.host.shard import Shard
+from moeoffload.host.recorder import CallCounters
+from moeoffload.host.shard import ServerEvents, Shard
 
 ROUNDINGS: Final = 8.0
 """Two sums of a row may differ by this many roundings of its largest value: kernels add in different orders."""
@@ -39,11 +38,8 @@ class Verification:
         checker = shard.checker(flight.link)
         if checker is None or flight.chunk_rows > checker.layout.capacity:
             return
-        expected: torch.Tensor | PayloadError | None
         try:
             expected = self._compute(checker, flight, rows)
-        except PayloadError as error:
-            expected = error
         except ServerError:
             return  # the checker is lost; its next call finds that out
         if expected is None:
@@ -66,9 +62,9 @@ class Verification:
                 f"by {worst:.3g} where values reach {float(scale[row]):.3g}"
             )
 
-    def _compute(self, checker: ShardLink, flight: Flight, rows: Chunk) -> torch.Tensor | None:
-        """Returns the sums that ``checker`` computes for the rows of ``flight``, in float32; None if it has no free
-        slot."""
+    def _compute(self, checker: ShardLink, flight: Flight, rows: Chunk) -> torch.Tensor | PayloadError | None:
+        """Returns the sums that ``checker`` computes for the rows of ``flight``, in float32, or that they do not fit
+        the payload dtype; None if it has no free slot."""
         hidden, ids, weights = rows
         part = slice(flight.start, flight.start + flight.chunk_rows)
         again = checker.take(wait=False)
@@ -78,5 +74,7 @@ class Verification:
             return None
         try:
             return checker.receive(again, self._unused).to(torch.float32, copy=True)
+        except PayloadError as error:
+            return error
         finally:
             checker.release(again)

@@ -18,23 +18,20 @@ from moeoffload.config import OWN_HEAD, HostSettings
 from moeoffload.devices import resolve_device
 from moeoffload.host.attach import AttachPlan, OnProgress
 from moeoffload.host.dispatcher import Dispatcher
-from moeoffload.host.drafters import most_guesses
 from moeoffload.host.fleet import Fleet
 from moeoffload.host.granularity import Granularity, chunk_rows
-from moeoffload.host.guess_length import GuessLength
 from moeoffload.host.link import ExpertLink
 from moeoffload.host.local_experts import LocalExperts
 from moeoffload.host.model import bind_experts, load_draft_head, load_draft_model, load_tokenizer
 from moeoffload.host.packed_dense import load_with_packed_linears
 from moeoffload.host.pipeline import PrefillPipeline
 from moeoffload.host.recorder import Recorder
-from moeoffload.host.report import Report, as_html, as_text, model_facts, run_facts
+from moeoffload.host.report import Report, Shown, model_facts, run_facts
 from moeoffload.host.routing import read_routing_stats
 from moeoffload.host.second_opinion import Verification
-from moeoffload.host.server_events import ServerEvents
-from moeoffload.host.shard import event_figures
+from moeoffload.host.shard import ServerEvents, event_figures
 from moeoffload.host.shared_experts import overlap_shared_experts
-from moeoffload.host.speculative import check_can_verify
+from moeoffload.host.speculative import GuessLength, check_can_verify, most_guesses
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.model_name import WEIGHTS_SUFFIX
 from moeoffload.payload import PayloadDtype, Payloads
@@ -75,7 +72,7 @@ class _Keeper:
     """What the servers of an open model live as long as."""
 
 
-class OffloadedModel:
+class OffloadedModel(Shown):
     """An open model; made by `open_model`. Use it in a ``with`` block, or `close` it; at the latest it is closed when
     neither it nor its ``model`` is used any more.
 
@@ -217,13 +214,8 @@ class OffloadedModel:
         """Ends all leases, stops spawned servers, frees everything. Idempotent."""
         self._stack.close()
 
-    def __repr__(self) -> str:
-        return as_text(self._table())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._table())
-
-    def _table(self) -> RenderableType:
+    def table(self) -> RenderableType:
+        """Returns the model, the main settings, and tables of the servers."""
         report = self.report()
         return Group(f"{self.reference}: {report.title}, on {self._device}", *report.server_tables())
 

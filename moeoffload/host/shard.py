@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any, Final
 
@@ -16,7 +18,6 @@ from moeoffload.errors import DeadlineError, MoeOffloadError, ServerError
 from moeoffload.host.fallback import FallbackLink
 from moeoffload.host.flight import ShardLink
 from moeoffload.host.link import ExpertLink
-from moeoffload.host.server_events import ServerEvents
 from moeoffload.placement import ExpertTable
 
 logger = logging.getLogger(__name__)
@@ -25,22 +26,71 @@ FIRST_TRY_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
 IDLE_POLL_S: Final = 0.01
 JOIN_S: Final = 5.0
+KEPT_EVENTS: Final = 256  # the newest events; a report does not grow without bound
 
 Attach = Callable[[], ExpertLink]
 """Opens a link to a server, with its experts loaded; raises MoeOffloadError."""
 
 
-class Holder:
-    """A server that holds, or held, a shard. ``link`` is None while it cannot be used."""
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``at_s`` counts from the opening of the model; ``seconds`` is how long the server was away, or 0."""
 
-    def __init__(self, address: str, attach: Attach, link: ExpertLink) -> None:
-        self.address = address
-        self.attach = attach
-        self.link: ExpertLink | None = link
-        self.known = link
-        """The last link, even while the server is lost; for the report."""
-        self.is_missed = False
-        """Whether `ServerEvents` was told that it went; of a replica that was not in use it is not."""
+    at_s: float
+    server: str
+    what: str
+    why: str
+    seconds: float = 0.0
+
+
+class ServerEvents:
+    """Server events of one open model, counted for the report, and logged. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._started = perf_counter()
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(("lost", "returned", "drained", "verified", "replica_calls", "stale"), 0)
+        self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self._away: Counter[str] = Counter()
+        """By server, the number of shards that other links compute for it now; one warning covers all of them."""
+
+    def count(self, what: str, n: int = 1) -> None:
+        """Adds ``n`` to the count of ``what``; ``stale`` counts replies that came late, twice or unasked."""
+        with self._lock:
+            self._counts[what] += n
+
+    def record(self, what: str, server: str, why: str, message: str, seconds: float = 0.0) -> None:
+        """Adds an event: a server is no longer used (``lost``, ``drained``), or used again (``returned``).
+
+        Logs ``message``: as a warning when the first shard moves away from ``server``, and when the last is back.
+        """
+        n_more = -1 if what == "returned" else 1
+        with self._lock:
+            self._away[server] += n_more
+            is_news = self._away[server] == max(0, n_more)
+            self._counts[what] += 1
+            self._events.append(Event(perf_counter() - self._started, server, what, why, seconds))
+        logger.log(logging.WARNING if is_news else logging.INFO, "%s", message)
+
+    def to_json(self, **more: int) -> dict[str, Any]:
+        """Returns the report's figures; ``more`` are the counts of links that are still open."""
+        with self._lock:
+            counts = {name: count + more.pop(name, 0) for name, count in self._counts.items()}
+            return counts | more | {"events": [asdict(event) for event in self._events]}
+
+
+@dataclass(eq=False)
+class Holder:
+    """A server that holds, or held, a shard."""
+
+    address: str
+    attach: Attach
+    known: ExpertLink
+    """The last link, even while the server is lost; for the report."""
+    link: ExpertLink | None
+    """None while it cannot be used."""
+    is_missed: bool = False
+    """Whether `ServerEvents` was told that it went; of a replica that was not in use it is not."""
 
 
 class Shard:
@@ -68,9 +118,7 @@ class Shard:
         self._lock = threading.Lock()
         self._returned = threading.Condition(self._lock)
         self._menders: list[threading.Thread] = []
-        first = holders[0].link
-        assert first is not None
-        self.current: ShardLink = first
+        self.current: ShardLink = self.known
         for holder in holders:
             self._watch(holder.known)
 
@@ -89,7 +137,7 @@ class Shard:
         Raises ServerError: no link is left, and none came back in time."""
         deadline = perf_counter() + (0.0 if isinstance(error, DeadlineError) else self._return_wait_s)
         with self._lock:
-            self._lose(lost, str(error))
+            self._leave(lost, str(error))
             while (link := self._choose()) is None or link is lost:
                 left_s = deadline - perf_counter()
                 if left_s <= 0 or self._stopping.is_set() or link is lost:
@@ -100,20 +148,7 @@ class Shard:
     def retire(self, leaving: ExpertLink) -> None:
         """Moves away from a draining server: another link computes from now on; flights already sent are finished."""
         with self._lock:
-            holder = self._holder_of(leaving)
-            if holder is None or self._stopping.is_set():
-                return
-            holder.link = None
-            chosen = self._choose()
-            if chosen is None:
-                holder.link = leaving  # the run may go on there until the server's drain limit
-                logger.warning("%s is draining, and nobody else can compute its experts", leaving.name)
-                return
-            if self.current is leaving:
-                holder.is_missed = True
-                self._events.drained(holder.address, chosen.name)
-            self.current = chosen
-            self._start_mending(holder, leaving, leaving.deadlines.of(leaving.layout.capacity))
+            self._leave(leaving, f"{leaving.name} is draining", drains=True)
 
     def close(self) -> None:
         """Closes all links; the caller has set the stopping event. Idempotent."""
@@ -132,28 +167,30 @@ class Shard:
         link = next((holder.link for holder in self.holders if holder.link is not None), None)
         return link if link is not None else self.fallback
 
-    def _holder_of(self, link: ShardLink) -> Holder | None:
-        return next((holder for holder in self.holders if holder.link is link), None)
-
-    def _lose(self, link: ShardLink, why: str) -> None:
-        holder = self._holder_of(link)
+    def _leave(self, link: ShardLink, why: str, *, drains: bool = False) -> None:
+        """Selects another link in place of ``link``, whose server is lost or ``drains``, and begins to get it back."""
+        holder = next((holder for holder in self.holders if holder.link is link), None)
         if holder is None or holder.link is None or self._stopping.is_set():
             return  # another thread was first, or the run is over
         gone, holder.link = holder.link, None
         chosen = self._choose()
+        if chosen is None and drains:
+            holder.link = gone  # the run may go on there until the server's drain limit
+            logger.warning("%s, and nobody else can compute its experts", why)
+            return
         if self.current is gone:
             holder.is_missed = True
-            self._events.lost(holder.address, why, chosen.name if chosen is not None else "nobody until it is back")
+            instead = chosen.name if chosen is not None else "nobody until it is back"
+            event = ("drained", holder.address, "it is draining") if drains else ("lost", holder.address, why)
+            self._events.record(*event, f"{why}; its experts are computed by {instead}")
         else:
             logger.info("%s; it held a replica", why)
         if chosen is not None:
             self.current = chosen
-        self._start_mending(holder, gone, 0.0)
-
-    def _start_mending(self, holder: Holder, link: ExpertLink, finish_s: float) -> None:
+        finish_s = gone.deadlines.of(gone.layout.capacity) if drains else 0.0
         self._menders = [thread for thread in self._menders if thread.is_alive()]
         name = f"mend-{holder.address}"
-        mender = threading.Thread(target=self._mend, args=(holder, link, finish_s), name=name, daemon=True)
+        mender = threading.Thread(target=self._mend, args=(holder, gone, finish_s), name=name, daemon=True)
         self._menders.append(mender)
         mender.start()
 
@@ -171,14 +208,16 @@ class Shard:
 
     def _ended(self, link: ExpertLink, why: str) -> None:
         with self._lock:
-            self._lose(link, why)
+            self._leave(link, why)
 
     def _mend(self, holder: Holder, link: ExpertLink, finish_s: float) -> None:
         """Closes a link once its flights are done, then tries to attach to the server again until it is back."""
         gone_at = perf_counter()
         while not link.channel.is_idle and perf_counter() - gone_at < finish_s and not self._stopping.wait(IDLE_POLL_S):
             pass
-        self._count(holder, link)
+        self._events.count("stale", link.channel.n_stale)
+        if holder is not self.holders[0]:
+            self._events.count("replica_calls", link.n_calls)
         link.close(grace_s=finish_s)
         pause_s, told = FIRST_TRY_S, ""
         while not self._stopping.wait(pause_s):
@@ -207,18 +246,14 @@ class Shard:
                 assert chosen is not None
                 if holder.is_missed:
                     holder.is_missed = False
-                    self._events.returned(holder.address, away_s)
+                    message = f"expert server {holder.address} is back after {away_s:.1f} s"
+                    self._events.record("returned", holder.address, "it answers again", message, away_s)
                 self.current = chosen
                 self._returned.notify_all()
         if is_late:
             link.close()
         else:
             self._watch(link)  # outside the lock: it calls back at once if the link has ended again
-
-    def _count(self, holder: Holder, link: ExpertLink) -> None:
-        self._events.count("stale", link.channel.n_stale)
-        if holder is not self.holders[0]:
-            self._events.count("replica_calls", link.n_calls)
 
 
 def event_figures(shards: Sequence[Shard], events: ServerEvents) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +14,6 @@ from moeoffload.checkpoint import Checkpoint
 
 Meanwhile = Callable[[torch.Tensor], None]
 """To be called with the rows (n, hidden) of a layer between sending them and waiting for the replies."""
-_ROUTED, _SHARED = "routed", "shared"
-_BEFORE: Final = (_SHARED, _ROUTED)
-_AFTER: Final = (_ROUTED, _SHARED)
 
 
 def overlap_shared_experts(model: nn.Module, checkpoint: Checkpoint) -> list[Meanwhile | None]:
@@ -27,19 +24,17 @@ def overlap_shared_experts(model: nn.Module, checkpoint: Checkpoint) -> list[Mea
     does is tried once for each class, with a few random rows: its output must not change by a bit.
     """
     found: list[Meanwhile | None] = []
-    order_of: dict[type, Sequence[str]] = {}
+    comes_first: dict[type, bool | None] = {}
     for layer in checkpoint.layers:
         block = model.get_submodule(layer.module_name.rpartition(".")[0])
         experts = model.get_submodule(layer.module_name)
         shared = _shared_experts_of(block)
-        if shared is not None and type(block) not in order_of:
+        if shared is not None and type(block) not in comes_first:
             rows = torch.randn(1, 3, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
             device = next(shared.buffers(), next(shared.parameters(), rows)).device
-            order_of[type(block)] = _try(block, experts, shared, rows.to(device, checkpoint.dtype))
-        if shared is None or not order_of[type(block)]:
-            found.append(None)
-        else:
-            found.append(_Overlapped(shared, comes_first=order_of[type(block)] == _BEFORE).compute)
+            comes_first[type(block)] = _try(block, experts, shared, rows.to(device, checkpoint.dtype))
+        first = comes_first[type(block)] if shared is not None else None
+        found.append(None if shared is None or first is None else _Overlapped(shared, comes_first=first).compute)
     return found
 
 
@@ -99,32 +94,33 @@ class _Overlapped:
 
 
 @torch.no_grad()
-def _try(block: Any, experts: Any, shared: Any, rows: torch.Tensor) -> Sequence[str]:
-    """Returns in which order a block asks for its routed and shared experts; nothing unless it may be overlapped."""
+def _try(block: Any, experts: Any, shared: Any, rows: torch.Tensor) -> bool | None:
+    """Returns whether a block asks for its shared experts before its routed ones; None unless it may be overlapped."""
     calls: list[str] = []
     overlapped: _Overlapped | None = None
 
     def routed(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        calls.append(_ROUTED)
+        calls.append("routed")
         if overlapped is not None:
             overlapped.compute(hidden)
         return hidden.clone()
 
     def noted(*inputs: torch.Tensor, **more: Any) -> torch.Tensor:
-        calls.append(_SHARED if len(inputs) == 1 and not more else "")
+        calls.append("shared" if len(inputs) == 1 and not more else "")
         return compute(*inputs, **more)
 
     bound, compute = experts.moeoffload_call, shared.forward
     experts.moeoffload_call, shared.forward = routed, noted
     try:
-        expected, order = block(rows), tuple(calls)
-        if order not in (_BEFORE, _AFTER):
-            return ()
+        expected = block(rows)
+        if sorted(calls) != ["routed", "shared"]:
+            return None
+        first = calls[0] == "shared"
         shared.forward = compute
-        overlapped = _Overlapped(shared, comes_first=order == _BEFORE)
-        return order if _are_equal(block(rows), expected) else ()
+        overlapped = _Overlapped(shared, comes_first=first)
+        return first if _are_equal(block(rows), expected) else None
     except Exception:  # a block of another kind: it wants more inputs than rows, say
-        return ()
+        return None
     finally:
         experts.moeoffload_call = bound
         del shared.forward

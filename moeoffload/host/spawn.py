@@ -82,17 +82,15 @@ def _start(settings: HostSettings, device: str, log_path: Path) -> subprocess.Po
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         if process.stdin is not None:
-            process.stdin.close()
+            process.stdin.close()  # first: a server that is only terminated waits for its hosts
         process.terminate()
     deadline = time.monotonic() + STOP_TIMEOUT_S
     for process in processes:
-        try:
-            process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        with process:  # closes its output in the end, and waits
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def _ready_address(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:

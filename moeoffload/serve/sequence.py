@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from moeoffload.host.drafters import Drafter
+from moeoffload.host.speculative import Drafter
 from moeoffload.serve.request import OnProgress, SamplingOptions
 from moeoffload.serve.sampling import Sampler
 

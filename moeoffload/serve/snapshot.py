@@ -18,7 +18,7 @@ import torch
 from moeoffload import __version__
 from moeoffload.devices import device_memory
 from moeoffload.errors import MoeOffloadError
-from moeoffload.host.counters import CallCounters, LayerTimes, add_counters
+from moeoffload.host.recorder import CallCounters, LayerTimes, add_counters
 from moeoffload.host.session import OffloadedModel
 from moeoffload.host.shard import Shard
 from moeoffload.serve.figures import History, figures

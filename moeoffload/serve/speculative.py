@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Final
 
-from moeoffload.host.drafters import Drafter, hidden_states_of, most_guesses, new_drafter
-from moeoffload.host.guess_length import GuessLength
 from moeoffload.host.session import OffloadedModel
+from moeoffload.host.speculative import Drafter, GuessLength, hidden_states_of, most_guesses, new_drafter
 from moeoffload.kernels.attention import FEW_QUERIES
 from moeoffload.serve.sequence import Sequence as TokenSequence
 from moeoffload.serve.sequence import Share

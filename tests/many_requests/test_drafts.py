@@ -17,8 +17,8 @@ from train_head import own_words, train
 from moeoffload import open_model
 from moeoffload.errors import ModelError
 from moeoffload.host.generate import PreparedPrompt, generate, prepare_prompt
-from moeoffload.host.guess_length import GuessLength
 from moeoffload.host.session import OffloadedModel
+from moeoffload.host.speculative import GuessLength
 from moeoffload.serve.engine import ServingEngine
 
 from .client import limits, whole

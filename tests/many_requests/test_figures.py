@@ -283,9 +283,9 @@ def test_the_memory_of_both_sides_devices_is_there(start_server: StartServer, mo
 
 def _gpu_of_the_server() -> None:
     """In the server's process: a stand-in for its device."""
-    import moeoffload.expert_server.server as expert_server
+    import moeoffload.expert_server.service as expert_service
 
-    expert_server.device_memory = lambda *devices: DeviceMemory(3 << 30, 4 << 30, 24 << 30)
+    expert_service.device_memory = lambda *devices: DeviceMemory(3 << 30, 4 << 30, 24 << 30)
 
 
 def test_every_field_is_documented(three_servers: list[str]) -> None:
