@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fastapi.exceptions import RequestValidationError
@@ -19,24 +20,19 @@ _TYPES: Final = {429: "requests", 500: "server_error", 503: "server_error"}
 _LONGEST_MESSAGE: Final = 1000
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """The error that a client receives instead of an answer."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = one_line(message, _LONGEST_MESSAGE)
-        self.param = param
-        self.code = code
-        self.headers = headers or {}
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.message = one_line(self.message, _LONGEST_MESSAGE)
+        super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
         """The error as JSON, for a response or a stream."""

@@ -9,12 +9,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, ValidationError
 
 from moeoffload.serve.api_errors import bad_request, unsupported
-from moeoffload.serve.schemas import ChatRequest, StrictModel
+from moeoffload.serve.schemas import ChatRequest, StrictModel, read_content
 
-_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {"truncation": ("disabled",), "background": (False,)}
-_IGNORED: Final = frozenset(
-    ("metadata", "service_tier", "user", "store", "include", "safety_identifier", "prompt_cache_key")
-)
+_TEXTS: Final = ("text", "input_text", "output_text", "reasoning_text")
 _REASONING: Final = ("effort", "summary", "generate_summary")
 """No summary is written: the reasoning itself is returned, whole."""
 _TEXT: Final = ("format", "verbosity")
@@ -36,9 +33,7 @@ class _Asked(StrictModel):
     top_p: float | None = None
 
     def _chat(self, **fields: Any) -> ChatRequest:
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and name not in _IGNORED and value not in _NEUTRAL.get(name, ()):
-                raise unsupported(name)
+        self.check_unknown()
         told = {name: getattr(self, name) for name in ("model", "stream", "temperature", "top_p")} | fields
         try:
             return ChatRequest.model_validate({name: value for name, value in told.items() if value is not None})
@@ -96,22 +91,10 @@ def _anthropic_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(blocks: Any, param: str) -> str:
-    if isinstance(blocks, str):
-        return blocks
-    texts = []
-    for block in _list(blocks, param):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in ("text", "input_text", "output_text") or not isinstance(block.get("text"), str):
-            raise bad_request(f"Content of type {str(kind)[:50]!r} is not supported, only text.", param)
-        texts.append(block["text"])
-    return "".join(texts)
-
-
-def _list(value: Any, param: str) -> list[Any]:
-    """A list that no field checks, empty if it was not given. Raises ApiError: it is something else."""
-    if value is not None and not isinstance(value, list):
-        raise bad_request(f"Invalid '{param}': {str(value)[:50]!r} is no array.", param)
-    return value or []
+    try:
+        return read_content(blocks, kinds=_TEXTS)
+    except ValueError as error:
+        raise bad_request(f"Invalid '{param}': {error}.", param) from None
 
 
 def _turn_messages(turn: Turn) -> Iterator[dict[str, Any]]:
@@ -210,10 +193,9 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
         output = _text(item.get("output") or "", "input")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
-        parts = _list(item.get("content"), "input")
-        if not all(isinstance(part, dict) for part in parts):
-            raise bad_request("Invalid 'input': parts of reasoning are objects.", "input")
-        thought = "".join(str(part.get("text", "")) for part in parts)
+        if isinstance(item.get("content"), str):
+            raise bad_request("Invalid 'input': the content of reasoning is an array.", "input")
+        thought = _text(item.get("content") or "", "input")
         messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
     else:
         raise bad_request(f"Items of type {str(kind)[:50]!r} are not supported.", "input")

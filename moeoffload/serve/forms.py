@@ -7,7 +7,8 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
 
 from moeoffload import __version__
 from moeoffload.host.detokenizer import TokenTexts
@@ -23,7 +24,7 @@ Json = dict[str, Any]
 class Form(ABC):
     """The JSON of one answer: whole, or in the chunks of a stream."""
 
-    has_names = False  # whether chunks are events with names
+    has_names: ClassVar[bool] = False  # whether chunks are events with names
 
     @abstractmethod
     def opening(self, n_choices: int) -> list[Json]:
@@ -42,53 +43,53 @@ class Form(ABC):
         """The whole answer; ``pieces`` are by choice."""
 
 
+@dataclass
 class _ChoicesForm(Form):
     """An answer as a list of choices. ``alternatives``: how many are listed for each token; None for no log
     probabilities."""
 
-    kind: str
-    prefix: str
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    prefix: ClassVar[str]
 
-    def __init__(self, model: str, texts: TokenTexts, alternatives: int | None, with_usage: bool) -> None:
-        self._texts = texts
-        self._alternatives = alternatives
-        self._with_usage = with_usage
+    model: str
+    texts: TokenTexts
+    alternatives: int | None
+    with_usage: bool
+
+    def __post_init__(self) -> None:
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "object": self.kind,
             "created": int(time.time()),
-            "model": model,
+            "model": self.model,
             "system_fingerprint": f"moeoffload-{__version__}",
         }
 
     def closing(self, usage: Json) -> list[Json]:
         """See `Form`: the token counts, if requested."""
-        return [self._chunk_head() | {"choices": [], "usage": usage}] if self._with_usage else []
+        return [self._chunk([], usage)] if self.with_usage else []
 
     def whole(self, pieces: Sequence[Sequence[Piece]], usage: Json) -> Json:
         """See `Form`."""
         choices = [self._whole(index, mine) for index, mine in enumerate(pieces)]
-        return self._head | {"choices": choices, "usage": usage}
+        return self._head | {"object": self.kind, "choices": choices, "usage": usage}
 
     @abstractmethod
     def _whole(self, index: int, pieces: Sequence[Piece]) -> Json:
         """One choice."""
 
-    def _chunk_head(self) -> Json:
-        return self._head | ({"usage": None} if self._with_usage else {})
-
-    def _chunk(self, choice: Json) -> Json:
-        return self._chunk_head() | {"choices": [choice]}
+    def _chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
+        with_usage: Json = {"usage": usage} if self.with_usage else {}
+        return self._head | {"object": self.chunk_kind, "choices": choices} | with_usage
 
 
+@dataclass
 class ChatForm(_ChoicesForm):
     """Chat completions."""
 
-    kind, prefix = "chat.completion", "chatcmpl"
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, model: str, texts: TokenTexts, alternatives: int | None, with_usage: bool) -> None:
-        super().__init__(model, texts, alternatives, with_usage)
-        self._n_calls: Counter[int] = Counter()  # by choice
+    n_calls: Counter[int] = field(default_factory=Counter)  # by choice
 
     def opening(self, n_choices: int) -> list[Json]:
         """See `Form`."""
@@ -123,8 +124,8 @@ class ChatForm(_ChoicesForm):
         deltas: list[Json] = []
         for part in piece.parts:
             if part.call is not None:
-                deltas.append({"tool_calls": [{"index": self._n_calls[piece.index]} | _call_json(part.call)]})
-                self._n_calls[piece.index] += 1
+                deltas.append({"tool_calls": [{"index": self.n_calls[piece.index]} | _call_json(part.call)]})
+                self.n_calls[piece.index] += 1
             elif part.reasoning:
                 deltas.append({"reasoning_content": part.reasoning})
             else:
@@ -132,67 +133,64 @@ class ChatForm(_ChoicesForm):
         return deltas
 
     def _delta(self, index: int, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return self._chunk(choice) | {"object": "chat.completion.chunk"}
+        return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}])
 
     def _logprobs(self, pieces: Sequence[Piece]) -> Json | None:
-        if self._alternatives is None:
+        if self.alternatives is None:
             return None
         content = [self._token(choice) for piece in pieces for _, choice in piece.tokens]
         return {"content": content, "refusal": None}
 
     def _token(self, choice: TokenChoice) -> Json:
-        best = [self._named(*pair) for pair in choice.alternatives[: self._alternatives]]
+        best = [self._named(*pair) for pair in choice.alternatives[: self.alternatives]]
         return self._named(choice.token, choice.logprob) | {"top_logprobs": best}
 
     def _named(self, token: int, logprob: float | None) -> Json:
-        text, parts = self._texts.of(token)
+        text, parts = self.texts.of(token)
         return {"token": text, "logprob": _finite(logprob), "bytes": parts}
 
 
+@dataclass
 class CompletionForm(_ChoicesForm):
     """Text completions. ``echoes``: the text before each choice; log probabilities then include its tokens."""
 
-    kind, prefix = "text_completion", "cmpl"
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
 
-    def __init__(
-        self, model: str, texts: TokenTexts, alternatives: int | None, with_usage: bool, echoes: Sequence[str]
-    ) -> None:
-        super().__init__(model, texts, alternatives, with_usage)
-        self._echoes = echoes
+    echoes: Sequence[str]
 
     def opening(self, n_choices: int) -> list[Json]:
         """See `Form`."""
-        if self._alternatives is not None:
+        if self.alternatives is not None:
             return []  # the first piece contains the prompt and its tokens
-        return [self._chunk(self._choice(index, text, [])) for index, text in enumerate(self._echoes) if text]
+        return [self._chunk([self._choice(index, text, [])]) for index, text in enumerate(self.echoes) if text]
 
     def chunks(self, piece: Piece) -> list[Json]:
         """See `Form`."""
-        echo = self._echoes[piece.index] if piece.prompt else ""
-        return [self._chunk(self._choice(piece.index, echo + piece.text, [piece]))]
+        echo = self.echoes[piece.index] if piece.prompt else ""
+        return [self._chunk([self._choice(piece.index, echo + piece.text, [piece])])]
 
     def _whole(self, index: int, pieces: Sequence[Piece]) -> Json:
-        return self._choice(index, self._echoes[index] + "".join(piece.text for piece in pieces), pieces)
+        return self._choice(index, self.echoes[index] + "".join(piece.text for piece in pieces), pieces)
 
     def _choice(self, index: int, text: str, pieces: Sequence[Piece]) -> Json:
         finish = pieces[-1].finish if pieces else None
         return {"index": index, "text": text, "logprobs": self._logprobs(index, pieces), "finish_reason": finish}
 
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Json | None:
-        if self._alternatives is None:
+        if self.alternatives is None:
             return None
-        echo = self._echoes[index]
+        echo = self.echoes[index]
         n_echo = len(echo)
         tokens = self._of_prompt(pieces[0].prompt, echo) if pieces else []
         n_prompt = len(tokens)
         tokens += [(n_echo + start, choice) for piece in pieces for start, choice in piece.tokens]
         first = 1 if n_prompt else 0  # the first token has no probability
         return {
-            "tokens": [self._texts.of(choice.token)[0] for _, choice in tokens],
+            "tokens": [self.texts.of(choice.token)[0] for _, choice in tokens],
             "token_logprobs": [None] * first + [_finite(choice.logprob) for _, choice in tokens[first:]],
             "top_logprobs": [None] * first + [self._best(choice) for _, choice in tokens[first:]]
-            if self._alternatives
+            if self.alternatives
             else None,
             "text_offset": [start for start, _ in tokens],
         }
@@ -201,8 +199,8 @@ class CompletionForm(_ChoicesForm):
         """Each token with the offset of its text; parts of a character have the offset of the character."""
         n_begun, n_echo, tokens = 0, len(echo), []
         for choice in choices:
-            text, parts = self._texts.of(choice.token)
-            if choice.token in self._texts.special and not echo.startswith(text, n_begun):
+            text, parts = self.texts.of(choice.token)
+            if choice.token in self.texts.special and not echo.startswith(text, n_begun):
                 text, parts = "", None  # added by the tokenizer, as a BOS token is
             begins = [part & 0xC0 != 0x80 for part in parts or text.encode()]  # whether a byte begins a character
             inside = not all(begins[:1])
@@ -212,8 +210,8 @@ class CompletionForm(_ChoicesForm):
 
     def _best(self, choice: TokenChoice) -> dict[str, float]:
         """The most likely tokens, and the chosen one."""
-        pairs = [*choice.alternatives[: self._alternatives], (choice.token, choice.logprob)]
-        return {self._texts.of(token)[0]: _finite(logprob) for token, logprob in pairs}
+        pairs = [*choice.alternatives[: self.alternatives], (choice.token, choice.logprob)]
+        return {self.texts.of(token)[0]: _finite(logprob) for token, logprob in pairs}
 
 
 def _call_json(call: ToolCall) -> Json:

@@ -107,8 +107,14 @@ class KeyValueStore:
 
     def read(self, layer: int, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (1, key heads, n_keys, dim) of a request; views where its pages follow each other."""
-        keys, values = (self._read(memory, segment) for memory in self._memory[layer])
-        return keys, values
+        first, n_keys = segment.first_page * self.page_tokens, segment.n_keys
+        keys, values = (
+            memory.flatten(0, 1).narrow(0, first, n_keys)
+            if segment.first_page >= 0
+            else memory.index_select(0, segment.pages).flatten(0, 1)[:n_keys]
+            for memory in self._memory[layer]
+        )
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def read_padded(self, layer: int, rows: SingleRows, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (n, key heads, most tokens, dim) of several requests; zero where they are not ``seen``, since
@@ -121,13 +127,6 @@ class KeyValueStore:
             for memory in self._memory[layer]
         )
         return keys, values
-
-    def _read(self, memory: torch.Tensor, segment: Segment) -> torch.Tensor:
-        if segment.first_page >= 0:
-            flat = memory.flatten(0, 1).narrow(0, segment.first_page * self.page_tokens, segment.n_keys)
-        else:
-            flat = memory.index_select(0, segment.pages).flatten(0, 1)[: segment.n_keys]
-        return flat.transpose(0, 1)[None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -21,7 +21,7 @@ MAX_TOOLS: Final = 128
 IGNORED: Final = frozenset(
     (
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prediction",
+        "prediction", "include",
     )
 )  # fmt: skip
 """Parameters that do not change the answer."""
@@ -37,12 +37,19 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "best_of": (),
+    "truncation": ("disabled",),
+    "background": (False,),
 }
 """Known but unsupported parameters, with values that have no effect and are therefore accepted."""
+_SAMPLING: Final = {
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+}
+"""Parameters of which a model may recommend values."""
 
 
-def _read_content(value: Any) -> Any:
-    """Joins text, or text parts, to one string."""
+def read_content(value: Any, *, kinds: Sequence[str] = ("text",)) -> str:
+    """Joins text, or parts of these ``kinds``, to one string. Raises ValueError: it is something else."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
@@ -50,7 +57,7 @@ def _read_content(value: Any) -> Any:
     texts = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind not in kinds or not isinstance(part.get("text"), str):
             raise ValueError(f"content parts of type {str(kind)[:50]!r} are not supported, only text")
         texts.append(part["text"])
     return "".join(texts)
@@ -89,6 +96,17 @@ class StrictModel(BaseModel):
     """Base of everything that clients send: no conversions; fields that are not known are kept."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    def check_unknown(self) -> None:
+        """Refuses fields that are not known, except for values that have no effect.
+        Raises ApiError, which names the parameter."""
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in IGNORED:
+                continue
+            if name not in _NEUTRAL:
+                raise bad_request(f"Unknown parameter: '{name}'.", name[:100], "unknown_parameter")
+            if value not in _NEUTRAL[name]:
+                raise unsupported(name)
 
 
 class StreamOptions(StrictModel):
@@ -202,13 +220,7 @@ class GenerationRequest(StrictModel):
     def check(self, n_vocabulary: int) -> None:
         """Refuses parameters that would change the answer but are not supported.
         Raises ApiError, which names the parameter."""
-        for name, value in (self.model_extra or {}).items():
-            if value is None or name in IGNORED:
-                continue
-            if name not in _NEUTRAL:
-                raise bad_request(f"Unknown parameter: '{name}'.", name[:100], "unknown_parameter")
-            if value not in _NEUTRAL[name]:
-                raise unsupported(name)
+        self.check_unknown()
         if self.stream_options is not None and not self.stream:
             raise bad_request("'stream_options' is allowed with 'stream' only.", "stream_options")
         if any(int(token) >= n_vocabulary for token in self.logit_bias):
@@ -219,17 +231,7 @@ class GenerationRequest(StrictModel):
     ) -> SamplingOptions:
         """The sampling options of choice ``index``; each choice has its own seed, the first one has the request's.
         ``matcher`` is that of `grammar`, ``defaults`` are the model's recommended values."""
-        names = (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "frequency_penalty",
-            "presence_penalty",
-        )
-        told: dict[str, Any] = dict(defaults)
-        told |= {name: value for name in names if (value := getattr(self, name)) is not None}
+        told: dict[str, Any] = {**defaults, **self.model_dump(include=_SAMPLING, exclude_none=True)}
         if told.get("top_p") == 0:
             told |= {"temperature": 0.0, "top_p": 1.0}
         told["top_k"] = max(0, int(told.get("top_k", 0)))
@@ -264,7 +266,7 @@ class Message(StrictModel):
     """One message of a chat. Further fields are passed to the chat template unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str, BeforeValidator(_read_content)] = ""
+    content: Annotated[str, BeforeValidator(read_content)] = ""
     tool_calls: list[dict[str, Any]] | None = None
 
 

@@ -1,4 +1,4 @@
-"""Runs the app with uvicorn, and a graceful stop that lets running requests finish."""
+"""Runs the app with uvicorn: a time limit for the head of a request, and a stop that lets running requests finish."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from types import FrameType
 from typing import Final
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from moeoffload.config import ServeSettings
 from moeoffload.serve.access import tls_context
 from moeoffload.serve.answering import Answering
-from moeoffload.serve.connection import ImpatientProtocol
 from moeoffload.serve.engine import ServingEngine
 from moeoffload.serve.guard import Guard
 
@@ -24,6 +24,36 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 512  # more get a 503, because expert servers need descriptors, too
 _LAST_BYTES_S: Final = 5  # time for responses to be sent after all requests have ended
+HEAD_TIMEOUT_S: float = 20.0
+"""A connection is closed if no request begins within this time; between two requests within up to twice as long."""
+
+
+class ImpatientProtocol(H11Protocol):
+    """Closes idle connections, for `uvicorn.Config(http=...)`.
+
+    uvicorn closes a connection that is idle after an answer, but not one that sends nothing at all or sends a head
+    byte by byte: such connections would use up the connection limit.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio."""
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close_if_idle, None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _close_if_idle(self, seen: RequestResponseCycle | None) -> None:
+        """Closes the connection if no request is running and none has begun since the previous check, which saw
+        ``seen``; else checks again later."""
+        is_running = self.cycle is not None and not self.cycle.response_complete
+        if not is_running and self.cycle is seen:
+            self.transport.close()
+            return
+        latest = None if is_running else self.cycle
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close_if_idle, latest)
 
 
 class HttpServer(uvicorn.Server):

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 LISTEN_S: Final = 60.0  # more than between two scrapes
 MEMBER_BOUNDS: Final = (1, 2, 3, 4, 8)
 """Of the histogram that servers give: 1, 2, 3, 4, 5 to 8, and more requests in one call."""
+_OF_TIERS: Final = ("fast_bytes", "moves", "fast_routes", "slow_routes")
+_OF_MEMORY: Final = ("allocated_bytes", "reserved_bytes", "total_bytes")
 _ASK_S: Final = 1.0  # a server that does not answer within so many seconds is left out
 _ASK_PAUSE_S: Final = 0.5
 
@@ -98,19 +100,14 @@ class Snapshots:
             counts = list(reply.batches.by_members)
             if len(counts) != len(MEMBER_BOUNDS) + 1:
                 continue  # a server that counts otherwise
-            tiers, memory = reply.tiers, reply.memory
-            batches[link.info.address] = {
+            told = {
                 "members": {"bounds": list(MEMBER_BOUNDS), "counts": counts, "total": reply.requests, "n": sum(counts)},
                 "wait_s": reply.batches.wait_seconds,
                 "warm_bytes": reply.warm_bytes,
-                "fast_bytes": tiers.fast_bytes,
-                "moves": tiers.moves,
-                "fast_routes": tiers.fast_routes,
-                "slow_routes": tiers.slow_routes,
-                "allocated_bytes": memory.allocated_bytes,
-                "reserved_bytes": memory.reserved_bytes,
-                "total_bytes": memory.total_bytes,
             }
+            for message, names in ((reply.tiers, _OF_TIERS), (reply.memory, _OF_MEMORY)):
+                told |= {name: getattr(message, name) for name in names}
+            batches[link.info.address] = told
         self._batches = batches
 
 

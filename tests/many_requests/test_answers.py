@@ -48,6 +48,7 @@ def test_a_stream_has_whole_characters_and_the_same_text(server: Running, engine
     assert got[0].choices[0].delta.role == "assistant"
     assert got[-2].choices[0].finish_reason == "stop"
     assert got[-1].usage.completion_tokens == len(tokens_of(TEXT))
+    assert {chunk.object for chunk in got} == {"chat.completion.chunk"}, "the last one, too"
     with server.client() as client:
         answer = client.chat.completions.create(model="demo", messages=HELLO)
     assert answer.choices[0].message.content == TEXT

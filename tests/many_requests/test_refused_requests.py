@@ -20,7 +20,7 @@ from many_requests.serve_process import KEY
 from moeoffload.cli.key_files import make_keys
 from moeoffload.config import ServeSettings
 from moeoffload.errors import SettingError
-from moeoffload.serve import connection
+from moeoffload.serve import server as http_server
 from moeoffload.serve.access import check_access
 
 CHAT = "/v1/chat/completions"
@@ -244,7 +244,7 @@ def test_files_that_hold_something_else_are_refused_before_a_model_is_loaded(tmp
 def test_connections_that_send_no_request_are_closed_and_slow_answers_are_not(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
     engine = FakeEngine(b"abc")
     engine.held = True
     with serving(engine, tokenizer) as server, server.client() as client:
