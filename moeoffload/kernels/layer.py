@@ -87,8 +87,7 @@ class LayerKernels:
         elif (few_rows := self._few_rows_kernel(call)) is not None:
             few_rows(*call)
         elif self.falls_back:
-            if call.slots.is_cpu and (call.slots.min() < -1 or call.slots.max() >= self.n_experts):
-                raise SlotError(self.n_experts)
+            self._check_slots(call.slots)
             call.out.copy_(self._grouped(self._experts, *call[:3]))
         else:
             self._tiled.run(contiguous(call), workspace or self._workspace)
@@ -111,6 +110,10 @@ class LayerKernels:
     def _few_rows_kernel(self, call: KernelInput) -> TritonExperts | None:
         few_rows = self._few_rows
         return few_rows if few_rows is not None and call.slots.shape[0] <= few_rows.most_rows else None
+
+    def _check_slots(self, slots: torch.Tensor) -> None:
+        if slots.is_cpu and slots.numel() and (slots.min() < -1 or slots.max() >= self.n_experts):
+            raise SlotError(self.n_experts)
 
     def _check(self, call: KernelInput) -> None:
         rows, slots, weights, out = call

@@ -110,8 +110,10 @@ def accelerate_norms(model: nn.Module) -> None:
         case = (type(module), weight.dtype, weight.numel(), epsilon)
         if case not in kinds:
             kinds[case] = _find_kind(module, weight, epsilon)
-        if (kind := kinds[case]) is not None:
-            module.__class__ = _fused(type(module), epsilon, kind)
+        kind = kinds[case]
+        if kind is not None:
+            cls: Any = type(module)
+            module.__class__ = _fused(cls, epsilon, kind)
 
 
 @functools.cache
