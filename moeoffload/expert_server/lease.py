@@ -365,8 +365,9 @@ class HostLease:
             for channel in channels.values():
                 _close(channel)
             active.arena.close(lambda work: self._engine.run(work, self._share, CALIBRATION_TIMEOUT_S))
-            active.layers = ()  # frees them now, not when Python's cycle collector runs
         self._engine.leave(self._share)
+        if active is not None:  # after its last request; frees them now, not when Python's cycle collector runs
+            active.layers = ()
         self._server.reserve(-self._reserved)
         self._give_back_experts()
         if (tiers := self._server.tiers) is not None:

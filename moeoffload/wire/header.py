@@ -21,12 +21,9 @@ import struct
 import zlib
 from dataclasses import dataclass
 from enum import Enum, IntEnum, IntFlag
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from moeoffload.errors import CapacityError, ProtocolError
-
-if TYPE_CHECKING:
-    from moeoffload.wire.layout import FrameLayout
 
 MAGIC: Final = b"MOEX"
 WIRE_VERSION: Final = 1
@@ -75,6 +72,14 @@ RULES: Final = {
     },
 }
 """By reader and kind. Cancellations are handled by the transports, see `is_cancel`."""
+
+
+class Agreed(Protocol):
+    """The part of `FrameLayout` that `FrameReader` needs besides the fields named in `RULES`."""
+
+    @property
+    def capacity(self) -> int:
+        """The most rows of a frame."""
 
 
 class Flag(IntFlag):
@@ -152,7 +157,7 @@ class FrameHeader:
 class FrameReader:
     """Reads the frames of one lease for one side, and checks them before anything is allocated for them."""
 
-    def __init__(self, role: Role, layout: FrameLayout, epoch: int) -> None:
+    def __init__(self, role: Role, layout: Agreed, epoch: int) -> None:
         """``layout`` and ``epoch`` are what was agreed at attach."""
         self._capacity = layout.capacity
         self._rules = {
