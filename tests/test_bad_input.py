@@ -77,7 +77,7 @@ def test_a_prompt_longer_than_the_context(commands: Commands, server: RunningSer
     ],
     ids=["no folder", "truncated", "no tokenizer"],
 )
-def test_a_model_that_cannot_be_used(  # in more ways: tests/checkpoint/test_refusals.py
+def test_a_model_that_cannot_be_used(  # in more ways: tests/checkpoint/test_hostile_files.py
     commands: Commands, server: RunningServer, tmp_path: Path, damage: Callable[[Path], object], words: str
 ) -> None:
     folder = Path(shutil.copytree(DEMO, tmp_path / "copy"))
