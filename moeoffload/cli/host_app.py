@@ -84,7 +84,8 @@ def profile_routing(
     lines = [line for line in _read_prompts([], prompts, "--prompts")[0].splitlines() if line.strip()]
     if output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK):
         raise SettingError(f"--output: {output} cannot be written")
-    with open_with_progress(model, settings, revision, Display(settings)) as offloaded:
+    display = Display(settings)
+    with open_with_progress(model, settings, revision, display) as offloaded:
         from moeoffload.host.generate import generate, prepare_prompt
         from moeoffload.host.routing import RoutingCounter
 
@@ -96,6 +97,7 @@ def profile_routing(
             counter.write(output)
         except OSError as error:
             raise SettingError(f"--output: {output} cannot be written ({error.strerror})") from None
+        report_run(offloaded, display)
     typer.echo(f"{counter.n_tokens} tokens of {len(lines)} prompts counted into {output}", err=True)
 
 
