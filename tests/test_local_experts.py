@@ -78,7 +78,16 @@ def test_profile_counts_routes_and_the_most_used_experts_stay(
 ) -> None:
     prompts, stats = tmp_path / "prompts.txt", tmp_path / "stats.json"
     prompts.write_text(PROMPTS)
-    options = ["--experts", three_servers[0], "--max-new-tokens", "10", "--device", "cpu", "--report", tmp_path / "r"]
+    options = [
+        "--experts",
+        three_servers[0],
+        "--max-new-tokens",
+        "10",
+        "--device",
+        "cpu",
+        "--report",
+        str(tmp_path / "r"),
+    ]
     result = commands.run("moeoffload", "profile", DEMO, "--prompts", prompts, "--output", stats, *options)
     assert result.code == 0, result.err
     assert json.loads((tmp_path / "r").read_text())["phases"]["decode"]["tokens"] > 0
