@@ -35,8 +35,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder}: has no {CONFIG_FILE}; needed is a folder in the transformers format")
     read_json(folder / CONFIG_FILE, _CONFIG_BYTES)  # refuses what is not JSON or not a file, in one line
     values, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)  # reads transformers' infinities, too
-    model_type = values.get("model_type")
-    return values | {"model_type": _SAME_AS[model_type]} if model_type in list(_SAME_AS) else values
+    same_as = _SAME_AS.get(str(values.get("model_type")))
+    return values if same_as is None else values | {"model_type": same_as}
 
 
 def config_of(values: dict[str, Any], where: str) -> Any:

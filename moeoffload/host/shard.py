@@ -26,6 +26,7 @@ FIRST_TRY_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
 IDLE_POLL_S: Final = 0.01
 JOIN_S: Final = 5.0
+NO_OTHER: Final = "neither another server nor the host can compute its experts"
 KEPT_EVENTS: Final = 256  # the newest events; a report does not grow without bound
 
 Attach = Callable[[], ExpertLink]
@@ -141,7 +142,7 @@ class Shard:
             while (link := self._choose()) is None or link is lost:
                 left_s = deadline - perf_counter()
                 if left_s <= 0 or self._stopping.is_set() or link is lost:
-                    raise type(error)(f"{error}; {self._nobody()}") from None
+                    raise type(error)(f"{error}; {self._why_no_link()}") from None
                 self._returned.wait(left_s)
             return link
 
@@ -176,13 +177,13 @@ class Shard:
         chosen = self._choose()
         if chosen is None and drains:
             holder.link = gone  # the run may go on there until the server's drain limit
-            logger.warning("%s, and nobody else can compute its experts", why)
+            logger.warning("%s, and %s", why, NO_OTHER)
             return
         if self.current is gone:
             holder.is_missed = True
-            instead = chosen.name if chosen is not None else "nobody until it is back"
+            until = f"are computed by {chosen.name}" if chosen is not None else "cannot be computed until it is back"
             event = ("drained", holder.address, "it is draining") if drains else ("lost", holder.address, why)
-            self._events.record(*event, f"{why}; its experts are computed by {instead}")
+            self._events.record(*event, f"{why}; its experts {until}")
         else:
             logger.info("%s; it held a replica", why)
         if chosen is not None:
@@ -194,12 +195,12 @@ class Shard:
         self._menders.append(mender)
         mender.start()
 
-    def _nobody(self) -> str:
+    def _why_no_link(self) -> str:
         if self._stopping.is_set():
             return "the model was closed"
         if self.fallback is None:
             return "no other server holds its experts, and the settings forbid that the host computes them"
-        return "nobody else can compute its experts"
+        return NO_OTHER
 
     # -- called from other threads
 

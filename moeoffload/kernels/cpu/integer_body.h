@@ -253,8 +253,8 @@ static MultiplyTile *const INTEGER_SET(multiply)[][N_SIZES] = {
     OF_KIND(INT8), OF_KIND(UINT4), OF_KIND(LEVELS4), OF_KIND(UINT5), OF_KIND(INT6)};
 #undef OF_KIND
 
-// Chooses what to prefetch while a tile is multiplied by n_x operands: the bytes shortly behind if
-// there is only one set of operands, else a share of the tile that is a block of rows (ITEM_ROWS) further on.
+// Chooses what to prefetch while a tile is multiplied by n_x operands: the bytes shortly behind if there is only one set
+// of operands, else a share of the tile that is a block of rows (ITEM_ROWS) further on.
 INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_t n_x, int64_t turn) {
     int64_t every = 1;
     if (p->last - p->first <= n_x) return (Fetch){2 * ahead_bytes, every, 0, passes_caches};
