@@ -9,28 +9,35 @@
 //   FP8_SET        the name of a function for this instruction set
 // All are undefined at the end.
 
-// Adds the products of 4 * n_steps weights of each row and n_x operands from element k on; the weights are codes at
-// `at`, or already unpacked at `ready`. Prefetches as many bytes as codes from `ahead` on, unless that is NULL.
-INLINE void FP8_SET(add_steps)(const int n_x, const FP8_WEIGHTS *ready, const uint8_t *at, int n_steps,
-                               const FP8_OPERAND *const *x, int64_t k, FP8_SUMS *sums, const uint8_t *ahead, bool past) {
+// Adds the products of 4 * n_steps weights of each row and n_x operands from element k on to `sums`, or begins them if
+// these are the first of a group; if a scale is given, they are the last: adds the scaled sums to `totals`. The weights
+// are codes, or already unpacked at `ready`. Prefetches as many bytes as codes from `ahead` on, unless that is NULL.
+INLINE void FP8_SET(add_steps)(const int n_x, const FP8_WEIGHTS *ready, const uint8_t *codes, int64_t n_steps,
+                               const FP8_OPERAND *const *x, int64_t k, const uint8_t *ahead, bool past, bool is_first,
+                               FP8_SUMS *sums, const vec *scale, vec *totals) {
     FP8_SUMS own[MOST_X];  // in registers
 #pragma GCC unroll 8
-    for (int i = 0; i < n_x; i++) own[i] = sums[i];
+    for (int i = 0; i < n_x; i++) own[i] = is_first ? (FP8_SUMS){0} : sums[i];
 #pragma GCC unroll 8
-    for (int step = 0; step < n_steps; step++) {
+    for (int64_t step = 0; step < n_steps; step++) {
         if (ahead) prefetch_weights(ahead + 4 * TILE * step, past);
-        const FP8_WEIGHTS some = ready ? ready[step] : FP8_UNPACK(codes_at(at + 4 * TILE * step));
+        const FP8_WEIGHTS some = ready ? ready[step] : FP8_UNPACK(codes_at(codes + 4 * TILE * step));
 #pragma GCC unroll 8
         for (int i = 0; i < n_x; i++) FP8_ADD(own[i], some, x[i] + k + 4 * step);
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < n_x; i++) sums[i] = own[i];
+    for (int i = 0; i < n_x; i++) {
+        if (scale)
+            totals[i] = fma_of(FP8_TOTAL(own[i]), *scale, totals[i]);
+        else
+            sums[i] = own[i];
+    }
 }
 
 // Multiplies one part (LANES rows) of a tile by n_x operands. For `many`, weights are unpacked once to the first-level
 // cache and multiplied by up to MOST_X operands at a time.
 INLINE void FP8_SET(multiply)(const int n_x, const bool many, const Matrix *m, const uint8_t *at, int part, Fetch fetch,
-                              const void *const *operands, vec *out) {
+                              const void *const *operands, vec *totals) {
     const int64_t group = m->shift < 62 ? (int64_t)1 << m->shift : m->n_in;
     const float *shared = NULL;
     if (m->shared) {
@@ -40,38 +47,33 @@ INLINE void FP8_SET(multiply)(const int n_x, const bool many, const Matrix *m, c
     const FP8_OPERAND *const *x = (const FP8_OPERAND *const *)operands;
     Group g = {0};
     FP8_WEIGHTS ready[UNPACKED / 4];
-    vec total[MANY_X];
-    FP8_SUMS sums[MANY_X];
+    FP8_SUMS sums[MANY_X] = {0};
 #pragma GCC unroll 8
-    for (int i = 0; i < n_x; i++) total[i] = (vec){0};
+    for (int i = 0; i < n_x; i++) totals[i] = (vec){0};
     for (int64_t k = 0, n_chunks = 0; k < m->n_in;) {
         if (shared)
             g.scale = all(*shared++);
         else
             at = read_group(m, at, part, &g);
-#pragma GCC unroll 8
-        for (int i = 0; i < n_x; i++) sums[i] = (FP8_SUMS){0};
-        const int64_t end = at_most(k + group, m->n_in);
+        const int64_t begin = k, end = at_most(k + group, m->n_in);
         for (int64_t n; k < end; k += n, at += n * TILE) {
-            n = many ? at_most(UNPACKED, end - k) : INTEGERS;
+            n = at_most(UNPACKED, end - k);
             const uint8_t *codes = at + 4 * LANES * part;
-            const bool fetches = part == 0 && (n_chunks++ & (fetch.every - 1)) == fetch.turn;
+            const bool fetches = part == 0 && (n_chunks++ & (fetch.every - 1)) == fetch.turn, is_first = k == begin;
             const uint8_t *ahead = fetches ? at + fetch.far : NULL;
+            const vec *scale = k + n == end ? &g.scale : NULL;
             if (!many) {
-                FP8_SET(add_steps)(n_x, NULL, codes, INTEGERS / 4, x, k, sums, ahead, fetch.past);
+                FP8_SET(add_steps)(n_x, NULL, codes, n / 4, x, k, ahead, fetch.past, is_first, sums, scale, totals);
                 continue;
             }
             for (int64_t line = 0; ahead && line < n * TILE; line += 64) prefetch_weights(ahead + line, fetch.past);
             for (int step = 0; step < n / 4; step++) ready[step] = FP8_UNPACK(codes_at(codes + 4 * TILE * step));
-#define MULTIPLY(size, at) FP8_SET(add_steps)(size, ready, codes, (int)n / 4, x + (at), k, sums + (at), NULL, false)
+#define MULTIPLY(size, at)                                                                                 \
+    FP8_SET(add_steps)(size, ready, codes, n / 4, x + (at), k, NULL, false, is_first, sums + (at), scale, totals + (at))
             EACH_SET(n_x, MULTIPLY)
 #undef MULTIPLY
         }
-#pragma GCC unroll 8
-        for (int i = 0; i < n_x; i++) total[i] = fma_of(FP8_TOTAL(sums[i]), g.scale, total[i]);
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < n_x; i++) out[i] = total[i];
 }
 
 #define DEFINE(name, n, many)                                                                                  \

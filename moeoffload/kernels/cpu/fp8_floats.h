@@ -64,7 +64,11 @@ static TARGET void FP8_SET(prepare)(const void *row, int64_t type, void *operand
     float *to = operand;
     for (int64_t i = 0; i < n; i += LANES) {
         const vec some = type == BF16 ? load((const uint16_t *)row + i, BF16) : load((const uint16_t *)row + i, F16);
-        for (int j = 0; j < LANES; j++) to[i + j / 4 * 4 + j % 2 * 2 + j % 4 / 2] = some[j];
+#if LANES == 16
+        store(to + i, (vec)_mm512_shuffle_ps((__m512)some, (__m512)some, 0xD8), F32);
+#else
+        store(to + i, (vec)_mm256_shuffle_ps((__m256)some, (__m256)some, 0xD8), F32);
+#endif
     }
 }
 

@@ -11,7 +11,7 @@
 // The 16 rows of a tile are PARTS vectors of LANES rows.
 
 enum { PARTS = TILE / LANES };
-enum { MOST_INTEGER = 32639 };  // the largest that fits a signed upper and a signed lower byte: 127 * 256 + 127
+#define MOST_INTEGER 32639.0f  // the largest that fits a signed upper and a signed lower byte: 127 * 256 + 127
 
 typedef uint8_t code_bytes __attribute__((vector_size(4 * LANES)));
 typedef uint16_t shifted __attribute__((vector_size(4 * LANES)));
@@ -313,20 +313,16 @@ INLINE void prepare_blocks(const void *row, int64_t type, Block *blocks, int64_t
     for (int64_t at = 0; at < n; at += INTEGERS) {
         Block *block = blocks + at / INTEGERS;
         int32_t integers[INTEGERS];
-        for (int i = 0; i < INTEGERS; i += LANES) {
-            const vec scaled = is_finite ? load(values + at + i, F32) * inverse : (vec){0};
-            const ints whole = NEAREST(scaled);
-            memcpy(integers + i, &whole, sizeof whole);
+        vec whole[4] = {0};
+        for (int i = 0; i < INTEGERS / LANES; i++) {
+            const vec scaled = is_finite ? load(values + at + i * LANES, F32) * inverse : (vec){0};
+            const ints some = NEAREST(choose(scaled > MOST_INTEGER, all(MOST_INTEGER), scaled));
+            memcpy(integers + i * LANES, &some, sizeof some);
+            whole[i] = __builtin_convertvector(some, vec);  // whose sums are exact
         }
-        for (int half = 0; half < INTEGERS / 16; half++) {
-            int32_t sum = 0;
-            for (int i = 0; i < 16; i++) {
-                int32_t *each = integers + 16 * half + i;
-                *each = *each > MOST_INTEGER ? MOST_INTEGER : *each;
-                sum += *each;
-            }
-            block->less[half] = -sum;
-        }
+        const four sums = fold(whole[0], whole[1], whole[2], whole[3]);
+        for (int half = 0; half < INTEGERS / 16; half++)
+            block->less[half] = -(int32_t)(LANES == 16 ? sums[half] : sums[2 * half] + sums[2 * half + 1]);
         block->all_less = block->less[0] + block->less[1];
         block->sum = -(float)block->all_less;
         store_integers(block, integers);

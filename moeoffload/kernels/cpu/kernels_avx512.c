@@ -93,10 +93,10 @@ const TileKernels fp8_avx512 = {INTEGERS * sizeof(float), fp8_prepare, project_t
 #undef TARGET
 #define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx512vbmi")))
 
-// Upper and lower bytes of the bfloat16 values of FP8 codes without the sign.
+// Upper and lower bytes of 1/256 of FP8 codes' values as bfloat16, without the sign.
 static const uint8_t fp8_upper[128] = {
-    [1 ... 3] = 0x3B,   [4 ... 15] = 0x3C,  [16 ... 31] = 0x3D,  [32 ... 47] = 0x3E,   [48 ... 63] = 0x3F,
-    [64 ... 79] = 0x40, [80 ... 95] = 0x41, [96 ... 111] = 0x42, [112 ... 126] = 0x43, [127] = 0x7F,
+    [1 ... 3] = 0x37,   [4 ... 15] = 0x38,  [16 ... 31] = 0x39,  [32 ... 47] = 0x3A,   [48 ... 63] = 0x3B,
+    [64 ... 79] = 0x3C, [80 ... 95] = 0x3D, [96 ... 111] = 0x3E, [112 ... 126] = 0x3F, [127] = 0x7F,
 };
 #define ONE_TO_SEVEN 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70
 #define EIGHT_TO_E 0x80, 0x90, 0xA0, 0xB0, 0xC0, 0xD0, 0xE0
@@ -114,7 +114,8 @@ typedef struct {
     vec even, odd;
 } Fp8Sums;
 
-INLINE Fp8Pairs unpack_fp8(__m512i raw) {
+// Unpacks any codes.
+INLINE Fp8Pairs look_up_fp8(__m512i raw) {
     const __m512i lower = _mm512_permutex2var_epi8(_mm512_loadu_si512(fp8_lower), raw, _mm512_loadu_si512(fp8_lower + 64));
     const __m512i plain = _mm512_permutex2var_epi8(_mm512_loadu_si512(fp8_upper), raw, _mm512_loadu_si512(fp8_upper + 64));
     // The ternary operations are a | (b & c) and (b & c) | (a & ~c).
@@ -123,6 +124,19 @@ INLINE Fp8Pairs unpack_fp8(__m512i raw) {
     const __m512i even = _mm512_ternarylogic_epi32(_mm512_slli_epi16(upper, 8), lower, low_bytes, 0xF8);
     const __m512i odd = _mm512_ternarylogic_epi32(upper, _mm512_srli_epi16(lower, 8), low_bytes, 0xD8);
     return (Fp8Pairs){(__m512bh)even, (__m512bh)odd};
+}
+
+// Unpacks normal numbers: sign, 4 exponent bits and 3 fraction bits go to their places below the exponent's upper bits.
+INLINE __m512bh normal_fp8(__m512i upper_bytes) {
+    const __m512i shifted = _mm512_srai_epi16(upper_bytes, 4);
+    return (__m512bh)_mm512_ternarylogic_epi32(shifted, _mm512_set1_epi16((short)0x87F0), _mm512_set1_epi16(0x3800), 0xEA);
+}
+
+INLINE Fp8Pairs unpack_fp8(__m512i raw) {
+    const __mmask64 is_nan = _mm512_cmpeq_epi8_mask(raw | _mm512_set1_epi8((char)0x80), _mm512_set1_epi8(-1));
+    const __mmask64 is_small = _mm512_testn_epi8_mask(raw, _mm512_set1_epi8(0x78));
+    if (__builtin_expect((is_nan | is_small) != 0, false)) return look_up_fp8(raw);
+    return (Fp8Pairs){normal_fp8(_mm512_slli_epi16(raw, 8)), normal_fp8(raw)};
 }
 
 INLINE __m512bh pair_at(const uint16_t *operand) {
@@ -136,10 +150,14 @@ INLINE void add_fp8(Fp8Sums *sums, Fp8Pairs weights, const uint16_t *x) {
 }
 
 // Copies a bfloat16 row to an operand, each four neighbours in the order 0, 2, 1, 3.
-static void fp8_dot_prepare(const void *row, int64_t type, void *operand, int64_t n) {
-    const uint16_t *from = row;
-    uint16_t *to = operand;
-    for (int64_t i = 0; i < n; i++) to[i / 4 * 4 + i % 2 * 2 + i % 4 / 2] = from[i];
+static TARGET void fp8_dot_prepare(const void *row, int64_t type, void *operand, int64_t n) {
+    (void)type;
+    for (int64_t i = 0; i < n; i += 4) {
+        uint64_t some;
+        memcpy(&some, (const uint16_t *)row + i, sizeof some);
+        some = (some & 0xFFFF00000000FFFF) | (some & 0xFFFF0000) << 16 | (some >> 16 & 0xFFFF0000);
+        memcpy((uint16_t *)operand + i, &some, sizeof some);
+    }
 }
 
 #define FP8_OPERAND uint16_t
@@ -147,7 +165,7 @@ static void fp8_dot_prepare(const void *row, int64_t type, void *operand, int64_
 #define FP8_UNPACK(codes) unpack_fp8((__m512i)(codes))
 #define FP8_SUMS Fp8Sums
 #define FP8_ADD(sums, weights, x) add_fp8(&(sums), weights, x)
-#define FP8_TOTAL(sums) ((sums).even + (sums).odd)
+#define FP8_TOTAL(sums) (((sums).even + (sums).odd) * 256.0f)
 #define FP8_SET(name) fp8_dot_##name
 #include "fp8_body.h"
 
