@@ -172,7 +172,7 @@ def bench_experts(dtype: torch.dtype, all_rows: Sequence[int], rounds: int) -> l
 def _packed(form: PackedFormat, n_out: int, n_in: int) -> PackedWeights:
     """The same matrix for each of PACKED_EXPERTS, in huge pages."""
     if form.name in FORMATS:
-        one = quantise(torch.randn(1, n_out, n_in) * 0.02, form)
+        one = quantise(torch.randn(1, n_out, n_in) * 0.02, form)[0]
     else:
         one = PackedWeights.empty(form, 1, n_out, n_in, torch.device("cpu"))
         one.data.copy_(torch.randint(0, 256, one.data.shape, dtype=torch.uint8))

@@ -13,7 +13,7 @@ from moeoffload.checkpoint.layout import per_expert_parameters
 from moeoffload.checkpoint.packed_rows import Piece
 from moeoffload.errors import ModelError
 from moeoffload.formats import PackedFormat
-from moeoffload.formats.quantise import quantise, squared_errors
+from moeoffload.formats.quantise import quantise
 
 
 def refuse_packed(path: Path, recipes: Mapping[str, Sequence[Recipe]], name: str) -> None:
@@ -57,10 +57,9 @@ def quantised_experts(
                 (target[places] if target.shape != values.shape else target).copy_(values)
                 continue
             rows = values.transpose(1, 2) if about.is_transposed else values
-            packed = quantise(rows, room[0].format)
-            of_group = squared_errors(rows, packed)
+            packed, some_wrong, some_total = quantise(rows, room[0].format)
             for number in range(len(group)):
                 room[0].put(places.start + number, packed.one(number))
-            wrong, total = wrong + of_group[0], total + of_group[1]
+            wrong, total = wrong + some_wrong, total + some_total
     about.weight_error = (wrong / total) ** 0.5 if total else 0.0
     return module

@@ -85,7 +85,7 @@ def pack_linears(
         is_router = n_experts is not None and module.out_features in (n_experts, 1)
         if packed is None and choice != "keep" and not is_router:
             form = FORMATS["int8" if module is head else choice]
-            packed = quantise(module.weight.detach().unsqueeze(0), form)
+            packed = quantise(module.weight.detach().unsqueeze(0), form)[0]
         if packed is not None:
             used.add(packed.format.name)
             model.set_submodule(name, PackedLinear(packed, None if module.bias is None else module.bias.detach()))

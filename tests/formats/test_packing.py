@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from moeoffload.formats import Codes, PackedFormat, PackedWeights, Scales, conversion
-from moeoffload.formats.quantise import FORMATS, quantise, squared_errors
+from moeoffload.formats.quantise import FORMATS, quantise
 
 ERRORS = {"int8": 0.006, "fp8": 0.03, "int4": 0.11, "mxfp4": 0.14}
 """The most that normally distributed weights may lose."""
@@ -24,19 +24,23 @@ def weights_of(n_out: int, n_in: int) -> torch.Tensor:
     return weights
 
 
-def error_of(weights: torch.Tensor, packed: PackedWeights) -> float:
-    wrong, total = squared_errors(weights, packed)
-    return (wrong / total) ** 0.5
+def quantised(weights: torch.Tensor, name: str) -> tuple[PackedWeights, float]:
+    """Packed weights, and the error that `quantise` says they have, which is that of their values."""
+    packed, wrong, total = quantise(weights, FORMATS[name])
+    exact = weights.float()
+    assert wrong == pytest.approx(float((packed.unpack(torch.float32) - exact).square().sum()), rel=1e-4)
+    assert total == pytest.approx(float(exact.square().sum()), rel=1e-4)
+    return packed, (wrong / total) ** 0.5
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("n_out", "n_in"), [(256, 512), (50, 96), (130, 200)])
 def test_error_is_that_of_the_format_and_results_repeat(name: str, n_out: int, n_in: int) -> None:
     weights = weights_of(n_out, n_in)
-    packed = quantise(weights, FORMATS[name])
+    packed, error = quantised(weights, name)
     assert packed.shape == weights.shape
-    assert 0 < error_of(weights, packed) < ERRORS[name]
-    again = quantise(weights, FORMATS[name])
+    assert 0 < error < ERRORS[name]
+    again, *_ = quantise(weights, FORMATS[name])
     assert torch.equal(again.data, packed.data)
     assert packed.unpack(torch.bfloat16)[0, 0].eq(0).all()
 
@@ -46,13 +50,27 @@ def test_error_is_no_larger_than_that_of_ggufs_own_quantiser(name: str, kind: GG
     weights = weights_of(64, 256).float()
     theirs = torch.from_numpy(quants.dequantize(quants.quantize(np.asarray(weights), kind), kind))
     error = float((theirs - weights).square().sum() / weights.square().sum()) ** 0.5
-    assert error_of(weights, quantise(weights, FORMATS[name])) <= 1.02 * error
+    assert quantised(weights, name)[1] <= 1.02 * error
 
 
 def test_weights_that_mxfp4_holds_exactly_stay_as_they_are() -> None:
     exact = torch.tensor([0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0, 6.0] * 8).view(1, 2, 32)
     exact = exact * torch.tensor([2.0**-20, 2.0**9]).view(1, 2, 1)
-    assert torch.equal(quantise(exact, FORMATS["mxfp4"]).unpack(torch.float32), exact)
+    packed, error = quantised(exact, "mxfp4")
+    assert torch.equal(packed.unpack(torch.float32), exact)
+    assert error == 0
+
+
+def test_mxfp4_rounds_to_the_nearest_of_its_values_and_ties_to_the_even_code() -> None:
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    values = torch.cat((middles, middles.nextafter(torch.tensor(0.0)), middles.nextafter(torch.tensor(8.0))))
+    rounded = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    group = torch.zeros(1, 1, 64)
+    group[0, 0, :21], group[0, 0, 32:53], group[0, 0, 31::32] = values, -values, 6.0
+    expected = torch.zeros(1, 1, 64)
+    expected[0, 0, :21], expected[0, 0, 32:53] = torch.tensor(rounded), -torch.tensor(rounded)
+    expected[0, 0, 31::32] = 6.0
+    assert torch.equal(quantised(group, "mxfp4")[0].unpack(torch.float32), expected)
 
 
 def test_a_group_far_longer_than_a_row_takes_no_memory_of_its_length() -> None:
