@@ -3,6 +3,7 @@
 ``python bench/loading.py --folder DIR``: checkpoints of a real geometry are written to DIR where there are none yet,
 which takes minutes. The limit is reading the same files from the page cache, a thread for each core, into memory that
 stays, as weights do; reading into the same few buffers again and again is beside it. The best of several rounds counts.
+The checkpoint in bfloat16 is also loaded with each ``--expert-format``; rates count bytes of the files.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from moeoffload.checkpoint import Checkpoint
 from moeoffload.control.client import ControlClient
 from moeoffload.control.protocol import dtype_label
 from moeoffload.control.v1 import expert_service_pb2 as pb
+from moeoffload.formats.quantise import FORMATS
 from moeoffload.host.packed_dense import load_with_packed_linears
 from moeoffload.huge_pages import empty_weights
 from moeoffload.placement import ExpertTable
@@ -76,7 +78,12 @@ def load_seconds(address: str, checkpoint: Checkpoint) -> float:
     """How long a server takes to load all experts, from its first progress to its last."""
     table = ExpertTable(tuple(tuple(range(layer.n_experts)) for layer in checkpoint.layers))
     dtype = dtype_label(checkpoint.dtype)
-    model = pb.ModelReference(reference=str(checkpoint.path), digest=checkpoint.digest, compute_dtype=dtype)
+    model = pb.ModelReference(
+        reference=str(checkpoint.path),
+        digest=checkpoint.digest,
+        compute_dtype=dtype,
+        expert_format=checkpoint.expert_format or "",
+    )
     times: list[float] = []
     client = ControlClient(address)
     try:
@@ -97,16 +104,16 @@ def host_seconds(checkpoint: Checkpoint, device: str) -> float:
     return time.perf_counter() - begun
 
 
-def measure(name: str, path: Path, rounds: int, host_device: str, server_device: str) -> Row:
-    """All figures of one checkpoint, a folder or a GGUF file."""
+def measure(name: str, path: Path, to: str | None, rounds: int, host_device: str, server_device: str) -> Row:
+    """All figures of one checkpoint, a folder or a GGUF file; ``to`` what its experts are quantised, if given."""
 
     def best(figure: Callable[[], float]) -> float:
         return min(figure() for _ in range(rounds))
 
-    checkpoint = Checkpoint.open(path)
+    plain, checkpoint = Checkpoint.open(path), Checkpoint.open(path, expert_format=to)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     total = sum(file.stat().st_size for file in files) / 1e9
-    experts = sum(layer.n_experts * layer.expert_bytes for layer in checkpoint.layers) / 1e9
+    experts = sum(layer.n_experts * layer.expert_bytes for layer in plain.layers) / 1e9
     again, stays = (-best(lambda stays=stays: -read_rate(files, stays=stays)) for stays in (False, True))  # type: ignore[misc]
     words = ("--keep-warm", "off", "--memory-gib", "8")
     with expert_server_process(0, *words, device=server_device) as (server, address):
@@ -142,7 +149,9 @@ def main(
     """Measure loading in each format."""
     stored = [*checkpoints(folder, [name for name in formats.split(",") if name], gb)]
     stored += [(file.stem, file) for file in gguf or ()]
-    rows = [measure(name, path, rounds, host_device, server_device) for name, path in stored]
+    cases: list[tuple[str, Path, str | None]] = [(name, path, None) for name, path in stored]
+    cases += [(f"{PLAIN} to {to}", path, to) for name, path in stored if name == PLAIN for to in FORMATS]
+    rows = [measure(*case, rounds, host_device, server_device) for case in cases]
     table = Table(title=f"loading, GB/s, {CORES} cores, best of {rounds}")
     columns = ("experts GB", "dense GB", "read again", "read (limit)", "server loads", "of limit", "host")
     for column in ("format", *columns):

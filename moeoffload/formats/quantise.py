@@ -12,7 +12,8 @@ from moeoffload.formats.packed import Codes, PackedFormat, PackedWeights, Scales
 
 GROUP: Final = 32
 BLOCK: Final = 128
-FEW_ROWS: Final = 32
+_CACHED: Final = 1 << 16
+"""About so many weights are quantised at a time: what is computed with them stays in a core's cache."""
 
 FORMATS: Final = {
     "int8": PackedFormat("int8", Codes.INT8, Scales.F16, group=GROUP),
@@ -39,8 +40,7 @@ def quantise(weights: torch.Tensor, form: PackedFormat) -> tuple[PackedWeights, 
     n_experts, n_out, n_in = weights.shape
     packed = PackedWeights.empty(form, n_experts, n_out, n_in, weights.device)
     fill = _fill_blocks if form.shared_rows > 1 else _fill_groups
-    # What is computed with a few rows stays in the cache.
-    n_rows = form.shared_rows if form.shared_rows > 1 else FEW_ROWS
+    n_rows = form.shared_rows if form.shared_rows > 1 else max(1, _CACHED // n_in)
     wrong = total = 0.0
     for expert in range(n_experts):
         for start in range(0, n_out, n_rows):
