@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from moeoffload.formats import fp8, mxfp4
-from moeoffload.formats.conversion import split_zeros
+from moeoffload.formats.conversion import convert, split_zeros
 from moeoffload.formats.file_format import FileFormat, Packing, Parts, as_bytes, check_shape, codes_and_scales
 from moeoffload.formats.int4 import check_groups, check_order, int4_format
 from moeoffload.formats.packed import Codes, PackedFormat
@@ -111,7 +111,10 @@ def _nibble_words(parts: Parts) -> dict[str, torch.Tensor]:
 
 def _offset_bytes(parts: Parts) -> dict[str, torch.Tensor]:
     _check_words(parts, 4)
-    return {"codes": as_bytes(parts["weight"]) ^ 128, "scales": as_bytes(parts["scale"])}
+    stored = as_bytes(parts["weight"])
+    n_rows, n_bytes = stored.shape
+    codes = convert("moe_flip_signs", stored, (n_rows, n_bytes), n_rows, n_bytes)
+    return {"codes": stored ^ 128 if codes is None else codes, "scales": as_bytes(parts["scale"])}
 
 
 _ZEROS: Final = {"zeros": (".weight_zero_point",)}

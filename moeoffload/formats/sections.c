@@ -13,6 +13,12 @@ void moe_convert(const Step *steps, int64_t n_steps) {
     for (const Step *each = steps; each < steps + n_steps; each++) each->convert(each->from, each->to, each->numbers);
 }
 
+// Turns bytes with an offset of 128 into signed ones. Numbers: rows, bytes of a row.
+void moe_flip_signs(const uint8_t *from, uint8_t *to, const int64_t *n) {
+    const int64_t n_bytes = n[0] * n[1];
+    for (int64_t i = 0; i < n_bytes; i++) to[i] = from[i] ^ 128;
+}
+
 // Writes one byte for each of GGUF's blocks. Numbers: blocks, bytes of a block, value.
 void moe_block_fill(const uint8_t *from, uint8_t *to, const int64_t *n) { memset(to, (int)n[2], n[0]); }
 
