@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
@@ -81,6 +82,25 @@ def test_a_model_that_is_not_closed_leaves_its_server_when_nobody_has_it_any_mor
         assert stats(server.address).leases == 1
         del model
         wait_until_left(server.address)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_weights_of_a_model_that_nobody_has_any_more_go_at_once(is_closed: bool) -> None:
+    gc.collect()
+    gc.disable()  # a notebook that opens the next model does not wait for a collection of cycles
+    try:
+        offloaded = open_model(DEMO, local_experts_gib=1.0, device="cpu")
+        offloaded.model(torch.tensor([[5, 6, 7]]))
+        held = [weakref.ref(module) for module in offloaded.model.modules()]
+        held += [weakref.ref(parameter) for parameter in offloaded.model.parameters()]
+        local = weakref.ref(offloaded.dispatcher)
+        if is_closed:
+            offloaded.close()
+        del offloaded
+        assert [each() for each in held if each() is not None] == []
+        assert local() is None
     finally:
         gc.enable()
 

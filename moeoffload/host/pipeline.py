@@ -53,7 +53,8 @@ class PrefillPipeline:
         chunk_rows_for: Callable[[int], int | None],
         timeout_s: float,
     ) -> None:
-        # Weak: a model that nobody has any more goes at once, with its servers, and not at some collection of cycles.
+        # Weak, as its layers, which lead to the dispatcher, which leads here: a model that nobody has any more goes at
+        # once, with its servers and weights, and not at some collection of cycles.
         self._model = weakref.ref(model)
         self._recorder = recorder
         self.chunk_rows_for = chunk_rows_for
@@ -65,7 +66,7 @@ class PrefillPipeline:
         self._moved = threading.Condition()
         self._failed = False
         self._busy = threading.Lock()
-        self._layers = _decoder_layers(model, expert_modules)
+        self._layers = [weakref.ref(layer) for layer in _decoder_layers(model, expert_modules)]
         self._first_layers = _first_of_each_type(model, len(self._layers))
         # For each MoE layer the number of its decoder layer: the first number in its module's name.
         self._layer_of = [next(int(part) for part in name.split(".") if part.isdecimal()) for name in expert_modules]
@@ -113,7 +114,8 @@ class PrefillPipeline:
             return self._forward(*args, **kwargs)
         try:
             with contextlib.ExitStack() as hooks:  # on the decoder layers; a decode step pays for none
-                for number, layer in enumerate(self._layers):
+                for number, layer in enumerate(each() for each in self._layers):
+                    assert layer is not None, "the model that is called has its layers"
                     hooks.callback(layer.register_forward_pre_hook(functools.partial(self._enter, number)).remove)
                     hooks.callback(layer.register_forward_hook(functools.partial(self._leave, number)).remove)
                 return self._run(arguments, chunks)
