@@ -105,7 +105,7 @@ def host_seconds(checkpoint: Checkpoint, device: str) -> float:
 
 
 def measure(name: str, path: Path, to: str | None, rounds: int, host_device: str, server_device: str) -> Row:
-    """All figures of one checkpoint, a folder or a GGUF file; ``to`` what its experts are quantised, if given."""
+    """All figures of one checkpoint, a folder or a GGUF file, with its experts as stored or quantised ``to``."""
 
     def best(figure: Callable[[], float]) -> float:
         return min(figure() for _ in range(rounds))

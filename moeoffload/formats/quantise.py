@@ -44,14 +44,15 @@ def quantise(weights: torch.Tensor, form: PackedFormat) -> tuple[PackedWeights, 
     wrong = total = 0.0
     for expert in range(n_experts):
         for start in range(0, n_out, n_rows):
-            rows = weights[expert, start : start + n_rows].float()
+            # Some families store matrices transposed: their rows are strided.
+            rows = weights[expert, start : start + n_rows].to(torch.float32, memory_format=torch.contiguous_format)
             wrong += fill(packed, expert, start, rows)
             total += float(rows.flatten().dot(rows.flatten()))
     return packed, wrong, total
 
 
 def _fill_groups(packed: PackedWeights, expert: int, start: int, rows: torch.Tensor) -> float:
-    """Quantises rows from ``start`` on; returns the sum of squared errors."""
+    """Quantises ``rows`` (n, n_in) float32, those from ``start`` on; returns the sum of squared errors."""
     form, n_in = packed.format, packed.n_in
     n_rows, n_groups = rows.shape[0], form.n_groups(n_in)
     grouped = torch.nn.functional.pad(rows, (0, n_groups * GROUP - n_in)).view(n_rows, n_groups, GROUP)
@@ -81,7 +82,8 @@ def _fill_groups(packed: PackedWeights, expert: int, start: int, rows: torch.Ten
 
 
 def _round_e2m1(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the codes (int8) of E2M1 next to values of less than 8, ties to the even code, and the codes' values."""
+    """Returns the codes (int8) of E2M1 next to float32 values of less than 8, ties to the even code, and the codes'
+    values (float32), both shaped like ``scaled``."""
     size = scaled.abs()
     raw = size.view(torch.int32)
     raw = raw + 0x1FFFFF + (raw >> 22 & 1)  # one bit of the fraction stays
@@ -94,7 +96,7 @@ def _round_e2m1(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fill_blocks(packed: PackedWeights, expert: int, start: int, rows: torch.Tensor) -> float:
-    """Quantises rows from ``start`` on, those of one block; returns the sum of squared errors."""
+    """As `_fill_groups`, for the rows of one block."""
     n_rows, n_in = rows.shape
     n_groups = packed.format.n_groups(n_in)
     blocks = torch.nn.functional.pad(rows, (0, n_groups * BLOCK - n_in)).view(n_rows, n_groups, BLOCK)

@@ -66,8 +66,9 @@ class PrefillPipeline:
         self._moved = threading.Condition()
         self._failed = False
         self._busy = threading.Lock()
-        self._layers = [weakref.ref(layer) for layer in _decoder_layers(model, expert_modules)]
-        self._first_layers = _first_of_each_type(model, len(self._layers))
+        layers = _decoder_layers(model, expert_modules)
+        self._layers = weakref.ref(layers)
+        self._first_layers = _first_of_each_type(model, len(layers))
         # For each MoE layer the number of its decoder layer: the first number in its module's name.
         self._layer_of = [next(int(part) for part in name.split(".") if part.isdecimal()) for name in expert_modules]
         self._pool: ThreadPoolExecutor | None = None
@@ -114,8 +115,7 @@ class PrefillPipeline:
             return self._forward(*args, **kwargs)
         try:
             with contextlib.ExitStack() as hooks:  # on the decoder layers; a decode step pays for none
-                for number, layer in enumerate(each() for each in self._layers):
-                    assert layer is not None, "the model that is called has its layers"
+                for number, layer in enumerate(self._layers() or ()):
                     hooks.callback(layer.register_forward_pre_hook(functools.partial(self._enter, number)).remove)
                     hooks.callback(layer.register_forward_hook(functools.partial(self._leave, number)).remove)
                 return self._run(arguments, chunks)
@@ -263,14 +263,14 @@ def _slice(arguments: dict[str, Any], cache: Any, past: int, start: int, end: in
     return part
 
 
-def _decoder_layers(model: nn.Module, expert_modules: list[str]) -> list[nn.Module]:
-    """The decoder layers: the list of modules that the experts modules are in."""
+def _decoder_layers(model: nn.Module, expert_modules: list[str]) -> nn.ModuleList:
+    """The decoder layers: the list of modules that the experts modules are in; an empty one if there is none."""
     path = expert_modules[0].split(".")
     for end in range(1, len(path)):
         module = model.get_submodule(".".join(path[:end]))
         if isinstance(module, nn.ModuleList):
-            return list(module)
-    return []
+            return module
+    return nn.ModuleList()
 
 
 def _first_of_each_type(model: Any, n_layers: int) -> list[int]:
