@@ -45,7 +45,7 @@ def quantise(weights: torch.Tensor, form: PackedFormat) -> tuple[PackedWeights, 
     for expert in range(n_experts):
         for start in range(0, n_out, n_rows):
             # Some families store matrices transposed: their rows are strided.
-            rows = weights[expert, start : start + n_rows].to(torch.float32, memory_format=torch.contiguous_format)
+            rows = weights[expert, start : start + n_rows].float().contiguous()
             wrong += fill(packed, expert, start, rows)
             total += float(rows.flatten().dot(rows.flatten()))
     return packed, wrong, total

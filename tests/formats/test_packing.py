@@ -41,7 +41,7 @@ def test_error_is_that_of_the_format_and_results_repeat(name: str, n_out: int, n
     assert packed.shape == weights.shape
     assert 0 < error < ERRORS[name]
     strided = weights.transpose(1, 2).contiguous().transpose(1, 2)  # as families store that have (in, out)
-    for same in (weights, strided):
+    for same in (weights, strided, strided.float()):
         assert torch.equal(quantise(same, FORMATS[name])[0].data, packed.data)
     assert packed.unpack(torch.bfloat16)[0, 0].eq(0).all()
 
