@@ -82,6 +82,18 @@ NO_MANY_QUERIES: Final = """
 import moeoffload.kernels.attention as a
 a.takes_many = lambda dtype: False
 """
+NO_PAIRS: Final = """
+import moeoffload.kernels.sdpa as s
+import moeoffload.native as n
+_attention, _features = s.cpu_attention, n.cpu_features
+def attention(query, *args, **kwargs):
+    n.cpu_features = _features if query.shape[2] > 16 else lambda: _features() & ~n.Features.BF16_DOT
+    try:
+        return _attention(query, *args, **kwargs)
+    finally:
+        n.cpu_features = _features
+s.cpu_attention = attention
+"""
 NO_MATRIX_UNIT: Final = """
 import moeoffload.native as n
 _features = n.cpu_features()
@@ -149,7 +161,21 @@ PATHS: Final = (
         no_dense("accelerate_attention"),
     ),
     FastPath(
-        "own attention of many queries", ("kernels/cpu/attention_many.c",), (PREFILL, PREFILL_LONG), NO_MANY_QUERIES
+        "own attention of many queries", ("kernels/cpu/attention_pairs.c",), (PREFILL, PREFILL_LONG), NO_MANY_QUERIES
+    ),
+    FastPath(
+        "attention of few queries in pairs of bfloat16",
+        (),
+        (DECODE_LONG,),
+        NO_PAIRS,
+        always={"settings": {"expert_format": "int4", "dense_format": "int4"}},
+    ),
+    FastPath(
+        "keys and values that grow in place",
+        ("kernels/growing_cache.py",),
+        (DECODE_LONG,),
+        no_dense("accelerate_cache"),
+        always={"settings": {"expert_format": "int4", "dense_format": "int4"}},
     ),
     FastPath("matrix unit", ("kernels/cpu/matrix_unit.c",), (PREFILL_LONG,), NO_MATRIX_UNIT, NO_MATRIX_UNIT),
     FastPath(

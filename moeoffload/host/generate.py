@@ -23,6 +23,7 @@ from moeoffload.host.detokenizer import Detokenizer
 from moeoffload.host.model import eos_tokens
 from moeoffload.host.session import OffloadedModel
 from moeoffload.host.speculative import VerifiedGeneration, new_drafter
+from moeoffload.kernels.growing_cache import GrowingLayer
 from moeoffload.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -317,7 +318,7 @@ def _rewind(cache: DynamicCache, n_tokens: int) -> bool:
 
     Returns False, and leaves the cache as it is, if any layer is not full attention: such a cache cannot be rewound.
     """
-    if not all(type(layer) is DynamicLayer for layer in cache.layers):
+    if not all(type(layer) in (DynamicLayer, GrowingLayer) for layer in cache.layers):
         return False
     for layer in cache.layers:
         layer.crop(min(0, n_tokens - layer.get_seq_length()))

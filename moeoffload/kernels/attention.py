@@ -1,8 +1,8 @@
 """Attention on the CPU: memory-bound for few queries, for many bfloat16 queries bound by the CPU's bfloat16 products.
 
 torch's attention reads the keys and values of one query several times, and multiplies bfloat16 as float32 on a CPU
-without a matrix unit (AMX). With few queries, products, softmax and sums are computed in float32 and rounded once at
-the end. With many, the probabilities are also rounded before their product with the values, as in torch.
+without a matrix unit (AMX). Products, softmax and sums are computed in float32 and rounded once at the end; only where
+the CPU multiplies bfloat16 are its probabilities rounded, too, before their product with the values, as in torch.
 """
 
 from __future__ import annotations

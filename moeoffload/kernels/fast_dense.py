@@ -6,19 +6,21 @@ from torch import nn
 
 from moeoffload.kernels import calls
 from moeoffload.kernels.dense import accelerate_linears
+from moeoffload.kernels.growing_cache import accelerate_cache
 from moeoffload.kernels.norm import accelerate_norms
 from moeoffload.kernels.sdpa import accelerate_attention
 
 
 def accelerate_dense(model: nn.Module) -> None:
-    """Speeds up linear layers, RMS norms and attention of a model on the CPU, mainly in calls of few rows.
+    """Speeds up linear layers, RMS norms, attention and KV cache of a model on the CPU, mainly in calls of few rows.
 
     Unknown layers stay as they are; so do calls with gradient or under ``torch.compile``, and linear layers' calls of
-    many rows. Results differ from transformers' in the order of sums, and attention of few queries rounds once instead
-    of several times; they do not depend on how many rows are computed together.
+    many rows. Results differ from transformers' in the order of sums, and attention rounds less often; they do not
+    depend on how many rows are computed together.
     """
     if calls.library() is None:
         return
     accelerate_linears(model)
     accelerate_norms(model)
     accelerate_attention(model)
+    accelerate_cache(model)

@@ -46,13 +46,14 @@ int moe_attention(const struct attention *call) {
 #if defined(__x86_64__)
     if (call->cpu.features & HAS_AVX2) job.attend = attend_avx2;
     if (call->cpu.features & HAS_AVX512) job.attend = attend_avx512;
+    if (call->type == BF16 && call->cpu.features & HAS_BF16_DOT) job.attend = attend_pairs;
     if (call->is_many) job.attend = attend_many;
 #endif
     if (call->is_many && PART_ROWS / call->group < job.part)
         job.part = PART_ROWS / call->group > BLOCK_QUERIES ? PART_ROWS / call->group : BLOCK_QUERIES;
     job.n_parts = (call->n_queries + job.part - 1) / job.part;
     job.n_items = job.n_parts * call->batch * call->key_heads;
-    const int64_t n_rows = call->group * job.part, dim = padded(call->dim, 16), width = padded(call->value_dim, 16);
+    const int64_t n_rows = call->group * job.part, dim = padded(call->dim, 32), width = padded(call->value_dim, 32);
     const int64_t few = 4 * n_rows * (dim + KEY_BLOCK);
     const int64_t many = 6 * BLOCK_QUERIES * KEY_BLOCK + 2 * KEY_BLOCK * (dim + width);
     job.scratch_bytes = padded(4 * n_rows * (width + 2) + (call->is_many ? many : few), 64);

@@ -58,6 +58,7 @@ struct norm {
 void attend_portable(const struct item *item, char *scratch);
 void attend_avx2(const struct item *item, char *scratch);
 void attend_avx512(const struct item *item, char *scratch);
+void attend_pairs(const struct item *item, char *scratch);
 void attend_many(const struct item *item, char *scratch);
 void norm_portable(const struct norm *call, int64_t first, int64_t end);
 void norm_avx2(const struct norm *call, int64_t first, int64_t end);

@@ -1,7 +1,23 @@
 // Attention of few queries for one instruction set. The includer also defines SET, and KEY_ROWS and VALUE_ROWS: the
-// most rows whose accumulators stay in registers.
+// most rows whose accumulators stay in registers; and IN_PAIRS if the CPU adds products of bfloat16 pairs to float32:
+// queries and probabilities then are bfloat16, else float32.
 
 #include "attention_head.h"
+
+#ifdef IN_PAIRS
+enum { OPERAND = BF16, OPERAND_BYTES = 2 };
+typedef __m512i Operands;
+INLINE Operands load_operands(const char *from, const int type) { return _mm512_loadu_si512(from); }
+INLINE vec add_operands(vec sums, Operands a, Operands b) {
+    return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+}
+#else
+enum { OPERAND = F32, OPERAND_BYTES = 4 };
+typedef vec Operands;
+INLINE Operands load_operands(const char *from, const int type) { return load(from, type); }
+INLINE vec add_operands(vec sums, Operands a, Operands b) { return fma_of(a, b, sums); }
+#endif
+enum { STEP = sizeof(vec) / OPERAND_BYTES };  // operands of a vector
 
 // Returns the size of the next tile when n_left rows are divided into about equal tiles of at most `most` rows.
 INLINE int64_t tile_of(int64_t n_left, int64_t most) {
@@ -15,32 +31,32 @@ INLINE void fetch(const char *rows, int64_t stride, int64_t from, int64_t to, in
         for (int64_t at = 0; at < n_bytes; at += 64) __builtin_prefetch(rows + row * stride + at, 0, 2);
 }
 
-// Adds the products of one vector of columns: n_rows float32 rows times four keys.
+// Adds the products of STEP columns: n_rows rows of operands times four keys.
 INLINE void add_products(const int n_rows, const int type, vec (*sums)[4], const char *rows, int64_t stride, const char **at) {
-    vec keys[4];
-    UNROLL for (int n = 0; n < 4; n++) keys[n] = load(at[n], type);
+    Operands keys[4];
+    UNROLL for (int n = 0; n < 4; n++) keys[n] = load_operands(at[n], type);
     UNROLL for (int m = 0; m < n_rows; m++) {
-        const vec row = load(rows + m * stride, F32);
-        UNROLL for (int n = 0; n < 4; n++) sums[m][n] = fma_of(keys[n], row, sums[m][n]);
+        const Operands row = load_operands(rows + m * stride, OPERAND);
+        UNROLL for (int n = 0; n < 4; n++) sums[m][n] = add_operands(sums[m][n], keys[n], row);
     }
 }
 
 // Computes out[m][n] = rows[m] . keys[n] for n_rows rows and four keys.
 INLINE void key_tile(
     const int n_rows, const int type, const char *rows, int64_t stride, const char **keys, int64_t dim, float *out) {
-    const int64_t whole = dim / LANES * LANES;
+    const int64_t whole = dim / STEP * STEP;
     const char *at[4];
     vec sums[8][4];
     UNROLL for (int m = 0; m < n_rows; m++) UNROLL for (int n = 0; n < 4; n++) sums[m][n] = all(0);
-    for (int64_t i = 0; i < whole; i += LANES) {
+    for (int64_t i = 0; i < whole; i += STEP) {
         UNROLL for (int n = 0; n < 4; n++) at[n] = keys[n] + i * bytes_of(type);
-        add_products(n_rows, type, sums, rows + 4 * i, stride, at);
+        add_products(n_rows, type, sums, rows + OPERAND_BYTES * i, stride, at);
     }
     if (whole < dim) {
         char tails[4][64] = {{0}};
         for (int n = 0; n < 4; n++)
             at[n] = memcpy(tails[n], keys[n] + whole * bytes_of(type), (dim - whole) * bytes_of(type));
-        add_products(n_rows, type, sums, rows + 4 * whole, stride, at);
+        add_products(n_rows, type, sums, rows + OPERAND_BYTES * whole, stride, at);
     }
     UNROLL for (int m = 0; m < n_rows; m++) {
         const four folded = fold(sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
@@ -48,6 +64,34 @@ INLINE void key_tile(
     }
 }
 
+#ifdef IN_PAIRS
+// Computes sums[m] += shares[m][key] * values[key] for the next 32 columns, or the n_left that remain.
+INLINE void value_tile(
+    const int n_rows, const int n_vectors, const int type, const float *shares, const char *values, int64_t stride,
+    int64_t n_keys, int64_t n_left, float *sums, int64_t width) {
+    // Interleaving two rows takes 8 columns from each 128 bits: the first four to one vector, the rest to the other.
+    const ints first = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+    const ints low = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
+    const __mmask32 filled = n_left < 32 ? (1u << n_left) - 1 : ~0u;
+    vec totals[8][2];
+    UNROLL for (int m = 0; m < n_rows; m++) {
+        const vec a = load(sums + m * width, F32), b = load(sums + m * width + LANES, F32);
+        totals[m][0] = __builtin_shuffle(a, b, first), totals[m][1] = __builtin_shuffle(a, b, first + 4);
+    }
+    for (int64_t key = 0; key < n_keys; key += 2, values += 2 * stride) {
+        const __m512i a = _mm512_maskz_loadu_epi16(filled, values);
+        const __m512i b = _mm512_maskz_loadu_epi16(key + 1 < n_keys ? filled : 0, values + stride);
+        const __m512i pairs[2] = {_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)};
+        UNROLL for (int m = 0; m < n_rows; m++) {
+            int32_t both;
+            memcpy(&both, (const char *)(shares + m * KEY_BLOCK) + OPERAND_BYTES * key, 4);
+            UNROLL for (int n = 0; n < 2; n++) totals[m][n] = add_operands(totals[m][n], pairs[n], _mm512_set1_epi32(both));
+        }
+    }
+    UNROLL for (int m = 0; m < n_rows; m++) UNROLL for (int n = 0; n < 2; n++)
+        store(sums + m * width + n * LANES, __builtin_shuffle(totals[m][0], totals[m][1], low + 8 * n), F32);
+}
+#else
 // Computes sums[m] += shares[m][key] * values[key] for one or two vectors of columns; with one, for the n_left that
 // remain.
 INLINE void value_tile(
@@ -65,6 +109,7 @@ INLINE void value_tile(
     UNROLL for (int m = 0; m < n_rows; m++) UNROLL for (int n = 0; n < n_vectors; n++)
         store(sums + m * width + n * LANES, totals[m][n], F32);
 }
+#endif
 
 // Rows of one head of keys or values, from some key on.
 struct rows {
@@ -100,7 +145,7 @@ INLINE void add_values(
             for (int64_t column = 0, n_vectors; column < values.dim; column += n_vectors * LANES) {
                 const int64_t n_left = values.dim - column;
                 const char *first = values.first + start * values.stride + column * bytes_of(type);
-                const float *share = shares + row * KEY_BLOCK + start;
+                const float *share = (const float *)((const char *)(shares + row * KEY_BLOCK) + OPERAND_BYTES * start);
                 float *sums = state->sums + row * state->width + column;
                 n_vectors = n_left >= 2 * LANES ? 2 : 1;
                 if (row == 0) {
@@ -118,10 +163,10 @@ INLINE void add_values(
     }
 }
 
-// Attends few queries to one key head: everything is float32 until the end.
+// Attends few queries to one key head.
 INLINE void attend_few(const struct item *item, char *scratch, const int type) {
     const struct attention *c = item->call;
-    const int64_t n_queries = item->n_queries, size = bytes_of(type), row_bytes = 4 * padded(c->dim, 16);
+    const int64_t n_queries = item->n_queries, size = bytes_of(type), row_bytes = OPERAND_BYTES * padded(c->dim, 32);
     const int64_t n_rows = c->group * n_queries;
     float *shares = (float *)(scratch + n_rows * row_bytes);
     const struct state state = begin(item, shares + n_rows * KEY_BLOCK);
@@ -131,7 +176,7 @@ INLINE void attend_few(const struct item *item, char *scratch, const int type) {
         char *target = scratch + row * row_bytes;
         memset(target, 0, row_bytes);
         for (int64_t i = 0; i < c->dim; i += LANES)
-            store(target + 4 * i, load_some(source + i * size, c->dim - i, type), F32);
+            store(target + OPERAND_BYTES * i, load_some(source + i * size, c->dim - i, type), OPERAND);
     }
     const int64_t key_bytes = size * c->key_strides[2], value_bytes = size * c->value_strides[2];
     for (int64_t start = 0, count; start < c->n_keys; start += count) {
@@ -140,9 +185,12 @@ INLINE void attend_few(const struct item *item, char *scratch, const int type) {
         const struct rows values = {item->value + start * value_bytes, value_bytes, count, c->value_dim};
         const struct rows next = {keys.first + count * key_bytes, key_bytes, at_most(KEY_BLOCK, c->n_keys - start - count), c->dim};
         multiply_keys(scratch, n_rows, row_bytes, keys, values, shares, type);
-        for (int64_t row = 0; row < n_rows; row++)
-            become_shares(
-                item, &state, row, row / n_queries, row % n_queries, start, count, c->mask_kind, shares + row * KEY_BLOCK);
+        for (int64_t row = 0; row < n_rows; row++) {
+            float *share = shares + row * KEY_BLOCK;
+            become_shares(item, &state, row, row / n_queries, row % n_queries, start, count, c->mask_kind, share);
+            for (int64_t key = 0; key < count && OPERAND_BYTES < 4; key += LANES)
+                store((char *)share + OPERAND_BYTES * key, load(share + key, F32), OPERAND);
+        }
         add_values(&state, shares, values, next, type);
     }
     end(item, &state, type);
@@ -151,7 +199,9 @@ INLINE void attend_few(const struct item *item, char *scratch, const int type) {
 TARGET void SET(attend)(const struct item *item, char *scratch) {
     switch (item->call->type) {
     case BF16: attend_few(item, scratch, BF16); break;
+#ifndef IN_PAIRS
     case F16: attend_few(item, scratch, F16); break;
     case F32: attend_few(item, scratch, F32); break;
+#endif
     }
 }

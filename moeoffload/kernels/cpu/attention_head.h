@@ -16,7 +16,7 @@ struct state {
 };
 
 INLINE struct state begin(const struct item *item, void *scratch) {
-    const int64_t n_rows = item->call->group * item->n_queries, width = padded(item->call->value_dim, 16);
+    const int64_t n_rows = item->call->group * item->n_queries, width = padded(item->call->value_dim, 32);
     float *sums = scratch, *totals = sums + n_rows * width;
     memset(sums, 0, n_rows * (width + 1) * sizeof(float));
     for (int64_t row = 0; row < n_rows; row++) totals[n_rows + row] = -INFINITY;

@@ -1,4 +1,4 @@
-// Attention of many bfloat16 queries with the instruction that adds products of bfloat16 pairs to float32
+// Attention of few and of many bfloat16 queries with the instruction that adds products of bfloat16 pairs to float32
 // (AVX512-BF16).
 
 #if defined(__x86_64__)
@@ -6,7 +6,11 @@
 
 #define LANES 16
 #define TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512bf16")))
-#include "attention_head.h"
+#define IN_PAIRS
+#define KEY_ROWS 6
+#define VALUE_ROWS 8
+#define SET(name) name##_pairs
+#include "attention_few.h"
 
 // Packs keys: for each 64 keys (dim / 2, 64) pairs of neighbouring elements; zeros after the last key.
 INLINE void pack_keys(const char *keys, int64_t stride, int64_t n_keys, int64_t dim, uint32_t *packed) {
@@ -131,8 +135,8 @@ TARGET void attend_many(const struct item *item, char *scratch) {
                     for (int64_t key = 0; key < filled; key += LANES)
                         store(shares + row * KEY_BLOCK + key, load(product + key, F32), BF16);
                 }
-                float *sums = state.sums + at * width;
-                multiply_packed(size, (char *)shares, 2 * KEY_BLOCK, values, filled / 2, width, sums, width, 1);
+                float *sums = state.sums + at * state.width;
+                multiply_packed(size, (char *)shares, 2 * KEY_BLOCK, values, filled / 2, width, sums, state.width, 1);
             }
         }
     }

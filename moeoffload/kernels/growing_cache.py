@@ -1,0 +1,75 @@
+"""Keys and values that grow in place: transformers' `DynamicCache` copies all of them for each new token."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+_LEAST_ROOM: Final = 256
+"""Tokens."""
+
+
+class GrowingLayer(DynamicLayer):
+    """A `DynamicLayer` whose keys and values are the beginnings of buffers with room for more tokens.
+
+    Calls with gradient, on other devices than the CPU or under ``torch.compile`` are computed as by `DynamicLayer`.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Of keys and of values."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys and values (batch, heads, new tokens, dim); returns all of them. See `DynamicLayer`."""
+        keys, values = self.keys, self.values
+        if (
+            not self.is_initialized
+            or keys.ndim != 4
+            or torch.compiler.is_compiling()
+            or not (key_states.is_cpu and keys.is_cpu)
+            or (
+                torch.is_grad_enabled() and any(each.requires_grad for each in (key_states, value_states, keys, values))
+            )
+        ):
+            both: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
+            return both
+        kept = self.buffers or (keys, values)
+        self.buffers = _append(kept[0], keys, key_states), _append(kept[1], values, value_states)
+        n_tokens = keys.shape[2] + key_states.shape[2]
+        self.keys, self.values = (buffer[:, :, :n_tokens] for buffer in self.buffers)
+        return self.keys, self.values
+
+
+def _append(buffer: torch.Tensor, kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Writes ``new`` (batch, heads, tokens, dim) after ``kept`` into the buffer, or a new one if ``kept`` is not its
+    beginning or there is no room; returns the buffer."""
+    n_kept, n_new = kept.shape[2], new.shape[2]
+    is_beginning = kept.data_ptr() == buffer.data_ptr() and kept.stride() == buffer.stride()
+    if not is_beginning or n_kept + n_new > buffer.shape[2]:
+        room = max(_LEAST_ROOM, n_kept // 8)
+        batch, heads, _, dim = kept.shape
+        # A tensor of inference mode could not be changed by later calls outside of it.
+        with torch.inference_mode(False):
+            buffer = torch.empty((batch, heads, n_kept + n_new + room, dim), dtype=kept.dtype)
+        buffer[:, :, :n_kept] = kept
+    buffer[:, :, n_kept : n_kept + n_new] = new
+    return buffer
+
+
+def _grow_in_place(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache):
+        for layer in cache.layers:
+            if type(layer) is DynamicLayer:
+                layer.__class__ = GrowingLayer
+
+
+def accelerate_cache(model: nn.Module) -> None:
+    """Lets the `DynamicLayer` of any cache with which ``model`` is called become a `GrowingLayer`."""
+    model.register_forward_pre_hook(_grow_in_place, with_kwargs=True)
