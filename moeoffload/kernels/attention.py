@@ -8,6 +8,7 @@ the CPU multiplies bfloat16 are its probabilities rounded, too, before their pro
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -25,6 +26,14 @@ _BOOLEAN_MASK: Final = 3
 _NO_MASK: Final = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Where ``n_keys`` keys and values lie: one after the other in the pages ``numbers`` (n,) int64 on the CPU."""
+
+    numbers: torch.Tensor
+    n_keys: int
+
+
 def cpu_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -33,6 +42,7 @@ def cpu_attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
+    pages: Pages | None = None,
 ) -> torch.Tensor:
     """Computes scaled dot-product attention on the CPU, without gradient; only if the C library was built.
 
@@ -45,18 +55,21 @@ def cpu_attention(
             dtype, added to the scaled products.
         scale: factor of the products; default dim ** -0.5.
         is_causal: query i sees keys 0 to i.
+        pages: of a batch of one, where its keys and values lie; then these are (all pages, key heads, keys of a page,
+            dim).
 
     Returns:
         (batch, queries, heads, value dim) contiguous, of the query's dtype; zero for a query that sees no key.
 
     Raises ValueError: `fits` is False; MemoryError: no memory for intermediate results.
     """
-    if not fits(query, key, value, mask):
+    if not fits(query, key, value, mask, pages):
         shapes = [(tuple(each.shape), each.dtype) for each in (query, key, value)]
         raise ValueError(f"query, key, value {shapes}, mask {None if mask is None else tuple(mask.shape)}")
     library = calls.library()
     batch, heads, n_queries, dim = query.shape
-    key_heads, n_keys, value_dim = value.shape[1:]
+    key_heads, page_keys, value_dim = value.shape[1:]
+    n_keys = page_keys if pages is None else pages.n_keys
     dtype = query.dtype
     out = torch.empty((batch, n_queries, heads, value_dim), dtype=dtype)
     if mask is None:
@@ -75,6 +88,7 @@ def cpu_attention(
         *(DTYPE_CODES[dtype], batch, key_heads, heads // key_heads, n_queries, n_keys, dim, value_dim),
         *(query.data_ptr(), query.stride()[:3], key.data_ptr(), key.stride()[:3]),
         *(value.data_ptr(), value.stride()[:3], *mask_fields, out.data_ptr(), is_causal, is_many),
+        *(0 if pages is None else pages.numbers.data_ptr(), page_keys),
         dim**-0.5 if scale is None else scale,
     )
     if library.moe_attention(ctypes.addressof(call)):
@@ -82,12 +96,19 @@ def cpu_attention(
     return out
 
 
-def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def fits(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, pages: Pages | None = None
+) -> bool:
     """Whether `cpu_attention` accepts these arguments."""
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         return False
     batch, heads, n_queries, dim = query.shape
     key_batch, key_heads, n_keys, key_dim = key.shape
+    if pages is not None:
+        numbers = pages.numbers
+        if batch != 1 or pages.n_keys > len(numbers) * n_keys or not numbers.is_contiguous() or not numbers.is_cpu:
+            return False
+        key_batch, n_keys = 1, pages.n_keys
     dtype = query.dtype
     return (
         (n_queries <= FEW_QUERIES or (takes_many(dtype) and dim % 2 == 0))

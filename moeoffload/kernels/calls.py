@@ -117,6 +117,8 @@ class AttentionCall(ctypes.Structure):
         ("mask_kind", _Word),
         ("out", _Pointer),
         *((name, _Word) for name in ("is_causal", "is_many")),
+        ("pages", _Pointer),
+        ("page_keys", _Word),
         ("scale", ctypes.c_double),
     )
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from moeoffload.kernels.attention import cpu_attention, fits
+from moeoffload.kernels.attention import Pages, cpu_attention, fits
 
 _NAME: Final = "sdpa"
 _KNOWN: Final = {
@@ -30,7 +30,7 @@ _modules: WeakSet[nn.Module] = WeakSet()
 """All modules of the models for which `accelerate_attention` was called."""
 
 
-def _attention(
+def attention_if_fast(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -39,29 +39,39 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    *,
+    pages: Pages | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Called by transformers; see its ``sdpa_attention_forward``."""
+) -> torch.Tensor | None:
+    """As transformers' ``sdpa_attention_forward``, for an accelerated model; keys and values may lie in pages, see
+    `cpu_attention`. Returns None if transformers' own must compute."""
     if (
-        not torch.compiler.is_compiling()
-        and module in _modules
-        and dropout == 0.0
-        and not any(kwargs.get(name) is not None for name in _OTHER)
-        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
-        and query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
+        torch.compiler.is_compiling()
+        or module not in _modules
+        or dropout != 0.0
+        or any(kwargs.get(name) is not None for name in _OTHER)
+        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        or query.shape[1] != key.shape[1] * getattr(module, "num_key_value_groups", 1)
     ):
-        n_queries = query.shape[2]
-        causal = n_queries > 1 and attention_mask is None
-        if causal:
-            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            if causal and key.shape[2] > n_queries:
-                # As in transformers: the queries are at the beginning of a longer cache.
-                key, value = key[:, :, :n_queries], value[:, :, :n_queries]
-        if fits(query, key, value, attention_mask):
-            return cpu_attention(query, key, value, attention_mask, scale=scaling, is_causal=causal), None
-    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-    )
+        return None
+    n_queries = query.shape[2]
+    causal = n_queries > 1 and attention_mask is None
+    if causal:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if causal and pages is None and key.shape[2] > n_queries:
+            # As in transformers: the queries are at the beginning of a longer cache.
+            key, value = key[:, :, :n_queries], value[:, :, :n_queries]
+    if not fits(query, key, value, attention_mask, pages):
+        return None
+    return cpu_attention(query, key, value, attention_mask, scale=scaling, is_causal=causal, pages=pages)
+
+
+def _attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Called by transformers; see its ``sdpa_attention_forward``."""
+    out = attention_if_fast(*args, **kwargs)
+    if out is not None:
+        return out, None
+    result: tuple[torch.Tensor, None] = sdpa_attention_forward(*args, **kwargs)
     return result
 
 

@@ -51,7 +51,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _learn(self) -> None:
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._model(**self._inputs(zero, zero, [Segment(0, 1, 1, 0, zero)], zero, zero))
+        self._model(**self._inputs(zero, zero, [Segment(0, 1, 1, zero)], zero, zero))
         n_layers = self._model.config.get_text_config().num_hidden_layers
         if self._store.n_layers != n_layers:
             raise NotImplementedError(f"{n_layers - self._store.n_layers} of its layers have no attention")
@@ -104,11 +104,9 @@ class ModelRunner:
         return (-(-share.end // self._page_tokens)).bit_length() if len(share.tokens) == 1 else math.inf
 
     def _tables(self, call: list[Share]) -> tuple[list[int], list[int]]:
-        """The tokens and the pages of each request of a call; no pages if they are of one and follow each other."""
+        """The tokens and the pages of each request of a call, which are filled up with any."""
         tables = [share.sequence.pages[: -(-share.end // self._page_tokens)] for share in call]
-        (first, *_), most = tables[0], max(map(len, tables))
-        if len(call) == 1 and tables[0] == list(range(first, first + most)):
-            return [call[0].end], []
+        first, most = tables[0][0], max(map(len, tables))
         return [share.end for share in call], [page for each in tables for page in each + [first] * (most - len(each))]
 
     @staticmethod
@@ -116,8 +114,7 @@ class ModelRunner:
         longest = max(share.end for share in call)
         if len(call) > 1:
             return SingleRows(start, n_keys[:, None], longest, pages.view(len(call), -1))
-        first = -1 if len(pages) else call[0].sequence.pages[0]
-        return Segment(start, len(call[0].tokens), longest, first, pages)
+        return Segment(start, len(call[0].tokens), longest, pages)
 
     def _inputs(
         self,

@@ -1,7 +1,7 @@
 """Attention of a packed batch: each request's queries with its own keys and values, as if it ran alone.
 
 The rows of all requests are one sequence for the model. Here every request is a call of its own, so that the cost is
-that of the requests one by one, and so are the bits. On a GPU, where a call costs more than its work, requests with one
+that of the requests one by one, and so are the bits; our own kernel reads its pages where they lie. On a GPU, where a call costs more than its work, requests with one
 row each share calls. torch's attention of variable lengths could do without their padding; it takes pages of 256 tokens
 (ours have 16), half precision, and no CPU, on which this is tested.
 """
@@ -17,6 +17,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from moeoffload.kernels.attention import Pages
+from moeoffload.kernels.sdpa import attention_if_fast
+
 IMPLEMENTATION: Final = "moeoffload_paged"
 """Name under which transformers knows it (``attn_implementation``); it builds no masks for names it does not know."""
 
@@ -27,14 +30,13 @@ Attend = Callable[..., tuple[torch.Tensor, Any]]
 class Segment:
     """The rows of one request, and where its keys and values lie.
 
-    They are ``n_rows`` from row ``start`` of the batch on; with them the request has ``n_keys`` tokens. Its pages
-    follow each other in memory from ``first_page`` on, or that is -1 and they are ``pages`` (int64).
+    They are ``n_rows`` from row ``start`` of the batch on; with them the request has ``n_keys`` tokens, in ``pages``
+    (n,) int64.
     """
 
     start: int
     n_rows: int
     n_keys: int
-    first_page: int
     pages: torch.Tensor
 
 
@@ -105,16 +107,18 @@ class KeyValueStore:
         for memory, new in zip(self._memory[layer], rows, strict=True):
             memory.flatten(0, 1).index_copy_(0, slots, new)
 
+    def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all pages: (pages, key heads, page tokens, dim)."""
+        keys, values = self._memory[layer]
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
     def read(self, layer: int, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (1, key heads, n_keys, dim) of a request; views where its pages follow each other."""
-        first, n_keys = segment.first_page * self.page_tokens, segment.n_keys
+        """Copies of the keys and values (1, key heads, n_keys, dim) of a request."""
         keys, values = (
-            memory.flatten(0, 1).narrow(0, first, n_keys)
-            if segment.first_page >= 0
-            else memory.index_select(0, segment.pages).flatten(0, 1)[:n_keys]
+            memory.index_select(0, segment.pages).flatten(0, 1)[: segment.n_keys].transpose(0, 1)[None]
             for memory in self._memory[layer]
         )
-        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+        return keys, values
 
     def read_padded(self, layer: int, rows: SingleRows, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (n, key heads, most tokens, dim) of several requests; zero where they are not ``seen``, since
@@ -173,20 +177,29 @@ def paged_attention(
             parts.append(part.transpose(0, 1))
             continue
         n_rows, n_keys = segment.n_rows, segment.n_keys
-        keys, values = store.read(layer, segment) if store.is_allocated else (key, value)
         mask = None
         if n_rows not in (1, n_keys) or (window is not None and n_keys > window):
             mask = seen_keys(n_rows, n_keys, window, query.device)
         is_causal = n_rows > 1 and mask is None
         queries = query.narrow(2, segment.start, n_rows)
-        if packed_rows.is_eager:
-            if is_causal:
-                mask = seen_keys(n_rows, n_keys, None, query.device)
-            if mask is not None:
-                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
-            part, _ = attend(module, queries, keys, values, mask, **kwargs)
-        else:
-            part, _ = attend(module, queries, keys, values, mask, is_causal=is_causal, **kwargs)
+        part = None
+        if store.is_allocated and not packed_rows.is_eager:
+            pages = Pages(segment.pages, n_keys)
+            memory = store.memory(layer)
+            part = attention_if_fast(module, queries, *memory, mask, is_causal=is_causal, pages=pages, **kwargs)
+        if part is None:
+            if n_rows == n_keys:
+                keys, values = (each.narrow(2, segment.start, n_rows) for each in (key, value))
+            else:
+                keys, values = store.read(layer, segment)
+            if packed_rows.is_eager:
+                if is_causal:
+                    mask = seen_keys(n_rows, n_keys, None, query.device)
+                if mask is not None:
+                    mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+                part, _ = attend(module, queries, keys, values, mask, **kwargs)
+            else:
+                part, _ = attend(module, queries, keys, values, mask, is_causal=is_causal, **kwargs)
         parts.append(part)
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from moeoffload import native
-from moeoffload.kernels.attention import FEW_QUERIES, cpu_attention
+from moeoffload.kernels.attention import FEW_QUERIES, Pages, cpu_attention
 from moeoffload.native import Features, cpu_features
 
 from .experts import DTYPES, EPSILON, instruction_sets, threads
@@ -161,6 +161,27 @@ def test_keys_and_values_may_be_views(dtype: torch.dtype, n_queries: int) -> Non
 
 
 @pytest.mark.parametrize(("dtype", "n_queries"), KINDS, ids=str)
+@pytest.mark.parametrize(("n_keys", "page_keys"), [(1, 16), (5, 4), (300, 16), (777, 7), (900, 600)])
+def test_keys_and_values_may_lie_in_pages(dtype: torch.dtype, n_queries: int, n_keys: int, page_keys: int) -> None:
+    query, keys, values = operands((8, 2, 32, 40), n_queries, n_keys, dtype)
+    n_used = -(-n_keys // page_keys)
+    numbers = torch.randperm(n_used + 5)[:n_used]
+    paged = []
+    for each in (keys, values):
+        memory = torch.full((n_used + 5, page_keys, 2, each.shape[3]), torch.nan, dtype=dtype)
+        for place, number in enumerate(numbers.tolist()):
+            rows = each[0, :, place * page_keys : (place + 1) * page_keys].transpose(0, 1)
+            memory[number, : len(rows)] = rows
+        paged.append(memory.transpose(1, 2))
+    pages = Pages(numbers, n_keys)
+    mask = torch.rand(n_queries, n_keys) < 0.7
+    for more in ({}, {"mask": mask}, {"is_causal": True, "scale": 0.3}):
+        assert torch.equal(
+            cpu_attention(query, *paged, pages=pages, **more), cpu_attention(query, keys, values, **more)
+        )
+
+
+@pytest.mark.parametrize(("dtype", "n_queries"), KINDS, ids=str)
 def test_bits_do_not_depend_on_other_queries_heads_or_threads(dtype: torch.dtype, n_queries: int) -> None:
     query, key, value = operands((12, 4, 40, 48), n_queries, 700, dtype, batch=2)
     mask = torch.rand(2, 1, n_queries, 700) < 0.7
@@ -206,6 +227,11 @@ def test_what_does_not_fit_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match="mask"):
             cpu_attention(*bad)
+    for numbers, n_keys in ((torch.tensor([0]), 10), (torch.tensor([0, 0, 0, 0])[::2], 9)):
+        with pytest.raises(ValueError, match="mask"):
+            cpu_attention(query, key, value, pages=Pages(numbers, n_keys))
+    with pytest.raises(ValueError, match="mask"):
+        cpu_attention(*(each.expand(2, -1, -1, -1) for each in (query, key, value)), pages=Pages(torch.tensor([0]), 9))
 
 
 @needs_many

@@ -227,7 +227,7 @@ def test_how_weights_are_prefetched_changes_no_bit() -> None:
     assert library.moe_choose_ahead(int(native.cpu_features())) in (64, 2048)
     distance, past = (ctypes.c_int64.in_dll(library, name) for name in ("ahead_bytes", "passes_caches"))
     assert past.value in (0, 1)
-    x = random_rows(3, 768, torch.bfloat16)
+    x = random_rows(1, 768, torch.bfloat16)
     plain = FewRowLinear(768, 112, bias=False, dtype=torch.bfloat16)
     layers = [PackedLinear(random_packed(form, 1, 112, 768), None) for form in TILED]
     results = []

@@ -26,12 +26,12 @@ static void work(void *data) {
         // The last queries, which see most keys, come first, so that the last part to be claimed is a short one.
         const int64_t first = (job->n_parts - 1 - number / n_heads) * job->part;
         const int64_t batch = number % n_heads / c->key_heads, key_head = number % c->key_heads;
-        const int64_t head = key_head * c->group;
+        const int64_t head = key_head * c->group, sequence = c->pages ? 0 : batch;
         const struct item item = {
             c, first, at_most(job->part, c->n_queries - first),
             c->query + size * (batch * c->query_strides[0] + head * c->query_strides[1]),
-            c->key + size * (batch * c->key_strides[0] + key_head * c->key_strides[1]),
-            c->value + size * (batch * c->value_strides[0] + key_head * c->value_strides[1]),
+            c->key + size * (sequence * c->key_strides[0] + key_head * c->key_strides[1]),
+            c->value + size * (sequence * c->value_strides[0] + key_head * c->value_strides[1]),
             c->mask + mask_size * (batch * c->mask_strides[0] + head * c->mask_strides[1]),
             c->out + size * (batch * c->n_queries * c->key_heads * c->group + head) * c->value_dim,
         };

@@ -30,7 +30,11 @@ struct attention {
     int64_t mask_strides[3], mask_kind;
     char *out;          // (batch, queries, heads, value_dim), contiguous
     int64_t is_causal;  // query i sees keys 0 to i
-    int64_t is_many;    // many queries: probabilities are rounded to bfloat16
+    int64_t is_many;    // many queries
+    // NULL, or the pages of page_keys keys each in which the keys of a batch of one, and their values, lie: their
+    // tensors are (pages, heads, page_keys, dim) then.
+    const int64_t *pages;
+    int64_t page_keys;
     double scale;
 };
 

@@ -18,6 +18,7 @@ INLINE Operands load_operands(const char *from, const int type) { return load(fr
 INLINE vec add_operands(vec sums, Operands a, Operands b) { return fma_of(a, b, sums); }
 #endif
 enum { STEP = sizeof(vec) / OPERAND_BYTES };  // operands of a vector
+enum { SHARE_BYTES = 4 * KEY_BLOCK };         // from a row of probabilities to the next
 
 // Returns the size of the next tile when n_left rows are divided into about equal tiles of at most `most` rows.
 INLINE int64_t tile_of(int64_t n_left, int64_t most) {
@@ -25,10 +26,10 @@ INLINE int64_t tile_of(int64_t n_left, int64_t most) {
     return (n_left + n_tiles - 1) / n_tiles;
 }
 
-// Prefetches rows from..to into the second-level cache.
-INLINE void fetch(const char *rows, int64_t stride, int64_t from, int64_t to, int64_t n_bytes) {
-    for (int64_t row = from; row < to; row++)
-        for (int64_t at = 0; at < n_bytes; at += 64) __builtin_prefetch(rows + row * stride + at, 0, 2);
+// Prefetches rows from..to, as far as there are such, into the second-level cache.
+INLINE void fetch(const struct rows *rows, int64_t from, int64_t to, const int type) {
+    for (int64_t row = from; row < at_most(to, rows->count); row++)
+        for (int64_t at = 0; at < rows->dim * bytes_of(type); at += 64) __builtin_prefetch(rows->at[row] + at, 0, 2);
 }
 
 // Adds the products of STEP columns: n_rows rows of operands times four keys.
@@ -43,7 +44,7 @@ INLINE void add_products(const int n_rows, const int type, vec (*sums)[4], const
 
 // Computes out[m][n] = rows[m] . keys[n] for n_rows rows and four keys.
 INLINE void key_tile(
-    const int n_rows, const int type, const char *rows, int64_t stride, const char **keys, int64_t dim, float *out) {
+    const int n_rows, const int type, const char *rows, int64_t stride, const char *const *keys, int64_t dim, float *out) {
     const int64_t whole = dim / STEP * STEP;
     const char *at[4];
     vec sums[8][4];
@@ -67,8 +68,8 @@ INLINE void key_tile(
 #ifdef IN_PAIRS
 // Computes sums[m] += shares[m][key] * values[key] for the next 32 columns, or the n_left that remain.
 INLINE void value_tile(
-    const int n_rows, const int n_vectors, const int type, const float *shares, const char *values, int64_t stride,
-    int64_t n_keys, int64_t n_left, float *sums, int64_t width) {
+    const int n_rows, const int n_vectors, const int type, const char *shares, const char *const *values,
+    int64_t column, int64_t n_keys, int64_t n_left, float *sums, int64_t width) {
     // Interleaving two rows takes 8 columns from each 128 bits: the first four to one vector, the rest to the other.
     const ints first = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
     const ints low = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
@@ -78,13 +79,13 @@ INLINE void value_tile(
         const vec a = load(sums + m * width, F32), b = load(sums + m * width + LANES, F32);
         totals[m][0] = __builtin_shuffle(a, b, first), totals[m][1] = __builtin_shuffle(a, b, first + 4);
     }
-    for (int64_t key = 0; key < n_keys; key += 2, values += 2 * stride) {
-        const __m512i a = _mm512_maskz_loadu_epi16(filled, values);
-        const __m512i b = _mm512_maskz_loadu_epi16(key + 1 < n_keys ? filled : 0, values + stride);
+    for (int64_t key = 0; key < n_keys; key += 2) {
+        const __m512i a = _mm512_maskz_loadu_epi16(filled, values[key] + 2 * column);
+        const __m512i b = _mm512_maskz_loadu_epi16(key + 1 < n_keys ? filled : 0, values[key + 1] + 2 * column);
         const __m512i pairs[2] = {_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)};
         UNROLL for (int m = 0; m < n_rows; m++) {
             int32_t both;
-            memcpy(&both, (const char *)(shares + m * KEY_BLOCK) + OPERAND_BYTES * key, 4);
+            memcpy(&both, shares + m * SHARE_BYTES + 2 * key, 4);
             UNROLL for (int n = 0; n < 2; n++) totals[m][n] = add_operands(totals[m][n], pairs[n], _mm512_set1_epi32(both));
         }
     }
@@ -95,39 +96,36 @@ INLINE void value_tile(
 // Computes sums[m] += shares[m][key] * values[key] for one or two vectors of columns; with one, for the n_left that
 // remain.
 INLINE void value_tile(
-    const int n_rows, const int n_vectors, const int type, const float *shares, const char *values, int64_t stride,
-    int64_t n_keys, int64_t n_left, float *sums, int64_t width) {
+    const int n_rows, const int n_vectors, const int type, const char *shares, const char *const *values,
+    int64_t column, int64_t n_keys, int64_t n_left, float *sums, int64_t width) {
     vec totals[8][2], columns[2];
     UNROLL for (int m = 0; m < n_rows; m++) UNROLL for (int n = 0; n < n_vectors; n++)
         totals[m][n] = load(sums + m * width + n * LANES, F32);
-    for (int64_t key = 0; key < n_keys; key++, values += stride) {
+    for (int64_t key = 0; key < n_keys; key++) {
+        const char *value = values[key] + column * bytes_of(type);
         UNROLL for (int n = 0; n < n_vectors; n++)
-            columns[n] = n_vectors == 1 ? load_some(values, n_left, type) : load(values + n * LANES * bytes_of(type), type);
-        UNROLL for (int m = 0; m < n_rows; m++) UNROLL for (int n = 0; n < n_vectors; n++)
-            totals[m][n] = fma_of(columns[n], all(shares[m * KEY_BLOCK + key]), totals[m][n]);
+            columns[n] = n_vectors == 1 ? load_some(value, n_left, type) : load(value + n * LANES * bytes_of(type), type);
+        UNROLL for (int m = 0; m < n_rows; m++) {
+            float share;
+            memcpy(&share, shares + m * SHARE_BYTES + 4 * key, 4);
+            UNROLL for (int n = 0; n < n_vectors; n++) totals[m][n] = fma_of(columns[n], all(share), totals[m][n]);
+        }
     }
     UNROLL for (int m = 0; m < n_rows; m++) UNROLL for (int n = 0; n < n_vectors; n++)
         store(sums + m * width + n * LANES, totals[m][n], F32);
 }
 #endif
 
-// Rows of one head of keys or values, from some key on.
-struct rows {
-    const char *first;
-    int64_t stride, count, dim;  // bytes, rows, elements
-};
-
 // Computes shares[row][key] = rows[row] . keys[key]; prefetches the values meanwhile.
 INLINE void multiply_keys(
-    const char *rows, int64_t n_rows, int64_t row_bytes, struct rows keys, struct rows values, float *shares,
-    const int type) {
-    for (int64_t key = 0; key < keys.count; key += 4) {
-        const char *four_keys[4];  // repeats the last key if fewer than four are left
-        for (int n = 0; n < 4; n++) four_keys[n] = keys.first + at_most(key + n, keys.count - 1) * keys.stride;
-        fetch(values.first, values.stride, key, at_most(key + 4, values.count), values.dim * bytes_of(type));
+    const char *rows, int64_t n_rows, int64_t row_bytes, const struct rows *keys, const struct rows *values,
+    float *shares, const int type) {
+    for (int64_t key = 0; key < keys->count; key += 4) {
+        fetch(values, key, key + 4, type);
         for (int64_t row = 0, size; row < n_rows; row += size) {
             size = tile_of(n_rows - row, KEY_ROWS);
-#define TILE(n) key_tile(n, type, rows + row * row_bytes, row_bytes, four_keys, keys.dim, shares + row * KEY_BLOCK + key)
+#define TILE(n) \
+    key_tile(n, type, rows + row * row_bytes, row_bytes, keys->at + key, keys->dim, shares + row * KEY_BLOCK + key)
             FOR_ROWS(size, KEY_ROWS, TILE)
 #undef TILE
         }
@@ -136,28 +134,29 @@ INLINE void multiply_keys(
 
 // Computes sums[row] += shares[row][key] * values[key]; prefetches the next keys meanwhile.
 INLINE void add_values(
-    const struct state *state, const float *shares, struct rows values, struct rows next_keys, const int type) {
+    const struct state *state, const float *shares, const struct rows *values, const struct rows *next_keys,
+    const int type) {
     enum { SOME = 64 };  // keys whose values stay in the first-level cache while all rows use them
-    for (int64_t start = 0; start < values.count; start += SOME) {
-        const int64_t count = at_most(SOME, values.count - start);
+    for (int64_t start = 0; start < values->count; start += SOME) {
+        const int64_t count = at_most(SOME, values->count - start);
         for (int64_t row = 0, size; row < state->n_rows; row += size) {
             size = tile_of(state->n_rows - row, VALUE_ROWS);
-            for (int64_t column = 0, n_vectors; column < values.dim; column += n_vectors * LANES) {
-                const int64_t n_left = values.dim - column;
-                const char *first = values.first + start * values.stride + column * bytes_of(type);
-                const float *share = (const float *)((const char *)(shares + row * KEY_BLOCK) + OPERAND_BYTES * start);
+            for (int64_t column = 0, n_vectors; column < values->dim; column += n_vectors * LANES) {
+                const int64_t n_left = values->dim - column;
+                const char *share = (const char *)(shares + row * KEY_BLOCK) + OPERAND_BYTES * start;
                 float *sums = state->sums + row * state->width + column;
                 n_vectors = n_left >= 2 * LANES ? 2 : 1;
                 if (row == 0) {
-                    const int64_t from = start + count * column / values.dim;
-                    const int64_t to = start + count * (column + n_vectors * LANES) / values.dim;
-                    fetch(next_keys.first, next_keys.stride, from, at_most(to, next_keys.count), next_keys.dim * bytes_of(type));
+                    const int64_t from = start + count * column / values->dim;
+                    fetch(next_keys, from, start + count * (column + n_vectors * LANES) / values->dim, type);
                 }
-#define TILE(n) value_tile(n, 2, type, share, first, values.stride, count, n_left, sums, state->width)
-#define NARROW_TILE(n) value_tile(n, 1, type, share, first, values.stride, count, n_left, sums, state->width)
+#define WIDE_TILE(m, n) value_tile(m, n, type, share, values->at + start, column, count, n_left, sums, state->width)
+#define TILE(m) WIDE_TILE(m, 2)
+#define NARROW_TILE(m) WIDE_TILE(m, 1)
                 if (n_vectors == 2) FOR_ROWS(size, VALUE_ROWS, TILE) else FOR_ROWS(size, VALUE_ROWS, NARROW_TILE)
 #undef TILE
 #undef NARROW_TILE
+#undef WIDE_TILE
             }
         }
     }
@@ -178,20 +177,22 @@ INLINE void attend_few(const struct item *item, char *scratch, const int type) {
         for (int64_t i = 0; i < c->dim; i += LANES)
             store(target + OPERAND_BYTES * i, load_some(source + i * size, c->dim - i, type), OPERAND);
     }
-    const int64_t key_bytes = size * c->key_strides[2], value_bytes = size * c->value_strides[2];
-    for (int64_t start = 0, count; start < c->n_keys; start += count) {
-        count = at_most(KEY_BLOCK, c->n_keys - start);
-        const struct rows keys = {item->key + start * key_bytes, key_bytes, count, c->dim};
-        const struct rows values = {item->value + start * value_bytes, value_bytes, count, c->value_dim};
-        const struct rows next = {keys.first + count * key_bytes, key_bytes, at_most(KEY_BLOCK, c->n_keys - start - count), c->dim};
-        multiply_keys(scratch, n_rows, row_bytes, keys, values, shares, type);
+    struct rows keys[2], values;
+    find_rows(&keys[0], c, item->key, c->key_strides, 0, c->dim);
+    for (int64_t start = 0, n = 0; start < c->n_keys; start += KEY_BLOCK, n = !n) {
+        find_rows(&values, c, item->value, c->value_strides, start, c->value_dim);
+        keys[!n].count = 0;
+        if (start + KEY_BLOCK < c->n_keys)
+            find_rows(&keys[!n], c, item->key, c->key_strides, start + KEY_BLOCK, c->dim);
+        multiply_keys(scratch, n_rows, row_bytes, &keys[n], &values, shares, type);
         for (int64_t row = 0; row < n_rows; row++) {
             float *share = shares + row * KEY_BLOCK;
+            const int64_t count = values.count;
             become_shares(item, &state, row, row / n_queries, row % n_queries, start, count, c->mask_kind, share);
             for (int64_t key = 0; key < count && OPERAND_BYTES < 4; key += LANES)
                 store((char *)share + OPERAND_BYTES * key, load(share + key, F32), OPERAND);
         }
-        add_values(&state, shares, values, next, type);
+        add_values(&state, shares, &values, &keys[!n], type);
     }
     end(item, &state, type);
 }

@@ -15,6 +15,27 @@ struct state {
     float *best;    // the greatest product
 };
 
+// A block of rows of one head of keys or values.
+struct rows {
+    const char *at[KEY_BLOCK];  // the last one is repeated up to a multiple of 4
+    int64_t count, dim;         // rows, elements
+};
+
+// Finds the rows of keys or values from `start` on, at most KEY_BLOCK. `first` is the first row of the head, or of the
+// head in page 0.
+INLINE void find_rows(
+    struct rows *rows, const struct attention *c, const char *first, const int64_t *strides, int64_t start, int64_t dim) {
+    const int64_t size = bytes_of(c->type), page_keys = c->pages ? c->page_keys : INT64_MAX;
+    int64_t page = start / page_keys, key = start % page_keys;
+    rows->dim = dim;
+    rows->count = at_most(KEY_BLOCK, c->n_keys - start);
+    for (int64_t i = 0; i < rows->count; key = 0, page++) {
+        const char *place = c->pages ? first + size * c->pages[page] * strides[0] : first;
+        for (; key < page_keys && i < rows->count; key++, i++) rows->at[i] = place + size * key * strides[2];
+    }
+    for (int64_t i = rows->count; i < padded(rows->count, 4); i++) rows->at[i] = rows->at[i - 1];
+}
+
 INLINE struct state begin(const struct item *item, void *scratch) {
     const int64_t n_rows = item->call->group * item->n_queries, width = padded(item->call->value_dim, 32);
     float *sums = scratch, *totals = sums + n_rows * width;

@@ -13,26 +13,26 @@
 #include "attention_few.h"
 
 // Packs keys: for each 64 keys (dim / 2, 64) pairs of neighbouring elements; zeros after the last key.
-INLINE void pack_keys(const char *keys, int64_t stride, int64_t n_keys, int64_t dim, uint32_t *packed) {
-    for (int64_t first = 0; first < n_keys; first += PACKED_COLUMNS, packed += PACKED_COLUMNS * dim / 2) {
-        memset(packed, 0, 2 * PACKED_COLUMNS * dim);
-        for (int64_t key = 0; key < at_most(PACKED_COLUMNS, n_keys - first); key++)
-            for (int64_t pair = 0; pair < dim / 2; pair++)
-                memcpy(packed + pair * PACKED_COLUMNS + key, keys + (first + key) * stride + 4 * pair, 4);
+INLINE void pack_keys(const struct rows *keys, uint32_t *packed) {
+    const int64_t n_pairs = keys->dim / 2;
+    for (int64_t first = 0; first < keys->count; first += PACKED_COLUMNS, packed += PACKED_COLUMNS * n_pairs) {
+        memset(packed, 0, 4 * PACKED_COLUMNS * n_pairs);
+        for (int64_t key = 0; key < at_most(PACKED_COLUMNS, keys->count - first); key++)
+            for (int64_t pair = 0; pair < n_pairs; pair++)
+                memcpy(packed + pair * PACKED_COLUMNS + key, keys->at[first + key] + 4 * pair, 4);
     }
 }
 
 // Packs values: for each 64 columns (or the rest, padded to a multiple of 16) (filled / 2, columns) pairs of the values
 // of two neighbouring keys.
-INLINE void pack_values(
-    const char *values, int64_t stride, int64_t n_keys, int64_t value_dim, int64_t filled, uint32_t *packed) {
-    for (int64_t first = 0; first < value_dim; first += PACKED_COLUMNS) {
-        const int64_t n_columns = at_most(PACKED_COLUMNS, padded(value_dim - first, 16));
-        const int64_t size = 2 * at_most(n_columns, value_dim - first);
+INLINE void pack_values(const struct rows *values, int64_t filled, uint32_t *packed) {
+    for (int64_t first = 0; first < values->dim; first += PACKED_COLUMNS) {
+        const int64_t n_columns = at_most(PACKED_COLUMNS, padded(values->dim - first, 16));
+        const int64_t size = 2 * at_most(n_columns, values->dim - first);
         for (int64_t key = 0; key < filled; key += 2, packed += n_columns) {
             uint16_t pairs[2][PACKED_COLUMNS] = {{0}};
-            for (int64_t i = 0; i < at_most(2, n_keys - key); i++)
-                memcpy(pairs[i], values + (key + i) * stride + 2 * first, size);
+            for (int64_t i = 0; i < at_most(2, values->count - key); i++)
+                memcpy(pairs[i], values->at[key + i] + 2 * first, size);
             for (int64_t i = 0; i < n_columns; i++) packed[i] = pairs[0][i] | (uint32_t)pairs[1][i] << 16;
         }
     }
@@ -105,7 +105,6 @@ static enum sight sight_of(
 TARGET void attend_many(const struct item *item, char *scratch) {
     const struct attention *c = item->call;
     const int64_t n_queries = item->n_queries, dim = c->dim, width = padded(c->value_dim, 16);
-    const int64_t key_bytes = 2 * c->key_strides[2], value_bytes = 2 * c->value_strides[2];
     uint32_t *keys = (uint32_t *)scratch, *values = keys + KEY_BLOCK * dim / 2;
     float *products = (float *)(values + KEY_BLOCK * width / 2);
     uint16_t *shares = (uint16_t *)(products + BLOCK_QUERIES * KEY_BLOCK);
@@ -120,8 +119,11 @@ TARGET void attend_many(const struct item *item, char *scratch) {
                 if (!head || c->mask_strides[1]) sight = sight_of(item, head, first, size, start, count);
                 if (sight == NOTHING) continue;
                 if (!is_packed) {
-                    pack_keys(item->key + start * key_bytes, key_bytes, count, dim, keys);
-                    pack_values(item->value + start * value_bytes, value_bytes, count, c->value_dim, filled, values);
+                    struct rows rows;
+                    find_rows(&rows, c, item->key, c->key_strides, start, dim);
+                    pack_keys(&rows, keys);
+                    find_rows(&rows, c, item->value, c->value_strides, start, c->value_dim);
+                    pack_values(&rows, filled, values);
                     is_packed = 1;
                 }
                 const char *query = item->query + 2 * (head * c->query_strides[1] + first * c->query_strides[2]);

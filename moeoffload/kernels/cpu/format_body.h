@@ -33,7 +33,8 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int half, const i
                            const ELEMENT *const *weights, const OPERAND *const *operands, int64_t inner, Ahead ahead,
                            SUMS *sums) {
     vec acc[4][TILE_ROWS][2];
-    const bool past = n_w == 1 && passes_caches;  // single rows of weights are streamed: nobody reads them again soon
+    // Weights that are streamed are not read again soon.
+    const bool past = n_w == 1 && n_x <= 2 && passes_caches;
 #define EACH_SUM(w, x)                                    \
     _Pragma("GCC unroll 4") for (int w = 0; w < n_w; w++) \
     _Pragma("GCC unroll 8") for (int x = 0; x < n_x; x++)
@@ -96,7 +97,7 @@ static TARGET const ELEMENT *NAME(unpacked)(const Product *p, int64_t weight_row
                 NAME(unpacked)(p, weight_row + w, at_most(UNPACKED_ROWS, n_w - w));                                  \
             const ELEMENT *row =                                                                                     \
                 weights ? weights + w * inner : (const ELEMENT *)p->scratch + w % UNPACKED_ROWS * inner;             \
-            const Ahead far = {(const char *)row + ahead_bytes, NAME(BYTES)};                                        \
+            const Ahead far = {(const char *)row + (n > 2 ? BATCH_AHEAD_BYTES : ahead_bytes), NAME(BYTES)};          \
             NAME(products)(1, n, 0, 2, NAME(LINES), &row, x, inner, far, sums + w);                                  \
         }                                                                                                            \
         break;

@@ -257,7 +257,8 @@ static MultiplyTile *const INTEGER_SET(multiply)[][N_SIZES] = {
 // of operands, else a share of the tile that is a block of rows (ITEM_ROWS) further on.
 INLINE Fetch fetch_of(const Product *p, const uint8_t *tile, int64_t row, int64_t n_x, int64_t turn) {
     int64_t every = 1;
-    if (p->last - p->first <= n_x) return (Fetch){2 * ahead_bytes, every, 0, passes_caches};
+    if (n_x == 1 && p->last - p->first == 1) return (Fetch){2 * ahead_bytes, every, 0, passes_caches};
+    if (p->last - p->first <= n_x) return (Fetch){BATCH_AHEAD_BYTES, every, 0, false};
     while (every < 8 && 2 * every * MANY_X <= p->last - p->first) every *= 2;
     const int64_t next = row + ITEM_ROWS;
     const char *from = next < p->to ? row_of_parts(p->parts, p->expert, next) : p->following;
