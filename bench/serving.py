@@ -142,25 +142,50 @@ class Bench:
         for n in counts:
             prompts = [self.prompt() for _ in range(n)]
             local: list[float] = []
+            whole: list[float] = []
             served: list[float] = []
             seen: list[Answer] = []
             for _ in range(self.repeats):
                 local.append(self._generate_batch(prompts))
-                with ServingEngine(self.offloaded, ServeSettings(prefix_reuse=False)) as engine:
-                    self.offloaded.recorder.reset()
-                    started = perf_counter()
-                    answers = [ask(engine, prompt, self.n_tokens) for prompt in prompts]
-                    for answer in answers:
-                        answer.wait()
-                    served.append(perf_counter() - started)
-                    seen += answers
+                for pipeline, times in (("off", whole), ("auto", served)):
+                    answers, seconds = self._serve(prompts, pipeline)
+                    times.append(seconds)
+                seen += answers
             decode = self.offloaded.recorder.phases["decode"].servers[0]
-            speeds = [Spread.of([n * self.n_tokens / each for each in times]) for times in (local, served)]
+            speeds = [Spread.of([n * self.n_tokens / each for each in times]) for times in (local, served, whole)]
             self.rows.append(Row("local, generate_batch", n, speeds[0], self.limit(n)))
             self.rows.append(
                 Row("serve", n, speeds[1], self.limit(n), **latencies(seen), rows_per_call=decode.rows / decode.calls)
             )
+            if n > 1:
+                self.rows.append(Row("serve, whole steps", n, speeds[2], self.limit(n)))
             self.console.print(f"  {n} at once done", style="dim")
+
+    def long_prompts(self, n: int, n_prompt: int) -> None:
+        """Requests with long prompts, with steps in halves and whole in turns."""
+        times: dict[str, list[float]] = {"off": [], "auto": []}
+        seen: dict[str, list[Answer]] = {"off": [], "auto": []}
+        for _ in range(self.repeats):
+            for pipeline in times:
+                answers, seconds = self._serve([self.prompt(n_prompt) for _ in range(n)], pipeline)
+                times[pipeline].append(seconds)
+                seen[pipeline] += answers
+        for pipeline, seconds_of in times.items():
+            speed = Spread.of([n * self.n_tokens / each for each in seconds_of])
+            name = f"serve, prompts of {n_prompt}" + (", whole steps" if pipeline == "off" else "")
+            self.rows.append(Row(name, n, speed, None, **latencies(seen[pipeline])))
+        self.console.print(f"  {n} with {n_prompt} tokens done", style="dim")
+
+    def _serve(self, prompts: list[list[int]], pipeline: str) -> tuple[list[Answer], float]:
+        """The answers to requests that come together, and the seconds that they took."""
+        self.offloaded.settings = self.offloaded.settings.model_copy(update={"pipeline": pipeline})
+        with ServingEngine(self.offloaded, ServeSettings(prefix_reuse=False)) as engine:
+            self.offloaded.recorder.reset()
+            started = perf_counter()
+            answers = [ask(engine, prompt, self.n_tokens) for prompt in prompts]
+            for answer in answers:
+                answer.wait()
+            return answers, perf_counter() - started
 
     def _generate_batch(self, prompts: list[list[int]]) -> float:
         config = ContinuousBatchingConfig(page_size=16, num_blocks=512, max_batch_tokens=512, use_async_batching=False)
@@ -294,6 +319,7 @@ def main(
         if "8" in counts.split(","):
             bench.arrivals(0.5, 24)
             bench.arrivals(0.8, 24)
+        bench.long_prompts(4, 2000)
         bench.second_turn(2000)
         bench.guesses(96)
     console.print(table(bench.rows))

@@ -76,7 +76,7 @@ class HostSettings(CommonSettings):
     slots: values.Slots = channel(4, "Requests in flight for each server.")
     pipeline: Pipeline = channel(
         "auto",
-        "Attention of one chunk of a long prompt while servers compute the one before.",
+        "Attention of one chunk of a long prompt, or of one half of a step, while servers compute the other one.",
         means="on, for models and calls whose prompts can be cut",
     )
     local_experts_gib: values.GibOrZero = compute(0.0, "Routed experts kept on the host.", means="none", common=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -81,6 +82,7 @@ class Dispatcher:
     Attributes:
         on_layer: called with the layer when its experts are asked for, that is, when its attention is done.
         on_routes: called with the layer and its ids (n, top_k) int64; for routing statistics.
+        away: entered where a call waits for servers; others may use the host there.
         meanwhile: by layer, what else the host does with the rows while servers compute; for shared experts.
         n_created: accumulators made so far that are kept for later calls.
     """
@@ -107,6 +109,7 @@ class Dispatcher:
         """One server has every expert: its sums are the result, no accumulator is needed."""
         self.on_layer: Callable[[int], None] | None = None
         self.on_routes: Callable[[int, torch.Tensor], None] | None = None
+        self.away: AbstractContextManager[None] = nullcontext()
         self.meanwhile: Sequence[Meanwhile | None] = (None,) * len(n_experts)
         self.n_created = 0
 
@@ -167,8 +170,9 @@ class Dispatcher:
                 clock.wait()
                 times.local_s += perf_counter() - sent
             due = 0
-            while due < hidden.shape[0]:
-                due = self._receive_round(state, layer, rows, record, sums, due)
+            with self.away:
+                while due < hidden.shape[0]:
+                    due = self._receive_round(state, layer, rows, record, sums, due)
         finally:
             # Before anything that can raise: flights that stay would add their sums to the next call of this thread.
             for progress in state.progress:

@@ -172,14 +172,8 @@ class PrefillPipeline:
         phase = self._recorder.own.phase
 
         def run_beside(first: int) -> None:
-            self._recorder.own.phase = phase
-            counters = self._recorder.counters
-            started = counters.mark = perf_counter()
-            run(first)
-            self._recorder.clock.wait()
-            ended = perf_counter()
-            counters.lap_head(ended)
-            counters.thread_s += ended - started
+            with self._recorder.beside(phase):
+                run(first)
 
         assert self._pool is not None
         self._recorder.counters.pipelined += 1
@@ -191,7 +185,7 @@ class PrefillPipeline:
         except BaseException:
             self._fail()
             # The first failure is the one to tell; the other thread's is its consequence.
-            if (other := _outlast(beside)) is not None and not isinstance(other, _OtherFailedError):
+            if (other := outlast(beside)) is not None and not isinstance(other, _OtherFailedError):
                 raise other from None
             raise
         self._recorder.counters.turn(perf_counter() - waited)
@@ -241,13 +235,13 @@ class _OtherFailedError(Exception):
     """This chunk ends because the other thread's failed."""
 
 
-def _outlast(beside: Future[None]) -> BaseException | None:
+def outlast(beside: Future[Any]) -> BaseException | None:
     """Returns how the other thread ended. Waits for that whatever a signal raises, and raises it afterwards: until then
     the thread uses the model and adds to the cache. It ends within a layer, each of whose waits has a deadline."""
     try:
         return beside.exception()
     except (KeyboardInterrupt, SystemExit):
-        _outlast(beside)
+        outlast(beside)
         raise
 
 

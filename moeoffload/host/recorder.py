@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from time import perf_counter
 from typing import Any, Final, TypeVar
@@ -58,9 +59,8 @@ class PhaseCounters:
     """One phase (prefill or decode) of a run, in seconds of host time. Every part is measured, none is a remainder.
 
     ``seconds`` is the wall time of the phase: ``forward_s`` in forward passes, ``other_s`` in sampling and streaming
-    between them; ``head_s`` is the dense work after the last MoE layer. In a pipelined prefill ``turn_s`` is how long
-    chunks waited for the chunk before, and ``thread_s`` the time of the second thread, which comes on top of the wall
-    time.
+    between them; ``head_s`` is the dense work after the last MoE layer. Where two threads compute a pass, ``turn_s`` is
+    how long one waited for the other, and ``thread_s`` the time of the second one, which comes on top of the wall time.
     """
 
     forwards: int = 0
@@ -278,6 +278,28 @@ class Recorder:
             after.remove()
 
         return stop
+
+    @contextmanager
+    def beside(self, phase: str, n_tokens: int = 0) -> Iterator[None]:
+        """Counts what this thread runs meanwhile as help for another one's pass of a phase, with ``n_tokens`` that this
+        pass does not count."""
+        self.own.phase = phase
+        counters = self.counters
+        started = counters.mark = perf_counter()
+        yield
+        self.clock.wait()
+        ended = perf_counter()
+        counters.lap_head(ended)
+        counters.thread_s += ended - started
+        counters.tokens += n_tokens
+
+    def waited_beside(self, seconds: float) -> None:
+        """Counts what this thread waited, after its forward pass, for one that helped."""
+        counters = self.counters
+        counters.turn_s += seconds
+        counters.seconds += seconds
+        counters.forward_s += seconds
+        self.own.last_end += seconds
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if args:

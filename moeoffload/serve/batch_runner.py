@@ -13,6 +13,7 @@ from moeoffload.host.recorder import DECODE, PREFILL
 from moeoffload.host.session import OffloadedModel
 from moeoffload.placement import GIB
 from moeoffload.serve.block_manager import BlockManager
+from moeoffload.serve.halves import Halves
 from moeoffload.serve.model_runner import ModelRunner
 from moeoffload.serve.request import TokenChoice
 from moeoffload.serve.scheduler import Scheduler
@@ -26,7 +27,7 @@ class BatchRunner:
     """A model, the memory of its keys and values, and the sequences that it computes together. For one thread."""
 
     def __init__(self, offloaded: OffloadedModel, settings: ServeSettings) -> None:
-        """Takes the model over until ``runner`` is closed.
+        """Takes the model over until it is closed.
         Raises ModelError: requests of this model cannot be batched; ServerError: an expert server failed."""
         self._recorder = offloaded.recorder
         self.runner = ModelRunner(offloaded.model, PAGE_TOKENS, int(settings.kv_gib * GIB))
@@ -34,6 +35,12 @@ class BatchRunner:
         step_rows = max(settings.prefill_chunk, settings.max_running)
         self.scheduler = Scheduler(self.blocks, step_rows, settings.max_running)
         self._guesser = Guesser(offloaded)
+        self._halves = Halves(offloaded, self.runner)
+
+    def close(self) -> None:
+        """Gives the model back. Idempotent."""
+        self._halves.close()
+        self.runner.close()
 
     def schedule(self) -> list[Share]:
         """Chooses what the next step computes; nothing if no sequence is there."""
@@ -46,8 +53,8 @@ class BatchRunner:
         started = perf_counter()
         decoding = all(len(share.tokens) == 1 + share.n_guesses for share in shares)
         self._recorder.own.next_phase = DECODE if decoding else PREFILL
-        with self._guesser.watching(shares):
-            logits = self.runner.forward(shares)
+        with self._guesser.watching(shares) as is_watching:
+            logits = self._halves.forward(shares, whole=is_watching)
         choices = _choose(shares, logits)
         for share, each in zip(shares, choices, strict=True):
             self.scheduler.commit(share, [choice.token for choice in each])

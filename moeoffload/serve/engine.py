@@ -126,7 +126,7 @@ class ServingEngine:
         self._stopping = True
         self._wake.set()
         self._thread.join(_STOP_TIMEOUT_S)
-        self._batch.runner.close()
+        self._batch.close()
 
     def __enter__(self) -> ServingEngine:
         return self

@@ -60,8 +60,9 @@ class ModelRunner:
         """The shares in an order in which those that attention computes in one call follow each other."""
         return sorted(shares, key=self._length_class) if self._shares_calls else shares
 
-    def forward(self, shares: Sequence[Share]) -> torch.Tensor:
-        """Logits (rows, vocabulary) of one step of `ordered` shares, of each its ``n_logits`` last rows."""
+    def forward(self, shares: Sequence[Share], *, beside: bool = False) -> torch.Tensor:
+        """Logits (rows, vocabulary) of one step of `ordered` shares, of each its ``n_logits`` last rows. ``beside``: in
+        a second thread, whose pass is part of another one."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -85,8 +86,9 @@ class ModelRunner:
         for call, ends, table in zip(calls, found[::2], found[1::2], strict=True):
             segments.append(self._segment(start, call, ends, table))
             start += sum(len(share.tokens) for share in call)
-        logits: torch.Tensor = self._model(**self._inputs(ids, places, segments, written, kept)).logits
-        return logits[0, -len(kept) :]
+        run = self._model.forward if beside else self._model  # without hooks, which count passes
+        logits: torch.Tensor = run(**self._inputs(ids, places, segments, written, kept)).logits
+        return logits[0, -len(kept) :] if keep else logits[0, :0]
 
     def _calls(self, shares: Sequence[Share]) -> list[list[Share]]:
         """What attention computes together: on a GPU all single rows of requests of about the same length."""

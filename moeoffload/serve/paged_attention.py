@@ -1,9 +1,9 @@
 """Attention of a packed batch: each request's queries with its own keys and values, as if it ran alone.
 
 The rows of all requests are one sequence for the model. Here every request is a call of its own, so that the cost is
-that of the requests one by one, and so are the bits; our own kernel reads its pages where they lie. On a GPU, where a call costs more than its work, requests with one
-row each share calls. torch's attention of variable lengths could do without their padding; it takes pages of 256 tokens
-(ours have 16), half precision, and no CPU, on which this is tested.
+that of the requests one by one, and so are the bits; our own kernel reads the pages where they lie. On a GPU, where a
+call costs more than its work, requests with one row each share calls. torch's attention of variable lengths could do
+without their padding; it takes pages of 256 tokens (ours have 16), half precision, and no CPU, on which this is tested.
 """
 
 from __future__ import annotations
@@ -167,14 +167,14 @@ def paged_attention(
     attend: Attend = _eager_of(module) if packed_rows.is_eager else AttentionInterface()["sdpa"]
     window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
     store.write(layer, packed_rows.slots, key, value)
-    parts = []
+    parts: list[torch.Tensor] = []
     for segment in packed_rows.segments:
         if isinstance(segment, SingleRows):
             seen = segment.seen(window, store.page_tokens)
             keys, values = store.read_padded(layer, segment, seen)
             queries = query[0].narrow(1, segment.start, len(seen)).transpose(0, 1)[:, :, None]
-            part, _ = attend(module, queries, keys, values, seen[:, None, None], is_causal=False, **kwargs)
-            parts.append(part.transpose(0, 1))
+            singles, _ = attend(module, queries, keys, values, seen[:, None, None], is_causal=False, **kwargs)
+            parts.append(singles.transpose(0, 1))
             continue
         n_rows, n_keys = segment.n_rows, segment.n_keys
         mask = None

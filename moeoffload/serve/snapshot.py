@@ -73,7 +73,10 @@ class Snapshots:
         device: torch.device = self._offloaded.model.device
         snapshot = self._stats.snapshot()
         # What the recorder has between forward passes may be idle time.
-        snapshot["steps"] |= _parts(total.times) | {"other_s": max(0.0, snapshot["steps"]["seconds"] - total.forward_s)}
+        snapshot["steps"] |= _parts(total.times) | {
+            "other_s": max(0.0, snapshot["steps"]["seconds"] - total.forward_s),
+            "beside_s": max(0.0, total.thread_s - total.turn_s),
+        }
         snapshot |= {
             "version": __version__,
             "model": _model(self._offloaded),

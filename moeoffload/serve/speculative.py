@@ -47,17 +47,18 @@ class Guesser:
         self._guess_s = perf_counter() - started
 
     @contextlib.contextmanager
-    def watching(self, shares: Sequence[Share]) -> Iterator[None]:
-        """Collects hidden states for drafters that need them while the step of ``shares`` is computed."""
+    def watching(self, shares: Sequence[Share]) -> Iterator[bool]:
+        """Collects hidden states for drafters that need them while the step of ``shares`` is computed. Yields whether
+        tokens are guessed in such steps."""
         if not self._is_on or len(shares) > IDLE_REQUESTS:
-            yield
+            yield False
             return
         drafters = [self._drafter_of(share) for share in shares]
         if not any(drafter is not None and drafter.wants_hidden for drafter in drafters):
-            yield
+            yield True
             return
         with hidden_states_of(self._offloaded.model) as got:
-            yield
+            yield True
         ((_, hidden),) = got
         rows = hidden.split([len(share.tokens) for share in shares])
         for share, drafter, own in zip(shares, drafters, rows, strict=True):

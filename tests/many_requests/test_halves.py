@@ -1,0 +1,168 @@
+"""Steps in two halves: the same logits, whatever fails, and a step that a server's loss interrupts counts nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import DEMO, StartServer, demo_prompt
+
+from moeoffload import OffloadedModel, open_model
+from moeoffload.errors import DeadlineError, ServerError
+from moeoffload.host.recorder import DECODE, PREFILL, Recorder
+from moeoffload.serve.block_manager import BlockManager
+from moeoffload.serve.engine import ServingEngine
+from moeoffload.serve.halves import Halves, Turns, cut
+from moeoffload.serve.model_runner import ModelRunner
+from moeoffload.serve.request import FinishReason, SamplingOptions
+from moeoffload.serve.sequence import Sequence, Share
+
+from .client import ask, limits
+
+SOON_S = 20.0
+
+
+def share(n_rows: int, past: int = 0, *, has_token: bool = True) -> Share:
+    tokens = demo_prompt(past + n_rows, seed=n_rows)[0].tolist()
+    sequence = Sequence(tokens, SamplingOptions(max_tokens=4, temperature=0), lambda progress: None)
+    return Share(sequence, tokens[past:], past, 0, has_token)
+
+
+@pytest.mark.parametrize(
+    ("rows", "halves"),
+    [
+        ([1], []),
+        ([63], []),
+        ([], []),
+        ([1, 1], [[1], [1]]),
+        ([1, 1, 1], [[1], [1, 1]]),
+        ([64], [[32], [32]]),
+        ([301], [[150], [151]]),
+        ([5, 5, 100, 4], [[5, 5, 47], [53, 4]]),
+        ([100, 100], [[100], [100]]),
+        ([1, 40], [[1], [40]]),
+        ([40, 1], [[40], [1]]),
+        ([500, 1, 1], [[251], [249, 1, 1]]),
+    ],
+    ids=str,
+)
+def test_where_a_step_is_cut(rows: list[int], halves: list[list[int]]) -> None:
+    shares = [share(n) for n in rows]
+    parts = cut(shares)
+    assert [[len(each.tokens) for each in part] for part in parts] == halves
+    together = [each for part in parts for each in part]
+    if parts:
+        assert [token for each in together for token in each.tokens] == [t for each in shares for t in each.tokens]
+        assert sum(each.n_logits for each in together) == len(shares)
+    for before, after in pairwise(together):
+        if before.sequence is after.sequence:
+            assert (before.end, before.has_token) == (after.past, False)
+
+
+@pytest.fixture(scope="module")
+def offloaded(three_servers: list[str]) -> Iterator[OffloadedModel]:
+    with open_model(DEMO, experts=three_servers[:2], device="cpu") as found:
+        yield found
+
+
+@contextmanager
+def runner_of(offloaded: OffloadedModel) -> Iterator[tuple[ModelRunner, Halves]]:
+    runner = ModelRunner(offloaded.model, 16, 1 << 26)
+    halves = Halves(offloaded, runner)
+    try:
+        with torch.inference_mode():
+            yield runner, halves
+    finally:
+        halves.close()
+        runner.close()
+
+
+def steps(runner: ModelRunner) -> list[list[Share]]:
+    """A step of prompts and one of answers; each sequence has its pages."""
+    blocks = BlockManager(runner.n_pages, 16, reuse=False)
+    prompts = [share(n, has_token=n != 90) for n in (20, 90, 33, 200)]
+    answers = [Share(each.sequence, [7], len(each.sequence.tokens), 0, has_token=True) for each in prompts]
+    for each in prompts:
+        assert blocks.grow(each.sequence, len(each.sequence.tokens) + 1)
+    return [prompts, answers]
+
+
+def test_halves_have_the_logits_of_the_same_parts_one_after_the_other(offloaded: OffloadedModel) -> None:
+    with runner_of(offloaded) as (runner, halves):
+        found, expected = [], []
+        for shares in steps(runner):
+            found.append(halves.forward(shares, whole=False))
+        for shares in steps(runner):
+            expected.append(torch.cat([runner.forward(part) for part in cut(shares)]))
+        assert [len(logits) for logits in found] == [3, 4]
+        assert all(map(torch.equal, found, expected))
+
+
+def test_figures_of_a_step_in_halves_are_those_of_one_pass(offloaded: OffloadedModel) -> None:
+    with runner_of(offloaded) as (runner, halves):
+        offloaded.recorder.reset()
+        for phase, shares in zip((PREFILL, DECODE), steps(runner), strict=True):
+            offloaded.recorder.own.next_phase = phase
+            halves.forward(shares, whole=False)
+        prefill, decode = (offloaded.recorder.phases[phase] for phase in (PREFILL, DECODE))
+    assert (prefill.forwards, prefill.tokens) == (1, 343)
+    assert (decode.forwards, decode.tokens) == (1, 4)
+    for counters in (prefill, decode):
+        assert counters.thread_s > 0
+        assert 0.9 <= counters.accounted <= 1.01
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_half_that_fails_ends_the_step_and_leaves_the_next_one_alone(
+    offloaded: OffloadedModel, fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with runner_of(offloaded) as (runner, halves):
+        prompts, answers = steps(runner)
+        expected = halves.forward(prompts, whole=False)
+        bad = cut(prompts)[fails]
+        forward = runner.forward
+
+        def failing(shares: list[Share], *, beside: bool = False) -> torch.Tensor:
+            if [len(each.tokens) for each in shares] == [len(each.tokens) for each in bad]:
+                raise ServerError("gone")
+            return forward(shares, beside=beside)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "forward", failing)
+            with pytest.raises(ServerError, match="gone"):
+                halves.forward(prompts, whole=False)
+        assert torch.equal(halves.forward(prompts, whole=False), expected)
+        assert len(halves.forward(answers, whole=False)) == 4
+
+
+def test_a_half_does_not_wait_for_the_other_one_for_ever() -> None:
+    turns = Turns(Recorder(0, 0, torch.device("cpu")), 0.1)
+    turns.begin()
+    with pytest.raises(DeadlineError, match="half of a step"), turns.of(1):
+        pytest.fail("it is not its turn")
+
+
+def test_requests_get_their_tokens_although_a_server_goes(start_server: StartServer) -> None:
+    stays, goes = start_server(), start_server()
+    addresses = [stays.address, goes.address]
+    with open_model(DEMO, experts=addresses, device="cpu", replicas=2) as found:
+        prompts = [demo_prompt(150, seed=seed)[0].tolist() for seed in range(4)]
+        with ServingEngine(found, limits()) as engine:
+            before = [ask(engine, prompt, 30, ignore_eos=True) for prompt in prompts]
+            assert {answer.finish for answer in before} == {FinishReason.LENGTH}
+            after = [ask(engine, prompt, 30, ignore_eos=True) for prompt in prompts]
+            threading.Timer(0.05, goes.process.kill).start()
+            assert {answer.finish for answer in after} == {FinishReason.LENGTH}
+    assert [answer.tokens for answer in after] == [answer.tokens for answer in before]
+
+
+def test_without_a_pipeline_steps_are_whole(three_servers: list[str]) -> None:
+    with open_model(DEMO, experts=three_servers[:1], device="cpu", pipeline="off") as found:
+        with runner_of(found) as (runner, halves):
+            found.recorder.reset()
+            halves.forward(steps(runner)[0], whole=False)
+        assert found.recorder.phases[PREFILL].thread_s == 0
