@@ -166,9 +166,9 @@ class Bench:
         times: dict[str, list[float]] = {"off": [], "auto": []}
         seen: dict[str, list[Answer]] = {"off": [], "auto": []}
         for _ in range(self.repeats):
-            for pipeline in times:
+            for pipeline, its_times in times.items():
                 answers, seconds = self._serve([self.prompt(n_prompt) for _ in range(n)], pipeline)
-                times[pipeline].append(seconds)
+                its_times.append(seconds)
                 seen[pipeline] += answers
         for pipeline, seconds_of in times.items():
             speed = Spread.of([n * self.n_tokens / each for each in seconds_of])
