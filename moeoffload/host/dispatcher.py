@@ -82,7 +82,7 @@ class Dispatcher:
     Attributes:
         on_layer: called with the layer when its experts are asked for, that is, when its attention is done.
         on_routes: called with the layer and its ids (n, top_k) int64; for routing statistics.
-        away: entered where a call waits for servers; others may use the host there.
+        away: entered where a call waits for servers, left when the host is free for it again; see `Turns`.
         meanwhile: by layer, what else the host does with the rows while servers compute; for shared experts.
         n_created: accumulators made so far that are kept for later calls.
     """

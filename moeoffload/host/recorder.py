@@ -84,7 +84,7 @@ class PhaseCounters:
         self.mark = now
 
     def turn(self, waited_s: float) -> None:
-        """Excludes a wait for another chunk from the current stretch of dense work."""
+        """Excludes a wait for the other thread from the current stretch of dense work."""
         self.turn_s += waited_s
         self.mark += waited_s
 
@@ -286,12 +286,14 @@ class Recorder:
         self.own.phase = phase
         counters = self.counters
         started = counters.mark = perf_counter()
-        yield
-        self.clock.wait()
-        ended = perf_counter()
-        counters.lap_head(ended)
-        counters.thread_s += ended - started
-        counters.tokens += n_tokens
+        try:
+            yield
+        finally:
+            self.clock.wait()
+            ended = perf_counter()
+            counters.lap_head(ended)
+            counters.thread_s += ended - started
+            counters.tokens += n_tokens
 
     def waited_beside(self, seconds: float) -> None:
         """Counts what this thread waited, after its forward pass, for one that helped."""

@@ -32,6 +32,7 @@ from moeoffload.host.second_opinion import Verification
 from moeoffload.host.shard import ServerEvents, event_figures
 from moeoffload.host.shared_experts import overlap_shared_experts
 from moeoffload.host.speculative import GuessLength, check_can_verify, most_guesses
+from moeoffload.host.turns import Turns
 from moeoffload.kernels.fast_dense import accelerate_dense
 from moeoffload.model_name import WEIGHTS_SUFFIX
 from moeoffload.payload import PayloadDtype, Payloads
@@ -182,16 +183,17 @@ class OffloadedModel(Shown):
             accelerate_dense(self.model)
         self.dispatcher.meanwhile = overlap_shared_experts(self.model, checkpoint)
         least = min((link.layout.capacity for link in self.links), default=settings.usual_rows)
+        # A half may have to wait for a dispatch, and then to read the experts of a lost server.
+        self.turns = Turns(self.recorder, settings.dispatch_timeout_s + settings.load_timeout_s)
+        self.dispatcher.away = self.turns
         self.pipeline = PrefillPipeline(
             self.model,
             [layer.module_name for layer in checkpoint.layers],
             self.recorder,
+            self.turns,
             lambda n_rows: granularity.pipeline_rows(n_rows, least),
-            # The chunk before may have to wait for a dispatch, and then to read the experts of a lost server.
-            settings.dispatch_timeout_s + settings.load_timeout_s,
         )
         stack.callback(self.pipeline.close)
-        self.dispatcher.on_layer = self.pipeline.experts_asked
         stack.callback(self.recorder.watch(self.model))
 
     def report(self) -> Report:

@@ -106,7 +106,13 @@ def fits(
     key_batch, key_heads, n_keys, key_dim = key.shape
     if pages is not None:
         numbers = pages.numbers
-        if batch != 1 or pages.n_keys > len(numbers) * n_keys or not numbers.is_contiguous() or not numbers.is_cpu:
+        if (
+            batch != 1
+            or pages.n_keys > len(numbers) * n_keys
+            or not numbers.is_contiguous()
+            or not numbers.is_cpu
+            or numbers.dtype != torch.int64
+        ):
             return False
         key_batch, n_keys = 1, pages.n_keys
     dtype = query.dtype

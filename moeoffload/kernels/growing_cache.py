@@ -15,7 +15,8 @@ _LEAST_ROOM: Final = 256
 class GrowingLayer(DynamicLayer):
     """A `DynamicLayer` whose keys and values are the beginnings of buffers with room for more tokens.
 
-    Calls with gradient, on other devices than the CPU or under ``torch.compile`` are computed as by `DynamicLayer`.
+    Calls in which autograd is on, on other devices than the CPU or under ``torch.compile`` are computed as by
+    `DynamicLayer`. What was returned before a `crop` is overwritten by what is added after it.
     """
 
     keys: torch.Tensor
@@ -30,12 +31,9 @@ class GrowingLayer(DynamicLayer):
         keys, values = self.keys, self.values
         if (
             not self.is_initialized
-            or keys.ndim != 4
+            or torch.is_grad_enabled()
             or torch.compiler.is_compiling()
-            or not (key_states.is_cpu and keys.is_cpu)
-            or (
-                torch.is_grad_enabled() and any(each.requires_grad for each in (key_states, value_states, keys, values))
-            )
+            or not (_fits(keys, key_states) and _fits(values, value_states))
         ):
             both: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return both
@@ -45,13 +43,29 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (buffer[:, :, :n_tokens] for buffer in self.buffers)
         return self.keys, self.values
 
+    def reset(self) -> None:
+        """See `DynamicLayer`."""
+        self.buffers = None
+        super().reset()
+
+
+def _fits(kept: torch.Tensor, new: torch.Tensor) -> bool:
+    return (
+        kept.ndim == 4
+        and kept.shape[:2] == new.shape[:2]
+        and kept.shape[3] == new.shape[3]
+        and kept.dtype == new.dtype
+        and kept.is_cpu
+        and new.is_cpu
+    )
+
 
 def _append(buffer: torch.Tensor, kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Writes ``new`` (batch, heads, tokens, dim) after ``kept`` into the buffer, or a new one if ``kept`` is not its
     beginning or there is no room; returns the buffer."""
     n_kept, n_new = kept.shape[2], new.shape[2]
     is_beginning = kept.data_ptr() == buffer.data_ptr() and kept.stride() == buffer.stride()
-    if not is_beginning or n_kept + n_new > buffer.shape[2]:
+    if not is_beginning or kept.shape[:2] != buffer.shape[:2] or n_kept + n_new > buffer.shape[2]:
         room = max(_LEAST_ROOM, n_kept // 8)
         batch, heads, _, dim = kept.shape
         # A tensor of inference mode could not be changed by later calls outside of it.
@@ -64,7 +78,7 @@ def _append(buffer: torch.Tensor, kept: torch.Tensor, new: torch.Tensor) -> torc
 
 def _grow_in_place(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("past_key_values")
-    if isinstance(cache, Cache):
+    if isinstance(cache, Cache) and not torch.compiler.is_compiling():
         for layer in cache.layers:
             if type(layer) is DynamicLayer:
                 layer.__class__ = GrowingLayer

@@ -106,7 +106,7 @@ class ModelRunner:
         return (-(-share.end // self._page_tokens)).bit_length() if len(share.tokens) == 1 else math.inf
 
     def _tables(self, call: list[Share]) -> tuple[list[int], list[int]]:
-        """The tokens and the pages of each request of a call, which are filled up with any."""
+        """The tokens of each request of a call and its pages, padded to the most that one has."""
         tables = [share.sequence.pages[: -(-share.end // self._page_tokens)] for share in call]
         first, most = tables[0][0], max(map(len, tables))
         return [share.end for share in call], [page for each in tables for page in each + [first] * (most - len(each))]

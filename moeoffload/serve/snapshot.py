@@ -75,7 +75,8 @@ class Snapshots:
         # What the recorder has between forward passes may be idle time.
         snapshot["steps"] |= _parts(total.times) | {
             "other_s": max(0.0, snapshot["steps"]["seconds"] - total.forward_s),
-            "beside_s": max(0.0, total.thread_s - total.turn_s),
+            "turn_s": total.turn_s,
+            "beside_s": total.thread_s,
         }
         snapshot |= {
             "version": __version__,

@@ -49,13 +49,13 @@ class Guesser:
     @contextlib.contextmanager
     def watching(self, shares: Sequence[Share]) -> Iterator[bool]:
         """Collects hidden states for drafters that need them while the step of ``shares`` is computed. Yields whether
-        tokens are guessed in such steps."""
+        it has to be one pass: for these, or because its time tells how many guesses pay."""
         if not self._is_on or len(shares) > IDLE_REQUESTS:
             yield False
             return
         drafters = [self._drafter_of(share) for share in shares]
         if not any(drafter is not None and drafter.wants_hidden for drafter in drafters):
-            yield True
+            yield self._chosen is not None
             return
         with hidden_states_of(self._offloaded.model) as got:
             yield True

@@ -16,7 +16,16 @@ from moeoffload.native import Features, cpu_features
 from .experts import DTYPES, EPSILON, instruction_sets, threads
 
 # (heads, key heads, dim, value dim)
-LAYOUTS = [(32, 4, 128, 128), (4, 4, 16, 16), (6, 2, 80, 72), (8, 1, 192, 128), (16, 1, 6, 5), (2, 2, 24, 40)]
+LAYOUTS = [
+    (32, 4, 128, 128),
+    (4, 4, 16, 16),
+    (6, 2, 80, 72),
+    (8, 1, 192, 128),
+    (16, 1, 6, 5),
+    (2, 2, 24, 40),
+    (6, 2, 32, 120),
+    (2, 2, 24, 24),
+]
 # Many queries of bfloat16 are computed otherwise, where the CPU multiplies pairs of them: a dtype, a number of queries.
 TAKES_MANY = Features.BF16_DOT in cpu_features()
 KINDS = [*((dtype, 7) for dtype in DTYPES), *([(torch.bfloat16, 333)] if TAKES_MANY else [])]

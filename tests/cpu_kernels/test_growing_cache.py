@@ -57,6 +57,7 @@ def test_values_are_those_of_a_dynamic_layer(modes: list[Callable[[], AbstractCo
                 assert_equal(ours, theirs)
 
 
+@torch.no_grad()
 def test_new_tokens_are_added_without_a_copy_of_the_others() -> None:
     layer = GrowingLayer()
     layer.update(*rows(1000))
@@ -73,6 +74,7 @@ def test_new_tokens_are_added_without_a_copy_of_the_others() -> None:
     assert all(buffer.shape[2] <= 1200 * 9 / 8 + 256 for buffer in layer.buffers or ())
 
 
+@torch.no_grad()
 def test_a_deep_copy_is_another_cache() -> None:
     layer = GrowingLayer()
     layer.update(*rows(5))

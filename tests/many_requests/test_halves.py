@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -14,9 +15,10 @@ from conftest import DEMO, StartServer, demo_prompt
 from moeoffload import OffloadedModel, open_model
 from moeoffload.errors import DeadlineError, ServerError
 from moeoffload.host.recorder import DECODE, PREFILL, Recorder
+from moeoffload.host.turns import Turns
 from moeoffload.serve.block_manager import BlockManager
 from moeoffload.serve.engine import ServingEngine
-from moeoffload.serve.halves import Halves, Turns, cut
+from moeoffload.serve.halves import Halves, cut
 from moeoffload.serve.model_runner import ModelRunner
 from moeoffload.serve.request import FinishReason, SamplingOptions
 from moeoffload.serve.sequence import Sequence, Share
@@ -44,8 +46,11 @@ def share(n_rows: int, past: int = 0, *, has_token: bool = True) -> Share:
         ([301], [[150], [151]]),
         ([5, 5, 100, 4], [[5, 5, 47], [53, 4]]),
         ([100, 100], [[100], [100]]),
-        ([1, 40], [[1], [40]]),
-        ([40, 1], [[40], [1]]),
+        ([1, 40], []),
+        ([40, 1], []),
+        ([10, 40], []),
+        ([14, 40], [[14], [40]]),
+        ([40, 20], [[40], [20]]),
         ([500, 1, 1], [[251], [249, 1, 1]]),
     ],
     ids=str,
@@ -139,11 +144,37 @@ def test_a_half_that_fails_ends_the_step_and_leaves_the_next_one_alone(
         assert len(halves.forward(answers, whole=False)) == 4
 
 
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_half_stops_soon_after_the_other_one_failed(offloaded: OffloadedModel, fails: int) -> None:
+    layers: list[list[int]] = [[], []]
+
+    def fail(layer: int) -> None:
+        half = int(threading.current_thread() is not threading.main_thread())
+        layers[half].append(layer)
+        if half == fails and layer == 1:
+            raise ServerError("gone")
+
+    with runner_of(offloaded) as (runner, halves):
+        prompts, _ = steps(runner)
+        offloaded.dispatcher.on_layer = fail
+        try:
+            with pytest.raises(ServerError, match="gone"):
+                halves.forward(prompts, whole=False)
+        finally:
+            offloaded.dispatcher.on_layer = None
+        assert layers[fails] == [0, 1]
+        assert max(layers[1 - fails]) <= 1
+        assert len(halves.forward(prompts, whole=False)) == 3
+
+
 def test_a_half_does_not_wait_for_the_other_one_for_ever() -> None:
     turns = Turns(Recorder(0, 0, torch.device("cpu")), 0.1)
-    turns.begin()
-    with pytest.raises(DeadlineError, match="half of a step"), turns.of(1):
-        pytest.fail("it is not its turn")
+    ends = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        threading.Timer(0.5, ends.set).start()
+        with pytest.raises(DeadlineError, match="half of a pass waited"):
+            turns.run(pool, PREFILL, (ends.wait, lambda: None), lambda seconds: None)
+        assert turns.run(pool, PREFILL, (lambda: 1, lambda: 2), lambda seconds: None) == (1, 2)
 
 
 def test_requests_get_their_tokens_although_a_server_goes(start_server: StartServer) -> None:

@@ -145,7 +145,7 @@ INLINE void add_values(
                 const int64_t n_left = values->dim - column;
                 const char *share = (const char *)(shares + row * KEY_BLOCK) + OPERAND_BYTES * start;
                 float *sums = state->sums + row * state->width + column;
-                n_vectors = n_left >= 2 * LANES ? 2 : 1;
+                n_vectors = OPERAND_BYTES < 4 || n_left >= 2 * LANES ? 2 : 1;
                 if (row == 0) {
                     const int64_t from = start + count * column / values->dim;
                     fetch(next_keys, from, start + count * (column + n_vectors * LANES) / values->dim, type);

@@ -82,7 +82,7 @@ void project_by_matrix_unit(const Product *product);
 enum { ITEM_ROWS = 64 };     // weight rows that a thread claims at a time
 enum { BLOCK_ROWS = 32 };    // weight rows that are multiplied by all operands of an expert while they are in the cache
 enum { NEAR_BYTES = 64, FAR_BYTES = 2048 };
-enum { BATCH_AHEAD_BYTES = 8192 };  // with several rows, of whose weights a hardware prefetcher sees too few at a time
+enum { BATCH_AHEAD_BYTES = 8192 };  // for several rows: they take long enough for a hardware prefetcher to fall behind
 extern int64_t ahead_bytes;  // prefetch distance, one of these two; see ahead.c
 extern int64_t passes_caches;  // whether weights that are read once leave the outer caches to others; see ahead.c
 

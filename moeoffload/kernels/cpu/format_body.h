@@ -33,7 +33,7 @@ INLINE void NAME(products)(const int n_w, const int n_x, const int half, const i
                            const ELEMENT *const *weights, const OPERAND *const *operands, int64_t inner, Ahead ahead,
                            SUMS *sums) {
     vec acc[4][TILE_ROWS][2];
-    // Weights that are streamed are not read again soon.
+    // Weights that are streamed are not read again soon. Two rows are still bound by memory, more by arithmetic.
     const bool past = n_w == 1 && n_x <= 2 && passes_caches;
 #define EACH_SUM(w, x)                                    \
     _Pragma("GCC unroll 4") for (int w = 0; w < n_w; w++) \
