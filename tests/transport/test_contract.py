@@ -346,4 +346,5 @@ def test_threads_and_descriptors_return_to_the_start(transport: str) -> None:
     before = counts()
     for _ in range(3):
         use()
-    eventually(lambda: counts() == before)
+    # What an earlier test left may have ended meanwhile.
+    eventually(lambda: all(now <= then for now, then in zip(counts(), before, strict=True)))
