@@ -22,7 +22,7 @@ class GrowingLayer(DynamicLayer):
     keys: torch.Tensor
     values: torch.Tensor
     buffers: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Of keys and of values."""
+    """Of keys and of values: (batch, heads, tokens with room for more, dim)."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -44,7 +44,8 @@ def attention_if_fast(
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """As transformers' ``sdpa_attention_forward``, for an accelerated model; keys and values may lie in pages, see
-    `cpu_attention`. Returns None if transformers' own must compute."""
+    `cpu_attention` for all shapes. Returns (batch, queries, heads, value dim), or None if transformers' own must
+    compute."""
     if (
         torch.compiler.is_compiling()
         or module not in _modules

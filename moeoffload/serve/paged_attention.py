@@ -38,6 +38,16 @@ class Segment:
     n_rows: int
     n_keys: int
     pages: torch.Tensor
+    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """Which keys each row sees, see `seen_keys`; None: all, or those before it. Made once for all layers."""
+        window = None if window is None or window >= self.n_keys else window
+        if window is None and self.n_rows in (1, self.n_keys):
+            return None
+        if window not in self._masks:
+            self._masks[window] = seen_keys(self.n_rows, self.n_keys, window, device)
+        return self._masks[window]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +187,7 @@ def paged_attention(
             parts.append(singles.transpose(0, 1))
             continue
         n_rows, n_keys = segment.n_rows, segment.n_keys
-        mask = None
-        if n_rows not in (1, n_keys) or (window is not None and n_keys > window):
-            mask = seen_keys(n_rows, n_keys, window, query.device)
+        mask = segment.mask(window, query.device)
         is_causal = n_rows > 1 and mask is None
         queries = query.narrow(2, segment.start, n_rows)
         part = None

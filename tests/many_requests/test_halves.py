@@ -188,6 +188,7 @@ def test_requests_get_their_tokens_although_a_server_goes(start_server: StartSer
             after = [ask(engine, prompt, 30, ignore_eos=True) for prompt in prompts]
             threading.Timer(0.05, goes.process.kill).start()
             assert {answer.finish for answer in after} == {FinishReason.LENGTH}
+            assert found.recovery()["lost"], "the server went while they were computed"
     assert [answer.tokens for answer in after] == [answer.tokens for answer in before]
 
 
