@@ -36,6 +36,9 @@ DECODE_LONG: Final[Task] = {"task": "decode", "prompt": 2048, "tokens": 12}
 PREFILL: Final[Task] = {"task": "prefill", "prompt": 512}
 PREFILL_LONG: Final[Task] = {"task": "prefill", "prompt": 2048}
 HOSTS: Final[Task] = {"task": "hosts", "prompt": 64, "tokens": 8}
+SERVED: Final[Task] = {"task": "served", "requests": 8, "tokens": 32}
+SERVED_LONG: Final[Task] = {"task": "served", "requests": 4, "tokens": 8, "prompt": 1000}
+SERVED_AGAIN: Final[Task] = {"task": "served", "requests": 4, "tokens": 32, "prompt": 2000, "again": True}
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,15 @@ import moeoffload.kernels.calls as c
 c.library()
 ctypes.c_int64.in_dll(c.native_library(), "passes_caches").value = 0
 """
+WHOLE_STEPS: Final = """
+import moeoffload.serve.halves as h
+h.cut = lambda shares: []
+"""
+COPIED_PAGES: Final = """
+import moeoffload.serve.paged_attention as p
+p.attention_if_fast = lambda *args, **kwargs: None
+"""
+SERVES: Final = {"served": True, "host_options": ["--expert-format", "int4", "--dense-format", "int4"]}
 NOISE: Final = "nothing: two equal processes"
 PATHS: Final = (
     FastPath(NOISE, (), (DECODE, PREFILL)),
@@ -193,6 +205,8 @@ PATHS: Final = (
         NO_TILES,
         always={"settings": {"transport": "shared", "expert_format": "int8"}},
     ),
+    FastPath("halves of serving steps", ("serve/halves.py",), (SERVED, SERVED_LONG), WHOLE_STEPS, always=SERVES),
+    FastPath("attention that reads pages in place", (), (SERVED_AGAIN,), COPIED_PAGES, always=SERVES),
     FastPath("prefill pipeline", ("host/pipeline.py",), (PREFILL, PREFILL_LONG), settings={"pipeline": "off"}),
     FastPath(
         "coalescing",

@@ -107,14 +107,17 @@ class Served:
         self._turn = 0
 
     def run(self, task: dict[str, Any]) -> float:
-        """Seconds until ``requests`` requests of ``tokens`` tokens, sent together, are answered."""
-        self._turn += 1
+        """Seconds until ``requests`` requests of ``tokens`` tokens, sent together, are answered.
+
+        With ``again`` all turns have the same prompts, whose keys and values are kept from the first one on.
+        """
+        self._turn += 0 if task.get("again") else 1
         failed: list[BaseException] = []
 
         def ask(number: int) -> None:
             body = {
                 "model": self._name,
-                "prompt": random_ids(32, self._vocab, 1000 * self._turn + number),
+                "prompt": random_ids(task.get("prompt", 32), self._vocab, 1000 * self._turn + number),
                 "max_tokens": task["tokens"],
                 "temperature": 0,
                 "ignore_eos": True,

@@ -84,7 +84,10 @@ def name_of(task: dict[str, Any]) -> str:
         return f"decode after {task['prompt']}"
     if task["task"] == "hosts":
         return "decode of several hosts"
-    return f"{task['requests']} served"
+    name = f"{task['requests']} served"
+    if "prompt" not in task:
+        return name
+    return f"{name} after {task['prompt']}" if task.get("again") else f"{name}, prompts of {task['prompt']}"
 
 
 def duel(

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from moeoffload import native
+from moeoffload.errors import ModelError
+from moeoffload.formats import quantise
 from moeoffload.kernels import GroupedKernel, KernelInput, LayerKernels, calls, threads
 from moeoffload.kernels.attention import takes_many
 from moeoffload.kernels.fast_dense import accelerate_dense
@@ -21,9 +23,9 @@ from .test_dense import small_model, state
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if the package had been installed without a compiler."""
-    for module in (native, calls):
+    for module in (native, calls, quantise):
         monkeypatch.setattr(module, "native_library", lambda: None)
-    kept = (calls.library, native.cpu_features)
+    kept = (calls.library, native.cpu_features, quantise._library)
     for function in kept:
         function.cache_clear()
     yield
@@ -65,6 +67,12 @@ def test_norms_and_attention_stay_torchs(caplog: pytest.LogCaptureFixture) -> No
     assert state(model) == before
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert not takes_many(torch.bfloat16)
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_weights_are_not_quantised() -> None:
+    with pytest.raises(ModelError, match="install a C compiler"):
+        quantise.quantise(torch.ones(1, 32, 32), quantise.FORMATS["int4"])
 
 
 @pytest.mark.skipif(calls.library() is None, reason="the C library was not built")
