@@ -27,8 +27,8 @@ class Form(ABC):
     has_names: ClassVar[bool] = False  # whether chunks are events with names
 
     @abstractmethod
-    def opening(self, n_choices: int) -> list[Json]:
-        """The chunks at the start of a stream."""
+    def opening(self, n_choices: int, usage: Json) -> list[Json]:
+        """The chunks at the start of a stream; of ``usage`` only the prompts are known."""
 
     @abstractmethod
     def chunks(self, piece: Piece) -> list[Json]:
@@ -91,7 +91,7 @@ class ChatForm(_ChoicesForm):
 
     n_calls: Counter[int] = field(default_factory=Counter)  # by choice
 
-    def opening(self, n_choices: int) -> list[Json]:
+    def opening(self, n_choices: int, usage: Json) -> list[Json]:
         """See `Form`."""
         return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(n_choices)]
 
@@ -159,7 +159,7 @@ class CompletionForm(_ChoicesForm):
 
     echoes: Sequence[str]
 
-    def opening(self, n_choices: int) -> list[Json]:
+    def opening(self, n_choices: int, usage: Json) -> list[Json]:
         """See `Form`."""
         if self.alternatives is not None:
             return []  # the first piece contains the prompt and its tokens

@@ -54,10 +54,12 @@ class GrammarCompiler:
         self._eos = list(eos)
         self._library: Any = None  # llguidance's view of the tokenizer, made for the first grammar
         self.compile = functools.lru_cache(maxsize=32)(self._compile)
-        """Returns an llguidance matcher at the start of a `Grammar`; callers must copy it.
+        """Returns an llguidance matcher at the start of a `Grammar`, None for none; callers must copy it.
         Raises ApiError: the grammar is invalid, too large, or not supported by the library."""
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _compile(self, grammar: Grammar | None) -> Any:
+        if grammar is None:
+            return None
         from llguidance import LLMatcher, LLParserLimits  # a request without a grammar does not need it
 
         if len(grammar.text) > MAX_GRAMMAR_BYTES:
