@@ -50,12 +50,11 @@ class ServingEngine:
         self._requests: set[Sequence] = set()
         self._changes: list[Sequence] = []  # of new requests, and once more when they are cancelled
         self._changing = threading.Condition()
-        """Guards the two attributes above and the three below, and tells when a request has ended; never held across a
-        step."""
+        """Guards the two attributes above and the three below, and tells of changes and of ended requests; never held across
+        a step."""
         self._draining = False
         self._stopping = False
         self.failure: BaseException | None = None  # what ended the engine for good
-        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
         self._thread.start()
         try:
@@ -101,7 +100,7 @@ class ServingEngine:
                 )
             self._requests.add(request)
             self._changes.append(request)
-        self._wake.set()
+            self._changing.notify_all()
         return request
 
     def cancel(self, request: Sequence, *, complete: bool = False) -> None:
@@ -113,7 +112,7 @@ class ServingEngine:
                 return
             request.is_complete = request.is_complete or complete
             self._changes.append(request)
-        self._wake.set()
+            self._changing.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """Stops accepting requests and waits for the accepted ones; False if some are not done within ``timeout_s``."""
@@ -123,8 +122,9 @@ class ServingEngine:
 
     def close(self) -> None:
         """Cancels running requests, ends the thread and releases the model. Idempotent."""
-        self._stopping = True
-        self._wake.set()
+        with self._changing:
+            self._stopping = True
+            self._changing.notify_all()
         self._thread.join(_STOP_TIMEOUT_S)
         self._batch.close()
 
@@ -178,8 +178,8 @@ class ServingEngine:
         while not self._stopping:
             try:
                 if not self._step():
-                    self._wake.wait(_IDLE_WAIT_S)
-                    self._wake.clear()
+                    with self._changing:
+                        self._changing.wait_for(lambda: self._changes or self._stopping, _IDLE_WAIT_S)
             except Exception as error:  # torch and transformers may raise anything; later requests still run
                 if not isinstance(error, MoeOffloadError):
                     logger.exception("a step failed")
