@@ -205,9 +205,7 @@ def paged_attention(
                     mask = seen_keys(n_rows, n_keys, None, query.device)
                 if mask is not None:
                     mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
-                part, _ = attend(module, queries, keys, values, mask, **kwargs)
-            else:
-                part, _ = attend(module, queries, keys, values, mask, is_causal=is_causal, **kwargs)
+            part, _ = attend(module, queries, keys, values, mask, is_causal=is_causal, **kwargs)
         parts.append(part)
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
