@@ -36,9 +36,8 @@ def create_app(
     """Returns the app that answers clients with ``engine``, and the part of it that can end running requests.
 
     ``model_name`` is the model's name for clients; ``tokenizer`` is copied for the prompt reader's thread.
-    Raises SettingError: the API key file holds no key, or the server would be open to others.
+    Raises SettingError: the API key file holds no key.
     """
-    settings.check_http()
     api_key = read_api_key(settings)
     room = settings.max_running + settings.max_waiting
     answering = Answering(engine, tokenizer, model_name, room)
