@@ -58,7 +58,7 @@ class ModelRunner:
 
     def ordered(self, shares: list[Share]) -> list[Share]:
         """The shares in an order in which those that attention computes in one call follow each other."""
-        return sorted(shares, key=self._length_class) if self._shares_calls else shares
+        return sorted(shares, key=self._length_class)
 
     def forward(self, shares: Sequence[Share], *, beside: bool = False) -> torch.Tensor:
         """Logits (rows, vocabulary) of one step of `ordered` shares, of each its ``n_logits`` last rows. ``beside``: in
@@ -92,8 +92,6 @@ class ModelRunner:
 
     def _calls(self, shares: Sequence[Share]) -> list[list[Share]]:
         """What attention computes together: on a GPU all single rows of requests of about the same length."""
-        if not self._shares_calls:
-            return [[share] for share in shares]
         calls: list[list[Share]] = []
         for length, group in itertools.groupby(shares, self._length_class):
             members = list(group)
@@ -102,8 +100,10 @@ class ModelRunner:
 
     def _length_class(self, share: Share) -> float:
         """The same for single rows whose calls are shared, of which the longest has at most twice the shortest's pages;
-        infinite for more rows."""
-        return (-(-share.end // self._page_tokens)).bit_length() if len(share.tokens) == 1 else math.inf
+        infinite for rows whose calls are not."""
+        if not self._shares_calls or len(share.tokens) > 1:
+            return math.inf
+        return (-(-share.end // self._page_tokens)).bit_length()
 
     def _tables(self, call: list[Share]) -> tuple[list[int], list[int]]:
         """The tokens of each request of a call and its pages, padded to the most that one has."""
