@@ -181,11 +181,9 @@ class CompletionForm(_ChoicesForm):
         if self.alternatives is None:
             return None
         echo = self.echoes[index]
-        n_echo = len(echo)
         tokens = self._of_prompt(pieces[0].prompt, echo) if pieces else []
-        n_prompt = len(tokens)
-        tokens += [(n_echo + start, choice) for piece in pieces for start, choice in piece.tokens]
-        first = 1 if n_prompt else 0  # the first token has no probability
+        first = 1 if tokens else 0  # the first token has no probability
+        tokens += [(len(echo) + start, choice) for piece in pieces for start, choice in piece.tokens]
         return {
             "tokens": [self.texts.of(choice.token)[0] for _, choice in tokens],
             "token_logprobs": [None] * first + [_finite(choice.logprob) for _, choice in tokens[first:]],
