@@ -17,7 +17,7 @@ import jinja2
 from moeoffload.serve.answer_parser import AnswerParser, ForcedCalls, TemplateParser
 from moeoffload.serve.api_errors import bad_request
 from moeoffload.serve.grammar import Grammar, GrammarCompiler
-from moeoffload.serve.response_formats import answer_format
+from moeoffload.serve.response_formats import AnswerFormat
 from moeoffload.serve.schemas import ChatRequest, CompletionRequest, Function, Message
 
 _MAX_CALLS: Final = 16  # the maximum number of forced calls of an answer
@@ -45,7 +45,7 @@ class PromptReader:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         self._grammars = GrammarCompiler(self._tokenizer, n_vocabulary, eos)
-        self._format = answer_format(tokenizer)
+        self._format = AnswerFormat(tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
