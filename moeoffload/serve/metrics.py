@@ -114,10 +114,9 @@ def _of_servers(servers: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     for address, batches in told.items():
         members.add_metric([address], _buckets(batches["members"]), batches["members"]["total"])
     yield from (about, state, members)
-    for kind, name, key, text in _OF_SERVERS:
-        yield _by("server", kind, f"server_{name}", text, {address: each[key] for address, each in servers.items()})
-    for kind, name, key, text in _TOLD_BY_SERVERS:
-        yield _by("server", kind, f"server_{name}", text, {address: each[key] for address, each in told.items()})
+    for table, values in ((_OF_SERVERS, servers), (_TOLD_BY_SERVERS, told)):
+        for kind, name, key, text in table:
+            yield _by("server", kind, f"server_{name}", text, {address: each[key] for address, each in values.items()})
 
 
 def _by(label: str, kind: Family, name: str, text: str, values: dict[str, float]) -> Metric:

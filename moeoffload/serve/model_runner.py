@@ -84,7 +84,11 @@ class ModelRunner:
         segments: list[Segment | SingleRows] = []
         start = 0
         for call, ends, table in zip(calls, found[::2], found[1::2], strict=True):
-            segments.append(self._segment(start, call, ends, table))
+            longest = max(share.end for share in call)
+            if len(call) > 1:
+                segments.append(SingleRows(start, ends[:, None], longest, table.view(len(call), -1)))
+            else:
+                segments.append(Segment(start, len(call[0].tokens), longest, table))
             start += sum(len(share.tokens) for share in call)
         run = self._model.forward if beside else self._model  # without hooks, which count passes
         logits: torch.Tensor = run(**self._inputs(ids, places, segments, written, kept)).logits
@@ -110,13 +114,6 @@ class ModelRunner:
         tables = [share.sequence.pages[: -(-share.end // self._page_tokens)] for share in call]
         first, most = tables[0][0], max(map(len, tables))
         return [share.end for share in call], [page for each in tables for page in each + [first] * (most - len(each))]
-
-    @staticmethod
-    def _segment(start: int, call: list[Share], n_keys: torch.Tensor, pages: torch.Tensor) -> Segment | SingleRows:
-        longest = max(share.end for share in call)
-        if len(call) > 1:
-            return SingleRows(start, n_keys[:, None], longest, pages.view(len(call), -1))
-        return Segment(start, len(call[0].tokens), longest, pages)
 
     def _inputs(
         self,
