@@ -99,12 +99,10 @@ class TemplateParser(AnswerParser):
 
     def finish(self) -> list[Part]:
         """See `AnswerParser`."""
-        events: list[dict[str, Any]] = []
-        if not self._failed:
-            try:
-                events = self._parser.finalize()[1]
-            except _MALFORMED:
-                return [*self._inner.push(self._body), *self._inner.finish()]
+        try:
+            events = [] if self._failed else self._parser.finalize()[1]
+        except _MALFORMED:
+            return [*self._inner.push(self._body), *self._inner.finish()]
         return [*self._parts(events), *self._inner.finish()]
 
     def _parts(self, events: Sequence[dict[str, Any]]) -> list[Part]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -57,15 +58,12 @@ class Answering:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """The response to /v1/chat/completions. Raises ApiError: there is no answer."""
-        return await self._chat(
-            body,
-            request.receive,
-            lambda _: ChatForm(self.model_name, self._texts, body.alternatives, body.include_usage),
-        )
+        form = ChatForm(self.model_name, self._texts, body.alternatives, body.include_usage)
+        return await self._chat(body, form, request.receive)
 
     async def message(self, body: MessagesRequest, request: Request) -> Response:
         """The response to /v1/messages. Raises ApiError: there is no answer."""
-        return await self._chat(body.chat(), request.receive, lambda n: MessagesForm(self.model_name, n))
+        return await self._chat(body.chat(), MessagesForm(self.model_name), request.receive)
 
     async def count_tokens(self, body: CountTokensRequest) -> Response:
         """The response to /v1/messages/count_tokens. Raises ApiError: there would be no answer to such a message."""
@@ -76,26 +74,22 @@ class Answering:
 
     async def respond(self, body: ResponsesRequest, request: Request) -> Response:
         """The response to /v1/responses. Raises ApiError: there is no answer."""
-        repeated = body.repeated()
-        return await self._chat(body.chat(), request.receive, lambda n: ResponsesForm(self.model_name, n, repeated))
+        form = ResponsesForm(self.model_name, body.repeated())
+        return await self._chat(body.chat(), form, request.receive)
 
-    async def _chat(self, request: ChatRequest, receive: Receive, make_form: Callable[[int], Form]) -> Response:
-        """Answers in the form that ``make_form`` makes from the prompt's length."""
+    async def _chat(self, request: ChatRequest, form: Form, receive: Receive) -> Response:
         self._check(request)
         prompt = await self._reader.read_chat(request)
         max_tokens = self._room(prompt.tokens, request.max_completion_tokens or request.max_tokens, None, "messages")
-        form = make_form(len(prompt.tokens))
         return await self._answer(request, form, [(prompt, max_tokens)], request.alternatives, receive)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """The response to /v1/completions. Raises ApiError: there is no answer."""
         self._check(body, len(body.prompt))
-        prompts = []
-        matcher = await self._reader.read_grammar(body.grammar())
-        for each in body.prompt:
-            tokens = await self._reader.read_text(each) if isinstance(each, str) else each
-            room = self._room(tokens, body.max_tokens, COMPLETION_TOKENS, "prompt")
-            prompts.append((Prompt(tokens, matcher), room))
+        prompts = [
+            (prompt, self._room(prompt.tokens, body.max_tokens, COMPLETION_TOKENS, "prompt"))
+            for prompt in await self._reader.read_completion(body)
+        ]
         echoes = [self._echo(each) if body.echo else "" for each in body.prompt for _ in range(body.n or 1)]
         form = CompletionForm(self.model_name, self._texts, body.logprobs, body.include_usage, echoes)
         return await self._answer(body, form, prompts, body.logprobs, request.receive)
@@ -153,7 +147,7 @@ class Answering:
             }
 
         async def chunks() -> AsyncGenerator[dict[str, Any], None]:
-            for chunk in form.opening(len(choices.choices)):
+            for chunk in form.opening(len(choices.choices), usage()):
                 yield chunk
             async for piece in choices.pieces():
                 for chunk in form.chunks(piece):
@@ -167,20 +161,17 @@ class Answering:
                 pieces[piece.index].append(piece)
             return form.whole(pieces, usage())
 
-        self._open.add(choices)
-        streams = False
-        try:
+        with contextlib.ExitStack() as at_end:
+            self._open.add(choices)
+            at_end.callback(self._open.discard, choices)
+            at_end.callback(choices.close)
             for prompt, max_tokens in prompts:
                 for number in range(n):
                     options = request.options(number, max_tokens, alternatives, prompt.matcher, defaults)
                     choices.submit(prompt.tokens, options, self._choice(len(choices.choices), request, prompt))
             if request.stream:
-                streams = True
-                return EventStream(chunks(), lambda: self._end(choices), form.has_names)
+                return EventStream(chunks(), at_end.pop_all().close, form.has_names)
             return await unless_client_leaves(receive, whole())
-        finally:
-            if not streams:
-                self._end(choices)
 
     def _choice(self, index: int, request: GenerationRequest, prompt: Prompt) -> Choice:
         skips = request.skip_special_tokens is not False and not prompt.with_marks
@@ -188,7 +179,3 @@ class Answering:
         return Choice(
             index, texts, StopStrings(request.stop), prompt.parser(), prompt.one_call, shows_end=request.scores_prompt
         )
-
-    def _end(self, choices: Choices) -> None:
-        choices.close()
-        self._open.discard(choices)

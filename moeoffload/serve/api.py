@@ -36,9 +36,8 @@ def create_app(
     """Returns the app that answers clients with ``engine``, and the part of it that can end running requests.
 
     ``model_name`` is the model's name for clients; ``tokenizer`` is copied for the prompt reader's thread.
-    Raises SettingError: the API key file holds no key, or the server would be open to others.
+    Raises SettingError: the API key file holds no key.
     """
-    settings.check_http()
     api_key = read_api_key(settings)
     room = settings.max_running + settings.max_waiting
     answering = Answering(engine, tokenizer, model_name, room)
@@ -118,14 +117,13 @@ def _add_operator_routes(app: FastAPI, snapshot: Snapshot, engine: ServingEngine
 
 def _add_error_handlers(app: FastAPI) -> None:
     async def tell(request: Request, error: Exception) -> Response:
-        of_messages = request.url.path.startswith(MESSAGES_PATH)
+        path = request.url.path
         if not isinstance(error, HTTPException):
-            return of_exception(error).response(of_messages=of_messages)
+            return of_exception(error).response(path)
         message, code = str(error.detail), None
         if error.status_code in (404, 405):
-            message, code = f"Unknown request URL: {request.method} {one_line(request.url.path, 200)}.", "unknown_url"
-        told = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
-        return told.response(of_messages=of_messages)
+            message, code = f"Unknown request URL: {request.method} {one_line(path, 200)}.", "unknown_url"
+        return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response(path)
 
     for kind in (ApiError, RequestValidationError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(kind, tell)

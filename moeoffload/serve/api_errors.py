@@ -39,9 +39,10 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self, *, of_messages: bool = False) -> JSONResponse:
-        """The error as a response; ``of_messages`` adds the error type that Anthropic's messages have."""
-        return JSONResponse({"type": "error"} | self.body() if of_messages else self.body(), self.status, self.headers)
+    def response(self, path: str) -> JSONResponse:
+        """The error as a response to a request for ``path``; Anthropic's messages have an error type."""
+        body = {"type": "error"} | self.body() if path.startswith(MESSAGES_PATH) else self.body()
+        return JSONResponse(body, self.status, self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -74,21 +74,18 @@ def _choose(shares: list[Share], logits: torch.Tensor) -> list[list[TokenChoice]
     # torch's argmax of bfloat16 on a CPU takes four times as long.
     likeliest: list[int] = logits.max(dim=-1).indices.tolist()
     choices: list[list[TokenChoice]] = []
-    last_rows = [number - 1 for number in itertools.accumulate(share.n_logits for share in shares)]
-    drawn = [row for row, share in zip(last_rows, shares, strict=True) if _draws(share)]
+    ends = list(itertools.accumulate(share.n_logits for share in shares))
+    drawn = [end - 1 for end, share in zip(ends, shares, strict=True) if _draws(share)]
     rows = iter(torch.stack([logits[row] for row in drawn]).cpu() if drawn else ())
-    row = 0
-    for share in shares:
-        sampler = share.sequence.sampler
-        last = row + share.n_logits - 1
+    for share, end in zip(shares, ends, strict=True):
+        sampler, own = share.sequence.sampler, slice(end - share.n_logits, end)
         if sampler.prompt_scores is not None:
-            sampler.prompt_scores.take(share.past, logits[row : last + 1])
+            sampler.prompt_scores.take(share.past, logits[own])
         if not share.has_token:
             choices.append([])
-        elif not _draws(share):
-            tokens = accept(likeliest[row : row + share.n_logits], share.tokens[1:] if share.n_guesses else [])
-            choices.append([TokenChoice(token) for token in tokens])
-        else:
+        elif _draws(share):
             choices.append([sampler.choose(next(rows).float())])
-        row += share.n_logits
+        else:
+            tokens = accept(likeliest[own], share.tokens[1:] if share.n_guesses else [])
+            choices.append([TokenChoice(token) for token in tokens])
     return choices

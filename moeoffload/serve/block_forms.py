@@ -31,17 +31,16 @@ class Block:
 
 
 class _BlockForm(Form):
-    """Base of both forms, for one choice. ``blocks`` are those that have begun; the last may be open."""
+    """Base of both forms, for one choice. ``blocks`` are those that have begun; the last may be ``_open``."""
 
     has_names = True
     prefix: str
 
-    def __init__(self, model: str, n_prompt: int) -> None:
+    def __init__(self, model: str) -> None:
         self.id = f"{self.prefix}_{uuid.uuid4().hex}"
         self.blocks: list[Block] = []
         self._model = model
-        self._n_prompt = n_prompt
-        self._is_open = False
+        self._open: Block | None = None
         self._finish: FinishReason | None = None
 
     def chunks(self, piece: Piece) -> list[Json]:
@@ -59,7 +58,7 @@ class _BlockForm(Form):
         return self.message(usage)
 
     @abstractmethod
-    def message(self, usage: Json | None) -> Json:
+    def message(self, usage: Json) -> Json:
         """The answer so far."""
 
     @abstractmethod
@@ -75,18 +74,17 @@ class _BlockForm(Form):
         name = "call" if part.call else "reasoning" if part.reasoning else "text"
         text = part.call.arguments if part.call else part.reasoning or part.content
         events: list[Json] = []
-        if not self._is_open or self.blocks[-1].name != name or part.call:
+        if self._open is None or self._open.name != name or part.call:
             events += self._end()
-            self.blocks.append(Block(len(self.blocks), name, call=part.call))
-            self._is_open = True
-            events += self._begin(self.blocks[-1])
-        block = self.blocks[-1]
-        block.text += text
-        return events + self._delta(block, text)
+            self._open = Block(len(self.blocks), name, call=part.call)
+            self.blocks.append(self._open)
+            events += self._begin(self._open)
+        self._open.text += text
+        return events + self._delta(self._open, text)
 
     def _end(self) -> list[Json]:
-        was_open, self._is_open = self._is_open, False
-        return self._close(self.blocks[-1]) if was_open else []
+        ended, self._open = self._open, None
+        return self._close(ended) if ended is not None else []
 
 
 class MessagesForm(_BlockForm):
@@ -94,9 +92,9 @@ class MessagesForm(_BlockForm):
 
     prefix = "msg"
 
-    def opening(self, n_choices: int) -> list[Json]:
+    def opening(self, n_choices: int, usage: Json) -> list[Json]:
         """See `Form`."""
-        return [{"type": "message_start", "message": self.message(None)}]
+        return [{"type": "message_start", "message": self.message(usage)}]
 
     def closing(self, usage: Json) -> list[Json]:
         """See `Form`."""
@@ -104,10 +102,9 @@ class MessagesForm(_BlockForm):
         delta = {"stop_reason": told["stop_reason"], "stop_sequence": None}
         return [{"type": "message_delta", "delta": delta, "usage": told["usage"]}, {"type": "message_stop"}]
 
-    def message(self, usage: Json | None) -> Json:
+    def message(self, usage: Json) -> Json:
         """See `_BlockForm`."""
-        usage = usage or {"prompt_tokens": self._n_prompt, "completion_tokens": 0}
-        cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "id": self.id,
             "type": "message",
@@ -148,26 +145,27 @@ class ResponsesForm(_BlockForm):
 
     prefix = "resp"
 
-    def __init__(self, model: str, n_prompt: int, asked: Json) -> None:
-        super().__init__(model, n_prompt)
+    def __init__(self, model: str, asked: Json) -> None:
+        super().__init__(model)
         self._asked = asked
         self._created = time.time()
         self._n_events = 0
 
-    def opening(self, n_choices: int) -> list[Json]:
+    def opening(self, n_choices: int, usage: Json) -> list[Json]:
         """See `Form`."""
-        return [self._event(f"response.{kind}", response=self.message(None)) for kind in ("created", "in_progress")]
+        begun = self.message(usage) | {"usage": None}
+        return [self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress")]
 
     def closing(self, usage: Json) -> list[Json]:
         """See `Form`."""
         told = self.message(usage)
         return [self._event(f"response.{told['status']}", response=told)]
 
-    def message(self, usage: Json | None) -> Json:
+    def message(self, usage: Json) -> Json:
         """See `_BlockForm`."""
         cut = self._finish is FinishReason.LENGTH
         status = "in_progress" if self._finish is None else "incomplete" if cut else "completed"
-        told: Json = {
+        return self._asked | {
             "id": self.id,
             "object": "response",
             "created_at": self._created,
@@ -176,17 +174,14 @@ class ResponsesForm(_BlockForm):
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "model": self._model,
             "output": [self._item(block, "completed") for block in self.blocks],
-            "usage": None,
-        }
-        if usage is not None:
-            told["usage"] = {
+            "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
-            }
-        return self._asked | told
+            },
+        }
 
     def _item(self, block: Block, status: str) -> Json:
         head = {"id": f"{self.id}_{block.number}", "status": status}

@@ -17,8 +17,8 @@ import jinja2
 from moeoffload.serve.answer_parser import AnswerParser, ForcedCalls, TemplateParser
 from moeoffload.serve.api_errors import bad_request
 from moeoffload.serve.grammar import Grammar, GrammarCompiler
-from moeoffload.serve.response_formats import answer_format
-from moeoffload.serve.schemas import ChatRequest, Function, Message
+from moeoffload.serve.response_formats import AnswerFormat
+from moeoffload.serve.schemas import ChatRequest, CompletionRequest, Function, Message
 
 _MAX_CALLS: Final = 16  # the maximum number of forced calls of an answer
 
@@ -45,27 +45,26 @@ class PromptReader:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         self._grammars = GrammarCompiler(self._tokenizer, n_vocabulary, eos)
-        self._format = answer_format(tokenizer)
+        self._format = AnswerFormat(tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
         """Stops the thread after its current task; waiting tasks are cancelled."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def read_text(self, text: str) -> list[int]:
-        """The tokens of a completion's prompt. Raises ApiError: the text is not valid Unicode."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, text, True)
+    async def read_completion(self, request: CompletionRequest) -> list[Prompt]:
+        """The prompts of a completion. Raises ApiError: one is not valid Unicode, or the grammar is invalid."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read_completion, request)
 
     async def read_chat(self, request: ChatRequest) -> Prompt:
         """The prompt from the model's chat template, up to where the assistant's answer begins.
         Raises ApiError: there is no template, it does not accept these messages or tools, or the grammar is invalid."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._read_chat, request)
 
-    async def read_grammar(self, grammar: Grammar | None) -> Any:
-        """See `GrammarCompiler.compile`; None for no grammar."""
-        if grammar is None:
-            return None
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._grammars.compile, grammar)
+    def _read_completion(self, request: CompletionRequest) -> list[Prompt]:
+        matcher = self._grammars.compile(request.grammar())
+        texts = (self._encode(each, special=True) if isinstance(each, str) else each for each in request.prompt)
+        return [Prompt(tokens, matcher) for tokens in texts]
 
     def _read_chat(self, request: ChatRequest) -> Prompt:
         forced = request.forced_functions()
@@ -83,10 +82,8 @@ class PromptReader:
             inner = ForcedCalls() if forced else AnswerParser()
             return TemplateParser(*template, tools, inner) if template is not None else inner
 
-        matcher = self._grammars.compile(grammar) if grammar is not None else None
-        return Prompt(
-            self._encode(text, special=False), matcher, parser, template is not None, bool(tools) and one_call
-        )
+        matcher, tokens = self._grammars.compile(grammar), self._encode(text, special=False)
+        return Prompt(tokens, matcher, parser, template is not None, bool(tools) and one_call)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         try:

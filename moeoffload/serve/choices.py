@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from moeoffload.errors import BusyError
 from moeoffload.host.detokenizer import Detokenizer, StopStrings
@@ -42,6 +43,7 @@ class Choice:
     parser: AnswerParser
     one_call: bool = False  # whether the answer ends with its first tool call
     shows_end: bool = False  # whether the token that ends it is listed with the others
+    request: Request = field(init=False)  # the engine's, once it was submitted
     n_calls: int = 0
     n_tokens: int = 0
     reused_tokens: int = 0
@@ -100,53 +102,49 @@ class Choices:
     def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Queue[tuple[int, Progress | ApiError]] = asyncio.Queue()
-        self._requests: list[Request] = []
+        self._news: asyncio.Queue[tuple[Choice, Progress] | ApiError] = asyncio.Queue()
         self.choices: list[Choice] = []
 
     def submit(self, prompt: list[int], options: SamplingOptions, choice: Choice) -> None:
         """Submits one more choice to the engine, with the next index. Raises ApiError: the engine refuses it."""
         try:
-            self._requests.append(self._engine.submit(prompt, options, self._listener(choice.index)))
+            choice.request = self._engine.submit(prompt, options, partial(self._on_progress, choice))
         except Exception as error:  # a failing engine fails one request, not the server
             raise of_exception(error) from error
         self.choices.append(choice)
 
     def close(self) -> None:
         """Cancels choices that still run. Idempotent."""
-        for request, choice in zip(self._requests, self.choices, strict=False):
+        for choice in self.choices:
             if not choice.ended:
-                self._engine.cancel(request)
+                self._engine.cancel(choice.request)
 
     def give_up(self, error: ApiError) -> None:
         """Ends the stream of pieces with ``error``; call it in the event loop."""
-        self._news.put_nowait((-1, error))
+        self._news.put_nowait(error)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yields the pieces of all choices as they arrive. Raises ApiError: the engine failed, or after `give_up`."""
         n_running = len(self.choices)
         while n_running:
-            index, news = await self._news.get()
+            news = await self._news.get()
             if isinstance(news, ApiError):
                 raise news
-            choice = self.choices[index]
+            choice, progress = news
             if choice.ended:  # ended by a stop string; the engine does not know yet
                 continue
-            _check(news)
-            piece = choice.take(news)
+            _check(progress)
+            piece = choice.take(progress)
             if choice.ended:
                 n_running -= 1
-                if news.finish is None:
-                    self._engine.cancel(self._requests[index], complete=True)
+                if progress.finish is None:
+                    self._engine.cancel(choice.request, complete=True)
             if piece is not None:
                 yield piece
 
-    def _listener(self, index: int) -> Callable[[Progress], None]:
-        def on_progress(progress: Progress) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                self._loop.call_soon_threadsafe(self._news.put_nowait, (index, progress))
-
-        return on_progress
+    def _on_progress(self, choice: Choice, progress: Progress) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._news.put_nowait, (choice, progress))
 
 
 def _check(progress: Progress) -> None:

@@ -21,7 +21,7 @@ from moeoffload.host.session import OffloadedModel
 from moeoffload.serve.batch_runner import PAGE_TOKENS, BatchRunner
 from moeoffload.serve.request import FinishReason, OnProgress, Progress, SamplingOptions, TokenChoice
 from moeoffload.serve.sequence import Sequence, Share
-from moeoffload.serve.stats import ServingStats
+from moeoffload.serve.stats import CacheUse, ServingStats
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ class ServingEngine:
     def __init__(self, offloaded: OffloadedModel, settings: ServeSettings) -> None:
         """Starts the engine's thread, which runs the model once to warm up.
         Raises ModelError: requests of this model cannot be batched; ServerError: the first step failed."""
-        self.stats = ServingStats()
         self._offloaded = offloaded
         self._settings = settings
         self.eos = eos_tokens(offloaded.model)  # tokens that end an answer
@@ -44,18 +43,16 @@ class ServingEngine:
         room = self._batch.runner.n_pages * PAGE_TOKENS
         self.context_tokens = min(most or room, room)  # tokens that prompt and answer of one request may have together
         self.sampling_defaults = recommended_sampling(offloaded.model)
-        self.stats.cache.total_tokens = room
-        self.stats.cache.total_bytes = self._batch.runner.total_bytes
+        self.stats = ServingStats(CacheUse(total_tokens=room, total_bytes=self._batch.runner.total_bytes))
         self.n_vocabulary: int = offloaded.model.config.get_text_config().vocab_size
         self._requests: set[Sequence] = set()
         self._changes: list[Sequence] = []  # of new requests, and once more when they are cancelled
         self._changing = threading.Condition()
-        """Guards the two attributes above and the three below, and tells when a request has ended; never held across a
-        step."""
+        """Guards the two attributes above and the three below, and tells of changes and of ended requests; never held
+        across a step."""
         self._draining = False
         self._stopping = False
         self.failure: BaseException | None = None  # what ended the engine for good
-        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
         self._thread.start()
         try:
@@ -101,7 +98,7 @@ class ServingEngine:
                 )
             self._requests.add(request)
             self._changes.append(request)
-        self._wake.set()
+            self._changing.notify_all()
         return request
 
     def cancel(self, request: Sequence, *, complete: bool = False) -> None:
@@ -113,7 +110,7 @@ class ServingEngine:
                 return
             request.is_complete = request.is_complete or complete
             self._changes.append(request)
-        self._wake.set()
+            self._changing.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """Stops accepting requests and waits for the accepted ones; False if some are not done within ``timeout_s``."""
@@ -123,8 +120,9 @@ class ServingEngine:
 
     def close(self) -> None:
         """Cancels running requests, ends the thread and releases the model. Idempotent."""
-        self._stopping = True
-        self._wake.set()
+        with self._changing:
+            self._stopping = True
+            self._changing.notify_all()
         self._thread.join(_STOP_TIMEOUT_S)
         self._batch.close()
 
@@ -178,8 +176,8 @@ class ServingEngine:
         while not self._stopping:
             try:
                 if not self._step():
-                    self._wake.wait(_IDLE_WAIT_S)
-                    self._wake.clear()
+                    with self._changing:
+                        self._changing.wait_for(lambda: self._changes or self._stopping, _IDLE_WAIT_S)
             except Exception as error:  # torch and transformers may raise anything; later requests still run
                 if not isinstance(error, MoeOffloadError):
                     logger.exception("a step failed")

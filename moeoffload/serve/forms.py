@@ -27,8 +27,8 @@ class Form(ABC):
     has_names: ClassVar[bool] = False  # whether chunks are events with names
 
     @abstractmethod
-    def opening(self, n_choices: int) -> list[Json]:
-        """The chunks at the start of a stream."""
+    def opening(self, n_choices: int, usage: Json) -> list[Json]:
+        """The chunks at the start of a stream; of ``usage`` only the prompts are known."""
 
     @abstractmethod
     def chunks(self, piece: Piece) -> list[Json]:
@@ -91,7 +91,7 @@ class ChatForm(_ChoicesForm):
 
     n_calls: Counter[int] = field(default_factory=Counter)  # by choice
 
-    def opening(self, n_choices: int) -> list[Json]:
+    def opening(self, n_choices: int, usage: Json) -> list[Json]:
         """See `Form`."""
         return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(n_choices)]
 
@@ -159,7 +159,7 @@ class CompletionForm(_ChoicesForm):
 
     echoes: Sequence[str]
 
-    def opening(self, n_choices: int) -> list[Json]:
+    def opening(self, n_choices: int, usage: Json) -> list[Json]:
         """See `Form`."""
         if self.alternatives is not None:
             return []  # the first piece contains the prompt and its tokens
@@ -181,11 +181,9 @@ class CompletionForm(_ChoicesForm):
         if self.alternatives is None:
             return None
         echo = self.echoes[index]
-        n_echo = len(echo)
         tokens = self._of_prompt(pieces[0].prompt, echo) if pieces else []
-        n_prompt = len(tokens)
-        tokens += [(n_echo + start, choice) for piece in pieces for start, choice in piece.tokens]
-        first = 1 if n_prompt else 0  # the first token has no probability
+        first = 1 if tokens else 0  # the first token has no probability
+        tokens += [(len(echo) + start, choice) for piece in pieces for start, choice in piece.tokens]
         return {
             "tokens": [self.texts.of(choice.token)[0] for _, choice in tokens],
             "token_logprobs": [None] * first + [_finite(choice.logprob) for _, choice in tokens[first:]],

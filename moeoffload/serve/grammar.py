@@ -54,10 +54,12 @@ class GrammarCompiler:
         self._eos = list(eos)
         self._library: Any = None  # llguidance's view of the tokenizer, made for the first grammar
         self.compile = functools.lru_cache(maxsize=32)(self._compile)
-        """Returns an llguidance matcher at the start of a `Grammar`; callers must copy it.
+        """Returns an llguidance matcher at the start of a `Grammar`, None for none; callers must copy it.
         Raises ApiError: the grammar is invalid, too large, or not supported by the library."""
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _compile(self, grammar: Grammar | None) -> Any:
+        if grammar is None:
+            return None
         from llguidance import LLMatcher, LLParserLimits  # a request without a grammar does not need it
 
         if len(grammar.text) > MAX_GRAMMAR_BYTES:
@@ -96,35 +98,20 @@ class GrammarCompiler:
         return self._library
 
 
-class GrammarState:
-    """The position of one answer in its grammar."""
-
-    def __init__(self, matcher: Any) -> None:
-        """``matcher`` comes from `GrammarCompiler.compile` and is not changed."""
-        self._matcher = matcher.deep_copy()
-
-    def allow(self, scores: torch.Tensor) -> torch.Tensor:
-        """``scores`` (vocabulary,) float32 with minus infinity for all tokens that are not allowed next."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(bits, count=scores.numel(), bitorder="little")
-        return scores.masked_fill(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)
-
-    def take(self, token: int) -> None:
-        """Advances by a token."""
-        self._matcher.consume_token(token)
-
-    @property
-    def error(self) -> str:
-        """Why the answer cannot continue (the grammar became too complex); empty while it can."""
-        return _reason(self._matcher.get_error())
+def allowed_by(matcher: Any, scores: torch.Tensor) -> torch.Tensor:
+    """``scores`` (vocabulary,) float32 with minus infinity for all tokens that ``matcher`` does not allow next."""
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    allowed = np.unpackbits(bits, count=scores.numel(), bitorder="little")
+    return scores.masked_fill(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)
 
 
-def _reason(error: str) -> str:
+def reason(error: str) -> str:
+    """The library's ``error`` for clients; empty for none."""
     return one_line(" ".join(error.split("<non-verbose/>", maxsplit=1)[0].split()), 300)
 
 
 def _refused(param: str, error: str) -> ApiError:
-    return bad_request(f"Invalid '{param}': {_reason(error)}.", param)
+    return bad_request(f"Invalid '{param}': {reason(error)}.", param)
 
 
 def _check_multiples(schema: Any, param: str) -> None:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeoffload.config import is_loopback
 from moeoffload.logs import Refusals
-from moeoffload.serve.api_errors import MESSAGES_PATH, ApiError, bad_request, busy, unavailable
+from moeoffload.serve.api_errors import ApiError, bad_request, busy, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Guard:
                 await self._app(scope, _replay(body, receive), send)
         except ApiError as error:  # raised in this module; the app handles its own
             error.headers["Connection"] = "close"  # part of the body may not have been read
-            await error.response(of_messages=scope["path"].startswith(MESSAGES_PATH))(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
 
     def _check_who(self, scope: Scope) -> None:
         headers = Headers(scope=scope)

@@ -17,9 +17,11 @@ from moeoffload.serve.figures import PARTS
 
 _STATES: Final = ("up", "replaced", "lost")
 _RESULTS: Final = ("finished", "cancelled", "failed", "rejected")
-_ALLOCATED: Final = "Memory of its device in use: in tensors on a GPU, resident on a CPU"
-_RESERVED: Final = "Of its device the process holds: in use, or kept by torch"
-_TOTAL: Final = "Memory of its device"
+_OF_DEVICES: Final = (
+    ("allocated_bytes", "Memory of its device in use: in tensors on a GPU, resident on a CPU"),
+    ("reserved_bytes", "Of its device the process holds: in use, or kept by torch"),
+    ("total_bytes", "Memory of its device"),
+)
 _VALUES: Final = (
     (CounterMetricFamily, "prompt_tokens", "tokens", "prompt", "Tokens of prompts"),
     (CounterMetricFamily, "reused_tokens", "tokens", "reused", "Of these, taken from the cache"),
@@ -34,9 +36,7 @@ _VALUES: Final = (
     (GaugeMetricFamily, "cache_kept_tokens", "cache", "kept_tokens", "Tokens kept in the cache to be reused"),
     (GaugeMetricFamily, "cache_capacity_tokens", "cache", "total_tokens", "Tokens that the cache can hold"),
     (GaugeMetricFamily, "cache_capacity_bytes", "cache", "total_bytes", "Memory of the cache"),
-    (GaugeMetricFamily, "device_allocated_bytes", "memory", "allocated_bytes", _ALLOCATED),
-    (GaugeMetricFamily, "device_reserved_bytes", "memory", "reserved_bytes", _RESERVED),
-    (GaugeMetricFamily, "device_total_bytes", "memory", "total_bytes", _TOTAL),
+    *((GaugeMetricFamily, f"device_{key}", "memory", key, text) for key, text in _OF_DEVICES),
 )
 """Kind, name, where it stands in a snapshot, and what it is."""
 _HISTOGRAMS: Final = (
@@ -58,9 +58,7 @@ _OF_SERVERS: Final = (
 _TOLD_BY_SERVERS: Final = (
     (CounterMetricFamily, "batch_wait_seconds", "wait_s", "What the oldest request of each kernel call waited"),
     (GaugeMetricFamily, "warm_bytes", "warm_bytes", "Bytes of experts whose hosts have left, kept for the next one"),
-    (GaugeMetricFamily, "device_allocated_bytes", "allocated_bytes", _ALLOCATED),
-    (GaugeMetricFamily, "device_reserved_bytes", "reserved_bytes", _RESERVED),
-    (GaugeMetricFamily, "device_total_bytes", "total_bytes", _TOTAL),
+    *((GaugeMetricFamily, f"device_{key}", key, text) for key, text in _OF_DEVICES),
     (GaugeMetricFamily, "fast_bytes", "fast_bytes", "With --ram-gib: bytes of experts on the device"),
     (CounterMetricFamily, "fast_routes", "fast_routes", "With --ram-gib: rows times experts computed on the device"),
     (CounterMetricFamily, "slow_routes", "slow_routes", "With --ram-gib: rows times experts computed in RAM"),
@@ -116,10 +114,9 @@ def _of_servers(servers: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     for address, batches in told.items():
         members.add_metric([address], _buckets(batches["members"]), batches["members"]["total"])
     yield from (about, state, members)
-    for kind, name, key, text in _OF_SERVERS:
-        yield _by("server", kind, f"server_{name}", text, {address: each[key] for address, each in servers.items()})
-    for kind, name, key, text in _TOLD_BY_SERVERS:
-        yield _by("server", kind, f"server_{name}", text, {address: each[key] for address, each in told.items()})
+    for table, values in ((_OF_SERVERS, servers), (_TOLD_BY_SERVERS, told)):
+        for kind, name, key, text in table:
+            yield _by("server", kind, f"server_{name}", text, {address: each[key] for address, each in values.items()})
 
 
 def _by(label: str, kind: Family, name: str, text: str, values: dict[str, float]) -> Metric:

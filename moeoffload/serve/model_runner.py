@@ -58,7 +58,7 @@ class ModelRunner:
 
     def ordered(self, shares: list[Share]) -> list[Share]:
         """The shares in an order in which those that attention computes in one call follow each other."""
-        return sorted(shares, key=self._length_class) if self._shares_calls else shares
+        return sorted(shares, key=self._length_class)
 
     def forward(self, shares: Sequence[Share], *, beside: bool = False) -> torch.Tensor:
         """Logits (rows, vocabulary) of one step of `ordered` shares, of each its ``n_logits`` last rows. ``beside``: in
@@ -84,7 +84,11 @@ class ModelRunner:
         segments: list[Segment | SingleRows] = []
         start = 0
         for call, ends, table in zip(calls, found[::2], found[1::2], strict=True):
-            segments.append(self._segment(start, call, ends, table))
+            longest = max(share.end for share in call)
+            if len(call) > 1:
+                segments.append(SingleRows(start, ends[:, None], longest, table.view(len(call), -1)))
+            else:
+                segments.append(Segment(start, len(call[0].tokens), longest, table))
             start += sum(len(share.tokens) for share in call)
         run = self._model.forward if beside else self._model  # without hooks, which count passes
         logits: torch.Tensor = run(**self._inputs(ids, places, segments, written, kept)).logits
@@ -92,8 +96,6 @@ class ModelRunner:
 
     def _calls(self, shares: Sequence[Share]) -> list[list[Share]]:
         """What attention computes together: on a GPU all single rows of requests of about the same length."""
-        if not self._shares_calls:
-            return [[share] for share in shares]
         calls: list[list[Share]] = []
         for length, group in itertools.groupby(shares, self._length_class):
             members = list(group)
@@ -102,21 +104,16 @@ class ModelRunner:
 
     def _length_class(self, share: Share) -> float:
         """The same for single rows whose calls are shared, of which the longest has at most twice the shortest's pages;
-        infinite for more rows."""
-        return (-(-share.end // self._page_tokens)).bit_length() if len(share.tokens) == 1 else math.inf
+        infinite for rows whose calls are not."""
+        if not self._shares_calls or len(share.tokens) > 1:
+            return math.inf
+        return (-(-share.end // self._page_tokens)).bit_length()
 
     def _tables(self, call: list[Share]) -> tuple[list[int], list[int]]:
         """The tokens of each request of a call and its pages, padded to the most that one has."""
         tables = [share.sequence.pages[: -(-share.end // self._page_tokens)] for share in call]
         first, most = tables[0][0], max(map(len, tables))
         return [share.end for share in call], [page for each in tables for page in each + [first] * (most - len(each))]
-
-    @staticmethod
-    def _segment(start: int, call: list[Share], n_keys: torch.Tensor, pages: torch.Tensor) -> Segment | SingleRows:
-        longest = max(share.end for share in call)
-        if len(call) > 1:
-            return SingleRows(start, n_keys[:, None], longest, pages.view(len(call), -1))
-        return Segment(start, len(call[0].tokens), longest, pages)
 
     def _inputs(
         self,

@@ -40,14 +40,19 @@ class Segment:
     pages: torch.Tensor
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, device: torch.device) -> torch.Tensor | None:
+    def mask(self, window: int | None) -> torch.Tensor | None:
         """Which keys each row sees, see `seen_keys`; None: all, or those before it. Made once for all layers."""
         window = None if window is None or window >= self.n_keys else window
         if window is None and self.n_rows in (1, self.n_keys):
             return None
         if window not in self._masks:
-            self._masks[window] = seen_keys(self.n_rows, self.n_keys, window, device)
+            self._masks[window] = self.seen(window)
         return self._masks[window]
+
+    def seen(self, window: int | None) -> torch.Tensor:
+        """Which keys each row sees: bool (1, 1, n_rows, n_keys); see `seen_keys`."""
+        positions = torch.arange(self.n_keys - self.n_rows, self.n_keys, device=self.pages.device)
+        return seen_keys(positions[:, None], self.n_keys, window)[None, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +72,9 @@ class SingleRows:
     def seen(self, window: int | None, page_tokens: int) -> torch.Tensor:
         """Which keys each row sees: bool (n, most pages * page tokens); see `seen_keys`. Made once for all layers."""
         window = None if window is None or window >= self.longest else window
-        found = self._seen.get(window)
-        if found is None:
-            places = torch.arange(self.pages.shape[1] * page_tokens, device=self.pages.device)
-            found = places < self.n_keys
-            if window is not None:
-                found &= places >= self.n_keys - window
-            self._seen[window] = found
-        return found
+        if window not in self._seen:
+            self._seen[window] = seen_keys(self.n_keys - 1, self.pages.shape[1] * page_tokens, window)
+        return self._seen[window]
 
 
 class KeyValueStore:
@@ -174,7 +174,9 @@ def paged_attention(
     if packed_rows is None:
         raise NotImplementedError("it gives its attention no arguments of its caller")
     store, layer = packed_rows.store, int(module.layer_idx)  # type: ignore[arg-type]
-    attend: Attend = _eager_of(module) if packed_rows.is_eager else AttentionInterface()["sdpa"]
+    attend: Attend = AttentionInterface()["sdpa"]
+    if packed_rows.is_eager:  # what a family brings with it whose attention torch does not have
+        attend = sys.modules[type(module).__module__].eager_attention_forward
     window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
     store.write(layer, packed_rows.slots, key, value)
     parts: list[torch.Tensor] = []
@@ -187,7 +189,7 @@ def paged_attention(
             parts.append(singles.transpose(0, 1))
             continue
         n_rows, n_keys = segment.n_rows, segment.n_keys
-        mask = segment.mask(window, query.device)
+        mask = segment.mask(window)
         is_causal = n_rows > 1 and mask is None
         queries = query.narrow(2, segment.start, n_rows)
         part = None
@@ -202,29 +204,22 @@ def paged_attention(
                 keys, values = store.read(layer, segment)
             if packed_rows.is_eager:
                 if is_causal:
-                    mask = seen_keys(n_rows, n_keys, None, query.device)
+                    mask = segment.seen(None)
                 if mask is not None:
                     mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
-                part, _ = attend(module, queries, keys, values, mask, **kwargs)
-            else:
-                part, _ = attend(module, queries, keys, values, mask, is_causal=is_causal, **kwargs)
+            part, _ = attend(module, queries, keys, values, mask, is_causal=is_causal, **kwargs)
         parts.append(part)
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
-def _eager_of(module: nn.Module) -> Attend:
-    """The attention that a family brings with it, for those that "sdpa" does not fit."""
-    attend: Attend = sys.modules[type(module).__module__].eager_attention_forward
-    return attend
-
-
-def seen_keys(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which keys each of the last ``n_queries`` tokens sees: bool (1, 1, n_queries, n_keys); itself, and what came
-    before it, of which only the last ``window`` - 1."""
-    seen = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril_(n_keys - n_queries)
+def seen_keys(positions: torch.Tensor, n_keys: int, window: int | None) -> torch.Tensor:
+    """Which of ``n_keys`` keys the tokens at ``positions`` (n, 1) see: bool (n, n_keys); their own, and those before
+    it, of which only the last ``window`` - 1."""
+    keys = torch.arange(n_keys, device=positions.device)
+    seen = keys <= positions
     if window is not None:
-        seen.triu_(n_keys - n_queries - window + 1)
-    return seen[None, None]
+        seen &= keys > positions - window
+    return seen
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

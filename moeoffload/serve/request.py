@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final
-
-MAX_ALTERNATIVES: Final = 20
-"""The maximum number of tokens with log probabilities per position, as in OpenAI's API."""
+from typing import Any
 
 
 class FinishReason(StrEnum):

@@ -6,7 +6,6 @@ A tokenizer may have its own template (``response_template``); else markers in i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any, Final
 
 Field = dict[str, Any]
@@ -100,37 +99,43 @@ text: /(.|\n)*/
 """
 
 
-@dataclass(frozen=True)
 class AnswerFormat:
-    """How a model writes reasoning and tool calls.
+    """How a tokenizer's model writes reasoning and tool calls."""
 
-    ``fields`` are those of a response template; ``own`` is the tokenizer's own template, if it has one.
-    """
-
-    fields: dict[str, Field]
-    own: dict[str, Any] | None
-    thoughts_are_special: bool
+    def __init__(self, tokenizer: Any) -> None:
+        self._own: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
+        self._thoughts_are_special = "<think>" in tokenizer.all_special_tokens
+        self._fields: dict[str, Field] = {}  # of a response template
+        templates = tokenizer.chat_template
+        text = templates if isinstance(templates, str) else "".join((templates or {}).values())
+        if "<|channel|>" in text:
+            self._fields = _HARMONY
+            return
+        if "</think>" in text:
+            self._fields["reasoning_content"] = _THOUGHT
+        if calls := next((field for mark, field in _TOOL_CALLS if mark in text), None):
+            self._fields["tool_calls"] = calls
 
     def template(self, prompt: str, with_tools: bool) -> tuple[dict[str, Any], str] | None:
         """The response template for the answer to a prompt, and the end of the prompt that the parser needs; None if
         the answer is plain text."""
-        fields = (self.own or {}).get("fields", self.fields)
+        fields = (self._own or {}).get("fields", self._fields)
         used = {name: field for name, field in fields.items() if with_tools or name != "tool_calls"}
         if set(used) <= {"content"}:
             return None
-        if self.own is not None:
-            return self.own | {"fields": used}, prompt
+        if self._own is not None:
+            return self._own | {"fields": used}, prompt
         used.setdefault("content", _CONTENT if "tool_calls" in used else {"content": "text"})
         return {"start_anchor": _NO_MARK, "fields": used}, "<think>" if self._is_thinking(prompt) else ""
 
     def opening(self, prompt: str) -> str:
         """What may or must precede a constrained answer, as rules of a grammar; empty for nothing."""
-        if self.fields is _HARMONY:
+        if self._fields is _HARMONY:
             return _HARMONY_LARK
         thinking = self._is_thinking(prompt)
-        if self.fields.get("reasoning_content") is not _THOUGHT or re.search(r"</think>\s*$", prompt[-100:]):
+        if self._fields.get("reasoning_content") is not _THOUGHT or re.search(r"</think>\s*$", prompt[-100:]):
             return ""
-        if self.thoughts_are_special:
+        if self._thoughts_are_special:
             begin, rules = "<think>", "thought: text </think>\ntext: /(.|\\n)*/\n"
         else:
             begin, rules = '"<think>"', "thought[lazy]: /(.|\\n)*<\\/think>/\n"
@@ -138,20 +143,4 @@ class AnswerFormat:
         return f"start: {start}\nws: /\\s+/\n{rules}"
 
     def _is_thinking(self, prompt: str) -> bool:
-        return self.fields.get("reasoning_content") is _THOUGHT and bool(re.search(r"<think>\s*$", prompt[-100:]))
-
-
-def answer_format(tokenizer: Any) -> AnswerFormat:
-    """The answer format of a tokenizer's model."""
-    own = getattr(tokenizer, "response_template", None)
-    templates = tokenizer.chat_template
-    text = templates if isinstance(templates, str) else "".join((templates or {}).values())
-    fields: dict[str, Field] = {}
-    if "<|channel|>" in text:
-        fields = _HARMONY
-    else:
-        if "</think>" in text:
-            fields["reasoning_content"] = _THOUGHT
-        if calls := next((field for mark, field in _TOOL_CALLS if mark in text), None):
-            fields["tool_calls"] = calls
-    return AnswerFormat(fields, own, "<think>" in tokenizer.all_special_tokens)
+        return self._fields.get("reasoning_content") is _THOUGHT and bool(re.search(r"<think>\s*$", prompt[-100:]))

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from moeoffload.serve.grammar import GrammarState
+from moeoffload.serve.grammar import allowed_by, reason
 from moeoffload.serve.request import SamplingOptions, TokenChoice
 
 _LEAST_TEMPERATURE: Final = 1e-30
@@ -45,12 +45,12 @@ class Sampler:
         self._seen = set(prompt) if options.repetition_penalty != 1 else set()
         self._counts: Counter[int] = Counter()
         self._generator = torch.Generator()
-        self._grammar = GrammarState(options.matcher) if options.matcher is not None else None
+        self._matcher = options.matcher.deep_copy() if options.matcher is not None else None
         self.is_greedy = options.temperature < _LEAST_TEMPERATURE  # whether the most likely token is taken
         self.is_plain = (
             self.is_greedy
             and options.alternatives is None
-            and self._grammar is None
+            and self._matcher is None
             and options.repetition_penalty == 1
             and not (options.frequency_penalty or options.presence_penalty or options.bias)
         )
@@ -62,8 +62,9 @@ class Sampler:
 
     @property
     def error(self) -> str:
-        """Why the answer cannot continue, in which case the last token does not count; empty while it can."""
-        return self._grammar.error if self._grammar is not None else ""
+        """Why the answer cannot continue (its grammar became too complex), in which case the last token does not count;
+        empty while it can."""
+        return reason(self._matcher.get_error()) if self._matcher is not None else ""
 
     def choose(self, logits: torch.Tensor) -> TokenChoice:
         """Samples the next token from ``logits`` (vocabulary,) float32, which are not changed.
@@ -72,14 +73,14 @@ class Sampler:
         """
         options = self._options
         scores = self._penalised(logits)
-        if self._grammar is not None:
-            scores = self._grammar.allow(scores)
+        if self._matcher is not None:
+            scores = allowed_by(self._matcher, scores)
         token = int(scores.argmax()) if self.is_greedy else self._draw(scores / options.temperature)
         self._counts[token] += 1
         if options.repetition_penalty != 1:
             self._seen.add(token)
-        if self._grammar is not None:
-            self._grammar.take(token)
+        if self._matcher is not None:
+            self._matcher.consume_token(token)
         if options.alternatives is None:
             return TokenChoice(token)
         return next(_scored(logits[None].log_softmax(dim=-1), [token], options.alternatives))

@@ -10,8 +10,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from moeoffload.serve.api_errors import bad_request, unsupported
 from moeoffload.serve.grammar import MAX_GRAMMAR_BYTES, Grammar
-from moeoffload.serve.request import MAX_ALTERNATIVES, SamplingOptions
+from moeoffload.serve.request import SamplingOptions
 
+MAX_ALTERNATIVES: Final = 20  # tokens with log probabilities per position, as in OpenAI's API
 MAX_CHOICES: Final = 16
 MAX_STOPS: Final = 4
 MAX_STOP_LENGTH: Final = 1000

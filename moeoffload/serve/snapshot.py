@@ -92,7 +92,6 @@ class Snapshots:
         return snapshot | {"now": figures(self._history)}
 
     def _ask_servers(self) -> None:
-        batches = dict(self._batches)
         for link in self._offloaded.links:
             try:
                 reply = link.client.stats(_ASK_S)
@@ -111,8 +110,7 @@ class Snapshots:
             }
             for message, names in ((reply.tiers, _OF_TIERS), (reply.memory, _OF_MEMORY)):
                 told |= {name: getattr(message, name) for name in names}
-            batches[link.info.address] = told
-        self._batches = batches
+            self._batches[link.info.address] = told
 
 
 def _model(offloaded: OffloadedModel) -> dict[str, Any]:

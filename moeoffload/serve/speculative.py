@@ -84,7 +84,5 @@ class Guesser:
 
 def accept(verified: Sequence[int], guesses: Sequence[int]) -> list[int]:
     """The accepted guesses and the next token; ``verified``: the model's choices after the last token and guesses."""
-    n_right = 0
-    while n_right < len(guesses) and guesses[n_right] == verified[n_right]:
-        n_right += 1
-    return list(verified[: n_right + 1])
+    wrong = (n for n, guess in enumerate(guesses) if guess != verified[n])
+    return list(verified[: 1 + next(wrong, len(guesses))])

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from many_requests.random_schemas import SCHEMAS, Schema
 from many_requests.serve_process import Server
-from moeoffload.serve.grammar import Grammar, GrammarCompiler, GrammarState
-from moeoffload.serve.response_formats import answer_format
+from moeoffload.serve.grammar import Grammar, GrammarCompiler, allowed_by
+from moeoffload.serve.response_formats import AnswerFormat
 
 N_EXAMPLES = int(os.environ.get("N_SCHEMAS", "10"))
 CLOSING: dict[str, Any] = {"logit_bias": {str(ord(letter)): 14 for letter in '"]}'}, "frequency_penalty": 0.3}
@@ -153,15 +153,15 @@ def test_a_form_begins_behind_reasoning(tokenizer: Any, special: bool) -> None:
     tokenizer.chat_template = "<think></think>"
     if special:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    compiler, kind = GrammarCompiler(tokenizer, 258, [256]), answer_format(tokenizer)
+    compiler, kind = GrammarCompiler(tokenizer, 258, [256]), AnswerFormat(tokenizer)
 
     def takes(prompt: str, text: str) -> bool:
         grammar = replace(Grammar("regex", "[0-9]", "x"), opening=kind.opening(prompt))
-        state = GrammarState(compiler.compile(grammar))
+        matcher = compiler.compile(grammar).deep_copy()
         for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], 256]:
-            if state.allow(torch.zeros(len(tokenizer)))[token] < 0:
+            if allowed_by(matcher, torch.zeros(len(tokenizer)))[token] < 0:
                 return False
-            state.take(token)
+            matcher.consume_token(token)
         return True
 
     texts = ["5", "<think>so\nwhat</think>\n\n5", "so what</think>5", "<think>5"]
