@@ -15,6 +15,7 @@ from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.kernels import LayerKernels
 from moeoffload.transport import ChannelSizes, ServerChannel, ServerSlot, SharedServerEnd, StreamListener
 from moeoffload.transport.base import Work
+from moeoffload.transport.segment import unlink
 from moeoffload.transport.zmq_socket import TAG
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, read_error_text
 
@@ -35,7 +36,7 @@ class _Server:
         share = self.engine.shares.join("fuzz")
         self.host = ActiveHost(EPOCH, LAYOUT, [kernels, None], torch.bfloat16, arena, share)
         self.shared = SharedServerEnd(SIZES, self._deliver)
-        self.shared.opened()
+        unlink(self.shared._segment.name, SIZES.n_slots)
         self.listener = StreamListener()
         # Its reader goes: messages come from the script, in this thread.
         self.listener._closing = True
@@ -62,7 +63,7 @@ class _Server:
             request[:n_bytes] = frame[:n_bytes]
         # Up to 250: as many bytes as there are; above: lengths that lie.
         n_bytes = len(frame) if length <= 250 else (0, 63, LAYOUT.request_bytes + 1, 2**63, 2**64 - 1)[length - 251]
-        words, at = self.shared._words, self.shared._segment.ring_at(0)
+        words, at = self.shared._words, self.shared._segment.ring_at[0]
         words[at], words[at + 1], words[at + 2] = (index if index < 3 else 2**64 - 1), n_bytes, request_id
         self.shared._take(at)
         self.shared.do_work()

@@ -136,12 +136,7 @@ to another thread.
 """
 
 OnFailure = Callable[[str], None]
-"""Called with the text of an unforeseen error that has ended a thread of the transport."""
-
-
-def ignore_failure(text: str) -> None:
-    """Does nothing: the `OnFailure` of channels used without a server; the failure itself is logged."""
-    del text
+"""Called with the text of an unforeseen error that has ended a thread of the transport; the error is logged anyway."""
 
 
 class ServerChannel(ABC):
@@ -182,9 +177,6 @@ class ServerChannel(ABC):
     @abstractmethod
     def _close(self) -> None:
         """Wakes the host and frees everything; called once, when no delivery is running."""
-
-    def opened(self) -> None:  # noqa: B027 (most transports have nothing to do)
-        """Removes the names that served to open the host's end; the server calls it once the host has opened that."""
 
     def reply(self, slot: ServerSlot, n_bytes: int) -> None:
         """Sends a frame, the first ``n_bytes`` of ``slot.reply``; the slot can then receive the next request.

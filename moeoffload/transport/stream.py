@@ -24,6 +24,7 @@ from moeoffload.transport.zmq_socket import (
     CLOSED_ID,
     PIECE_BYTES,
     ROUTING_ID_BYTES,
+    UNEXPECTED,
     FrameSocket,
     IncomingFrame,
 )
@@ -73,8 +74,7 @@ class StreamHostEnd(HostChannel):
         """Checks that the channel works: cancels a request that was never sent and waits for the answer.
         Raises DeadlineError: no answer within ``timeout_s`` seconds."""
         deadline = perf_counter() + timeout_s
-        request_id = self._awaited[0] = self._ids[0]
-        self._ids[0] += len(self.slots)
+        request_id = self._awaited[0] = self._ids[0] = self.next_id(self.slots[0])
         while (left_s := deadline - perf_counter()) > 0:
             with self._using:
                 self._ask(0, request_id)
@@ -160,23 +160,14 @@ class StreamHostEnd(HostChannel):
     def _receive_piece(self, request_id: int, at: int, frame_bytes: int) -> bool:
         """Receives one piece; returns whether the reply it belongs to is complete."""
         index = request_id % len(self.slots)
-        incoming = self._incoming[index]
         if request_id != self._awaited[index]:
-            piece = None
-        elif not HEADER_BYTES <= frame_bytes <= len(self.slots[index].reply):
-            self._wire.skip()
-            return self._complete(index, frame_bytes)
-        else:
-            piece = incoming.expects(request_id, at, frame_bytes)
-        if piece is None:
             self._wire.skip()
             # Not stale: the answer to a probe that crossed the reply, or to a repeated probe.
             self.n_stale += at == 0 and request_id != self._probed_ids[index]
             return False
-        whole = incoming.took(self._wire.receive_piece(piece))
-        return whole is not False and self._complete(index, frame_bytes if whole else 0)
-
-    def _complete(self, index: int, n_bytes: int) -> bool:
+        n_bytes = self._incoming[index].receive(self._wire, request_id, at, frame_bytes)
+        if n_bytes is None or n_bytes == UNEXPECTED:
+            return False
         self._awaited[index] = 0
         self._arrived[index] = n_bytes or 1  # 0 means no reply; a broken one counts as 1 byte, which `wait` refuses
         return True

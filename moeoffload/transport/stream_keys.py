@@ -78,6 +78,8 @@ class Door:
 
     Attributes:
         public_key: the listener's key as Z85 text; the key pair is made for this listener alone.
+        admitted: the keys with which connections may be opened. The listener must drop messages of connections that are
+            open with a key that was removed.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_refused: OnRefused, on_failure: OnFailure) -> None:
@@ -85,7 +87,7 @@ class Door:
         keys = StreamKeys.new()
         self.public_key = keys.public
         self._on_refused = on_refused
-        self._admitted: set[str] = set()
+        self.admitted: set[str] = set()
         self._socket = socket
         self._questions = socket.context.socket(zmq.REP)
         self._questions.setsockopt(zmq.LINGER, 0)
@@ -101,14 +103,6 @@ class Door:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopped = False
         self._thread = start_thread("stream-door", self._answer, on_failure)
-
-    def admit(self, key: str) -> None:
-        """Admits connections from the owner of the secret half of ``key`` from now on."""
-        self._admitted.add(key)
-
-    def expel(self, key: str) -> None:
-        """Refuses new connections with ``key``. The caller must drop messages of connections that are open with it."""
-        self._admitted.discard(key)
 
     def stop(self) -> None:
         """Ends the thread; admits no more peers. Call it before closing the socket, which waits for it. Idempotent."""
@@ -154,7 +148,7 @@ class Door:
         if len(question) < 7 or question[0] != _ZAP_VERSION:
             return [_ZAP_VERSION, question[1] if len(question) > 1 else b"", b"500", b"not understood", b"", b""]
         _, number, _, address, _, mechanism, key, *_ = question
-        if mechanism == b"CURVE" and len(key) == 32 and (text := z85.encode(key).decode()) in self._admitted:
+        if mechanism == b"CURVE" and len(key) == 32 and (text := z85.encode(key).decode()) in self.admitted:
             return [_ZAP_VERSION, number, b"200", b"OK", text.encode(), b""]
         self._on_refused(address.decode("ascii", "replace"), "its stream key is not of an open lease")
         return [_ZAP_VERSION, number, b"400", b"unknown key", b"", b""]

@@ -20,22 +20,9 @@ import zmq
 from moeoffload.config import bracketed
 from moeoffload.errors import ServerError, SettingError
 from moeoffload.last_resort import start_thread
-from moeoffload.transport.base import (
-    ChannelOffer,
-    ChannelSizes,
-    Deliver,
-    OnFailure,
-    ServerChannel,
-    ServerSlot,
-    ignore_failure,
-)
+from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, OnFailure, ServerChannel, ServerSlot
 from moeoffload.transport.stream_keys import Door, OnRefused, check_key
-from moeoffload.transport.zmq_socket import (
-    CLOSED_ID,
-    ROUTING_ID_BYTES,
-    FrameSocket,
-    IncomingFrame,
-)
+from moeoffload.transport.zmq_socket import CLOSED_ID, ROUTING_ID_BYTES, UNEXPECTED, FrameSocket, IncomingFrame
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, is_cancel, peek_request_id, write_error_frame
 
 READ_POLL_S: Final = 0.5
@@ -77,20 +64,11 @@ class StreamServerEnd(ServerChannel):
         if self._busy[slot.index]:
             self._receive_early(wire, slot, request_id, at)
             return None
-        incoming = self._incoming[slot.index]
-        if not HEADER_BYTES <= frame_bytes <= len(slot.request):
-            wire.skip()
-            incoming.request_id = request_id
-            return (slot, frame_bytes) if at == 0 else None
-        piece = incoming.expects(request_id, at, frame_bytes)
-        if piece is None:
-            wire.skip()
+        n_bytes = self._incoming[slot.index].receive(wire, request_id, at, frame_bytes)
+        if n_bytes == UNEXPECTED:
             self.n_dropped += 1
             return None
-        whole = incoming.took(wire.receive_piece(piece))
-        if whole is None:
-            return slot, 0
-        return (slot, frame_bytes) if whole else None
+        return None if n_bytes is None else (slot, n_bytes)
 
     def _receive_early(self, wire: FrameSocket, slot: ServerSlot, request_id: int, at: int) -> None:
         """Receives a piece for a slot with a request that was not answered: a cancellation of that, or too early."""
@@ -144,7 +122,7 @@ class StreamListener:
         *,
         encrypted: bool = False,
         on_refused: OnRefused = lambda peer, reason: None,
-        on_failure: OnFailure = ignore_failure,
+        on_failure: OnFailure = lambda text: None,
     ) -> None:
         """Binds to the interface with the address ``host`` (``*``: all) and starts to read. Port 0 picks a free one.
 
@@ -201,7 +179,7 @@ class StreamListener:
                 if any(other.key == key for other in self._channels.values()):
                     self._on_refused("a host", "its stream key is that of another open lease")
                     raise ServerError("the stream key of the host is in use by another lease")
-                self._door.admit(key)
+                self._door.admitted.add(key)
             self._channels[channel.routing_id] = channel
         return channel
 
@@ -240,7 +218,7 @@ class StreamListener:
         with self._using:
             self._channels.pop(channel.routing_id, None)
             if self._door is not None:
-                self._door.expel(channel.key)
+                self._door.admitted.discard(channel.key)
             if self._closing or channel.is_stolen:
                 return
             self.send_error(channel, CLOSED_ID, ErrorCode.DRAINING, "closed")
