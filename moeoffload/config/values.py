@@ -236,7 +236,7 @@ Folders = Annotated[
     _read_several(read_folder),
     Words("a folder that exists, or several with commas between", "FOLDER,..."),
 ]
-FolderToRead = Annotated[Path | None, _path(_folder_to_read), Words("a folder that exists", "FOLDER")]
+DenseFolder = Annotated[Path | None, _path(_folder_to_read), Words("the folder of a transformers checkpoint", "FOLDER")]
 Draft = Annotated[Path | None, _path(_draft), Words(f"{OWN_HEAD}, or a folder that exists", f"{OWN_HEAD}|FOLDER")]
 FolderToFill = Annotated[Path | None, _path(_folder_to_fill), Words(_TO_FILL, "FOLDER")]
 FileToRead = Annotated[Path | None, _path(_file_to_read), Words("a file that can be read", "FILE")]
