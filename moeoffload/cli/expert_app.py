@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import sys
-import tracemalloc
 from collections.abc import Iterator
 from importlib import import_module
 from types import FrameType
@@ -31,7 +30,6 @@ app = typer.Typer(pretty_exceptions_enable=False)
 def serve(
     settings: ExpertServerSettings,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
-    trace_memory: Annotated[bool, typer.Option("--trace-memory", hidden=True)] = False,
     version: bool = version_option("moeoffload-expert"),
 ) -> None:
     """Keep routed experts in this machine's memory and compute them for hosts.
@@ -59,8 +57,6 @@ def serve(
         signal.signal(number, _in_the_pipe)
 
     server = ExpertServer.start(settings, on_drained=lambda: os.write(stop, b"d"))
-    if trace_memory:
-        tracemalloc.start()
     devices = ", ".join(map(str, server.parts.devices))
     log.info(
         "device %s, %.4g GiB for experts, transports %s",
