@@ -21,6 +21,7 @@ from moeoffload.transport.base import (
     OnFailure,
     ServerChannel,
     ServerSlot,
+    Work,
 )
 from moeoffload.transport.segment import HOST_CLOSED, SERVER_CLOSED, Segment
 from moeoffload.transport.slots import HostChannel
@@ -135,6 +136,7 @@ class SharedServerEnd(ServerChannel):
 
     def _read(self) -> None:
         segment, n_read = self._segment, 0
+        work: Work | None = None
         ring = segment.ring_at
         bells = [segment.address_of(at + 3) for at in ring]
         while not self._closed:
@@ -144,10 +146,11 @@ class SharedServerEnd(ServerChannel):
             if self._words[HOST_CLOSED]:
                 self.close()
             elif not self._closed:
-                self._take(ring[place])
+                work = self._take(ring[place]) or work
                 n_read += 1
-                if not segment.request_semaphore.value:
-                    self.do_work()
+                if work is not None and not segment.request_semaphore.value:
+                    work()
+                    work = None
         segment.close()
 
     def _failed(self, text: str) -> None:
@@ -155,18 +158,18 @@ class SharedServerEnd(ServerChannel):
         self._segment.close()
         self._on_failure(text)
 
-    def _take(self, at: int) -> None:
+    def _take(self, at: int) -> Work | None:
         index, n_bytes, request_id = self._words[at], self._words[at + 1], self._words[at + 2]
         if index >= len(self.slots) or self._busy[index]:
             self.n_dropped += 1  # the host breaks the protocol; there is no slot to answer in
-            return
+            return None
         slot = self.slots[index]
         self._taken[index] = request_id
         if HEADER_BYTES <= n_bytes <= len(slot.request):
-            self._deliver(slot, n_bytes)
-        else:
-            text = f"a frame of {n_bytes} bytes; a slot takes {HEADER_BYTES} to {len(slot.request)}"
-            self._refuse(slot, request_id, ErrorCode.BAD_FRAME, text)
+            return self._deliver(slot, n_bytes)
+        text = f"a frame of {n_bytes} bytes; a slot takes {HEADER_BYTES} to {len(slot.request)}"
+        self._refuse(slot, request_id, ErrorCode.BAD_FRAME, text)
+        return None
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
         at = self._reply_at[slot.index]

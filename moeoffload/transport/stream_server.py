@@ -20,7 +20,7 @@ import zmq
 from moeoffload.config import bracketed
 from moeoffload.errors import ServerError, SettingError
 from moeoffload.last_resort import start_thread
-from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, OnFailure, ServerChannel, ServerSlot
+from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, OnFailure, ServerChannel, ServerSlot, Work
 from moeoffload.transport.stream_keys import Door, OnRefused, check_key
 from moeoffload.transport.zmq_socket import CLOSED_ID, ROUTING_ID_BYTES, UNEXPECTED, FrameSocket, IncomingFrame
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, is_cancel, peek_request_id, write_error_frame
@@ -84,8 +84,9 @@ class StreamServerEnd(ServerChannel):
         """See `ServerChannel.is_cancelled`."""
         return self._cancelled[slot.index] == self._incoming[slot.index].request_id
 
-    def received(self, slot: ServerSlot, n_bytes: int) -> None:
-        """Delivers a request, refuses an invalid frame or returns a cancellation; ``n_bytes`` may not fit the slot."""
+    def received(self, slot: ServerSlot, n_bytes: int) -> Work | None:
+        """Delivers a request, refuses an invalid frame or sends a cancellation back; ``n_bytes`` may not fit the slot.
+        Returns what `Deliver` returns."""
         request_id = self._incoming[slot.index].request_id
         if n_bytes > len(slot.request):
             text = f"a frame of {n_bytes} bytes does not fit into a slot of {len(slot.request)} bytes"
@@ -93,12 +94,13 @@ class StreamServerEnd(ServerChannel):
         elif n_bytes < HEADER_BYTES or peek_request_id(slot.request) != request_id:
             self._refuse(slot, request_id, ErrorCode.BAD_FRAME, "what arrived is not the announced frame")
         elif n_bytes > HEADER_BYTES or not is_cancel(slot.request):
-            self._deliver(slot, n_bytes)
+            return self._deliver(slot, n_bytes)
         else:
             with self._lock:  # copied, since the slot's last reply may still be being sent
                 if not self._closed:
                     self._scratch[:] = slot.request[:HEADER_BYTES]
                     self._listener.send(self, request_id, self._scratch, HEADER_BYTES)
+        return None
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
         self._listener.send(self, self._incoming[slot.index].request_id, slot.reply, n_bytes)
@@ -243,7 +245,7 @@ class StreamListener:
     # -- the reader thread
 
     def _read(self) -> None:
-        worker: StreamServerEnd | None = None
+        work: Work | None = None
         n_read = 0
         while True:
             with self._using:
@@ -251,19 +253,18 @@ class StreamListener:
                     return
                 readable = self._wire.readable()
                 received = self._receive() if readable else None
-                self._reader_waits = not readable and worker is None
-            n_read += 1
+                self._reader_waits = not readable and work is None
             if received is not None:
                 channel, slot, n_bytes = received
-                channel.received(slot, n_bytes)
-                if worker not in (None, channel):
-                    worker.do_work()
-                worker, n_read = channel, 0
-            elif worker is not None and (not readable or n_read >= READ_AHEAD):
-                worker.do_work()
-                worker = None
-            elif not readable:
-                self._wire.wait(READ_POLL_S)
+                work = channel.received(slot, n_bytes) or work
+            if work is None:
+                if not readable:
+                    self._wire.wait(READ_POLL_S)
+            elif readable and n_read < READ_AHEAD:
+                n_read += 1
+            else:
+                work()
+                work, n_read = None, 0
 
     def _receive(self) -> tuple[StreamServerEnd, ServerSlot, int] | None:
         """Receives one message; returns None if it completes no frame, or was dropped or answered here."""
