@@ -206,7 +206,6 @@ class StreamHostEnd(HostChannel):
                     self._receive_all()  # as in `_send`
 
     def _take_late(self, slot: HostSlot) -> bool:
-        self._arrived[slot.index] = 0
         return not self._awaited[slot.index]  # not what has arrived: a wait that Ctrl-C ended may have taken it
 
     def _wake(self) -> None:
@@ -221,13 +220,9 @@ class StreamHostEnd(HostChannel):
 def open_stream(
     offer: ChannelOffer, host: str, *, timeout_s: float, keys: StreamKeys | None = None, encrypted: bool = False
 ) -> StreamHostEnd:
-    """Opens the host's end of a stream channel; a returned channel is known to work.
-
-    ``host`` is the name or address under which this machine reaches the server; ``keys`` belong to this attach and are
-    used if the offer holds the server's key; ``encrypted`` refuses an offer without one.
+    """See `open_channel`; ``keys`` are used if the offer holds the server's key.
     Raises DeadlineError: no answer in time: nothing listens there, or the server does not know this channel;
-    ServerError: the offer or the address is not valid.
-    """
+    ServerError: the offer or the address is not valid."""
     server_key = offer.parameters.get("server_key", "")
     if not server_key and encrypted:
         raise ProtocolError("the server offers a stream channel without encryption, which this host refuses")
