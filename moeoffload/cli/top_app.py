@@ -101,12 +101,8 @@ def _ask(url: SplitResult, headers: dict[str, str], tls: ssl.SSLContext | None) 
     """The current snapshot. Raises ServerError: no host answers, the key is wrong, or the reply is no snapshot."""
     name = url.geturl().rstrip("/")
     # http.client uses no proxies and follows no redirects: the key is sent only to the given address.
-    place = url.hostname or "", url.port
-    client = (
-        http.client.HTTPConnection(*place, timeout=ANSWER_S)
-        if tls is None
-        else http.client.HTTPSConnection(*place, timeout=ANSWER_S, context=tls)
-    )
+    kind = http.client.HTTPConnection if tls is None else functools.partial(http.client.HTTPSConnection, context=tls)
+    client = kind(url.hostname or "", url.port, timeout=ANSWER_S)
 
     def get() -> tuple[int, bytes]:
         with contextlib.closing(client) as connection:

@@ -48,7 +48,8 @@ class StreamHostEnd(HostChannel):
         super().__init__(sizes, memoryview(mmap.mmap(-1, sizes.buffer_bytes)))
         self._endpoint = endpoint
         n_pieces = sizes.request_bytes // PIECE_BYTES + 1
-        self._wire = FrameSocket(zmq.DEALER, n_queued_out=2 * sizes.n_slots * n_pieces + 64)
+        n_queued = 2 * sizes.n_slots * n_pieces + 64
+        self._wire = FrameSocket(zmq.DEALER, n_queued_out=n_queued, encrypted=keys is not None)
         self._incoming = [IncomingFrame(slot.reply) for slot in self.slots]
         self._using = threading.Condition(threading.Lock())
         """Guards the socket and everything below; never held while the socket is waited for."""

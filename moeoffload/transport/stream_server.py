@@ -114,6 +114,7 @@ class StreamListener:
 
     Attributes:
         port: the actual TCP port, even if port 0 was given.
+        public_key: the CURVE key by which hosts recognise this listener; empty without encryption.
         n_unknown: messages that were dropped because no channel has their routing id or key.
     """
 
@@ -140,11 +141,12 @@ class StreamListener:
         """Guards the socket and the table of channels; never held across a wait."""
         self._closing = False
         self._reader_waits = False
-        self._wire = FrameSocket(zmq.ROUTER, n_queued_out=QUEUED_OUT)
+        self._wire = FrameSocket(zmq.ROUTER, n_queued_out=QUEUED_OUT, encrypted=encrypted)
         self._routing_id = memoryview(bytearray(ROUTING_ID_BYTES))
         self._error = memoryview(bytearray(_ERROR_BYTES))
         self._header = FrameHeader()
         self._door = Door(self._wire.socket, on_refused, on_failure) if encrypted else None
+        self.public_key = self._door.public_key if self._door is not None else ""
         try:
             # A send to a host that is not connected fails instead of being dropped silently; a host that reconnects
             # replaces its dead connection.
@@ -152,7 +154,8 @@ class StreamListener:
             self._wire.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self._wire.socket.bind(f"tcp://{bracketed(host)}:{port or '*'}")
         except zmq.ZMQError as error:
-            self._shut_door()
+            if self._door is not None:
+                self._door.stop()
             self._wire.close()
             where, why = f"{host}, port {port}" if port else host, os.strerror(error.errno or 0)
             raise SettingError(f"--stream-port: cannot listen at {where}: {why}") from error
@@ -160,11 +163,6 @@ class StreamListener:
         self.port = int(endpoint.rpartition(":")[2])
         self._on_failure = on_failure
         self._reader = start_thread("stream-reader", self._read, self._failed)
-
-    @property
-    def public_key(self) -> str:
-        """The CURVE key by which hosts recognise this listener; empty without encryption."""
-        return self._door.public_key if self._door is not None else ""
 
     def open_channel(self, sizes: ChannelSizes, deliver: Deliver, key: str = "") -> StreamServerEnd:
         """Opens the server's end for one more host; its ``offer`` goes over the control plane. ``key`` is the host's
@@ -196,12 +194,9 @@ class StreamListener:
                 channel.close()  # opened meanwhile
             self._wire.wake()
             self._reader.join()
-            self._shut_door()
+            if self._door is not None:
+                self._door.stop()
             self._wire.close(FAREWELL_MS)
-
-    def _shut_door(self) -> None:
-        if self._door is not None:
-            self._door.stop()
 
     # -- for the channels
 

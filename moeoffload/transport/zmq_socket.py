@@ -28,6 +28,8 @@ ROUTING_ID_BYTES: Final = 32
 PIECE_BYTES: Final = 1024 * 1024
 UNEXPECTED: Final = -1
 """See `IncomingFrame.receive`."""
+_SEAL_BYTES: Final = 33
+"""Bytes that CURVE adds to a message: command name, nonce, flags and authenticator."""
 _QUEUED_IN: Final = 16
 """Most pieces of one peer that wait to be read; beyond that TCP applies backpressure."""
 _HEARTBEAT_MS: Final = 5_000
@@ -47,8 +49,8 @@ class FrameSocket:
     Nothing here blocks except ``wait``. The owner holds its lock for everything but ``wait`` and ``wake``.
     """
 
-    def __init__(self, kind: int, *, n_queued_out: int) -> None:
-        """Creates the socket; it queues up to ``n_queued_out`` pieces for one peer.
+    def __init__(self, kind: int, *, n_queued_out: int, encrypted: bool) -> None:
+        """Creates the socket; it queues up to ``n_queued_out`` pieces for one peer. ``encrypted``: it will use CURVE.
         Raises OSError: there are too few file descriptors."""
         _check_descriptors()
         context = zmq.Context(io_threads=1)
@@ -56,7 +58,10 @@ class FrameSocket:
         # Not IMMEDIATE: it would drop messages that have arrived but were not read when the connection breaks.
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, PIECE_BYTES),  # a peer that sends more is disconnected before anything is allocated
+            (
+                zmq.MAXMSGSIZE,
+                PIECE_BYTES + _SEAL_BYTES * encrypted,
+            ),  # a peer that sends more is disconnected before anything is allocated
             (zmq.SNDHWM, n_queued_out),
             (zmq.RCVHWM, _QUEUED_IN),
             (zmq.IPV6, 1),
