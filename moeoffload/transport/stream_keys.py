@@ -105,9 +105,8 @@ class Door:
 
     def _answer(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._questions, zmq.POLLIN)
-        poller.register(self._connections, zmq.POLLIN)
-        poller.register(self._wake_fd, zmq.POLLIN)
+        for source in (self._questions, self._connections, self._wake_fd):
+            poller.register(source, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self._wake_fd in ready:
