@@ -94,7 +94,7 @@ class SharedFuzz:
         self._awaited[0] = request_id
         self._settle(0, counts)
         assert not counts.hangs
-        n_bytes = self._segment.words[self._segment.reply_at(0)]
+        n_bytes = self._segment.words[self._segment.reply_at[0]]
         return bytes(self._replies[0][:n_bytes])
 
     def run(self, seconds: float, least: int, rng: random.Random, counts: Counts) -> None:
@@ -124,13 +124,13 @@ class SharedFuzz:
                 n_bytes = rng.choice(INTERESTING_64)
             # Unlike the one before, so that the answer can be told from it.
             self._awaited[index] = request_id
-            self._segment.words[self._segment.reply_at(index) + 1] = request_id ^ 1
+            self._segment.words[self._segment.reply_at[index] + 1] = request_id ^ 1
             self._post(index, n_bytes, request_id)
         for index in range(n_slots):
             self._settle(index, counts)
 
     def _post(self, index: int, n_bytes: int, request_id: int) -> None:
-        words, at = self._segment.words, self._segment.ring_at(self._n_sent)
+        words, at = self._segment.words, self._segment.ring_at[self._n_sent % self.peer.n_slots]
         self._n_sent += 1
         words[at], words[at + 1], words[at + 2] = index, n_bytes, request_id
         self._segment.request_semaphore.release()
@@ -153,7 +153,7 @@ class SharedFuzz:
         request_id = self._awaited.pop(index, None)
         if request_id is None:
             return
-        words, at = self._segment.words, self._segment.reply_at(index)
+        words, at = self._segment.words, self._segment.reply_at[index]
         deadline = time.monotonic() + ANSWER_S
         while words[at + 1] != request_id:
             time.sleep(0)

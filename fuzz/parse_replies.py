@@ -117,7 +117,7 @@ class _Host:
         self._announce(index, n_bytes, request_id)
 
     def _announce(self, index: int, n_bytes: int, request_id: int) -> None:
-        words, at = self._server._words, self._server._segment.reply_at(index)
+        words, at = self._server._words, self._server._segment.reply_at[index]
         words[at], words[at + 1] = n_bytes, request_id
         self._server._segment.reply_semaphores[index].release()
 

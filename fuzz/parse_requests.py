@@ -15,6 +15,7 @@ from moeoffload.expert_server.requests import ActiveHost, SlotContext
 from moeoffload.kernels import LayerKernels
 from moeoffload.transport import ChannelSizes, ServerChannel, ServerSlot, SharedServerEnd, StreamListener
 from moeoffload.transport.base import Work
+from moeoffload.transport.segment import unlink
 from moeoffload.transport.zmq_socket import TAG
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, Kind, read_error_text
 
@@ -35,7 +36,7 @@ class _Server:
         share = self.engine.shares.join("fuzz")
         self.host = ActiveHost(EPOCH, LAYOUT, [kernels, None], torch.bfloat16, arena, share)
         self.shared = SharedServerEnd(SIZES, self._deliver)
-        self.shared.opened()
+        unlink(self.shared._segment.name, SIZES.n_slots)
         self.listener = StreamListener()
         # Its reader goes: messages come from the script, in this thread.
         self.listener._closing = True
@@ -52,6 +53,10 @@ class _Server:
         slot.reply[:HEADER_BYTES] = bytes(HEADER_BYTES)
         return self.engine.submit(channel, slot)
 
+    def _do(self, work: Work | None) -> None:
+        if work is not None:
+            work()
+
     def over_shared(self, data: bytes, reseal: bool) -> None:
         """Ring entry (slot, bytes, request id) of three bytes, then the frame."""
         index, length, request_id = data[0] % 4, data[1], data[2]
@@ -62,10 +67,9 @@ class _Server:
             request[:n_bytes] = frame[:n_bytes]
         # Up to 250: as many bytes as there are; above: lengths that lie.
         n_bytes = len(frame) if length <= 250 else (0, 63, LAYOUT.request_bytes + 1, 2**63, 2**64 - 1)[length - 251]
-        words, at = self.shared._words, self.shared._segment.ring_at(0)
+        words, at = self.shared._words, self.shared._segment.ring_at[0]
         words[at], words[at + 1], words[at + 2] = (index if index < 3 else 2**64 - 1), n_bytes, request_id
-        self.shared._take(at)
-        self.shared.do_work()
+        self._do(self.shared._take(at))
 
     def over_stream(self, data: bytes, reseal: bool) -> None:
         """A script of messages: routing id, tag, piece, more."""
@@ -81,8 +85,7 @@ class _Server:
             received = self.listener._receive()
             if received is not None:
                 channel, slot, n_bytes = received
-                channel.received(slot, n_bytes)
-                channel.do_work()
+                self._do(channel.received(slot, n_bytes))
 
     def check(self, channel: Any) -> None:
         """Every request that was taken has its answer, and what is in the reply areas are frames."""

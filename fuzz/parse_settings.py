@@ -13,8 +13,8 @@ from moeoffload.config.values import (
     FileToRead,
     FileToWrite,
     FolderToFill,
+    Listen,
     read_device,
-    read_listen,
     read_size,
 )
 from moeoffload.errors import SettingError
@@ -22,7 +22,7 @@ from moeoffload.errors import SettingError
 _PATHS: tuple[Any, ...] = (FolderToFill, FileToRead, FileToWrite)
 _READERS: tuple[Callable[[str], object], ...] = (
     TypeAdapter(Addresses).validate_python,
-    read_listen,
+    TypeAdapter(Listen).validate_python,
     read_size,
     read_device,
     *(TypeAdapter(kind).validate_python for kind in _PATHS),

@@ -84,22 +84,18 @@ class SystemLimitError(MoeOffloadError):
     exit_code = 7
 
     @classmethod
-    def of(cls, error: OSError) -> SystemLimitError:
-        """Returns an error that says what a user can do about ``error``."""
-        if error.errno == errno.EMFILE or (error.errno is None and "files open" in str(error)):  # posix_ipc's wording
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            return cls(
-                f"too few file descriptors: this process may have {soft}; raise that with 'ulimit -n' (at most {hard})"
-            )
-        if error.errno == errno.ENFILE:
-            return cls("too few file descriptors on this machine; raise fs.file-max")
-        return cls(f"{error.filename or 'the system'}: {error.strerror or error}")
-
-    @classmethod
     def from_exception(cls, error: BaseException) -> SystemLimitError | None:
-        """As `of`, for any exception; returns None if its cause is not a refused resource."""
+        """Returns an error that says what a user can do about ``error``; None if no resource was refused."""
         if isinstance(error, OSError):
-            return cls.of(error)
+            if error.errno == errno.EMFILE or (error.errno is None and "files open" in str(error)):  # posix_ipc's words
+                soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+                return cls(
+                    f"too few file descriptors: this process may have {soft}; raise that with 'ulimit -n' "
+                    f"(at most {hard})"
+                )
+            if error.errno == errno.ENFILE:
+                return cls("too few file descriptors on this machine; raise fs.file-max")
+            return cls(f"{error.filename or 'the system'}: {error.strerror or error}")
         if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
             return cls("no further thread can be started; raise 'ulimit -u', or the address space with 'ulimit -v'")
         if isinstance(error, RuntimeError) and re.search("(CUDA|HIP) out of memory", str(error)):

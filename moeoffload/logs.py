@@ -37,10 +37,8 @@ class FloodFilter(logging.Filter):
     The first record of a later window says how many were dropped.
     """
 
-    def __init__(self, burst: int = BURST, window_s: float = WINDOW_S) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._burst = burst
-        self._window_s = window_s
         self._kinds: OrderedDict[tuple[str, int, str], tuple[float, int]] = OrderedDict()
         """Of each kind, when its window began and how many records it has had."""
         self._lock = threading.Lock()
@@ -50,8 +48,8 @@ class FloodFilter(logging.Filter):
         kind, now, left_out = (record.name, record.levelno, str(record.msg)[:200]), monotonic(), 0
         with self._lock:
             began, n = self._kinds.get(kind, (now, 0))
-            if now - began >= self._window_s:
-                left_out = max(0, n - self._burst)
+            if now - began >= WINDOW_S:
+                left_out = max(0, n - BURST)
                 began, n = now, 0
             self._kinds[kind] = began, n + 1
             self._kinds.move_to_end(kind)
@@ -59,7 +57,7 @@ class FloodFilter(logging.Filter):
                 self._kinds.popitem(last=False)
         if left_out:
             record.msg, record.args = f"{record.getMessage()} ({left_out} more like it were left out)", None
-        return n < self._burst
+        return n < BURST
 
 
 def log_to(handler: logging.Handler, level: str, form: str) -> None:

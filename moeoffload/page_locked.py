@@ -6,11 +6,12 @@ import contextlib
 import ctypes
 import logging
 import mmap
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
+
+from moeoffload.last_resort import answer_within
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +67,15 @@ class PageLocked:
         """
 
         def run() -> None:
-            try:
-                with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
-                    work()
-            except RuntimeError as error:
-                logger.warning("memory is not page-locked for CUDA: %s", error)
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+                work()
 
-        thread = threading.Thread(target=run, name="page-lock", daemon=True)
-        thread.start()
-        thread.join(DRIVER_S)
-        if not thread.is_alive():
-            return True
-        logger.warning("the CUDA driver takes more than %g s to lock or unlock memory", DRIVER_S)
-        self.abandon()
-        return False
+        try:
+            answer_within(DRIVER_S, "page-lock", run)
+        except RuntimeError as error:
+            logger.warning("memory is not page-locked for CUDA: %s", error)
+        except TimeoutError:
+            logger.warning("the CUDA driver takes more than %g s to lock or unlock memory", DRIVER_S)
+            self.abandon()
+            return False
+        return True

@@ -246,7 +246,7 @@ def test_too_few_descriptors_are_not_taken_for_a_full_dev_shm() -> None:
             SharedServerEnd(ChannelSizes(1, 4096, 4096), lambda channel, slot: None).close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert "ulimit -n" in str(SystemLimitError.of(caught.value))
+    assert "ulimit -n" in str(SystemLimitError.from_exception(caught.value))
 
 
 def test_a_host_with_too_few_descriptors_says_what_to_raise(commands: Commands) -> None:
@@ -280,7 +280,7 @@ for end in (listen, connect):
                 try:
                     end(keys)
                 except OSError as error:
-                    assert "ulimit -n" in str(SystemLimitError.of(error))
+                    assert "ulimit -n" in str(SystemLimitError.from_exception(error))
                 except DeadlineError:
                     pass  # nobody listens at this port
                 os._exit(0)

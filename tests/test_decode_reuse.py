@@ -43,7 +43,10 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def traced_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     folder = tmp_path_factory.mktemp("traced")
-    with expert_server(folder, "--trace-memory") as one, expert_server(folder, "--trace-memory") as two:
+    with (
+        expert_server(folder, patch=tracemalloc.start) as one,
+        expert_server(folder, patch=tracemalloc.start) as two,
+    ):
         yield [one.address, two.address]
 
 

@@ -8,11 +8,10 @@ import os
 import select
 import signal
 import sys
-import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -31,7 +30,6 @@ app = typer.Typer(pretty_exceptions_enable=False)
 def serve(
     settings: ExpertServerSettings,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", hidden=True)] = False,
-    trace_memory: Annotated[bool, typer.Option("--trace-memory", hidden=True)] = False,
     version: bool = version_option("moeoffload-expert"),
 ) -> None:
     """Keep routed experts in this machine's memory and compute them for hosts.
@@ -55,12 +53,9 @@ def serve(
     stopped, stop = os.pipe()
     os.set_blocking(stop, False)
     signal.set_wakeup_fd(stop)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _in_the_pipe)
+    _handle_signals(_in_the_pipe)
 
     server = ExpertServer.start(settings, on_drained=lambda: os.write(stop, b"d"))
-    if trace_memory:
-        tracemalloc.start()
     devices = ", ".join(map(str, server.parts.devices))
     log.info(
         "device %s, %.4g GiB for experts, transports %s",
@@ -72,7 +67,11 @@ def serve(
     try:
         print(f"moeoffload-expert ready on {server.address} ({devices})", flush=True)
         # The import takes seconds, which the first host should not wait for; if it fails, that host gets the error.
-        with contextlib.suppress(MemoryError, OSError, ImportError, _Signalled), _signals_raise(), quick_imports():
+        with (
+            contextlib.suppress(MemoryError, OSError, ImportError, KeyboardInterrupt),
+            _signals_raise(),
+            quick_imports(),
+        ):
             import_module("moeoffload.checkpoint")
         if _wait(stopped, stdin) == signal.SIGTERM:
             log.info("draining: %d leases", server.service.drain())
@@ -83,24 +82,19 @@ def serve(
     log.info("stopped")
 
 
-class _Signalled(BaseException):
-    """A signal arrived; its number is also in the pipe."""
-
-
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """While open, a signal interrupts the main thread at once."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise _Signalled
-
-    signals = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, leave) for number in signals]
+    """While open, a signal, whose number is in the pipe, too, raises KeyboardInterrupt in the main thread."""
+    _handle_signals(signal.default_int_handler)
     try:
         yield
     finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
+        _handle_signals(_in_the_pipe)
+
+
+def _handle_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
 
 
 def _in_the_pipe(number: int, frame: FrameType | None) -> None:

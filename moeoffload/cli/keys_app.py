@@ -14,11 +14,6 @@ from moeoffload.config import bracketed
 app = typer.Typer(no_args_is_help=True, help="Make the certificates that two machines need.")
 
 
-@app.callback()
-def keys() -> None:
-    """Make the certificates that two machines need."""
-
-
 @app.command("new")
 @exit_on_error()
 def new(

@@ -60,7 +60,7 @@ def top(
     console = Console()
     if once:
         time.sleep(interval_s)
-        console.print(_picture(ask(), url))
+        console.print(picture(ask(), url))
         return
     # If stdout is not a terminal, the pictures are printed one after another.
     with contextlib.ExitStack() as stack:
@@ -69,7 +69,7 @@ def top(
         if console.is_terminal:
             live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
             show = functools.partial(live.update, refresh=True)
-        show(_picture(snapshot, url))
+        show(picture(snapshot, url))
         while True:
             time.sleep(interval_s)
             trouble = ""
@@ -77,16 +77,7 @@ def top(
                 snapshot = ask()
             except ServerError as error:
                 trouble = str(error)  # the host may be back at the next request
-            show(_picture(snapshot, url, trouble))
-
-
-def _picture(snapshot: dict[str, Any], url: str, trouble: str = "") -> RenderableType:
-    """See `picture`. Raises ServerError: the host has other figures than this program knows."""
-    try:
-        return picture(snapshot, url, trouble)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ServerError(f"{url}: the host is of another version, its figures cannot be shown ({told})") from None
+            show(picture(snapshot, url, trouble))
 
 
 def _address(url: str) -> SplitResult:
@@ -110,12 +101,8 @@ def _ask(url: SplitResult, headers: dict[str, str], tls: ssl.SSLContext | None) 
     """The current snapshot. Raises ServerError: no host answers, the key is wrong, or the reply is no snapshot."""
     name = url.geturl().rstrip("/")
     # http.client uses no proxies and follows no redirects: the key is sent only to the given address.
-    place = url.hostname or "", url.port
-    client = (
-        http.client.HTTPConnection(*place, timeout=ANSWER_S)
-        if tls is None
-        else http.client.HTTPSConnection(*place, timeout=ANSWER_S, context=tls)
-    )
+    kind = http.client.HTTPConnection if tls is None else functools.partial(http.client.HTTPSConnection, context=tls)
+    client = kind(url.hostname or "", url.port, timeout=ANSWER_S)
 
     def get() -> tuple[int, bytes]:
         with contextlib.closing(client) as connection:

@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from moeoffload.errors import ServerError
 from moeoffload.serve.figures import LAYER_PARTS, PARTS
 from moeoffload.text import one_line
 
@@ -32,14 +33,19 @@ Json = dict[str, Any]
 
 
 def picture(snapshot: Json, url: str, trouble: str = "") -> RenderableType:
-    """The picture of ``snapshot``; ``trouble`` is why no newer one could be fetched."""
-    shown = snapshot["now"]
-    parts: list[RenderableType] = [_title(snapshot, url)]
-    if trouble:
-        parts.append(Text(f"{trouble}; the figures are the last ones", style="bold red"))
-    parts += [Columns(_facts(snapshot), padding=(0, 1)), _servers(snapshot), _times(shown)]
-    if not shown["layers"]:
-        parts.append(Text("no layer was timed: no step has run since the first look", style="dim"))
+    """The picture of ``snapshot``; ``trouble`` is why no newer one could be fetched.
+    Raises ServerError: the host has other figures than this program knows."""
+    try:
+        shown = snapshot["now"]
+        parts: list[RenderableType] = [_title(snapshot, url)]
+        if trouble:
+            parts.append(Text(f"{trouble}; the figures are the last ones", style="bold red"))
+        parts += [Columns(_facts(snapshot), padding=(0, 1)), _servers(snapshot), _times(shown)]
+        if not shown["layers"]:
+            parts.append(Text("no layer was timed: no step has run since the first look", style="dim"))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ServerError(f"{url}: the host is of another version, its figures cannot be shown ({told})") from None
     return Group(*parts)
 
 

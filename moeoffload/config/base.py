@@ -67,15 +67,13 @@ class Panel(StrEnum):
         description: str,
         *,
         means: str | None = None,
-        allowed: str | None = None,
         common: bool = False,
     ) -> Any:
         """Declare a setting of this group; ``description`` is one sentence, bounds and unit are in its type.
 
-        ``means`` says what the default does, and ``allowed`` which values are allowed, if value and type do not say so.
-        --help shows only ``common`` settings.
+        ``means`` says what the default does, if the value does not say so. --help shows only ``common`` settings.
         """
-        words: Any = {"panel": self, "means": means, "allowed": allowed, "common": common}
+        words: Any = {"panel": self, "means": means, "common": common}
         return Field(default, description=description, json_schema_extra=words)
 
 
@@ -208,7 +206,7 @@ def _models(base: type[SettingsBase]) -> Iterator[type[SettingsBase]]:
 
 @functools.cache
 def _infos(model: type[SettingsBase]) -> dict[str, SettingInfo]:
-    return {name: _describe(name, field, env_names(name)) for name, field in model.model_fields.items()}
+    return {name: _describe(name, field) for name, field in model.model_fields.items()}
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -234,19 +232,17 @@ def _complaint(info: SettingInfo, detail: ErrorDetails, values: Mapping[str, Any
     return f"{source}: {shown} is not allowed{reason}; allowed is {info.allowed}"
 
 
-def _describe(name: str, field: FieldInfo, env_names: tuple[str, ...]) -> SettingInfo:
+def _describe(name: str, field: FieldInfo) -> SettingInfo:
     """Describes the setting that ``field`` (made by `Panel.setting`) declares."""
     declared = typing.cast("dict[str, Any]", field.json_schema_extra)
     is_optional = types.NoneType in typing.get_args(field.annotation)
     kind: Any = typing.get_args(field.annotation)[0] if is_optional else field.annotation
     words = next((item for item in field.metadata if isinstance(item, Words)), Words())
     choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
-    allowed = declared["allowed"] or words.allowed
-    if allowed is None:
-        allowed = _allowed(kind, choices, field.metadata) + (f" ({words.unit})" if words.unit else "")
+    allowed = words.allowed or _allowed(kind, choices, field.metadata) + (f" ({words.unit})" if words.unit else "")
     return SettingInfo(
         name=name,
-        env_names=env_names,
+        env_names=env_names(name),
         description=field.description or "",
         default=_default(field.default, words.unit, declared["means"]),
         allowed=allowed + (", or none" if is_optional else ""),
@@ -262,7 +258,9 @@ def _describe(name: str, field: FieldInfo, env_names: tuple[str, ...]) -> Settin
 
 def _allowed(kind: Any, choices: tuple[str, ...] | None, metadata: list[Any]) -> str:
     if choices is not None:
-        return f"{', '.join(choices[:-1])} or {choices[-1]}"
+        too = [spelling for spelling, choice in _SPELLINGS.items() if choice in choices]
+        spellings = f" ({', '.join(too[:-1])} and {too[-1]} too)" if too else ""
+        return f"{', '.join(choices[:-1])} or {choices[-1]}{spellings}"
     if kind is bool:
         return _BOOLEAN_WORDS
     low, above, high = (next((getattr(i, at) for i in metadata if hasattr(i, at)), None) for at in ("ge", "gt", "le"))

@@ -11,22 +11,13 @@ from moeoffload.config.shared import KEYS_HINT, CommonSettings, LogLevel
 from moeoffload.config.values import Address, is_loopback
 from moeoffload.errors import SettingError
 
-_SPELLINGS = "(float32, fp32, float16, fp16 and bfloat16 too)"
-_DTYPES = f"auto, f32, f16 or bf16 {_SPELLINGS}"
-_PAYLOADS = f"auto, f32, f16, bf16 or f8 {_SPELLINGS}"
-
 REFUSED_S: Final = 3.0
 """How long a host waits for a server that refuses connections: enough for one that is started at the same time."""
 
-
 Mode = Literal["auto", "batched", "stream"]
 """How the rows of one layer are split into dispatches."""
-DtypeChoice = Literal["auto", "f32", "f16", "bf16"]
-"""A dtype of rows or weights; auto is that of the model or its checkpoint."""
 PayloadChoice = Literal["auto", "f32", "f16", "bf16", "f8"]
 """A payload dtype; auto is that of the model or, for replies, that of the requests."""
-ExpertFormat = Literal["keep", "int8", "int4", "fp8", "mxfp4"]
-"""The format to quantise experts to at load time; keep leaves them as stored."""
 DenseFormat = Literal["keep", "int8", "int4"]
 """The format to quantise a CPU host's linear layers to; keep leaves them as stored."""
 Pipeline = Literal["auto", "on", "off"]
@@ -62,13 +53,10 @@ class HostSettings(CommonSettings):
     dtype: PayloadChoice = channel(
         "auto",
         "The dtype of rows that travel to servers.",
-        allowed=_PAYLOADS,
         means="the model's activation dtype",
         common=True,
     )
-    dtype_back: PayloadChoice = channel(
-        "auto", "The dtype of sums that travel back.", allowed=_PAYLOADS, means="that of --dtype"
-    )
+    dtype_back: PayloadChoice = channel("auto", "The dtype of sums that travel back.", means="that of --dtype")
     shared_bytes: values.Size = channel(
         0, "Least shared memory with a server started here.", means="as much as a batch needs"
     )
@@ -90,14 +78,13 @@ class HostSettings(CommonSettings):
     device: values.Device = compute(
         "auto", "Where the dense layers run.", means="the first CUDA device, else the CPU", common=True
     )
-    model_dtype: DtypeChoice = compute("auto", "Compute dtype.", allowed=_DTYPES, means="the checkpoint's")
-    expert_format: ExpertFormat = compute(
+    model_dtype: Literal["auto", "f32", "f16", "bf16"] = compute("auto", "Compute dtype.", means="the checkpoint's")
+    expert_format: Literal["keep", "int8", "int4", "fp8", "mxfp4"] = compute(
         "keep", "What servers pack experts of 16 or 32 bits in.", means="as they are stored", common=True
     )
-    dense: values.FolderToRead = compute(
+    dense: values.DenseFolder = compute(
         None,
         "For a model in a GGUF file: config, tokenizer and dense layers come from this folder, experts from the file.",
-        allowed="the folder of a transformers checkpoint",
         means="all comes from the GGUF file, which is possible for some families",
     )
     dense_format: DenseFormat = compute(

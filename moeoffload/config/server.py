@@ -14,8 +14,6 @@ from moeoffload.errors import SettingError
 
 Kernel = Literal["auto", "tiled", "grouped"]
 """The kernel for routed experts; grouped gives the bits of transformers' grouped_mm."""
-KeepWarm = Literal["on", "off"]
-"""Whether experts stay in memory after their host has left, until other experts need the memory."""
 
 
 class ExpertServerSettings(CommonSettings):
@@ -58,7 +56,7 @@ class ExpertServerSettings(CommonSettings):
         means="all experts are on the device",
         common=True,
     )
-    keep_warm: KeepWarm = compute(
+    keep_warm: Literal["on", "off"] = compute(
         "on", "Experts of a host that has left stay in memory for the next one, until others need the memory."
     )
     kernel: Kernel = compute(

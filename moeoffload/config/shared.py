@@ -12,8 +12,6 @@ from moeoffload.errors import SettingError
 USUAL_ROWS: Final = 1024
 KEYS_HINT = "`moeoffload keys new DIR` makes them"
 
-TransportChoice = Literal["auto", "shared", "stream"]
-"""The transport of frames."""
 LogLevel = Literal["debug", "info", "warning", "error"]
 """The lowest level of log messages that are shown."""
 
@@ -27,7 +25,7 @@ class CommonSettings(SettingsBase):
     insecure: bool = security(
         False, "Allow connections between machines without TLS, and servers open to all.", common=True
     )
-    transport: TransportChoice = channel(
+    transport: Literal["auto", "shared", "stream"] = channel(
         "auto",
         "How frames travel: shared memory on one machine, a TCP stream between machines.",
         means="shared where both sides are on one machine, else stream",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import re
@@ -72,11 +73,6 @@ def _host(text: str) -> str:
     if len(text) > 253 or not all(_HOST_LABEL.fullmatch(label) for label in text.split(".")):
         raise ValueError(f"{text!r} is no host name")
     return text.lower()
-
-
-def read_listen(text: str) -> Address:
-    """One HOST:PORT to listen on."""
-    return Address.parse(text, lowest_port=0)
 
 
 def _read(read: Callable[[str], Any]) -> BeforeValidator:
@@ -227,7 +223,9 @@ Addresses = Annotated[
     AfterValidator(_each_once),
     Words(_HOSTS, "HOST:PORT,..."),
 ]
-Listen = Annotated[InstanceOf[Address], _read(read_listen), Words(_LISTEN, "HOST:PORT")]
+Listen = Annotated[
+    InstanceOf[Address], _read(functools.partial(Address.parse, lowest_port=0)), Words(_LISTEN, "HOST:PORT")
+]
 HostName = Annotated[str, _read(read_host), Words("a host name or an address", "HOST")]
 Device = Annotated[str, _read(read_device), Words("auto, cpu, cuda or cuda:N", "auto|cpu|cuda|cuda:N")]
 Size = Annotated[int, _read(read_size), Field(ge=0, le=_MOST_BYTES), Words(_SIZES, "BYTES", "bytes")]
@@ -236,7 +234,7 @@ Folders = Annotated[
     _read_several(read_folder),
     Words("a folder that exists, or several with commas between", "FOLDER,..."),
 ]
-FolderToRead = Annotated[Path | None, _path(_folder_to_read), Words("a folder that exists", "FOLDER")]
+DenseFolder = Annotated[Path | None, _path(_folder_to_read), Words("the folder of a transformers checkpoint", "FOLDER")]
 Draft = Annotated[Path | None, _path(_draft), Words(f"{OWN_HEAD}, or a folder that exists", f"{OWN_HEAD}|FOLDER")]
 FolderToFill = Annotated[Path | None, _path(_folder_to_fill), Words(_TO_FILL, "FOLDER")]
 FileToRead = Annotated[Path | None, _path(_file_to_read), Words("a file that can be read", "FILE")]

@@ -27,7 +27,7 @@ from moeoffload.expert_server.fair_share import SMALL_PRICE, FairShares, Share
 from moeoffload.expert_server.requests import HostShare, Job, Request, RequestError, is_small
 from moeoffload.kernels import KernelWorkspace
 from moeoffload.last_resort import start_thread
-from moeoffload.transport.base import OnFailure, ServerChannel, ServerSlot, Work, ignore_failure
+from moeoffload.transport.base import OnFailure, ServerChannel, ServerSlot, Work
 from moeoffload.wire import ErrorCode
 
 RECENT_S: Final = 0.25
@@ -40,7 +40,7 @@ class Engine:
 
     def __init__(self, *, coalesce: bool = True) -> None:
         """``coalesce``: whether a batch may have several members."""
-        self.on_failure: OnFailure = ignore_failure
+        self.on_failure: OnFailure = lambda text: None
         """Called if the compute thread ends with an error; nothing is computed from then on. Set before `start`."""
         self._counters = EngineCounters()
         self.kernel_workspace = KernelWorkspace()

@@ -333,7 +333,6 @@ class HostLease:
             raise ServerError(f"transport {request.transport!r} was not offered")
         if not secrets.compare_digest(request.nonce, channel.nonce):
             raise ServerError(f"transport {request.transport}: the host does not see this server's memory")
-        channel.opened()
         if self._active is not None:
             self._active.arena.lock_frames(channel.slots)
         for name, other in list(self._channels.items()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moeoffload.errors import ServerError
 from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, HostSlot, ServerChannel, ServerSlot
 from moeoffload.transport.segment import shared_room, sweep_stale_segments
-from moeoffload.transport.shared import SharedHostEnd, SharedServerEnd, open_shared
+from moeoffload.transport.shared import SharedServerEnd, open_shared
 from moeoffload.transport.slots import HostChannel
 from moeoffload.transport.stream import open_stream
 from moeoffload.transport.stream_keys import StreamKeys
@@ -19,7 +19,6 @@ __all__ = [
     "HostSlot",
     "ServerChannel",
     "ServerSlot",
-    "SharedHostEnd",
     "SharedServerEnd",
     "StreamKeys",
     "StreamListener",

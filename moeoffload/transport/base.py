@@ -126,7 +126,8 @@ class ChannelOffer:
 
 
 Work = Callable[[], None]
-"""Work for a reader thread, to be done after it has delivered the requests that have arrived."""
+"""Work for a reader thread, to be done after it has delivered the requests that have arrived. The newest work is done;
+it does what was to be done for earlier requests, too."""
 
 Deliver = Callable[["ServerChannel", ServerSlot], Work | None]
 """Called from a thread of the transport, once per received request. Must return quickly (it enqueues) and not raise.
@@ -136,12 +137,7 @@ to another thread.
 """
 
 OnFailure = Callable[[str], None]
-"""Called with the text of an unforeseen error that has ended a thread of the transport."""
-
-
-def ignore_failure(text: str) -> None:
-    """Does nothing: the `OnFailure` of channels used without a server; the failure itself is logged."""
-    del text
+"""Called with the text of an unforeseen error that has ended a thread of the transport; the error is logged anyway."""
 
 
 class ServerChannel(ABC):
@@ -168,7 +164,6 @@ class ServerChannel(ABC):
         self._delivering = threading.RLock()
         """Held while `Deliver` runs; reentrant, since it may close the channel."""
         self._closed = False
-        self._work: Work | None = None
         self._header = FrameHeader()
 
     @abstractmethod
@@ -182,9 +177,6 @@ class ServerChannel(ABC):
     @abstractmethod
     def _close(self) -> None:
         """Wakes the host and frees everything; called once, when no delivery is running."""
-
-    def opened(self) -> None:  # noqa: B027 (most transports have nothing to do)
-        """Removes the names that served to open the host's end; the server calls it once the host has opened that."""
 
     def reply(self, slot: ServerSlot, n_bytes: int) -> None:
         """Sends a frame, the first ``n_bytes`` of ``slot.reply``; the slot can then receive the next request.
@@ -214,27 +206,22 @@ class ServerChannel(ABC):
         if first:
             self._close()
 
-    def _deliver(self, slot: ServerSlot, n_bytes: int) -> None:
-        """Delivers a received request whose length was checked."""
+    def _deliver(self, slot: ServerSlot, n_bytes: int) -> Work | None:
+        """Delivers a received request whose length was checked; returns what `Deliver` returns."""
         with self._delivering:
             if self._closed:
-                return
+                return None
             slot.n_bytes = n_bytes
             slot.received_at = perf_counter()
             self._busy[slot.index] = True
             try:
-                self._work = self._deliver_to(self, slot) or self._work
+                return self._deliver_to(self, slot)
             except Exception:
                 log.exception("%s: a request could not be delivered", self.name)
                 if self._busy[slot.index]:
                     text = "the server could not take the request"
                     self._refuse(slot, peek_request_id(slot.request), ErrorCode.INTERNAL, text)
-
-    def do_work(self) -> None:
-        """Does the work that deliveries have returned; called by the thread that delivered, without holding a lock."""
-        work, self._work = self._work, None
-        if work is not None:
-            work()
+                return None
 
     def _refuse(self, slot: ServerSlot, request_id: int, code: ErrorCode, text: str) -> None:
         """Answers the request in ``slot`` with an error frame."""

@@ -53,6 +53,8 @@ class Segment:
 
     Attributes:
         words: the control area as 64-bit words.
+        ring_at: by request modulo slots, the index of the first word of its line: slot, bytes, request id, bell.
+        reply_at: by slot, the index of the first word of its reply line: bytes, request id, bell, cancelled request id.
         nonce: 16 random bytes, the same on both sides.
         buffers: the areas of all slots, see `ChannelSizes.buffers`.
         request_semaphore, reply_semaphores: see the module's docstring.
@@ -61,7 +63,6 @@ class Segment:
     def __init__(self, name: str, sizes: ChannelSizes, fd: int, *, create: bool) -> None:
         self.name = name
         self._sizes = sizes
-        self._linked = True
         n, control = sizes.n_slots, _control_bytes(sizes)
         memory = memoryview(mmap.mmap(fd, segment_bytes(sizes)))
         head = (MAGIC, VERSION, n, sizes.request_bytes, sizes.reply_bytes, len(memory))
@@ -72,6 +73,8 @@ class Segment:
             raise ProtocolError(f"shared memory {name} starts with {found[:-1]}, expected {head}")
         self.nonce: bytes = found[-1]
         self.words = memory[:control].cast("Q")
+        lines = range(_RING, _RING + 2 * n * _LINE_WORDS, _LINE_WORDS)
+        self.ring_at, self.reply_at = tuple(lines[:n]), tuple(lines[n:])
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.buffers = memory[control:]
         flags = posix_ipc.O_CREX if create else 0
@@ -133,34 +136,20 @@ class Segment:
             raise ServerError(f"the semaphores of {name} are not on this host") from None
         finally:
             shm.close_fd()
-        segment.unlink()
+        unlink(name, sizes.n_slots)
         return segment
-
-    def ring_at(self, n: int) -> int:
-        """Returns the index of the first word of the n-th request's line: slot, bytes, request id, bell."""
-        return _RING + n % self._sizes.n_slots * _LINE_WORDS
-
-    def reply_at(self, slot: int) -> int:
-        """Returns the index of the first word of a slot's reply line: bytes, request id, bell, cancelled request id."""
-        return _RING + (self._sizes.n_slots + slot) * _LINE_WORDS
 
     def address_of(self, word: int) -> int:
         """Returns the address of a word in this process; valid as long as there is a view of the memory."""
         return self._address + word * _WORD
 
-    def unlink(self) -> None:
-        """Removes the names; open mappings stay usable. Idempotent, even if both sides call it."""
-        if self._linked:
-            self._linked = False
-            unlink(self.name, self._sizes.n_slots)
-
     def close(self) -> None:
-        """Frees names and semaphores. No thread may still use them.
+        """Frees the names, if no host has opened the segment, and the semaphores. No thread may still use them.
 
         The memory itself (and the descriptor that Python keeps for it) is freed when the last view of it is dropped:
         unmapping it under a tensor would crash the process.
         """
-        self.unlink()
+        unlink(self.name, self._sizes.n_slots)
         for semaphore in (self.request_semaphore, *self.reply_semaphores):
             semaphore.close()
 
@@ -175,7 +164,7 @@ def _control_bytes(sizes: ChannelSizes) -> int:
 
 
 def unlink(name: str, n_slots: int) -> None:
-    """Removes the names of a segment and of its semaphores, as far as they exist."""
+    """Removes the names of a segment and of its semaphores, as far as they exist; open mappings stay usable."""
     for semaphore in _semaphore_names(name, n_slots):
         with suppress(posix_ipc.ExistentialError):
             posix_ipc.unlink_semaphore(semaphore)

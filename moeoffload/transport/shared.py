@@ -21,7 +21,7 @@ from moeoffload.transport.base import (
     OnFailure,
     ServerChannel,
     ServerSlot,
-    ignore_failure,
+    Work,
 )
 from moeoffload.transport.segment import HOST_CLOSED, SERVER_CLOSED, Segment
 from moeoffload.transport.slots import HostChannel
@@ -44,19 +44,15 @@ class SharedHostEnd(HostChannel):
         self._segment = segment
         self._words = segment.words
         self._ring = threading.Lock()
-        self._ring_at = [segment.ring_at(n) for n in range(sizes.n_slots)]
-        self._reply_at = [segment.reply_at(index) for index in range(sizes.n_slots)]
+        self._ring_at, self._reply_at = segment.ring_at, segment.reply_at
         self._bells = [segment.address_of(at + 2) for at in self._reply_at]
         self._n_sent = 0
-        self._awaited = [0] * sizes.n_slots
-        """Per slot, the id of the request whose reply is expected."""
         self._spin = AdaptiveSpin()
 
     def _send(self, slot: HostSlot, n_bytes: int, request_id: int) -> None:
         words, index = self._words, slot.index
         if self._segment.reply_semaphores[index].value:
             self._drop_spare_replies(index)
-        self._awaited[index] = request_id
         self._mark_sent(slot)
         with self._ring:  # the n-th post must come after the n-th entry
             at = self._ring_at[self._n_sent % len(self._ring_at)]
@@ -77,7 +73,7 @@ class SharedHostEnd(HostChannel):
     def _await_reply(self, slot: HostSlot, deadline: float) -> int:
         index = slot.index
         semaphore = self._segment.reply_semaphores[index]
-        at, bell, awaited = self._reply_at[index], self._bells[index], self._awaited[index]
+        at, bell, awaited = self._reply_at[index], self._bells[index], self._ids[index]
         while True:
             if self._closed or self._words[SERVER_CLOSED]:
                 self._check_open()
@@ -98,7 +94,7 @@ class SharedHostEnd(HostChannel):
         if semaphore.value:
             semaphore.acquire(0)
         # Not the token: a wait that Ctrl-C ended may have taken it. The bell is written after it.
-        return self._words[self._reply_at[slot.index] + 2] == self._awaited[slot.index]
+        return self._words[self._reply_at[slot.index] + 2] == self._ids[slot.index]
 
     def _closed_by_peer(self) -> bool:
         return self._words[SERVER_CLOSED] != 0
@@ -118,7 +114,7 @@ class SharedServerEnd(ServerChannel):
 
     name = "shared"
 
-    def __init__(self, sizes: ChannelSizes, deliver: Deliver, *, on_failure: OnFailure = ignore_failure) -> None:
+    def __init__(self, sizes: ChannelSizes, deliver: Deliver, *, on_failure: OnFailure = lambda text: None) -> None:
         """Creates the segment and starts the reader thread; if that ends with an error, the channel is closed.
         Raises ServerError: /dev/shm has too little room for it."""
         segment = Segment.create(sizes)
@@ -127,16 +123,12 @@ class SharedServerEnd(ServerChannel):
         self.nonce = segment.nonce
         self._segment = segment
         self._words = segment.words
-        self._reply_at = [segment.reply_at(index) for index in range(sizes.n_slots)]
+        self._reply_at = segment.reply_at
         self._taken = [0] * sizes.n_slots
         """Per slot, the id of the request that is being worked on."""
         self._spin = AdaptiveSpin()
         self._on_failure = on_failure
         self._reader = start_thread("shared-reader", self._read, self._failed)
-
-    def opened(self) -> None:
-        """Removes the names, now that the host has opened its end (the host has removed them, too)."""
-        self._segment.unlink()
 
     def is_cancelled(self, slot: ServerSlot) -> bool:
         """See `ServerChannel.is_cancelled`."""
@@ -144,7 +136,8 @@ class SharedServerEnd(ServerChannel):
 
     def _read(self) -> None:
         segment, n_read = self._segment, 0
-        ring = [segment.ring_at(n) for n in range(len(self.slots))]
+        work: Work | None = None
+        ring = segment.ring_at
         bells = [segment.address_of(at + 3) for at in ring]
         while not self._closed:
             place = n_read % len(ring)
@@ -153,10 +146,11 @@ class SharedServerEnd(ServerChannel):
             if self._words[HOST_CLOSED]:
                 self.close()
             elif not self._closed:
-                self._take(ring[place])
+                work = self._take(ring[place]) or work
                 n_read += 1
-                if not segment.request_semaphore.value:
-                    self.do_work()
+                if work is not None and not segment.request_semaphore.value:
+                    work()
+                    work = None
         segment.close()
 
     def _failed(self, text: str) -> None:
@@ -164,18 +158,18 @@ class SharedServerEnd(ServerChannel):
         self._segment.close()
         self._on_failure(text)
 
-    def _take(self, at: int) -> None:
+    def _take(self, at: int) -> Work | None:
         index, n_bytes, request_id = self._words[at], self._words[at + 1], self._words[at + 2]
         if index >= len(self.slots) or self._busy[index]:
             self.n_dropped += 1  # the host breaks the protocol; there is no slot to answer in
-            return
+            return None
         slot = self.slots[index]
         self._taken[index] = request_id
         if HEADER_BYTES <= n_bytes <= len(slot.request):
-            self._deliver(slot, n_bytes)
-        else:
-            text = f"a frame of {n_bytes} bytes; a slot takes {HEADER_BYTES} to {len(slot.request)}"
-            self._refuse(slot, request_id, ErrorCode.BAD_FRAME, text)
+            return self._deliver(slot, n_bytes)
+        text = f"a frame of {n_bytes} bytes; a slot takes {HEADER_BYTES} to {len(slot.request)}"
+        self._refuse(slot, request_id, ErrorCode.BAD_FRAME, text)
+        return None
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
         at = self._reply_at[slot.index]

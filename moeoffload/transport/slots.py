@@ -50,7 +50,8 @@ class HostChannel(ABC):
         self.slots = tuple(HostSlot(i, *pair) for i, pair in enumerate(sizes.buffers(memory)))
         self.n_stale = 0
         self._states: list[int] = [SlotState.FREE] * sizes.n_slots
-        self._ids = [sizes.n_slots + slot.index for slot in self.slots]
+        self._ids = [slot.index for slot in self.slots]
+        """Per slot, the id of the request that was sent last."""
         self._free_slots = list(reversed(self.slots))
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
@@ -132,7 +133,7 @@ class HostChannel(ABC):
 
         Never 0, and equal to ``slot.index`` modulo the number of slots; it stays the same until that frame is sent.
         """
-        return self._ids[slot.index]
+        return self._ids[slot.index] + len(self.slots)
 
     def send(self, slot: HostSlot, n_bytes: int) -> None:
         """Sends the first ``n_bytes`` of ``slot.request``, a whole frame; its request id must be ``next_id(slot)``.
@@ -146,9 +147,9 @@ class HostChannel(ABC):
             raise RuntimeError(f"slot {index} is {SlotState(self._states[index]).name}; send needs it acquired")
         if not HEADER_BYTES <= n_bytes <= len(slot.request):
             raise CapacityError(f"frame of {n_bytes} bytes; a slot takes {HEADER_BYTES} to {len(slot.request)}")
-        request_id = peek_request_id(slot.request)
-        if request_id != self._ids[index]:
-            raise ProtocolError(f"frame in slot {index} has request id {request_id}, expected {self._ids[index]}")
+        request_id, expected = peek_request_id(slot.request), self._ids[index] + len(self.slots)
+        if request_id != expected:
+            raise ProtocolError(f"frame in slot {index} has request id {request_id}, expected {expected}")
         self._enter()
         try:
             self._send(slot, n_bytes, request_id)
@@ -194,7 +195,7 @@ class HostChannel(ABC):
                 return
             self._n_inside += 1
         try:
-            self._cancel(slot, self._ids[slot.index] - len(self.slots))
+            self._cancel(slot, self._ids[slot.index])
         finally:
             self._leave()
 

@@ -94,11 +94,7 @@ class AdaptiveSpin:
     def acquire(self, semaphore: posix_ipc.Semaphore, bell: int, value: int, timeout_s: float) -> bool:
         """Takes one token of ``semaphore``; returns False if there was none within ``timeout_s`` (or a signal arrived).
 
-        Args:
-            semaphore: its poster writes the bell after posting.
-            bell: address of the int64 to watch while spinning.
-            value: value of the bell once the token is there.
-            timeout_s: 0 does not wait.
+        While spinning it watches an int64 at address ``bell``, to which the poster writes ``value`` after posting.
         """
         started = perf_counter()
         budget_s = min(self.budget_s, timeout_s)

@@ -24,6 +24,7 @@ from moeoffload.transport.zmq_socket import (
     CLOSED_ID,
     PIECE_BYTES,
     ROUTING_ID_BYTES,
+    UNEXPECTED,
     FrameSocket,
     IncomingFrame,
 )
@@ -47,7 +48,8 @@ class StreamHostEnd(HostChannel):
         super().__init__(sizes, memoryview(mmap.mmap(-1, sizes.buffer_bytes)))
         self._endpoint = endpoint
         n_pieces = sizes.request_bytes // PIECE_BYTES + 1
-        self._wire = FrameSocket(zmq.DEALER, n_queued_out=2 * sizes.n_slots * n_pieces + 64)
+        n_queued = 2 * sizes.n_slots * n_pieces + 64
+        self._wire = FrameSocket(zmq.DEALER, n_queued_out=n_queued, encrypted=keys is not None)
         self._incoming = [IncomingFrame(slot.reply) for slot in self.slots]
         self._using = threading.Condition(threading.Lock())
         """Guards the socket and everything below; never held while the socket is waited for."""
@@ -73,8 +75,7 @@ class StreamHostEnd(HostChannel):
         """Checks that the channel works: cancels a request that was never sent and waits for the answer.
         Raises DeadlineError: no answer within ``timeout_s`` seconds."""
         deadline = perf_counter() + timeout_s
-        request_id = self._awaited[0] = self._ids[0]
-        self._ids[0] += len(self.slots)
+        request_id = self._awaited[0] = self._ids[0] = self.next_id(self.slots[0])
         while (left_s := deadline - perf_counter()) > 0:
             with self._using:
                 self._ask(0, request_id)
@@ -160,23 +161,14 @@ class StreamHostEnd(HostChannel):
     def _receive_piece(self, request_id: int, at: int, frame_bytes: int) -> bool:
         """Receives one piece; returns whether the reply it belongs to is complete."""
         index = request_id % len(self.slots)
-        incoming = self._incoming[index]
         if request_id != self._awaited[index]:
-            piece = None
-        elif not HEADER_BYTES <= frame_bytes <= len(self.slots[index].reply):
-            self._wire.skip()
-            return self._complete(index, frame_bytes)
-        else:
-            piece = incoming.expects(request_id, at, frame_bytes)
-        if piece is None:
             self._wire.skip()
             # Not stale: the answer to a probe that crossed the reply, or to a repeated probe.
             self.n_stale += at == 0 and request_id != self._probed_ids[index]
             return False
-        whole = incoming.took(self._wire.receive_piece(piece))
-        return whole is not False and self._complete(index, frame_bytes if whole else 0)
-
-    def _complete(self, index: int, n_bytes: int) -> bool:
+        n_bytes = self._incoming[index].receive(self._wire, request_id, at, frame_bytes)
+        if n_bytes is None or n_bytes == UNEXPECTED:
+            return False
         self._awaited[index] = 0
         self._arrived[index] = n_bytes or 1  # 0 means no reply; a broken one counts as 1 byte, which `wait` refuses
         return True
@@ -215,7 +207,6 @@ class StreamHostEnd(HostChannel):
                     self._receive_all()  # as in `_send`
 
     def _take_late(self, slot: HostSlot) -> bool:
-        self._arrived[slot.index] = 0
         return not self._awaited[slot.index]  # not what has arrived: a wait that Ctrl-C ended may have taken it
 
     def _wake(self) -> None:
@@ -230,13 +221,9 @@ class StreamHostEnd(HostChannel):
 def open_stream(
     offer: ChannelOffer, host: str, *, timeout_s: float, keys: StreamKeys | None = None, encrypted: bool = False
 ) -> StreamHostEnd:
-    """Opens the host's end of a stream channel; a returned channel is known to work.
-
-    ``host`` is the name or address under which this machine reaches the server; ``keys`` belong to this attach and are
-    used if the offer holds the server's key; ``encrypted`` refuses an offer without one.
+    """See `open_channel`; ``keys`` are used if the offer holds the server's key.
     Raises DeadlineError: no answer in time: nothing listens there, or the server does not know this channel;
-    ServerError: the offer or the address is not valid.
-    """
+    ServerError: the offer or the address is not valid."""
     server_key = offer.parameters.get("server_key", "")
     if not server_key and encrypted:
         raise ProtocolError("the server offers a stream channel without encryption, which this host refuses")

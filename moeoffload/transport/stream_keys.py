@@ -17,12 +17,9 @@ from zmq.utils.monitor import recv_monitor_message
 from moeoffload.errors import ProtocolError
 from moeoffload.last_resort import start_thread
 from moeoffload.transport.base import OnFailure
-from moeoffload.transport.zmq_socket import PIECE_BYTES
 
 KEY_CHARACTERS: Final = 40
 """A key is 32 bytes, written as 40 characters of Z85."""
-_SEAL_BYTES: Final = 33
-"""Bytes that CURVE adds to a message: command name, nonce, flags and authenticator."""
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 _DOMAIN: Final = "moeoffload"
@@ -61,14 +58,9 @@ def check_key(text: str, of_whom: str) -> bytes:
 
 def encrypt_host_end(socket: zmq.Socket[bytes], keys: StreamKeys, server: bytes) -> None:
     """Makes a socket that is not connected yet talk only to the owner of the key ``server``."""
-    _admit_sealed_pieces(socket)
     socket.setsockopt(zmq.CURVE_SERVERKEY, server)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-
-
-def _admit_sealed_pieces(socket: zmq.Socket[bytes]) -> None:
-    socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + _SEAL_BYTES)
 
 
 class Door:
@@ -78,6 +70,8 @@ class Door:
 
     Attributes:
         public_key: the listener's key as Z85 text; the key pair is made for this listener alone.
+        admitted: the keys with which connections may be opened. The listener must drop messages of connections that are
+            open with a key that was removed.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_refused: OnRefused, on_failure: OnFailure) -> None:
@@ -85,12 +79,11 @@ class Door:
         keys = StreamKeys.new()
         self.public_key = keys.public
         self._on_refused = on_refused
-        self._admitted: set[str] = set()
+        self.admitted: set[str] = set()
         self._socket = socket
         self._questions = socket.context.socket(zmq.REP)
         self._questions.setsockopt(zmq.LINGER, 0)
         self._questions.bind(_ZAP_ENDPOINT)
-        _admit_sealed_pieces(socket)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
@@ -99,33 +92,21 @@ class Door:
         self._shaking_hands: set[int] = set()
         """File descriptors of open connections for which no key was seen yet."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._stopped = False
         self._thread = start_thread("stream-door", self._answer, on_failure)
 
-    def admit(self, key: str) -> None:
-        """Admits connections from the owner of the secret half of ``key`` from now on."""
-        self._admitted.add(key)
-
-    def expel(self, key: str) -> None:
-        """Refuses new connections with ``key``. The caller must drop messages of connections that are open with it."""
-        self._admitted.discard(key)
-
     def stop(self) -> None:
-        """Ends the thread; admits no more peers. Call it before closing the socket, which waits for it. Idempotent."""
-        if not self._stopped:
-            self._stopped = True
-            os.eventfd_write(self._wake_fd, 1)
-            self._thread.join()
-            os.close(self._wake_fd)
-            self._socket.disable_monitor()
-            self._connections.close(0)
-            self._questions.close()
+        """Ends the thread; admits no more peers. Call it once, before closing the socket, which waits for it."""
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        os.close(self._wake_fd)
+        self._socket.disable_monitor()
+        self._connections.close(0)
+        self._questions.close()
 
     def _answer(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._questions, zmq.POLLIN)
-        poller.register(self._connections, zmq.POLLIN)
-        poller.register(self._wake_fd, zmq.POLLIN)
+        for source in (self._questions, self._connections, self._wake_fd):
+            poller.register(source, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self._wake_fd in ready:
@@ -154,7 +135,7 @@ class Door:
         if len(question) < 7 or question[0] != _ZAP_VERSION:
             return [_ZAP_VERSION, question[1] if len(question) > 1 else b"", b"500", b"not understood", b"", b""]
         _, number, _, address, _, mechanism, key, *_ = question
-        if mechanism == b"CURVE" and len(key) == 32 and (text := z85.encode(key).decode()) in self._admitted:
+        if mechanism == b"CURVE" and len(key) == 32 and (text := z85.encode(key).decode()) in self.admitted:
             return [_ZAP_VERSION, number, b"200", b"OK", text.encode(), b""]
         self._on_refused(address.decode("ascii", "replace"), "its stream key is not of an open lease")
         return [_ZAP_VERSION, number, b"400", b"unknown key", b"", b""]

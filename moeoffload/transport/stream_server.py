@@ -20,22 +20,9 @@ import zmq
 from moeoffload.config import bracketed
 from moeoffload.errors import ServerError, SettingError
 from moeoffload.last_resort import start_thread
-from moeoffload.transport.base import (
-    ChannelOffer,
-    ChannelSizes,
-    Deliver,
-    OnFailure,
-    ServerChannel,
-    ServerSlot,
-    ignore_failure,
-)
+from moeoffload.transport.base import ChannelOffer, ChannelSizes, Deliver, OnFailure, ServerChannel, ServerSlot, Work
 from moeoffload.transport.stream_keys import Door, OnRefused, check_key
-from moeoffload.transport.zmq_socket import (
-    CLOSED_ID,
-    ROUTING_ID_BYTES,
-    FrameSocket,
-    IncomingFrame,
-)
+from moeoffload.transport.zmq_socket import CLOSED_ID, ROUTING_ID_BYTES, UNEXPECTED, FrameSocket, IncomingFrame
 from moeoffload.wire import HEADER_BYTES, ErrorCode, FrameHeader, is_cancel, peek_request_id, write_error_frame
 
 READ_POLL_S: Final = 0.5
@@ -77,20 +64,11 @@ class StreamServerEnd(ServerChannel):
         if self._busy[slot.index]:
             self._receive_early(wire, slot, request_id, at)
             return None
-        incoming = self._incoming[slot.index]
-        if not HEADER_BYTES <= frame_bytes <= len(slot.request):
-            wire.skip()
-            incoming.request_id = request_id
-            return (slot, frame_bytes) if at == 0 else None
-        piece = incoming.expects(request_id, at, frame_bytes)
-        if piece is None:
-            wire.skip()
+        n_bytes = self._incoming[slot.index].receive(wire, request_id, at, frame_bytes)
+        if n_bytes == UNEXPECTED:
             self.n_dropped += 1
             return None
-        whole = incoming.took(wire.receive_piece(piece))
-        if whole is None:
-            return slot, 0
-        return (slot, frame_bytes) if whole else None
+        return None if n_bytes is None else (slot, n_bytes)
 
     def _receive_early(self, wire: FrameSocket, slot: ServerSlot, request_id: int, at: int) -> None:
         """Receives a piece for a slot with a request that was not answered: a cancellation of that, or too early."""
@@ -106,8 +84,9 @@ class StreamServerEnd(ServerChannel):
         """See `ServerChannel.is_cancelled`."""
         return self._cancelled[slot.index] == self._incoming[slot.index].request_id
 
-    def received(self, slot: ServerSlot, n_bytes: int) -> None:
-        """Delivers a request, refuses an invalid frame or returns a cancellation; ``n_bytes`` may not fit the slot."""
+    def received(self, slot: ServerSlot, n_bytes: int) -> Work | None:
+        """Delivers a request, refuses an invalid frame or sends a cancellation back; ``n_bytes`` may not fit the slot.
+        Returns what `Deliver` returns."""
         request_id = self._incoming[slot.index].request_id
         if n_bytes > len(slot.request):
             text = f"a frame of {n_bytes} bytes does not fit into a slot of {len(slot.request)} bytes"
@@ -115,12 +94,13 @@ class StreamServerEnd(ServerChannel):
         elif n_bytes < HEADER_BYTES or peek_request_id(slot.request) != request_id:
             self._refuse(slot, request_id, ErrorCode.BAD_FRAME, "what arrived is not the announced frame")
         elif n_bytes > HEADER_BYTES or not is_cancel(slot.request):
-            self._deliver(slot, n_bytes)
+            return self._deliver(slot, n_bytes)
         else:
             with self._lock:  # copied, since the slot's last reply may still be being sent
                 if not self._closed:
                     self._scratch[:] = slot.request[:HEADER_BYTES]
                     self._listener.send(self, request_id, self._scratch, HEADER_BYTES)
+        return None
 
     def _send_reply(self, slot: ServerSlot, n_bytes: int) -> None:
         self._listener.send(self, self._incoming[slot.index].request_id, slot.reply, n_bytes)
@@ -134,6 +114,7 @@ class StreamListener:
 
     Attributes:
         port: the actual TCP port, even if port 0 was given.
+        public_key: the CURVE key by which hosts recognise this listener; empty without encryption.
         n_unknown: messages that were dropped because no channel has their routing id or key.
     """
 
@@ -144,7 +125,7 @@ class StreamListener:
         *,
         encrypted: bool = False,
         on_refused: OnRefused = lambda peer, reason: None,
-        on_failure: OnFailure = ignore_failure,
+        on_failure: OnFailure = lambda text: None,
     ) -> None:
         """Binds to the interface with the address ``host`` (``*``: all) and starts to read. Port 0 picks a free one.
 
@@ -160,11 +141,12 @@ class StreamListener:
         """Guards the socket and the table of channels; never held across a wait."""
         self._closing = False
         self._reader_waits = False
-        self._wire = FrameSocket(zmq.ROUTER, n_queued_out=QUEUED_OUT)
+        self._wire = FrameSocket(zmq.ROUTER, n_queued_out=QUEUED_OUT, encrypted=encrypted)
         self._routing_id = memoryview(bytearray(ROUTING_ID_BYTES))
         self._error = memoryview(bytearray(_ERROR_BYTES))
         self._header = FrameHeader()
         self._door = Door(self._wire.socket, on_refused, on_failure) if encrypted else None
+        self.public_key = self._door.public_key if self._door is not None else ""
         try:
             # A send to a host that is not connected fails instead of being dropped silently; a host that reconnects
             # replaces its dead connection.
@@ -172,7 +154,8 @@ class StreamListener:
             self._wire.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self._wire.socket.bind(f"tcp://{bracketed(host)}:{port or '*'}")
         except zmq.ZMQError as error:
-            self._shut_door()
+            if self._door is not None:
+                self._door.stop()
             self._wire.close()
             where, why = f"{host}, port {port}" if port else host, os.strerror(error.errno or 0)
             raise SettingError(f"--stream-port: cannot listen at {where}: {why}") from error
@@ -180,11 +163,6 @@ class StreamListener:
         self.port = int(endpoint.rpartition(":")[2])
         self._on_failure = on_failure
         self._reader = start_thread("stream-reader", self._read, self._failed)
-
-    @property
-    def public_key(self) -> str:
-        """The CURVE key by which hosts recognise this listener; empty without encryption."""
-        return self._door.public_key if self._door is not None else ""
 
     def open_channel(self, sizes: ChannelSizes, deliver: Deliver, key: str = "") -> StreamServerEnd:
         """Opens the server's end for one more host; its ``offer`` goes over the control plane. ``key`` is the host's
@@ -201,7 +179,7 @@ class StreamListener:
                 if any(other.key == key for other in self._channels.values()):
                     self._on_refused("a host", "its stream key is that of another open lease")
                     raise ServerError("the stream key of the host is in use by another lease")
-                self._door.admit(key)
+                self._door.admitted.add(key)
             self._channels[channel.routing_id] = channel
         return channel
 
@@ -216,12 +194,9 @@ class StreamListener:
                 channel.close()  # opened meanwhile
             self._wire.wake()
             self._reader.join()
-            self._shut_door()
+            if self._door is not None:
+                self._door.stop()
             self._wire.close(FAREWELL_MS)
-
-    def _shut_door(self) -> None:
-        if self._door is not None:
-            self._door.stop()
 
     # -- for the channels
 
@@ -240,7 +215,7 @@ class StreamListener:
         with self._using:
             self._channels.pop(channel.routing_id, None)
             if self._door is not None:
-                self._door.expel(channel.key)
+                self._door.admitted.discard(channel.key)
             if self._closing or channel.is_stolen:
                 return
             self.send_error(channel, CLOSED_ID, ErrorCode.DRAINING, "closed")
@@ -265,7 +240,7 @@ class StreamListener:
     # -- the reader thread
 
     def _read(self) -> None:
-        worker: StreamServerEnd | None = None
+        work: Work | None = None
         n_read = 0
         while True:
             with self._using:
@@ -273,19 +248,18 @@ class StreamListener:
                     return
                 readable = self._wire.readable()
                 received = self._receive() if readable else None
-                self._reader_waits = not readable and worker is None
-            n_read += 1
+                self._reader_waits = not readable and work is None
             if received is not None:
                 channel, slot, n_bytes = received
-                channel.received(slot, n_bytes)
-                if worker not in (None, channel):
-                    worker.do_work()
-                worker, n_read = channel, 0
-            elif worker is not None and (not readable or n_read >= READ_AHEAD):
-                worker.do_work()
-                worker = None
-            elif not readable:
-                self._wire.wait(READ_POLL_S)
+                work = channel.received(slot, n_bytes) or work
+            if work is None:
+                if not readable:
+                    self._wire.wait(READ_POLL_S)
+            elif readable and n_read < READ_AHEAD:
+                n_read += 1
+            else:
+                work()
+                work, n_read = None, 0
 
     def _receive(self) -> tuple[StreamServerEnd, ServerSlot, int] | None:
         """Receives one message; returns None if it completes no frame, or was dropped or answered here."""

@@ -20,11 +20,16 @@ from typing import Final
 import zmq
 
 from moeoffload.transport.spin import AdaptiveSpin, Readable
+from moeoffload.wire import HEADER_BYTES
 
 TAG: Final = struct.Struct("<QII")
 CLOSED_ID: Final = 0
 ROUTING_ID_BYTES: Final = 32
 PIECE_BYTES: Final = 1024 * 1024
+UNEXPECTED: Final = -1
+"""See `IncomingFrame.receive`."""
+_SEAL_BYTES: Final = 33
+"""Bytes that CURVE adds to a message: command name, nonce, flags and authenticator."""
 _QUEUED_IN: Final = 16
 """Most pieces of one peer that wait to be read; beyond that TCP applies backpressure."""
 _HEARTBEAT_MS: Final = 5_000
@@ -44,8 +49,8 @@ class FrameSocket:
     Nothing here blocks except ``wait``. The owner holds its lock for everything but ``wait`` and ``wake``.
     """
 
-    def __init__(self, kind: int, *, n_queued_out: int) -> None:
-        """Creates the socket; it queues up to ``n_queued_out`` pieces for one peer.
+    def __init__(self, kind: int, *, n_queued_out: int, encrypted: bool) -> None:
+        """Creates the socket; it queues up to ``n_queued_out`` pieces for one peer. ``encrypted``: it will use CURVE.
         Raises OSError: there are too few file descriptors."""
         _check_descriptors()
         context = zmq.Context(io_threads=1)
@@ -53,7 +58,10 @@ class FrameSocket:
         # Not IMMEDIATE: it would drop messages that have arrived but were not read when the connection breaks.
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, PIECE_BYTES),  # a peer that sends more is disconnected before anything is allocated
+            (
+                zmq.MAXMSGSIZE,
+                PIECE_BYTES + _SEAL_BYTES * encrypted,
+            ),  # a peer that sends more is disconnected before anything is allocated
             (zmq.SNDHWM, n_queued_out),
             (zmq.RCVHWM, _QUEUED_IN),
             (zmq.IPV6, 1),
@@ -160,33 +168,40 @@ def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], w
 
 
 class IncomingFrame:
-    """A buffer that receives a frame piece by piece, in order.
+    """A slot's buffer that receives a frame piece by piece, in order.
 
     Attributes:
-        request_id: request id of the frame that is being received.
+        request_id: request id of the frame that is being received, or was received last.
     """
 
-    __slots__ = ("_at", "_frame_bytes", "_pieces", "request_id")
+    __slots__ = ("_at", "_frame_bytes", "_most_bytes", "_pieces", "request_id")
 
     def __init__(self, buffer: memoryview) -> None:
+        self._most_bytes = len(buffer)
         self._pieces = [buffer[at : at + PIECE_BYTES] for at in range(0, len(buffer), PIECE_BYTES)]
-        self.request_id = 0
-        self._frame_bytes = self._at = 0
+        self.request_id = self._frame_bytes = 0
+        self._at = 0
+        """The place of the next piece; 0 if a frame has to begin."""
 
-    def expects(self, request_id: int, at: int, frame_bytes: int) -> memoryview | None:
-        """Returns the place for this piece; None if it is not the next one. The frame is known to fit."""
+    def receive(self, wire: FrameSocket, request_id: int, at: int, frame_bytes: int) -> int | None:
+        """Receives the piece of the current message, whose tag has been read.
+
+        Returns the frame's bytes if it is complete now, None if more pieces follow, `UNEXPECTED` if this one is not the
+        next: it is dropped. If the frame is invalid, returns a number of bytes that no frame of this slot has: the
+        announced one, or 0 for a piece of the wrong length.
+        """
         if at == 0:
             self.request_id, self._frame_bytes, self._at = request_id, frame_bytes, 0
         elif (request_id, at, frame_bytes) != (self.request_id, self._at, self._frame_bytes):
+            wire.skip()
+            return UNEXPECTED
+        if not HEADER_BYTES <= frame_bytes <= self._most_bytes:
+            wire.skip()
+            return frame_bytes
+        end = min(at + PIECE_BYTES, frame_bytes)
+        is_whole = wire.receive_piece(self._pieces[at // PIECE_BYTES]) == end - at
+        if is_whole and end < frame_bytes:
+            self._at = end
             return None
-        return self._pieces[at // PIECE_BYTES] if at < frame_bytes else None
-
-    def took(self, n_bytes: int) -> bool | None:
-        """Records that a piece of ``n_bytes`` was received; returns whether the frame is complete, None if the piece
-        has the wrong length."""
-        expected = min(PIECE_BYTES, self._frame_bytes - self._at)
-        self._at += PIECE_BYTES
-        if n_bytes != expected:
-            self._at = self._frame_bytes = 0  # no further piece of it is accepted
-            return None
-        return self._at >= self._frame_bytes
+        self._at = 0
+        return frame_bytes if is_whole else 0

@@ -2,19 +2,15 @@
 
 from moeoffload.wire.header import (
     HEADER_BYTES,
-    WIRE_VERSION,
     ErrorCode,
     Flag,
     FrameHeader,
-    FrameReader,
     Kind,
-    Role,
     is_cancel,
     peek_request_id,
 )
 from moeoffload.wire.layout import (
     MAX_FRAME_BYTES,
-    MAX_ROWS,
     MAX_SLOTS,
     DispatchViews,
     FrameLayout,
@@ -22,13 +18,12 @@ from moeoffload.wire.layout import (
     read_error_text,
     write_error_frame,
 )
+from moeoffload.wire.reader import FrameReader, Role
 
 __all__ = [
     "HEADER_BYTES",
     "MAX_FRAME_BYTES",
-    "MAX_ROWS",
     "MAX_SLOTS",
-    "WIRE_VERSION",
     "DispatchViews",
     "ErrorCode",
     "Flag",

@@ -1,4 +1,4 @@
-"""The 64-byte little-endian header in front of every frame, and what each side may receive.
+"""The 64-byte little-endian header in front of every frame.
 
 Layout (offset, size, field)::
 
@@ -11,8 +11,6 @@ Layout (offset, size, field)::
     16 4  epoch                0 means no limit. The server does not compute a request that has waited longer, nor one
     20 2  layer                for which a CANCEL frame with its request id arrived before computation began.
     22 2  top_k
-
-`RULES` lists the kinds that each side accepts and the fields that must be as agreed; only `FrameReader` checks them.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
-from enum import Enum, IntEnum, IntFlag
-from typing import Final, NamedTuple, Protocol
+from enum import IntEnum, IntFlag
+from typing import Final
 
-from moeoffload.errors import CapacityError, ProtocolError
+from moeoffload.errors import ProtocolError
 
 MAGIC: Final = b"MOEX"
 WIRE_VERSION: Final = 1
@@ -44,42 +42,6 @@ class Kind(IntEnum):
     CANCEL = 4
     """The host no longer waits for the reply to this request. A server that does not have the request (any more) sends
     the frame back: the host's slot is free or, for a request that was never sent, the channel works."""
-
-
-class Role(Enum):
-    """The side that reads a frame."""
-
-    HOST = "host"
-    SERVER = "server"
-
-
-class Rule(NamedTuple):
-    """Requirements on a received frame of one kind."""
-
-    agreed: tuple[str, ...] = ()
-    """Fields that must be as agreed at attach."""
-    row_bytes: str = ""
-    """The layout's attribute with the bytes of a row; if empty, the body may have any length."""
-
-
-RULES: Final = {
-    Role.SERVER: {
-        Kind.DISPATCH: Rule(("epoch", "dtype_out", "dtype_back", "top_k"), "dispatch_row_bytes"),
-    },
-    Role.HOST: {
-        Kind.COMBINE: Rule(("epoch", "dtype_back"), "combine_row_bytes"),
-        Kind.ERROR: Rule(),
-    },
-}
-"""By reader and kind. Cancellations are handled by the transports, see `is_cancel`."""
-
-
-class Agreed(Protocol):
-    """The part of `FrameLayout` that `FrameReader` needs besides the fields named in `RULES`."""
-
-    @property
-    def capacity(self) -> int:
-        """The most rows of a frame."""
 
 
 class Flag(IntFlag):
@@ -152,46 +114,6 @@ class FrameHeader:
             raise ProtocolError(f"frame version is {version}, this side speaks {WIRE_VERSION}")
         if _CHECKSUM.unpack_from(buffer, _FIELDS.size)[0] != zlib.crc32(buffer[: _FIELDS.size]):
             raise ProtocolError("frame checksum does not match its header")
-
-
-class FrameReader:
-    """Reads the frames of one lease for one side, and checks them before anything is allocated for them."""
-
-    def __init__(self, role: Role, layout: Agreed, epoch: int) -> None:
-        """``layout`` and ``epoch`` are what was agreed at attach."""
-        self._capacity = layout.capacity
-        self._rules = {
-            int(kind): (
-                kind.name.lower(),
-                tuple((name, int(epoch if name == "epoch" else getattr(layout, name))) for name in rule.agreed),
-                int(getattr(layout, rule.row_bytes)) if rule.row_bytes else 0,
-            )
-            for kind, rule in RULES[role].items()
-        }
-
-    def read(self, header: FrameHeader, frame: memoryview, n_bytes: int) -> None:
-        """Reads the header of the frame in the first ``n_bytes`` of ``frame`` into ``header``.
-        Raises CapacityError: more rows than agreed; ProtocolError: any other violation of `RULES`; the message names
-        the field."""
-        header.unpack_from(frame)
-        rule = self._rules.get(header.kind)
-        if rule is None:
-            raise ProtocolError(f"frame kind is {header.kind}, expected {' or '.join(map(str, self._rules))}")
-        kind, agreed, row_bytes = rule
-        for name, value in agreed:
-            if getattr(header, name) != value:
-                raise ProtocolError(f"{kind} frame: {name} is {getattr(header, name)}, expected {value}")
-        if not row_bytes:
-            return
-        rows = header.rows
-        if rows > self._capacity:
-            raise CapacityError(f"{kind} frame has {rows} rows, at most {self._capacity} are taken")
-        if not rows:
-            raise ProtocolError(f"{kind} frame: rows is 0, expected at least 1")
-        if header.body_bytes != rows * row_bytes:
-            raise ProtocolError(f"{kind} frame: body_bytes is {header.body_bytes}, expected {rows * row_bytes}")
-        if n_bytes != HEADER_BYTES + header.body_bytes:
-            raise ProtocolError(f"{kind} frame has {n_bytes} bytes, expected {HEADER_BYTES + header.body_bytes}")
 
 
 def is_cancel(frame: memoryview) -> bool:

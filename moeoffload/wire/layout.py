@@ -115,16 +115,19 @@ class _ByRows(Generic[_T]):
     def get(self, rows: int) -> _T:
         """Returns the view of ``rows`` rows. Raises ServerError: the buffer was dropped."""
         view = self.kept.get(rows)
-        if view is None:
+        if view is not None:
+            return view
+        buffer = self._buffer
+        if buffer:
             # A view created in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
-                view = self._make(_check(self._buffer), rows)
+                view = self._make(buffer, rows)
             if rows <= SMALL_ROWS:
                 self.kept[rows] = view
-            if not self._buffer:  # dropped meanwhile by another thread: do not keep this view
-                self.kept.clear()
-                _check(self._buffer)
-        return view
+            if self._buffer:
+                return view
+            self.kept.clear()  # dropped meanwhile by another thread: do not keep this view
+        raise ServerError("its channel was closed meanwhile")
 
     def drop(self) -> None:
         self._buffer = memoryview(b"")
@@ -156,12 +159,6 @@ class SlotViews:
         """Drops the references to the buffers, so that their memory can be unmapped. From any thread."""
         self._dispatch.drop()
         self._combine.drop()
-
-
-def _check(buffer: memoryview) -> memoryview:
-    if not buffer:
-        raise ServerError("its channel was closed meanwhile")
-    return buffer
 
 
 def write_error_frame(

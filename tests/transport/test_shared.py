@@ -53,8 +53,6 @@ def test_names_live_from_create_to_open_and_are_private() -> None:
     assert call(host, b"works without a name") == b"works without a name"
     assert host.nonce == server.nonce
     assert len(host.nonce) == 16
-    server.opened()
-    server.opened()
     host.close()
     server.close()
 
@@ -165,7 +163,7 @@ def test_a_request_for_no_slot_or_a_busy_one_is_dropped() -> None:
         request_id = send(ends.host, slot, b"mine")
         taken = engine.take()
         for n_sent, number in ((1, slot.index), (2, 4), (3, 2**64 - 1)):
-            _set(segment, segment.ring_at(n_sent), number)
+            _set(segment, segment.ring_at[n_sent], number)
             segment.request_semaphore.release()
         eventually(lambda: ends.server.n_dropped == 3)
         echo(*taken)
@@ -178,7 +176,7 @@ def test_a_reply_of_an_impossible_length_is_an_error() -> None:
         segment: Segment = ends.host._segment  # type: ignore[attr-defined]
         slot = ends.host.acquire(SOON_S)
         request_id = send(ends.host, slot)
-        at = segment.reply_at(slot.index)
+        at = segment.reply_at[slot.index]
         segment.words[at], segment.words[at + 1] = 2**40, request_id
         segment.reply_semaphores[slot.index].release()
         with pytest.raises(ProtocolError, match=f"{2**40} bytes"):

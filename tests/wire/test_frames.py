@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moeoffload.errors import CapacityError, ProtocolError, ServerError
 from moeoffload.payload import PayloadDtype
 from moeoffload.text import MAX_TEXT, one_line
-from moeoffload.transport.zmq_socket import PIECE_BYTES, IncomingFrame
+from moeoffload.transport.zmq_socket import PIECE_BYTES, UNEXPECTED, FrameSocket, IncomingFrame
 from moeoffload.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -29,8 +29,8 @@ from moeoffload.wire import (
     read_error_text,
     write_error_frame,
 )
-from moeoffload.wire.header import RULES
 from moeoffload.wire.layout import MAX_ERROR_TEXT_BYTES
+from moeoffload.wire.reader import RULES
 
 u8, u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (8, 16, 32, 64))
 headers = st.builds(
@@ -266,45 +266,66 @@ tags = st.tuples(
 )
 
 
+class OneMessage:
+    """What an `IncomingFrame` uses of a socket: the piece of one message."""
+
+    def __init__(self, piece: bytes | memoryview) -> None:
+        self._piece = piece
+        self.room = 0
+        """Bytes of the place that it was received into; 0 if it was not received."""
+
+    def receive_piece(self, buffer: memoryview) -> int:
+        self.room = len(buffer)
+        n_bytes = min(len(buffer), len(self._piece))
+        buffer[:n_bytes] = self._piece[:n_bytes]
+        return len(self._piece)
+
+    def skip(self) -> None:
+        """Nothing follows."""
+
+
+def received(incoming: IncomingFrame, message: OneMessage, request_id: int, at: int, frame_bytes: int) -> int | None:
+    return incoming.receive(cast("FrameSocket", message), request_id, at, frame_bytes)
+
+
 @given(st.lists(tags, max_size=12))
 def test_pieces_in_any_order_never_leave_their_buffer(pieces: list[tuple[int, int, int, int]]) -> None:
     memory = memoryview(bytearray(REQUEST_BYTES))
     incoming = IncomingFrame(memory)
     at_end = 0
     for request_id, at, frame_bytes, n_bytes in pieces:
-        if not HEADER_BYTES <= frame_bytes <= REQUEST_BYTES:
-            continue  # what a channel refuses first
-        target = incoming.expects(request_id, at, frame_bytes)
-        if target is None:
+        message = OneMessage(bytes(n_bytes))
+        result = received(incoming, message, request_id, at, frame_bytes)
+        if not message.room:
+            assert result == (UNEXPECTED if at else frame_bytes)
+            assert at or not HEADER_BYTES <= frame_bytes <= REQUEST_BYTES
             continue
+        assert HEADER_BYTES <= frame_bytes <= REQUEST_BYTES
         assert at == 0 or at == at_end
         at_end = at + PIECE_BYTES
         expected = min(PIECE_BYTES, frame_bytes - at)
-        assert expected <= len(target) <= PIECE_BYTES
-        whole = incoming.took(n_bytes)
+        assert expected <= message.room <= PIECE_BYTES
         if n_bytes != expected:
-            assert whole is None
-            assert incoming.expects(request_id, at + PIECE_BYTES, frame_bytes) is None
+            assert result == 0
         else:
-            assert whole is (at + n_bytes == frame_bytes)
+            assert result == (frame_bytes if at + n_bytes == frame_bytes else None)
+        if result is not None:
+            assert received(incoming, OneMessage(b"x"), request_id, at_end, frame_bytes) == UNEXPECTED
 
 
-@given(st.integers(1, REQUEST_BYTES), st.randoms())
+@given(st.integers(HEADER_BYTES, REQUEST_BYTES), st.randoms())
 def test_a_frame_cut_into_pieces_comes_together_in_order_and_only_then(n_bytes: int, random: Any) -> None:
     sent = memoryview(random.randbytes(min(n_bytes, 3000)).ljust(REQUEST_BYTES, b"."))
     memory = memoryview(bytearray(REQUEST_BYTES))
     incoming = IncomingFrame(memory)
-    done: bool | None = False
+    done: int | None = None
     for at in range(0, n_bytes, PIECE_BYTES):
-        assert not done
-        data = sent[at : min(at + PIECE_BYTES, n_bytes)]
-        assert incoming.expects(3, at + PIECE_BYTES, n_bytes) is None
-        assert incoming.expects(4, at, n_bytes) is None or at == 0
-        target = incoming.expects(3, at, n_bytes)
-        assert target is not None
-        target[: len(data)] = data
-        done = incoming.took(len(data))
-    assert done
+        assert done is None
+        message = OneMessage(sent[at : min(at + PIECE_BYTES, n_bytes)])
+        assert received(incoming, message, 3, at + PIECE_BYTES, n_bytes) == UNEXPECTED
+        assert at == 0 or received(incoming, message, 4, at, n_bytes) == UNEXPECTED
+        done = received(incoming, message, 3, at, n_bytes)
+    assert done == n_bytes
     assert memory[:n_bytes] == sent[:n_bytes]
 
 
