@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,13 +33,13 @@ from moeoffload.checkpoint.layout import (
 )
 from moeoffload.checkpoint.locate import locate
 from moeoffload.checkpoint.model_config import CONFIG_FILE
-from moeoffload.checkpoint.packed_rows import PLAIN, Piece
+from moeoffload.checkpoint.packed_rows import Piece
 from moeoffload.checkpoint.quantised import quantised_experts, quantised_pieces, refuse_packed
 from moeoffload.checkpoint.source import Source, open_folder
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, INDEX_FILE, TensorReader
-from moeoffload.checkpoint.weights import Readable
+from moeoffload.checkpoint.weights import DenseTensor
 from moeoffload.errors import ModelError
-from moeoffload.formats import PackedWeights
+from moeoffload.formats import PLAIN, PackedWeights
 from moeoffload.formats.quantise import FORMATS
 from moeoffload.formats.tiles import multiplies_tiles
 from moeoffload.huge_pages import empty_weights
@@ -147,11 +147,9 @@ class Checkpoint:
         Differs for each ``expert_format``.
         """
         stored = digest_checkpoint(self._source.values, self._source.index)
-        return (
-            stored
-            if self.expert_format is None
-            else hashlib.sha256(f"{stored} {self.expert_format}".encode()).hexdigest()
-        )
+        if self.expert_format is None:
+            return stored
+        return hashlib.sha256(f"{stored} {self.expert_format}".encode()).hexdigest()
 
     @property
     def is_current(self) -> bool:
@@ -163,7 +161,7 @@ class Checkpoint:
         """The classes of the experts modules, each once."""
         return tuple(dict.fromkeys(type(mould) for mould in self._moulds.values()))
 
-    def dense_tensors(self) -> Mapping[str, Readable]:
+    def dense_tensors(self) -> Mapping[str, DenseTensor]:
         """Returns all tensors but the routed experts by name; each is read (and unpacked) when it is accessed."""
         return self._dense(self.dtype)
 
@@ -352,17 +350,14 @@ def _fill_rows(
     n_threads = min(_MOST_THREADS, len(experts), os.cpu_count() or 1)
     with ThreadPoolExecutor(n_threads) as pool:
         for places, some in [(outs, experts)] if buffers is None else buffers.in_parts(outs, experts):
-            turns = [range(len(some))[turn] for turn in _steps(len(some), -(-len(some) // (_TURNS * n_threads)))]
-            for _ in pool.map(partial(fill, places, some), turns):
+            slots, step = range(len(some)), -(-len(some) // (_TURNS * n_threads))
+            for _ in pool.map(partial(fill, places, some), (slots[at : at + step] for at in slots[::step])):
                 pass
 
 
-def _groups(n_experts: int, expert_bytes: int) -> Iterator[slice]:
-    return _steps(n_experts, max(1, _GROUP_BYTES // max(1, expert_bytes)))
-
-
-def _steps(n: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, n)) for start in range(0, n, step))
+def _groups(n_experts: int, expert_bytes: int) -> list[slice]:
+    step = max(1, _GROUP_BYTES // max(1, expert_bytes))
+    return [slice(start, start + step) for start in range(0, n_experts, step)]
 
 
 def _only(values: set[int], what: str, model_type: str) -> int:

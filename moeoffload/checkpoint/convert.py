@@ -33,11 +33,11 @@ from transformers.core_model_loading import (
 )
 
 from moeoffload.checkpoint.layout import n_experts_of, per_expert_parameters
-from moeoffload.checkpoint.model_config import first_line
 from moeoffload.checkpoint.packed_rows import Piece, plan, trace
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorReader
 from moeoffload.checkpoint.weights import Dense, StoredWeight, as_dense
 from moeoffload.errors import ModelError
+from moeoffload.text import first_line
 
 _PER_EXPERT_OPERATIONS = (Chunk, Concatenate, Interleave, Transpose)
 Plans = dict[object, dict[str, tuple[Piece, ...]]]

@@ -13,10 +13,10 @@ from transformers.modeling_layers import MtpModel
 
 from moeoffload.checkpoint.convert import make_recipes
 from moeoffload.checkpoint.layout import BUILDING, build_meta_model
-from moeoffload.checkpoint.model_config import first_line, quantisation
 from moeoffload.checkpoint.source import Source
 from moeoffload.checkpoint.weights import stored_weights
 from moeoffload.errors import ModelError
+from moeoffload.text import first_line
 
 _LAYER: Final = 0
 """Of several layers only the first drafts; later ones are trained to continue from its output."""
@@ -32,7 +32,7 @@ def draft_head_of(source: Source, dtype: torch.dtype) -> tuple[nn.Module, Source
     main: Any = build_meta_model(source.config, dtype)
     n_layers = main.config.get_text_config().num_hidden_layers
     own = re.compile(rf"(^|\.)(mtp\.|layers\.{n_layers}\.)")
-    all_weights = stored_weights(source.index, quantisation(source.values, str(source.path)))
+    all_weights = stored_weights(source.index, source.values, source.path)
     weights = [weight for weight in all_weights if own.search(weight.name)]
     if not weights:
         raise ModelError(

@@ -24,7 +24,6 @@ from moeoffload.checkpoint.model_config import (
     CONFIG_FILE,
     config_of,
     parse_config,
-    quantisation,
     read_config,
     refuse_empty_claims,
     without_quantisation,
@@ -61,7 +60,7 @@ def open_gguf(path: Path, dense: Path | None, config_text: str) -> Source:
     refuse_empty_claims(config, index)
     if dense is not None or config_text:
         _compare(gguf, config.get_text_config(), where)
-    weights = stored_weights(TensorIndex.open(dense), quantisation(values, str(dense))) if dense is not None else None
+    weights = stored_weights(TensorIndex.open(dense), values, dense) if dense is not None else None
 
     def sort(model: nn.Module, experts: dict[str, nn.Module]) -> Sorted:
         recipes, _ = make_recipes(model, experts, expert_weights(gguf, experts), expert_mapping(experts))

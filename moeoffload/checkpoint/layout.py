@@ -16,8 +16,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from moeoffload.checkpoint.model_config import first_line
 from moeoffload.errors import ModelError
+from moeoffload.text import first_line
 
 BUILDING = threading.Lock()
 """Held while transformers builds a model, because it changes torch's default dtype for all threads meanwhile."""

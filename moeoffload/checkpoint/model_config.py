@@ -12,8 +12,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from moeoffload.checkpoint.tensors import TensorIndex, read_json
 from moeoffload.errors import ModelError
+from moeoffload.formats.file_format import FileFormat
 from moeoffload.formats.methods import file_formats
-from moeoffload.text import one_line
+from moeoffload.text import first_line, one_line
 
 CONFIG_FILE = "config.json"
 _COUNT = re.compile(r"(\w+_)?(num|n)_(\w*_)?(layers?|experts?|heads?|groups?)")
@@ -115,12 +116,6 @@ def refuse_empty_claims(config: Any, index: TensorIndex) -> None:
             )
 
 
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error's message, or its class name if it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the config itself and its nested sections (text, vision, quantisation)."""
     yield config
@@ -131,11 +126,9 @@ def _is_count(key: str, value: object, of: str = "") -> bool:
     return isinstance(value, int | float) and of in key and _COUNT.fullmatch(key) is not None
 
 
-def quantisation(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the quantization_config of a config.json, empty if it has none; ``where`` names its origin in errors.
-
-    Raises ModelError when it is not supported.
-    """
+def quantisation(values: dict[str, Any], where: Path) -> tuple[dict[str, Any], tuple[FileFormat, ...]]:
+    """Returns the quantization_config of the config.json in ``where`` and the formats that tensors may have; both are
+    empty if it has none. Raises ModelError when it is not supported."""
     for section in _sections(values):
         for key in _QUANTISATION_KEYS:
             settings = section.get(key)
@@ -143,14 +136,13 @@ def quantisation(values: dict[str, Any], where: str) -> dict[str, Any]:
                 try:
                     if not isinstance(settings, dict):
                         raise ValueError(str(settings)[:40])
-                    file_formats(settings)
+                    return settings, file_formats(settings)
                 except ValueError as error:
                     raise ModelError(
                         f"{where}: this {values.get('model_type')} checkpoint is quantised in a way that is "
                         f"not supported ({error}); bfloat16, float16 and float32 weights always are"
                     ) from error
-                return settings
-    return {}
+    return {}, ()
 
 
 def without_quantisation(values: dict[str, Any]) -> dict[str, Any]:

@@ -16,16 +16,11 @@ from moeoffload.checkpoint.repeated_read import RepeatedRead
 from moeoffload.checkpoint.tensors import TensorReader
 from moeoffload.checkpoint.weights import StoredWeight
 from moeoffload.errors import ModelError
-from moeoffload.formats import Codes, PackedFormat, PackedWeights, Scales
+from moeoffload.formats import PLAIN, PackedFormat, PackedWeights, Scales
 from moeoffload.formats.conversion import recorded
 from moeoffload.formats.file_format import SHARED, Packing, Parts, as_bytes
 from moeoffload.formats.tiles import TILE_ROWS
 
-PLAIN: Final = {
-    torch.bfloat16: PackedFormat("bf16", Codes.BFLOAT16),
-    torch.float16: PackedFormat("f16", Codes.FLOAT16),
-    torch.float32: PackedFormat("f32", Codes.FLOAT32),
-}
 _CPU: Final = torch.device("cpu")
 Rows = slice | torch.Tensor
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moeoffload.checkpoint.convert import Sorted, make_recipes
-from moeoffload.checkpoint.model_config import CONFIG_FILE, config_of, quantisation, read_config, refuse_empty_claims
+from moeoffload.checkpoint.model_config import CONFIG_FILE, config_of, read_config, refuse_empty_claims
 from moeoffload.checkpoint.tensors import TensorIndex
 from moeoffload.checkpoint.weights import stored_weights
 
@@ -48,5 +48,5 @@ def open_folder(folder: Path) -> Source:
     config = config_of(values, str(folder / CONFIG_FILE))
     index = TensorIndex.open(folder)
     refuse_empty_claims(config, index)
-    weights = stored_weights(index, quantisation(values, str(folder)))
+    weights = stored_weights(index, values, folder)
     return Source(folder, folder, config, values, index, None, partial(make_recipes, weights=weights))
