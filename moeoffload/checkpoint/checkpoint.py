@@ -89,7 +89,7 @@ class Checkpoint:
         self.top_k = _only({top_k_of(model, name) for name in experts}, "top_k values", self.model_type)
         self.dense_bytes = dense_bytes_of(model, experts)
         self._source = source
-        self._files = sorted({tensor.file for tensor in source.index})
+        self._files = sorted({tensor.file for tensor in source.index.values()})
         if source.path.is_dir():
             self._files += [source.path / name for name in (CONFIG_FILE, INDEX_FILE)]
         self.stamp = stamp_of(self._files)
@@ -251,11 +251,7 @@ class Checkpoint:
         return self._stored_pieces(module_name)
 
     def _stored_pieces(self, module_name: str) -> dict[str, tuple[Piece, ...]]:
-        return {
-            target.removeprefix(f"{module_name}."): pieces
-            for recipe in self._recipes[module_name]
-            for target, pieces in recipe.pieces.items()
-        }
+        return {name: pieces for recipe in self._recipes[module_name] for name, pieces in recipe.pieces.items()}
 
     def _cast(
         self,
@@ -294,7 +290,6 @@ class Checkpoint:
         reader: TensorReader,
         buffers: CopyBuffers | None,
     ) -> None:
-        prefix = f"{layer.module_name}."
         rooms = self._rooms(module, layer, recipe)
         if rooms:
             _fill_rows(rooms, recipe, experts, reader, buffers)
@@ -304,28 +299,23 @@ class Checkpoint:
             shapes = Shapes(layer.module_name, self._moulds[layer.module_name], len(chosen))
             converted = recipe.convert(recipe.read(reader, chosen), shapes, self._model_config)
             for target, values in converted.items():
-                parameter = module.get_parameter(target.removeprefix(prefix))
+                parameter = module.get_parameter(target.removeprefix(f"{layer.module_name}."))
                 (parameter[group] if recipe.per_expert else parameter).copy_(values)
 
     def _rooms(self, module: nn.Module, layer: ExpertLayer, recipe: Recipe) -> list[tuple[Piece, PackedWeights]]:
         """Returns the destinations of rows of packed matrices, or of plain ones that need no conversion; empty if the
         recipe's matrices must be converted."""
-        prefix, mould = f"{layer.module_name}.", self._moulds[layer.module_name]
         if recipe.pieces:
-            packed = {target: getattr(module, target.removeprefix(prefix)) for target in recipe.pieces}
-            return [
-                pair for target, pieces in recipe.pieces.items() for pair in zip(pieces, packed[target], strict=True)
-            ]
-        if not recipe.per_expert or getattr(mould, "is_transposed", True):
+            packed = [(pieces, getattr(module, name)) for name, pieces in recipe.pieces.items()]
+            return [pair for pieces, weights in packed for pair in zip(pieces, weights, strict=True)]
+        mould: Any = self._moulds[layer.module_name]
+        if not recipe.per_expert or mould.is_transposed:
             return []
-        config, form = self._model_config, PLAIN.get(self.dtype)
-        plain = plan_rows(recipe, layer.module_name, mould, config, self._plans, must=False)
-        if any(len(pieces) != 1 or pieces[0].form != form for pieces in plain.values()):
+        plain = plan_rows(recipe, layer.module_name, mould, self._model_config, self._plans, must=False)
+        if any(len(pieces) != 1 or pieces[0].form != PLAIN.get(self.dtype) for pieces in plain.values()):
             return []
-        bytes_of = {
-            target: module.get_parameter(target.removeprefix(prefix)).data.view(torch.uint8) for target in plain
-        }
-        return [(each, PackedWeights(each.form, each.n_in, bytes_of[target])) for target, (each,) in plain.items()]
+        bytes_of = {name: module.get_parameter(name).data.view(torch.uint8) for name in plain}
+        return [(each, PackedWeights(each.form, each.n_in, bytes_of[name])) for name, (each,) in plain.items()]
 
 
 def _fill_rows(

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from transformers.modeling_layers import MtpModel
+from transformers.modeling_utils import local_torch_dtype
 
 from moeoffload.checkpoint.convert import make_recipes
 from moeoffload.checkpoint.layout import BUILDING, build_meta_model
@@ -57,12 +58,8 @@ def build_head(main: Any, dtype: torch.dtype) -> Any:
             setattr(config, f"mtp_{name}", [kinds[-1]])
     if not getattr(config, "num_mtp_layers", None):
         config.num_mtp_layers = 1
-    with BUILDING:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
+    try:
+        with BUILDING, local_torch_dtype(dtype):
             return MtpModel(main, _LAYER + 1)
-        except Exception as error:  # as in `build_meta_model`
-            raise ModelError(f"--draft own: transformers cannot build the layer: {first_line(error)}") from error
-        finally:
-            torch.set_default_dtype(before)
+    except Exception as error:  # as in `build_meta_model`
+        raise ModelError(f"--draft own: transformers cannot build the layer: {first_line(error)}") from error

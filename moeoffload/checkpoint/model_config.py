@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ CONFIG_FILE = "config.json"
 _COUNT = re.compile(r"(\w+_)?(num|n)_(\w*_)?(layers?|experts?|heads?|groups?)")
 _MAX_COUNT = 32_767
 _CONFIG_BYTES = 4 << 20
+MAX_CONFIG_TEXT = 1 << 18  # characters of a config that a host sends
 _MAX_LAYERS = 1_000
 _MAX_EXPERTS = 1 << 18  # all layers together
-_QUANTISATION_KEYS = ("quantization_config", "compression_config")
+QUANTISATION_KEYS = ("quantization_config", "compression_config")
 # Checkpoints whose own code repeats a class of transformers under another name.
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
 
@@ -48,7 +49,7 @@ def config_of(values: dict[str, Any], where: str) -> Any:
     """
     _refuse_wrong(where, values)
     try:
-        config = CONFIG_MAPPING[values["model_type"]].from_dict(without_quantisation(values))
+        config = CONFIG_MAPPING[values["model_type"]].from_dict(without_keys(values, QUANTISATION_KEYS))
         config.get_text_config()  # raises for models with several generating parts
         return config
     except Exception as error:  # a config class may raise anything for an unexpected value
@@ -56,11 +57,11 @@ def config_of(values: dict[str, Any], where: str) -> Any:
         raise ModelError(f"{where}: not a valid {values['model_type']} config: {reason}") from error
 
 
-def parse_config(text: str, most_characters: int) -> dict[str, Any]:
+def parse_config(text: str) -> dict[str, Any]:
     """Returns the values of a config.json received as text. Raises ModelError when it is too long, not a JSON object,
     or has lists with numbers above `_MAX_COUNT`."""
-    if len(text) > most_characters:
-        raise ModelError(f"the host's config has more than {most_characters} characters")
+    if len(text) > MAX_CONFIG_TEXT:
+        raise ModelError(f"the host's config has more than {MAX_CONFIG_TEXT} characters")
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -98,7 +99,7 @@ def refuse_empty_claims(config: Any, index: TensorIndex) -> None:
     Each layer has at least one stored tensor; each expert of a layer has a tensor, or a row of one for all experts.
     Raises ModelError.
     """
-    n_rows = sum(tensor.shape[0] if tensor.shape else 1 for tensor in index)
+    n_rows = sum(tensor.shape[0] if tensor.shape else 1 for tensor in index.values())
     for section in _sections(config.to_dict()):
         layers, experts = (
             max((value for key, value in section.items() if _is_count(key, value, of)), default=0)
@@ -130,7 +131,7 @@ def quantisation(values: dict[str, Any], where: Path) -> tuple[dict[str, Any], t
     """Returns the quantization_config of the config.json in ``where`` and the formats that tensors may have; both are
     empty if it has none. Raises ModelError when it is not supported."""
     for section in _sections(values):
-        for key in _QUANTISATION_KEYS:
+        for key in QUANTISATION_KEYS:
             settings = section.get(key)
             if settings:
                 try:
@@ -145,10 +146,10 @@ def quantisation(values: dict[str, Any], where: Path) -> tuple[dict[str, Any], t
     return {}, ()
 
 
-def without_quantisation(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a config.json without the settings of quantisation."""
-    return {
-        key: without_quantisation(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-        if key not in _QUANTISATION_KEYS
-    }
+def without_keys(value: Any, keys: Collection[str]) -> Any:
+    """Returns a value of a config.json without some keys, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_keys(each, keys) for key, each in value.items() if key not in keys}
+    if isinstance(value, list):
+        return [without_keys(each, keys) for each in value]
+    return value

@@ -137,7 +137,7 @@ def stored_weights(index: TensorIndex, values: dict[str, Any], where: Path) -> l
     packings: dict[object, Packing] = {}
     taken: set[str] = set()
     found: list[StoredWeight] = []
-    for tensor in index:
+    for tensor in index.values():
         dtype = DTYPES.get(tensor.dtype)
         form = next((each for each in formats if tensor.name.endswith(each.main) and dtype in each.dtypes), None)
         if form is None:
@@ -150,7 +150,7 @@ def stored_weights(index: TensorIndex, values: dict[str, Any], where: Path) -> l
         name = tensor.name.removesuffix(form.main) + form.plain
         found.append(StoredWeight(name, packing.shape, parts, packing))
         taken.update(part.name for part in parts.values())
-    plain = (tensor for tensor in index if tensor.name not in taken)
+    plain = (tensor for tensor in index.values() if tensor.name not in taken)
     return found + [StoredWeight(tensor.name, tensor.shape, {"weight": tensor}) for tensor in plain]
 
 
