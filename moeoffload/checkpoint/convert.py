@@ -62,12 +62,9 @@ class Recipe:
 
     @property
     def expert_bytes(self) -> int:
-        """Stored bytes of one expert, or of the whole parameter if the experts share it."""
-        total = sum(tensor.nbytes for tensors in self.sources.values() for tensor in tensors)
-        if not self.per_expert:
-            return total
-        (first, *_) = self.sources.items()
-        return total // (len(first[1]) if "*" in first[0] else first[1][0].shape[0])
+        """Stored bytes of one expert, if each has its own."""
+        weights = self.weights_of(0).items()
+        return sum(weight.nbytes // (1 if "*" in pattern else weight.shape[0]) for pattern, weight in weights)
 
     def read(self, reader: TensorReader, experts: Sequence[int]) -> dict[str, list[torch.Tensor]]:
         """Reads only the bytes of ``experts``; return the source tensors by pattern, in their stored dtypes."""
@@ -252,7 +249,7 @@ def _check_recipe(recipe: Recipe, name: str, module: nn.Module, config: Any) -> 
 def plan_rows(
     recipe: Recipe, name: str, module: Any, config: Any, plans: Plans, *, must: bool = True
 ) -> dict[str, tuple[Piece, ...]]:
-    """Returns the packed rows of a recipe's matrices by parameter name; ``plans`` caches them for recipes that are alike.
+    """Returns the packed rows of a recipe's matrices by parameter name; ``plans`` keeps those of recipes that are alike.
     Raises ModelError: its conversion does more than move rows; without ``must`` the result is then empty."""
     leaves = {target: target.removeprefix(f"{name}.") for target in recipe.targets}
     if not set(leaves.values()) & set(_MATRICES):

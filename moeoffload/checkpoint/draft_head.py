@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,6 @@ from moeoffload.checkpoint.source import Source
 from moeoffload.checkpoint.weights import stored_weights
 from moeoffload.errors import ModelError
 from moeoffload.text import first_line
-
-_LAYER: Final = 0
-"""Of several layers only the first drafts; later ones are trained to continue from its output."""
 
 
 def draft_head_of(source: Source, dtype: torch.dtype) -> tuple[nn.Module, Source]:
@@ -60,6 +57,7 @@ def build_head(main: Any, dtype: torch.dtype) -> Any:
         config.num_mtp_layers = 1
     try:
         with BUILDING, local_torch_dtype(dtype):
-            return MtpModel(main, _LAYER + 1)
+            # Of several layers only the first drafts; later ones are trained to continue from its output.
+            return MtpModel(main, num_mtp_layers=1)
     except Exception as error:  # as in `build_meta_model`
         raise ModelError(f"--draft own: transformers cannot build the layer: {first_line(error)}") from error

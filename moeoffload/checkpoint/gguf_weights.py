@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 from transformers.core_model_loading import (
@@ -133,7 +132,7 @@ def _packing(type_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Pack
 
 def _as_bytes(tensor: StoredTensor) -> StoredTensor:
     """Returns the tensor as uint8: the bytes of its rows."""
-    n_rows = max(1, int(np.prod(tensor.shape[:-1])))
+    n_rows = math.prod(tensor.shape[:-1])
     return replace(tensor, dtype="U8", shape=(*tensor.shape[:-1], tensor.nbytes // n_rows))
 
 
