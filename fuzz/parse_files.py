@@ -29,7 +29,7 @@ def _safetensors(header: bytes) -> bytes:
 def _read(folder: Path) -> None:
     index = TensorIndex.open(folder)
     with TensorReader() as reader:
-        for tensor in index:
+        for tensor in index.values():
             if tensor.nbytes > 1 << 20:
                 raise AssertionError("a tensor that is larger than its file")
             if tensor.dtype in ("F32", "BF16", "I64"):

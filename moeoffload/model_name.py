@@ -14,7 +14,7 @@ from typing import Final
 
 from moeoffload.errors import ModelError
 from moeoffload.last_resort import answer_within
-from moeoffload.text import one_line
+from moeoffload.text import first_line, one_line
 
 _PART: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
 _HUB_ID: Final = re.compile(rf"({_PART}/)?{_PART}")
@@ -88,15 +88,11 @@ def check_hub_id(model: str, revision: str | None) -> None:
             case RevisionNotFoundError():
                 reason = "the hub has no such revision of it"
             case RepositoryNotFoundError():  # unknown, private or gated: the hub does not say which
-                reason = f"the hub has none of that name, or wants a token for it: {_first_line(error)}"
+                reason = f"the hub has none of that name, or wants a token for it: {one_line(first_line(error))}"
             case HfHubHTTPError():
-                reason = f"the hub refuses: {_first_line(error)}"
+                reason = f"the hub refuses: {one_line(first_line(error))}"
             case _ if "timeout" in type(error).__name__.lower():
                 reason = f"the hub cannot be reached within {wait_s:g} s (HF_HUB_ETAG_TIMEOUT=SECONDS waits longer)"
             case _:
-                reason = f"the hub cannot be reached: {_first_line(error)}"
+                reason = f"the hub cannot be reached: {one_line(first_line(error))}"
         raise ModelError(f"{missing} {reason}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return one_line((str(error).strip().splitlines() or [type(error).__name__])[0])

@@ -18,6 +18,11 @@ def one_line(text: str, limit: int = MAX_TEXT) -> str:
     return line if len(line) <= limit else line[: max(0, limit - 3)] + "..."
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its class name if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def is_unicode(text: str) -> bool:
     """Whether ``text`` is free of lone surrogates, which Python uses for bytes that it could not decode."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)

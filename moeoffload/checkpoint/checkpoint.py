@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,13 +33,13 @@ from moeoffload.checkpoint.layout import (
 )
 from moeoffload.checkpoint.locate import locate
 from moeoffload.checkpoint.model_config import CONFIG_FILE
-from moeoffload.checkpoint.packed_rows import PLAIN, Piece
+from moeoffload.checkpoint.packed_rows import Piece
 from moeoffload.checkpoint.quantised import quantised_experts, quantised_pieces, refuse_packed
 from moeoffload.checkpoint.source import Source, open_folder
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, INDEX_FILE, TensorReader
-from moeoffload.checkpoint.weights import Readable
+from moeoffload.checkpoint.weights import DenseTensor
 from moeoffload.errors import ModelError
-from moeoffload.formats import PackedWeights
+from moeoffload.formats import PLAIN, PackedWeights
 from moeoffload.formats.quantise import FORMATS
 from moeoffload.formats.tiles import multiplies_tiles
 from moeoffload.huge_pages import empty_weights
@@ -89,7 +89,7 @@ class Checkpoint:
         self.top_k = _only({top_k_of(model, name) for name in experts}, "top_k values", self.model_type)
         self.dense_bytes = dense_bytes_of(model, experts)
         self._source = source
-        self._files = sorted({tensor.file for tensor in source.index})
+        self._files = sorted({tensor.file for tensor in source.index.values()})
         if source.path.is_dir():
             self._files += [source.path / name for name in (CONFIG_FILE, INDEX_FILE)]
         self.stamp = stamp_of(self._files)
@@ -147,11 +147,9 @@ class Checkpoint:
         Differs for each ``expert_format``.
         """
         stored = digest_checkpoint(self._source.values, self._source.index)
-        return (
-            stored
-            if self.expert_format is None
-            else hashlib.sha256(f"{stored} {self.expert_format}".encode()).hexdigest()
-        )
+        if self.expert_format is None:
+            return stored
+        return hashlib.sha256(f"{stored} {self.expert_format}".encode()).hexdigest()
 
     @property
     def is_current(self) -> bool:
@@ -163,7 +161,7 @@ class Checkpoint:
         """The classes of the experts modules, each once."""
         return tuple(dict.fromkeys(type(mould) for mould in self._moulds.values()))
 
-    def dense_tensors(self) -> Mapping[str, Readable]:
+    def dense_tensors(self) -> Mapping[str, DenseTensor]:
         """Returns all tensors but the routed experts by name; each is read (and unpacked) when it is accessed."""
         return self._dense(self.dtype)
 
@@ -253,11 +251,7 @@ class Checkpoint:
         return self._stored_pieces(module_name)
 
     def _stored_pieces(self, module_name: str) -> dict[str, tuple[Piece, ...]]:
-        return {
-            target.removeprefix(f"{module_name}."): pieces
-            for recipe in self._recipes[module_name]
-            for target, pieces in recipe.pieces.items()
-        }
+        return {name: pieces for recipe in self._recipes[module_name] for name, pieces in recipe.pieces.items()}
 
     def _cast(
         self,
@@ -296,7 +290,6 @@ class Checkpoint:
         reader: TensorReader,
         buffers: CopyBuffers | None,
     ) -> None:
-        prefix = f"{layer.module_name}."
         rooms = self._rooms(module, layer, recipe)
         if rooms:
             _fill_rows(rooms, recipe, experts, reader, buffers)
@@ -306,28 +299,23 @@ class Checkpoint:
             shapes = Shapes(layer.module_name, self._moulds[layer.module_name], len(chosen))
             converted = recipe.convert(recipe.read(reader, chosen), shapes, self._model_config)
             for target, values in converted.items():
-                parameter = module.get_parameter(target.removeprefix(prefix))
+                parameter = module.get_parameter(target.removeprefix(f"{layer.module_name}."))
                 (parameter[group] if recipe.per_expert else parameter).copy_(values)
 
     def _rooms(self, module: nn.Module, layer: ExpertLayer, recipe: Recipe) -> list[tuple[Piece, PackedWeights]]:
         """Returns the destinations of rows of packed matrices, or of plain ones that need no conversion; empty if the
         recipe's matrices must be converted."""
-        prefix, mould = f"{layer.module_name}.", self._moulds[layer.module_name]
         if recipe.pieces:
-            packed = {target: getattr(module, target.removeprefix(prefix)) for target in recipe.pieces}
-            return [
-                pair for target, pieces in recipe.pieces.items() for pair in zip(pieces, packed[target], strict=True)
-            ]
-        if not recipe.per_expert or getattr(mould, "is_transposed", True):
+            packed = [(pieces, getattr(module, name)) for name, pieces in recipe.pieces.items()]
+            return [pair for pieces, weights in packed for pair in zip(pieces, weights, strict=True)]
+        mould: Any = self._moulds[layer.module_name]
+        if not recipe.per_expert or mould.is_transposed:
             return []
-        config, form = self._model_config, PLAIN.get(self.dtype)
-        plain = plan_rows(recipe, layer.module_name, mould, config, self._plans, must=False)
-        if any(len(pieces) != 1 or pieces[0].form != form for pieces in plain.values()):
+        plain = plan_rows(recipe, layer.module_name, mould, self._model_config, self._plans, must=False)
+        if any(len(pieces) != 1 or pieces[0].form != PLAIN.get(self.dtype) for pieces in plain.values()):
             return []
-        bytes_of = {
-            target: module.get_parameter(target.removeprefix(prefix)).data.view(torch.uint8) for target in plain
-        }
-        return [(each, PackedWeights(each.form, each.n_in, bytes_of[target])) for target, (each,) in plain.items()]
+        bytes_of = {name: module.get_parameter(name).data.view(torch.uint8) for name in plain}
+        return [(each, PackedWeights(each.form, each.n_in, bytes_of[name])) for name, (each,) in plain.items()]
 
 
 def _fill_rows(
@@ -352,17 +340,14 @@ def _fill_rows(
     n_threads = min(_MOST_THREADS, len(experts), os.cpu_count() or 1)
     with ThreadPoolExecutor(n_threads) as pool:
         for places, some in [(outs, experts)] if buffers is None else buffers.in_parts(outs, experts):
-            turns = [range(len(some))[turn] for turn in _steps(len(some), -(-len(some) // (_TURNS * n_threads)))]
-            for _ in pool.map(partial(fill, places, some), turns):
+            slots, step = range(len(some)), -(-len(some) // (_TURNS * n_threads))
+            for _ in pool.map(partial(fill, places, some), (slots[at : at + step] for at in slots[::step])):
                 pass
 
 
-def _groups(n_experts: int, expert_bytes: int) -> Iterator[slice]:
-    return _steps(n_experts, max(1, _GROUP_BYTES // max(1, expert_bytes)))
-
-
-def _steps(n: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, n)) for start in range(0, n, step))
+def _groups(n_experts: int, expert_bytes: int) -> list[slice]:
+    step = max(1, _GROUP_BYTES // max(1, expert_bytes))
+    return [slice(start, start + step) for start in range(0, n_experts, step)]
 
 
 def _only(values: set[int], what: str, model_type: str) -> int:

@@ -33,11 +33,11 @@ from transformers.core_model_loading import (
 )
 
 from moeoffload.checkpoint.layout import n_experts_of, per_expert_parameters
-from moeoffload.checkpoint.model_config import first_line
 from moeoffload.checkpoint.packed_rows import Piece, plan, trace
 from moeoffload.checkpoint.tensors import COMPUTE_DTYPES, TensorReader
 from moeoffload.checkpoint.weights import Dense, StoredWeight, as_dense
 from moeoffload.errors import ModelError
+from moeoffload.text import first_line
 
 _PER_EXPERT_OPERATIONS = (Chunk, Concatenate, Interleave, Transpose)
 Plans = dict[object, dict[str, tuple[Piece, ...]]]
@@ -51,7 +51,7 @@ class Recipe:
     ``targets`` are full parameter names. ``sources`` maps each pattern of the converter to its weights in natural
     order: one per expert, or a single one whose first dimension is the expert. ``converter`` is None if a weight needs
     no conversion; its pattern is then "". ``per_expert`` is False for a parameter that all experts share, which is read
-    whole. ``pieces`` holds for each target its packed rows, if the module's matrices are packed.
+    whole. ``pieces`` holds the packed rows by parameter name, if the module's matrices are packed.
     """
 
     targets: tuple[str, ...]
@@ -62,12 +62,9 @@ class Recipe:
 
     @property
     def expert_bytes(self) -> int:
-        """Stored bytes of one expert, or of the whole parameter if the experts share it."""
-        total = sum(tensor.nbytes for tensors in self.sources.values() for tensor in tensors)
-        if not self.per_expert:
-            return total
-        (first, *_) = self.sources.items()
-        return total // (len(first[1]) if "*" in first[0] else first[1][0].shape[0])
+        """Stored bytes of one expert, if each has its own."""
+        weights = self.weights_of(0).items()
+        return sum(weight.nbytes // (1 if "*" in pattern else weight.shape[0]) for pattern, weight in weights)
 
     def read(self, reader: TensorReader, experts: Sequence[int]) -> dict[str, list[torch.Tensor]]:
         """Reads only the bytes of ``experts``; return the source tensors by pattern, in their stored dtypes."""
@@ -138,7 +135,7 @@ def make_recipes(
     default transformers' own for the family. Raises ModelError naming the parameter when stored weights are missing,
     have a wrong shape or dtype, or would have to be mixed across experts.
     """
-    recipes, dense = _match(model, experts, weights, mapping)
+    recipes, dense = match_weights(model, experts, weights, mapping)
     plans: Plans = {}
     for name, module in experts.items():
         _check_complete(name, module, recipes[name])
@@ -150,21 +147,14 @@ def make_recipes(
     return recipes, as_dense(dense)
 
 
-def dense_weights(
-    model: nn.Module, experts: dict[str, nn.Module], weights: Sequence[StoredWeight]
-) -> list[StoredWeight]:
-    """Returns the stored weights of ``model`` except those of its experts, which may be missing."""
-    return _match(model, experts, weights, None)[1]
-
-
-def _match(
+def match_weights(
     model: nn.Module,
     experts: dict[str, nn.Module],
     weights: Sequence[StoredWeight],
-    mapping: Sequence[WeightTransform] | None,
+    mapping: Sequence[WeightTransform] | None = None,
 ) -> tuple[dict[str, list[Recipe]], list[StoredWeight]]:
     """Groups the stored weights by the expert parameters that they become, as transformers does when it loads; returns
-    the recipes by experts module, and the weights of the rest."""
+    the recipes by experts module, not yet checked, and the weights of the rest."""
     owners = {f"{name}.{leaf}": name for name, module in experts.items() for leaf, _ in module.named_parameters()}
     known = model.state_dict()
     prefix = model.base_model_prefix
@@ -229,10 +219,8 @@ def _check_complete(name: str, module: nn.Module, recipes: Iterable[Recipe]) -> 
 
 
 def _check_recipe(recipe: Recipe, name: str, module: nn.Module, config: Any) -> None:
-    target, n_experts = recipe.targets[0], n_experts_of(module)
-    operations = recipe.converter.operations if recipe.converter is not None else []
-    missing = set(recipe.converter.source_patterns if recipe.converter is not None else ()) - recipe.sources.keys()
-    if missing:
+    target, n_experts, converter = recipe.targets[0], n_experts_of(module), recipe.converter
+    if converter is not None and (missing := set(converter.source_patterns) - recipe.sources.keys()):
         raise ModelError(f"{target}: the checkpoint has no tensors like {min(missing)}")
     for pattern, weights in recipe.sources.items():
         for weight in weights:
@@ -243,8 +231,8 @@ def _check_recipe(recipe: Recipe, name: str, module: nn.Module, config: Any) -> 
                 )
         if recipe.per_expert:
             _check_experts(target, pattern, weights, n_experts)
-    if recipe.per_expert:
-        _check_operations(target, operations)
+    if converter is not None and recipe.per_expert:
+        _check_operations(target, converter.operations)
     # Converting one expert on the meta device checks the shapes, which are the same for all experts.
     sample = {
         pattern: [
@@ -261,7 +249,7 @@ def _check_recipe(recipe: Recipe, name: str, module: nn.Module, config: Any) -> 
 def plan_rows(
     recipe: Recipe, name: str, module: Any, config: Any, plans: Plans, *, must: bool = True
 ) -> dict[str, tuple[Piece, ...]]:
-    """Returns the packed rows of a recipe's matrices by target; ``plans`` caches them for recipes that are alike.
+    """Returns the packed rows of a recipe's matrices by parameter name; ``plans`` keeps those of recipes that are alike.
     Raises ModelError: its conversion does more than move rows; without ``must`` the result is then empty."""
     leaves = {target: target.removeprefix(f"{name}.") for target in recipe.targets}
     if not set(leaves.values()) & set(_MATRICES):
@@ -284,7 +272,7 @@ def plan_rows(
                 raise
             found = {}
         plans[key] = found
-    return {target: plans[key][leaf] for target, leaf in leaves.items() if plans[key]}
+    return plans[key]
 
 
 def _check_experts(target: str, pattern: str, weights: Sequence[StoredWeight], n_experts: int) -> None:

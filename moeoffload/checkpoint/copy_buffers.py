@@ -29,8 +29,8 @@ class CopyBuffers:
         self._buffers: tuple[torch.Tensor, ...] = ()
         self._pages: PageLocked | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._waits: list[Callable[[], object] | None] = [None, None]
-        """Functions that wait for the copy from each buffer that is in progress."""
+        self._waits: dict[int, Callable[[], object]] = {}
+        """Functions that wait for the copies in progress, by buffer."""
         self._turn = 0
 
     def __enter__(self) -> Self:
@@ -67,10 +67,8 @@ class CopyBuffers:
 
     def settle(self) -> None:
         """Waits for all copies."""
-        for turn, wait in enumerate(self._waits):
-            self._waits[turn] = None
-            if wait is not None:
-                wait()
+        while self._waits:
+            self._waits.popitem()[1]()
 
     def close(self) -> None:
         """Waits for all copies and frees the memory. Idempotent."""
@@ -83,8 +81,7 @@ class CopyBuffers:
     def _free_buffer(self) -> torch.Tensor:
         """Returns the other buffer after waiting for the copy from it."""
         self._turn = 1 - self._turn
-        wait, self._waits[self._turn] = self._waits[self._turn], None
-        if wait is not None:
+        if wait := self._waits.pop(self._turn, None):
             wait()
         return self._buffers[self._turn]
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from moeoffload.checkpoint.model_config import without_keys
 from moeoffload.checkpoint.tensors import StoredTensor, TensorIndex, TensorReader
 
 _BLOCK_BYTES = 4096
@@ -39,9 +40,9 @@ def digest_checkpoint(values: dict[str, Any], index: TensorIndex) -> str:
     Raises ModelError when a file cannot be read.
     """
     digest = hashlib.sha256()
-    config = _stable(values)
+    config = without_keys(values, _VOLATILE_KEYS)
     digest.update(json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
-    tensors = list(index)
+    tensors = list(index.values())
     batches = [tensors[start : start + _BATCH_TENSORS] for start in range(0, len(tensors), _BATCH_TENSORS)]
     with ThreadPoolExecutor(_N_READERS) as pool:
         for parts in pool.map(_digest_batch, batches):
@@ -69,14 +70,6 @@ def _blocks(nbytes: int) -> Iterator[tuple[int, int]]:
         start = last * position // (n_between + 1)
         if position == 0 or start > 0:
             yield start, min(_BLOCK_BYTES, nbytes - start)
-
-
-def _stable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _stable(entry) for key, entry in value.items() if key not in _VOLATILE_KEYS}
-    if isinstance(value, list):
-        return [_stable(entry) for entry in value]
-    return value
 
 
 def stamp_of(files: Iterable[Path]) -> str:

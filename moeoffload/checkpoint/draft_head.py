@@ -5,21 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_layers import MtpModel
+from transformers.modeling_utils import local_torch_dtype
 
 from moeoffload.checkpoint.convert import make_recipes
 from moeoffload.checkpoint.layout import BUILDING, build_meta_model
-from moeoffload.checkpoint.model_config import first_line, quantisation
 from moeoffload.checkpoint.source import Source
 from moeoffload.checkpoint.weights import stored_weights
 from moeoffload.errors import ModelError
-
-_LAYER: Final = 0
-"""Of several layers only the first drafts; later ones are trained to continue from its output."""
+from moeoffload.text import first_line
 
 
 def draft_head_of(source: Source, dtype: torch.dtype) -> tuple[nn.Module, Source]:
@@ -32,7 +30,7 @@ def draft_head_of(source: Source, dtype: torch.dtype) -> tuple[nn.Module, Source
     main: Any = build_meta_model(source.config, dtype)
     n_layers = main.config.get_text_config().num_hidden_layers
     own = re.compile(rf"(^|\.)(mtp\.|layers\.{n_layers}\.)")
-    all_weights = stored_weights(source.index, quantisation(source.values, str(source.path)))
+    all_weights = stored_weights(source.index, source.values, source.path)
     weights = [weight for weight in all_weights if own.search(weight.name)]
     if not weights:
         raise ModelError(
@@ -57,12 +55,9 @@ def build_head(main: Any, dtype: torch.dtype) -> Any:
             setattr(config, f"mtp_{name}", [kinds[-1]])
     if not getattr(config, "num_mtp_layers", None):
         config.num_mtp_layers = 1
-    with BUILDING:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            return MtpModel(main, _LAYER + 1)
-        except Exception as error:  # as in `build_meta_model`
-            raise ModelError(f"--draft own: transformers cannot build the layer: {first_line(error)}") from error
-        finally:
-            torch.set_default_dtype(before)
+    try:
+        with BUILDING, local_torch_dtype(dtype):
+            # Of several layers only the first drafts; later ones are trained to continue from its output.
+            return MtpModel(main, num_mtp_layers=1)
+    except Exception as error:  # as in `build_meta_model`
+        raise ModelError(f"--draft own: transformers cannot build the layer: {first_line(error)}") from error

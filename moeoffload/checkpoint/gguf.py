@@ -16,26 +16,25 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from moeoffload.checkpoint.convert import Sorted, dense_weights, make_recipes
+from moeoffload.checkpoint.convert import Sorted, make_recipes, match_weights
 from moeoffload.checkpoint.gguf_config import config_values
 from moeoffload.checkpoint.gguf_file import GgufFile
 from moeoffload.checkpoint.gguf_weights import dense_tensors, expert_mapping, expert_weights
 from moeoffload.checkpoint.model_config import (
     CONFIG_FILE,
+    MAX_CONFIG_TEXT,
+    QUANTISATION_KEYS,
     config_of,
     parse_config,
-    quantisation,
     read_config,
     refuse_empty_claims,
-    without_quantisation,
+    without_keys,
 )
 from moeoffload.checkpoint.source import Source
 from moeoffload.checkpoint.tensors import DTYPES, TensorIndex, TensorReader
 from moeoffload.checkpoint.weights import StoredWeight, as_dense, stored_weights
 from moeoffload.errors import ModelError
 
-MAX_CONFIG_TEXT: Final = 1 << 18
-"""Most characters of a config that a host may send."""
 _ROUTER: Final = re.compile(r"blk\.(\d+)\.ffn_gate_inp\.weight")
 
 
@@ -53,7 +52,7 @@ def open_gguf(path: Path, dense: Path | None, config_text: str) -> Source:
     if dense is not None:
         values, where = read_config(dense), f"--dense: {dense / CONFIG_FILE}"
     elif config_text:
-        values, where = parse_config(config_text[: MAX_CONFIG_TEXT + 1], MAX_CONFIG_TEXT), "the host's config"
+        values, where = parse_config(config_text), "the host's config"
     else:
         values, where = config_values(gguf), f"{path}: config in its metadata"
     config = config_of(values, where)
@@ -61,19 +60,19 @@ def open_gguf(path: Path, dense: Path | None, config_text: str) -> Source:
     refuse_empty_claims(config, index)
     if dense is not None or config_text:
         _compare(gguf, config.get_text_config(), where)
-    weights = stored_weights(TensorIndex.open(dense), quantisation(values, str(dense))) if dense is not None else None
+    weights = stored_weights(TensorIndex.open(dense), values, dense) if dense is not None else None
 
     def sort(model: nn.Module, experts: dict[str, nn.Module]) -> Sorted:
         recipes, _ = make_recipes(model, experts, expert_weights(gguf, experts), expert_mapping(experts))
         if weights is not None:
-            found = dense_weights(model, experts, weights)
+            _, found = match_weights(model, experts, weights)
             _compare_routers(gguf, found, where)
             return recipes, as_dense(found)
         state = model.state_dict()
         shapes = {name: tensor.shape for name, tensor in state.items() if name.rpartition(".")[0] not in experts}
         return recipes, lambda dtype: dense_tensors(gguf, config, shapes, dtype)
 
-    values = without_quantisation(values)
+    values = without_keys(values, QUANTISATION_KEYS)
     text = json.dumps(values) if dense is not None else ""
     if len(text) > MAX_CONFIG_TEXT:
         raise ModelError(f"{where}: has {len(text)} characters, the most that a server takes are {MAX_CONFIG_TEXT}")

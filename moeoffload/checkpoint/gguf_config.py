@@ -98,8 +98,13 @@ def config_values(gguf: GgufFile) -> dict[str, Any]:
             f"{gguf.files[0]}: config and dense layers of architecture {name!r} cannot be had from a GGUF file (those "
             f"of {known} can); name the folder of the vendor's checkpoint with --dense DIR"
         )
+    tensors = {tensor.name: tensor for tensor in gguf.tensors}
     try:
-        values = _of_family(gguf, FAMILIES[name]) if name in FAMILIES else _of_transformers(gguf)
+        if name in FAMILIES:
+            values = _of_family(gguf, FAMILIES[name], has_head="output.weight" in tensors)
+        else:
+            values = get_gguf_config(gguf.metadata, tuple(tensors))
+        vocab_size = tensors["token_embd.weight"].shape[0]
     except KeyError as error:
         raise ModelError(f"{gguf.files[0]}: its metadata has no {one_line(str(error.args[0]), 100)}") from None
     except Exception as error:  # values that transformers does not expect
@@ -108,10 +113,10 @@ def config_values(gguf: GgufFile) -> dict[str, Any]:
     keys = _END_TOKENS[:1] if name == "gpt-oss" else _END_TOKENS
     ends = [gguf.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
     ids = sorted({end for end in ends if type(end) is int})
-    return values | {"eos_token_id": ids[0] if len(ids) == 1 else ids or None}
+    return {**values, "vocab_size": vocab_size, "eos_token_id": ids[0] if len(ids) == 1 else ids or None}
 
 
-def _of_family(gguf: GgufFile, family: Family) -> dict[str, Any]:
+def _of_family(gguf: GgufFile, family: Family, *, has_head: bool) -> dict[str, Any]:
     prefix, metadata = gguf.architecture, gguf.metadata
     values: dict[str, Any] = {"model_type": family.model_type}
     for key, name in (_COMMON | family.keys).items():
@@ -124,14 +129,12 @@ def _of_family(gguf: GgufFile, family: Family) -> dict[str, Any]:
             raise ValueError(f"{prefix}.{key} is {values[name]}")
     # The multi-token-prediction layers come last; transformers' model does not have them.
     values["num_hidden_layers"] -= metadata.get(f"{prefix}.nextn_predict_layers", 0)
-    tensors = {tensor.name: tensor for tensor in gguf.tensors}
     return (
         values
         | family.constants
         | {
             "rope_parameters": _rope(metadata, prefix, family),
-            "vocab_size": tensors["token_embd.weight"].shape[0],
-            "tie_word_embeddings": "output.weight" not in tensors,
+            "tie_word_embeddings": not has_head,
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
             "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         }
@@ -152,8 +155,3 @@ def _rope(metadata: dict[str, Any], prefix: str, family: Family) -> dict[str, An
     original = metadata[f"{prefix}.rope.scaling.original_context_length"]
     scaled = {"rope_type": "yarn", "factor": scaling["factor"], "original_max_position_embeddings": original}
     return rope | scaled | family.rope
-
-
-def _of_transformers(gguf: GgufFile) -> dict[str, Any]:
-    values = get_gguf_config(gguf.metadata, tuple(tensor.name for tensor in gguf.tensors))
-    return {**values, "vocab_size": {t.name: t for t in gguf.tensors}["token_embd.weight"].shape[0]}

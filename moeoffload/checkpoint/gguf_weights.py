@@ -9,14 +9,13 @@ package lists for each family, or by transformers' own conversions where llama.c
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from types import EllipsisType
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 from transformers.core_model_loading import (
@@ -33,18 +32,18 @@ from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 
 from moeoffload.checkpoint.gguf_config import FAMILIES
 from moeoffload.checkpoint.gguf_file import GgufFile
-from moeoffload.checkpoint.packed_rows import PLAIN
 from moeoffload.checkpoint.tensors import DTYPES, StoredTensor, TensorReader
-from moeoffload.checkpoint.weights import StoredWeight
+from moeoffload.checkpoint.weights import DenseTensor, StoredWeight
 from moeoffload.errors import ModelError
-from moeoffload.formats import PackedWeights
-from moeoffload.formats.file_format import Packing, Parts, as_bytes
-from moeoffload.formats.gguf import BLOCK_TYPES, BlockType, split_rows
+from moeoffload.formats import PLAIN
+from moeoffload.formats.file_format import Packing, as_bytes
+from moeoffload.formats.gguf import BLOCK_TYPES, split_rows
 from moeoffload.huge_pages import empty_weights
 
 _EXPERTS: Final = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|gate_up|down)_exps\.(?:weight|bias))")
 _OF_EXPERTS: Final = re.compile(r"blk\.(\d+)\.ffn_\w*_(ch)?exps\.")
 _LAYER: Final = re.compile(r"\.(\d+)\.")
+_PLAIN: Final = ("F32", "F16", "BF16")
 _UNPACKED: Final = ("Q4_1", "Q5_1")
 """Types without kernels, whose experts are unpacked to the compute dtype when they are read. llama.cpp uses Q5_1 in
 place of Q5_K for rows whose length is not a multiple of 256."""
@@ -115,7 +114,7 @@ def _packed(tensor: StoredTensor, name: str, dtype: torch.dtype) -> StoredWeight
     if tensor.dtype in DTYPES:
         return StoredWeight(name, tensor.shape, {"weight": tensor})
     if tensor.dtype not in BLOCK_TYPES and tensor.dtype not in _UNPACKED:
-        known = ", ".join((*BLOCK_TYPES, *_UNPACKED))
+        known = ", ".join((*_PLAIN, *BLOCK_TYPES, *_UNPACKED))
         raise ModelError(f"{tensor.name}: is of type {tensor.dtype}; experts are computed from {known}")
     return StoredWeight(name, tensor.shape, {"weight": _as_bytes(tensor)}, _packing(tensor.dtype, tensor.shape, dtype))
 
@@ -123,62 +122,18 @@ def _packed(tensor: StoredTensor, name: str, dtype: torch.dtype) -> StoredWeight
 @cache
 def _packing(type_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Packing:
     if type_name in _UNPACKED:
-        dtype = dtype if dtype in PLAIN else torch.float32
-        return Packing(PLAIN[dtype], shape, partial(_unpacked, type_name, shape[-1], dtype))
+        to = dtype if dtype in PLAIN else torch.float32
+        return Packing(
+            PLAIN[to], shape, lambda parts: {"codes": as_bytes(_values(parts["weight"], type_name, shape[-1], to))}
+        )
     kind = BLOCK_TYPES[type_name]
-    return Packing(kind.format, shape, partial(_sections, kind))
-
-
-def _sections(kind: BlockType, parts: Parts) -> dict[str, torch.Tensor]:
-    return split_rows(parts["weight"], kind)
-
-
-def _unpacked(type_name: str, n_in: int, dtype: torch.dtype, parts: Parts) -> dict[str, torch.Tensor]:
-    return {"codes": as_bytes(_values(parts["weight"], type_name, n_in, dtype))}
+    return Packing(kind.format, shape, lambda parts: split_rows(parts["weight"], kind))
 
 
 def _as_bytes(tensor: StoredTensor) -> StoredTensor:
     """Returns the tensor as uint8: the bytes of its rows."""
-    n_rows = max(1, int(np.prod(tensor.shape[:-1])))
+    n_rows = math.prod(tensor.shape[:-1])
     return replace(tensor, dtype="U8", shape=(*tensor.shape[:-1], tensor.nbytes // n_rows))
-
-
-@dataclass(frozen=True)
-class DenseTensor:
-    """A dense tensor that is read and unpacked when transformers accesses its values as ``tensor[...]``.
-
-    Attributes:
-        stored: the tensor in the file.
-        name: name of the parameter that it becomes.
-        shape: shape of that parameter.
-        dtype: compute dtype.
-        converter: reverses llama.cpp's change of the weights; None if they are unchanged.
-    """
-
-    stored: StoredTensor
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    converter: WeightConverter | None = None
-
-    def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
-        with TensorReader() as reader:
-            values = _unpack(reader, self.stored, self.dtype if self.converter is None else torch.float32)
-        if self.converter is not None:
-            converter = copy.deepcopy(self.converter)
-            converter.collected_tensors[converter.source_patterns[0]] = [values]
-            values = converter.convert(self.name)[self.name]
-        if values.shape != self.shape and values.numel() != torch.Size(self.shape).numel():
-            raise ModelError(f"{self.stored.name}: has shape {tuple(values.shape)}, the model needs {self.shape}")
-        return values.reshape(self.shape).to(self.dtype)
-
-    def packed(self) -> PackedWeights | None:
-        """Returns the stored matrix, (1, out, in), if it is packed and becomes the parameter without conversion."""
-        is_packed = self.stored.dtype in BLOCK_TYPES and self.stored.dtype not in DTYPES
-        if self.converter is not None or not is_packed or self.stored.shape != self.shape or len(self.shape) != 2:
-            return None
-        with TensorReader() as reader:
-            return _packed(self.stored, self.name, self.dtype).read_packed(reader)
 
 
 def dense_tensors(gguf: GgufFile, config: Any, shapes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, DenseTensor]:
@@ -187,11 +142,14 @@ def dense_tensors(gguf: GgufFile, config: Any, shapes: Mapping[str, Any], dtype:
     name = gguf.architecture
     sources = _by_list(name, config, shapes) if name in FAMILIES else _by_conversions(gguf, config, shapes)
     stored = {tensor.name: tensor for tensor in gguf.tensors}
-    return {
-        target: DenseTensor(stored[source], target, tuple(shapes[target]), dtype, converter)
-        for target, (source, converter) in sources.items()
-        if source in stored
-    }
+    found = {}
+    for target, (source, converter) in sources.items():
+        if source in stored:
+            tensor, shape = stored[source], tuple(shapes[target])
+            is_same = converter is None and tensor.dtype in BLOCK_TYPES and tensor.shape == shape
+            values = partial(_unpack, stored=tensor, name=target, shape=shape, dtype=dtype, converter=converter)
+            found[target] = DenseTensor(values, _packed(tensor, target, dtype) if is_same else None)
+    return found
 
 
 _Sources = dict[str, tuple[str, WeightConverter | None]]
@@ -227,12 +185,29 @@ def _by_conversions(gguf: GgufFile, config: Any, shapes: Mapping[str, Any]) -> _
     return found
 
 
-def _unpack(reader: TensorReader, tensor: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Reads the weights of a tensor of any type as ``dtype``."""
-    if tensor.dtype in DTYPES:
-        return reader.read(tensor).to(dtype)
-    rows = reader.read(_as_bytes(tensor)).flatten(0, -2)
-    return _values(rows, tensor.dtype, tensor.shape[-1], dtype).reshape(tensor.shape)
+def _unpack(
+    reader: TensorReader,
+    stored: StoredTensor,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    converter: WeightConverter | None,
+) -> torch.Tensor:
+    """Reads a tensor of any type as the parameter ``name`` of ``shape`` and ``dtype``; ``converter`` reverses
+    llama.cpp's change of the weights. Raises ModelError: it has another size, or bytes are missing."""
+    unpacked = dtype if converter is None else torch.float32
+    if stored.dtype in DTYPES:
+        values = reader.read(stored).to(unpacked)
+    else:
+        rows = reader.read(_as_bytes(stored)).flatten(0, -2)
+        values = _values(rows, stored.dtype, stored.shape[-1], unpacked).reshape(stored.shape)
+    if converter is not None:
+        converter = copy.deepcopy(converter)
+        converter.collected_tensors[converter.source_patterns[0]] = [values]
+        values = converter.convert(name)[name]
+    if values.numel() != math.prod(shape):
+        raise ModelError(f"{stored.name}: has shape {tuple(values.shape)}, the model needs {shape}")
+    return values.reshape(shape).to(dtype)
 
 
 def _values(rows: torch.Tensor, type_name: str, n_in: int, dtype: torch.dtype) -> torch.Tensor:

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from moeoffload.checkpoint.model_config import first_line
 from moeoffload.errors import ModelError
+from moeoffload.text import first_line
 
 BUILDING = threading.Lock()
 """Held while transformers builds a model, because it changes torch's default dtype for all threads meanwhile."""
@@ -65,12 +65,16 @@ def build_meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the routed experts modules of ``model`` by name, in model order.
+    """Returns the modules of ``model`` that ``use_experts_implementation`` decorated, by name, in model order.
 
     Raises ModelError when there is none: not a Mixture-of-Experts model, or one whose experts transformers does not
     route through its experts interface.
     """
-    found = {name: module for name, module in model.named_modules() if is_experts_module(module)}
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
+    }
     if found:
         return found
     model_type = _model_type(model)
@@ -81,11 +85,6 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
             "(use_experts_implementation), so they cannot run on a server"
         )
     raise ModelError(f"{model_type}: not a Mixture-of-Experts model with this config: it has no routed experts")
-
-
-def is_experts_module(module: nn.Module) -> bool:
-    """Whether ``module`` is a routed experts module, that is, decorated with ``use_experts_implementation``."""
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
 
 
 def n_experts_of(module: nn.Module) -> int:

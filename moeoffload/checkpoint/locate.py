@@ -7,10 +7,11 @@ from pathlib import Path
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
 from moeoffload.checkpoint.gguf_file import is_gguf
-from moeoffload.checkpoint.model_config import CONFIG_FILE, first_line
+from moeoffload.checkpoint.model_config import CONFIG_FILE
 from moeoffload.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, names_by_shard
 from moeoffload.errors import ModelError
 from moeoffload.model_name import check_hub_id, check_revision, is_hub_id, named_path
+from moeoffload.text import first_line
 
 # Files that a host or an expert server reads; pickled weights and code are not downloaded.
 _WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]

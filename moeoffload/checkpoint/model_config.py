@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,18 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from moeoffload.checkpoint.tensors import TensorIndex, read_json
 from moeoffload.errors import ModelError
+from moeoffload.formats.file_format import FileFormat
 from moeoffload.formats.methods import file_formats
-from moeoffload.text import one_line
+from moeoffload.text import first_line, one_line
 
 CONFIG_FILE = "config.json"
 _COUNT = re.compile(r"(\w+_)?(num|n)_(\w*_)?(layers?|experts?|heads?|groups?)")
 _MAX_COUNT = 32_767
 _CONFIG_BYTES = 4 << 20
+MAX_CONFIG_TEXT = 1 << 18  # characters of a config that a host sends
 _MAX_LAYERS = 1_000
 _MAX_EXPERTS = 1 << 18  # all layers together
-_QUANTISATION_KEYS = ("quantization_config", "compression_config")
+QUANTISATION_KEYS = ("quantization_config", "compression_config")
 # Checkpoints whose own code repeats a class of transformers under another name.
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
 
@@ -47,7 +49,7 @@ def config_of(values: dict[str, Any], where: str) -> Any:
     """
     _refuse_wrong(where, values)
     try:
-        config = CONFIG_MAPPING[values["model_type"]].from_dict(without_quantisation(values))
+        config = CONFIG_MAPPING[values["model_type"]].from_dict(without_keys(values, QUANTISATION_KEYS))
         config.get_text_config()  # raises for models with several generating parts
         return config
     except Exception as error:  # a config class may raise anything for an unexpected value
@@ -55,11 +57,11 @@ def config_of(values: dict[str, Any], where: str) -> Any:
         raise ModelError(f"{where}: not a valid {values['model_type']} config: {reason}") from error
 
 
-def parse_config(text: str, most_characters: int) -> dict[str, Any]:
+def parse_config(text: str) -> dict[str, Any]:
     """Returns the values of a config.json received as text. Raises ModelError when it is too long, not a JSON object,
     or has lists with numbers above `_MAX_COUNT`."""
-    if len(text) > most_characters:
-        raise ModelError(f"the host's config has more than {most_characters} characters")
+    if len(text) > MAX_CONFIG_TEXT:
+        raise ModelError(f"the host's config has more than {MAX_CONFIG_TEXT} characters")
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -97,7 +99,7 @@ def refuse_empty_claims(config: Any, index: TensorIndex) -> None:
     Each layer has at least one stored tensor; each expert of a layer has a tensor, or a row of one for all experts.
     Raises ModelError.
     """
-    n_rows = sum(tensor.shape[0] if tensor.shape else 1 for tensor in index)
+    n_rows = sum(tensor.shape[0] if tensor.shape else 1 for tensor in index.values())
     for section in _sections(config.to_dict()):
         layers, experts = (
             max((value for key, value in section.items() if _is_count(key, value, of)), default=0)
@@ -115,12 +117,6 @@ def refuse_empty_claims(config: Any, index: TensorIndex) -> None:
             )
 
 
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error's message, or its class name if it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the config itself and its nested sections (text, vision, quantisation)."""
     yield config
@@ -131,32 +127,29 @@ def _is_count(key: str, value: object, of: str = "") -> bool:
     return isinstance(value, int | float) and of in key and _COUNT.fullmatch(key) is not None
 
 
-def quantisation(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the quantization_config of a config.json, empty if it has none; ``where`` names its origin in errors.
-
-    Raises ModelError when it is not supported.
-    """
+def quantisation(values: dict[str, Any], where: Path) -> tuple[dict[str, Any], tuple[FileFormat, ...]]:
+    """Returns the quantization_config of the config.json in ``where`` and the formats that tensors may have; both are
+    empty if it has none. Raises ModelError when it is not supported."""
     for section in _sections(values):
-        for key in _QUANTISATION_KEYS:
+        for key in QUANTISATION_KEYS:
             settings = section.get(key)
             if settings:
                 try:
                     if not isinstance(settings, dict):
                         raise ValueError(str(settings)[:40])
-                    file_formats(settings)
+                    return settings, file_formats(settings)
                 except ValueError as error:
                     raise ModelError(
                         f"{where}: this {values.get('model_type')} checkpoint is quantised in a way that is "
                         f"not supported ({error}); bfloat16, float16 and float32 weights always are"
                     ) from error
-                return settings
-    return {}
+    return {}, ()
 
 
-def without_quantisation(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a config.json without the settings of quantisation."""
-    return {
-        key: without_quantisation(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-        if key not in _QUANTISATION_KEYS
-    }
+def without_keys(value: Any, keys: Collection[str]) -> Any:
+    """Returns a value of a config.json without some keys, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_keys(each, keys) for key, each in value.items() if key not in keys}
+    if isinstance(value, list):
+        return [without_keys(each, keys) for each in value]
+    return value

@@ -16,22 +16,17 @@ from moeoffload.checkpoint.repeated_read import RepeatedRead
 from moeoffload.checkpoint.tensors import TensorReader
 from moeoffload.checkpoint.weights import StoredWeight
 from moeoffload.errors import ModelError
-from moeoffload.formats import Codes, PackedFormat, PackedWeights, Scales
+from moeoffload.formats import PLAIN, PackedFormat, PackedWeights, Scales
 from moeoffload.formats.conversion import recorded
 from moeoffload.formats.file_format import SHARED, Packing, Parts, as_bytes
 from moeoffload.formats.tiles import TILE_ROWS
 
-PLAIN: Final = {
-    torch.bfloat16: PackedFormat("bf16", Codes.BFLOAT16),
-    torch.float16: PackedFormat("f16", Codes.FLOAT16),
-    torch.float32: PackedFormat("f32", Codes.FLOAT32),
-}
 _CPU: Final = torch.device("cpu")
 Rows = slice | torch.Tensor
 
 
 @dataclass(frozen=True)
-class Source:
+class Move:
     """Rows ``taken`` of the recipe's stored weight ``number`` become ``rows`` of a piece.
 
     ``is_transposed``: whether the weight is stored (in, out).
@@ -50,7 +45,7 @@ class Piece:
     form: PackedFormat
     n_out: int
     n_in: int
-    sources: tuple[Source, ...]
+    moves: tuple[Move, ...]
 
     @property
     def nbytes(self) -> int:
@@ -73,15 +68,15 @@ class Piece:
 
         Raises ModelError when bytes are missing or values do not fit.
         """
-        is_direct = out.device == _CPU and (not out.in_tiles or all(_whole_tiles(each.rows) for each in self.sources))
+        is_direct = out.device == _CPU and (not out.in_tiles or all(_whole_tiles(each.rows) for each in self.moves))
         room, at = (out, slot) if is_direct else (self.empty(1, _CPU), 0)
-        for source in self.sources:
-            weight, packing = as_packed(weights[source.number], source.is_transposed)
-            known: RepeatedRead | None = reader.kept.get(id(source))
+        for move in self.moves:
+            weight, packing = as_packed(weights[move.number], move.is_transposed)
+            known: RepeatedRead | None = reader.kept.get(id(move))
             is_alike = known is not None and known.packing is packing
             if known is not None and is_alike and known.read(reader, weight, expert, room, at):
                 continue
-            into = self._place(room, at, source, packing) if packing.is_verbatim else None
+            into = self._place(room, at, move, packing) if packing.is_verbatim else None
             stored = weight.read_parts(reader, expert, into)
             with recorded() as conversions:
                 parts = weight.sections(stored)
@@ -89,8 +84,8 @@ class Piece:
             scales = []
             if shared is not None and room.scales is not None:
                 n_shared = self.form.shared_rows
-                place = room.scales[at, _blocks(source.rows, n_shared)]
-                scales = [(shared[_blocks(source.taken, n_shared)], place)]
+                place = room.scales[at, _blocks(move.rows, n_shared)]
+                scales = [(shared[_blocks(move.taken, n_shared)], place)]
                 place.copy_(scales[0][0])
             elif shared is not None:
                 n_out = packing.rows_first[0]
@@ -98,20 +93,20 @@ class Piece:
                 parts["scales"] = as_bytes(of_rows)[:n_out]
             if into is not None:
                 del parts["codes"]
-            if source.taken != slice(0, packing.rows_first[0], 1):
-                parts = {name: values[source.taken] for name, values in parts.items()}
-            room.write_rows(at, source.rows, parts)
+            if move.taken != slice(0, packing.rows_first[0], 1):
+                parts = {name: values[move.taken] for name, values in parts.items()}
+            room.write_rows(at, move.rows, parts)
             if into is None and not is_alike:
-                known = RepeatedRead(packing, stored, conversions, parts, scales, room, at, source.rows)
-                reader.kept[id(source)] = known
+                known = RepeatedRead(packing, stored, conversions, parts, scales, room, at, move.rows)
+                reader.kept[id(move)] = known
         if room is not out:
             out.put(slot, room)
 
-    def _place(self, room: PackedWeights, slot: int, source: Source, packing: Packing) -> torch.Tensor | None:
+    def _place(self, room: PackedWeights, slot: int, move: Move, packing: Packing) -> torch.Tensor | None:
         """Returns the contiguous place for the codes of a whole stored weight, or None if there is none."""
-        if room.in_tiles or not isinstance(source.rows, slice) or source.taken != slice(0, packing.rows_first[0], 1):
+        if room.in_tiles or not isinstance(move.rows, slice) or move.taken != slice(0, packing.rows_first[0], 1):
             return None
-        place = room.section("codes")[slot, source.rows]
+        place = room.section("codes")[slot, move.rows]
         return place if place.is_contiguous() else None
 
 
@@ -154,7 +149,7 @@ def plan(target: str, traced: torch.Tensor, weights: Sequence[StoredWeight]) -> 
     start = traced[:, 0]
     number, row, column = start // (n_rows * n_columns), start // n_columns % n_rows, start % n_columns
     steps = torch.arange(traced.shape[1], dtype=traced.dtype)
-    by_format: dict[PackedFormat, list[Source]] = {}
+    by_format: dict[PackedFormat, list[Move]] = {}
     for i, weight in enumerate(weights):
         rows = (number == i).nonzero().flatten()
         if not len(rows):
@@ -167,21 +162,21 @@ def plan(target: str, traced: torch.Tensor, weights: Sequence[StoredWeight]) -> 
         if across[rows].any() or n_in != traced.shape[1] or not torch.equal(traced[rows], expected):
             raise ModelError(f"{target}: its conversion mixes columns of {weight.name}, which is packed; not supported")
         _, packing = as_packed(weight, is_transposed)
-        by_format.setdefault(packing.packed, []).append(Source(i, is_transposed, rows, along[rows]))
+        by_format.setdefault(packing.packed, []).append(Move(i, is_transposed, rows, along[rows]))
     return _pieces(target, by_format, traced.shape[1])
 
 
-def _pieces(target: str, by_format: Mapping[PackedFormat, list[Source]], n_in: int) -> tuple[Piece, ...]:
+def _pieces(target: str, by_format: Mapping[PackedFormat, list[Move]], n_in: int) -> tuple[Piece, ...]:
     """Returns one piece for all rows if they have one format, else one per format, whose rows must be neighbours."""
     pieces: list[tuple[int, Piece]] = []
-    for form, sources in by_format.items():
-        rows = torch.cat([torch.as_tensor(source.rows) for source in sources])
+    for form, moves in by_format.items():
+        rows = torch.cat([torch.as_tensor(move.rows) for move in moves])
         first, n_out = int(rows.min()), len(rows)
         if int(rows.max()) - first + 1 != n_out:
             raise ModelError(f"{target}: rows of different formats ({form.name} and others) alternate; not supported")
         moved = tuple(
             replace(each, rows=_as_slice(torch.as_tensor(each.rows) - first), taken=_as_slice(each.taken))
-            for each in sources
+            for each in moves
         )
         keeps_blocks = all(_keeps_blocks(rows, form.shared_rows) for each in moved for rows in (each.rows, each.taken))
         packed = form if keeps_blocks else replace(form, shared_rows=1, scales=Scales.F32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -72,16 +72,12 @@ class RepeatedRead:
         pairs = [] if tiles else [(part, room.section(name)[slot, rows]) for name, part in sections.items()]
         bands = {role: n_bands if _storage(part) in stored else 1 for role, part in parts.items()}
         reads = [Read(0, 0, part.nbytes // bands[role], bands[role], part.data_ptr()) for role, part in parts.items()]
-        copies = [*(_copy(*pair, of_data, n_bands) for pair in pairs)]
+        copies = [_copy(*pair, of_data, n_bands) for pair in pairs]
         copies += [_copy(*pair, of_scales, n_bands) for pair in shared]
-        lists: Sequence[tuple[Any, Sequence[Any]]] = (
-            (Read, reads),
-            (Step, [each.step for each in conversions]),
-            (Copy, copies),
-        )
-        arrays = [(kind * len(each))(*each) for kind, each in lists]
-        self._reads, steps, _ = arrays
-        for step in steps:
+        steps = [each.step for each in conversions]
+        arrays = (Read * len(reads))(*reads), (Step * len(steps))(*steps), (Copy * len(copies))(*copies)
+        self._reads, band_steps, _ = arrays
+        for step in band_steps:
             step.numbers[0] //= n_bands
         self._matrix = Matrix(
             *(ctypes.addressof(each) for each in arrays),

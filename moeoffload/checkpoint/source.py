@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moeoffload.checkpoint.convert import Sorted, make_recipes
-from moeoffload.checkpoint.model_config import CONFIG_FILE, config_of, quantisation, read_config, refuse_empty_claims
+from moeoffload.checkpoint.model_config import CONFIG_FILE, config_of, read_config, refuse_empty_claims
 from moeoffload.checkpoint.tensors import TensorIndex
 from moeoffload.checkpoint.weights import stored_weights
 
@@ -22,14 +22,11 @@ class Source:
     """An open model; headers only.
 
     Attributes:
-        path: the folder, or the GGUF file (the first, if it has parts).
-        folder: the folder with tokenizer and generation config; None if the GGUF file itself has them.
-        config: the transformers config.
+        path, folder, config, config_text: see `Checkpoint`; the first file of a GGUF in parts.
         values: the values of config.json, or of the equivalent for a GGUF file, which enter the digest.
         index: the stored tensors.
         dtype: default compute dtype; None leaves it to config and index.
         sort: finds the weights of a model on the meta device; takes the model and its experts modules by name.
-        config_text: config.json to send to servers that have only the GGUF file, if it comes from a folder; else empty.
     """
 
     path: Path
@@ -48,5 +45,5 @@ def open_folder(folder: Path) -> Source:
     config = config_of(values, str(folder / CONFIG_FILE))
     index = TensorIndex.open(folder)
     refuse_empty_claims(config, index)
-    weights = stored_weights(index, quantisation(values, str(folder)))
+    weights = stored_weights(index, values, folder)
     return Source(folder, folder, config, values, index, None, partial(make_recipes, weights=weights))

@@ -75,11 +75,11 @@ class StoredTensor:
         return DTYPES[self.dtype]
 
 
-class TensorIndex:
-    """Every tensor of a checkpoint folder by name, in name order."""
+class TensorIndex(dict[str, StoredTensor]):
+    """Every tensor of a checkpoint by name, in name order."""
 
     def __init__(self, tensors: Iterable[StoredTensor]):
-        self._tensors = {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.name)}
+        super().__init__((tensor.name, tensor) for tensor in sorted(tensors, key=lambda tensor: tensor.name))
 
     @classmethod
     def open(cls, folder: Path) -> TensorIndex:
@@ -95,22 +95,10 @@ class TensorIndex:
         found = f"only pickled weights ({pickled[0]}), which are never opened" if pickled else "no weights"
         raise ModelError(f"{folder}: {found}; needed is {SINGLE_FILE} or {INDEX_FILE} with its shards")
 
-    def __getitem__(self, name: str) -> StoredTensor:
-        return self._tensors[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[StoredTensor]:
-        return iter(self._tensors.values())
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
     def main_dtype(self) -> torch.dtype | None:
         """Returns the floating-point dtype of most bytes of the checkpoint, or None if it has none."""
         held: dict[torch.dtype, int] = {}
-        for tensor in self:
+        for tensor in self.values():
             dtype = DTYPES.get(tensor.dtype)
             if dtype in COMPUTE_DTYPES:
                 held[dtype] = held.get(dtype, 0) + tensor.nbytes

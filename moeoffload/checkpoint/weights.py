@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import EllipsisType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from moeoffload.checkpoint.model_config import quantisation
 from moeoffload.checkpoint.tensors import DTYPES, StoredTensor, TensorIndex, TensorReader
 from moeoffload.errors import ModelError
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.file_format import SHARED, FileFormat, Packing
-from moeoffload.formats.methods import file_formats
 
 
 @dataclass(frozen=True)
@@ -90,56 +92,52 @@ class StoredWeight:
             raise ModelError(f"{self.name}: {error}") from error
 
 
-class Readable(Protocol):
-    """A tensor whose values are read when they are accessed."""
-
-    def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
-        """Returns the values, for ``tensor[...]``, in the compute dtype or the stored one."""
-
-    def packed(self) -> PackedWeights | None:
-        """Returns the stored matrix, (1, out, in), if it is packed and becomes the parameter without conversion."""
-
-
-Dense = Callable[[torch.dtype], Mapping[str, Readable]]
-"""Takes the compute dtype; returns everything but the routed experts, by names that transformers knows."""
-
-
 @dataclass(frozen=True)
 class DenseTensor:
-    """A weight that is read when transformers accesses its values as ``tensor[...]``, like those of its own slices."""
+    """A tensor that is read when transformers accesses its values as ``tensor[...]``, like those of its own slices.
 
-    weight: StoredWeight
-    dtype: torch.dtype
+    Attributes:
+        values: reads the values, in the compute dtype or the stored one.
+        stored: the stored weight if it is the parameter without conversion, else None.
+    """
+
+    values: Callable[[TensorReader], torch.Tensor]
+    stored: StoredWeight | None
 
     def __getitem__(self, everything: EllipsisType) -> torch.Tensor:
         with TensorReader() as reader:
-            return self.weight.unpack(reader, self.dtype)
+            return self.values(reader)
 
     def packed(self) -> PackedWeights | None:
         """Returns the stored matrix, (1, out, in), if it is packed as (out, in), else None. Raises ModelError when
         bytes are missing."""
-        packing = self.weight.packing
-        if packing is None or packing.is_transposed or len(self.weight.shape) != 2:
+        packing = self.stored.packing if self.stored is not None else None
+        if self.stored is None or packing is None or packing.is_transposed or len(packing.shape) != 2:
             return None
         with TensorReader() as reader:
-            return self.weight.read_packed(reader)
+            return self.stored.read_packed(reader)
+
+
+Dense = Callable[[torch.dtype], Mapping[str, DenseTensor]]
+"""Takes the compute dtype; returns everything but the routed experts, by names that transformers knows."""
 
 
 def as_dense(weights: list[StoredWeight]) -> Dense:
     """Returns the `Dense` of the stored weights of a transformers folder."""
-    return lambda dtype: {weight.name: DenseTensor(weight, dtype) for weight in weights}
+    return lambda dtype: {each.name: DenseTensor(partial(each.unpack, dtype=dtype), each) for each in weights}
 
 
-def stored_weights(index: TensorIndex, settings: Mapping[str, Any]) -> list[StoredWeight]:
-    """Returns every weight in ``index``; ``settings`` is the quantization_config, empty if the checkpoint has none.
+def stored_weights(index: TensorIndex, values: dict[str, Any], where: Path) -> list[StoredWeight]:
+    """Returns every weight in ``index``; ``values`` are those of the config.json in ``where``.
 
-    Raises ModelError naming the tensor when parts of a weight are missing or do not fit.
+    Raises ModelError when the quantisation that it states is not supported, and naming the tensor when parts of a
+    weight are missing or do not fit.
     """
-    formats = file_formats(settings) if settings else ()
+    settings, formats = quantisation(values, where)
     packings: dict[object, Packing] = {}
     taken: set[str] = set()
     found: list[StoredWeight] = []
-    for tensor in index:
+    for tensor in index.values():
         dtype = DTYPES.get(tensor.dtype)
         form = next((each for each in formats if tensor.name.endswith(each.main) and dtype in each.dtypes), None)
         if form is None:
@@ -152,7 +150,7 @@ def stored_weights(index: TensorIndex, settings: Mapping[str, Any]) -> list[Stor
         name = tensor.name.removesuffix(form.main) + form.plain
         found.append(StoredWeight(name, packing.shape, parts, packing))
         taken.update(part.name for part in parts.values())
-    plain = (tensor for tensor in index if tensor.name not in taken)
+    plain = (tensor for tensor in index.values() if tensor.name not in taken)
     return found + [StoredWeight(tensor.name, tensor.shape, {"weight": tensor}) for tensor in plain]
 
 

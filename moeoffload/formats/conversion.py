@@ -22,7 +22,6 @@ from moeoffload.native import native_library
 
 _Numbers: Final = ctypes.c_int64 * 6
 _thread: Final = threading.local()
-_MASKS: Final = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
 IN_ORDER: Final = (0, 1, 2, 3, 4, 5, 6, 7)
 
 
@@ -84,13 +83,6 @@ def _library() -> Any:
     return library
 
 
-def transpose_words(words: torch.Tensor) -> torch.Tensor:
-    """Transposes (in / 8, out) int32, each word eight weights of an output row, to (out, bytes), contiguous."""
-    n_words, n_out = words.shape
-    made = convert("moe_transpose_words", words, (n_out, 4 * n_words), n_words, n_out, is_by_rows=False)
-    return as_bytes(words.t()) if made is None else made
-
-
 def transpose_codes(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
     """Transposes (in, out / 8) int32, each word one weight of eight rows, the i-th row in nibble ``places[i]``, to
     (out, bytes), contiguous, with the first weight in the lowest bits."""
@@ -99,12 +91,12 @@ def transpose_codes(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tenso
     made = convert("moe_transpose_codes", words, shape, *numbers, is_by_rows=False)
     if made is not None:
         return made
-    exchanged = _exchanged(words.unflatten(0, (-1, 8)))[:, places]  # (in / 8, 8, out / 8)
-    return as_bytes(exchanged.permute(2, 1, 0).flatten(0, 1).contiguous())
+    codes = _split_words(words.t(), places)
+    return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
 def transpose_items(items: torch.Tensor) -> torch.Tensor:
-    """Transposes (n, out) of any dtype to (out, bytes), contiguous."""
+    """Transposes (n, out) of any dtype of at most 8 bytes to (out, bytes), contiguous."""
     (n, n_out), size = items.shape, items.itemsize
     made = convert("moe_transpose_items", items, (n_out, n * size), n, n_out, size, is_by_rows=False)
     return as_bytes(items.t()) if made is None else made
@@ -119,20 +111,13 @@ def split_zeros(words: torch.Tensor, places: tuple[int, ...] = IN_ORDER, more: i
     made = convert("moe_split_zeros", stored, (8 * n, n_groups), *numbers, is_by_rows=is_by_rows)
     if made is not None:
         return made
-    shifts = 4 * torch.tensor(places, dtype=torch.int32)[:, None]
-    return (((words + more).unsqueeze(1) >> shifts) & 15).to(torch.uint8).flatten(0, 1)
+    return _split_words(words + more, places)
 
 
 def _nibbles(places: tuple[int, ...]) -> int:
     return sum(place << 4 * i for i, place in enumerate(places))
 
 
-def _exchanged(words: torch.Tensor) -> torch.Tensor:
-    """Exchanges nibble i of word k with nibble k of word i in (n, 8, m) int32, beginning with halves of words."""
-    words = words.clone()
-    for distance, mask in _MASKS:
-        first, second = words.unflatten(1, (-1, 2, distance)).unbind(2)
-        moved = (first >> 4 * distance ^ second) & mask
-        second ^= moved
-        first ^= moved << 4 * distance
-    return words
+def _split_words(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
+    """Splits words of eight rows' codes, (n, m) int32, to (8 * n, m) uint8; row i is in nibble ``places[i]``."""
+    return torch.stack([(words >> 4 * place & 15).to(torch.uint8) for place in places], dim=1).flatten(0, 1)

@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 
-from moeoffload.formats.packed import PackedFormat
+from moeoffload.formats.packed_format import PackedFormat, Scales
 
 Parts = Mapping[str, torch.Tensor]
 """The stored tensors of one weight by role; ``weight`` holds the codes. On the meta device if only shapes matter."""
+
+FLOAT_SCALES = {torch.float32: Scales.F32, torch.bfloat16: Scales.BF16, torch.float16: Scales.F16}
+E8M0_SCALES = {torch.uint8: Scales.E8M0, torch.float8_e8m0fnu: Scales.E8M0}
+"""Dtypes of scales in files."""
 
 SHARED = "shared"
 """Key of `Packing.sections` for scales that rows share, (blocks of rows, groups) float32; other sections are bytes."""

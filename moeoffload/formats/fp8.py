@@ -12,16 +12,19 @@ from typing import Any, Final
 import torch
 
 from moeoffload.formats import mxfp4
-from moeoffload.formats.file_format import SHARED, FileFormat, Packing, Parts, as_bytes, codes_and_scales
+from moeoffload.formats.file_format import (
+    E8M0_SCALES,
+    FLOAT_SCALES,
+    SHARED,
+    FileFormat,
+    Packing,
+    Parts,
+    as_bytes,
+    codes_and_scales,
+)
 from moeoffload.formats.packed import Codes, PackedFormat, Scales
 
-_IN_ROW: Final = {
-    torch.float32: Scales.F32,
-    torch.bfloat16: Scales.BF16,
-    torch.float16: Scales.F16,
-    torch.uint8: Scales.E8M0,
-    torch.float8_e8m0fnu: Scales.E8M0,
-}
+_IN_ROW: Final = FLOAT_SCALES | E8M0_SCALES
 _MX_BLOCK: Final = (1, 32)
 _BLOCK: Final = (128, 128)
 

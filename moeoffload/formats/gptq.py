@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from moeoffload.formats.conversion import split_zeros, transpose_items, transpose_words
+from moeoffload.formats.conversion import split_zeros, transpose_items
 from moeoffload.formats.file_format import FileFormat, Packing, Parts
 from moeoffload.formats.int4 import check_order, pack_grouped
 
@@ -52,7 +52,7 @@ def pack(parts: Parts, settings: Mapping[str, Any]) -> Packing:
 
 def _sections(parts: Parts, *, group: int, less: int, is_symmetric: bool) -> dict[str, torch.Tensor]:
     check_order(parts, group)
-    sections = {"codes": transpose_words(parts["weight"]), "scales": transpose_items(parts["scale"])}
+    sections = {"codes": transpose_items(parts["weight"]), "scales": transpose_items(parts["scale"])}
     if not is_symmetric:
         sections["offsets"] = split_zeros(parts["zeros"].t(), more=less)
     elif not bool((parts["zeros"] + less == _MIDDLES).all()):

@@ -7,23 +7,22 @@ from typing import Final
 
 import torch
 
-from moeoffload.formats.file_format import Packing, Parts, check_shape
+from moeoffload.formats.file_format import FLOAT_SCALES, Packing, Parts, check_shape
 from moeoffload.formats.packed import Codes, Offsets, PackedFormat, Scales
 
 SIGNED: Final = tuple(float(level) for level in range(-8, 8))
 UNSIGNED: Final = tuple(float(level) for level in range(16))
 Sections = Callable[[Parts], dict[str, torch.Tensor]]
-_SCALES: Final = {torch.float16: Scales.F16, torch.bfloat16: Scales.BF16, torch.float32: Scales.F32}
 
 
 def check_groups(scale: torch.Tensor, group: int) -> Scales:
     """Returns how the scales of groups are stored. Raises ValueError for scales of another dtype, or a group size that
     is not a multiple of 16."""
-    if scale.dtype not in _SCALES:
+    if scale.dtype not in FLOAT_SCALES:
         raise ValueError(f"its scales are stored as {scale.dtype}")
     if group % 16:
         raise ValueError(f"its groups have {group} weights, needed is a multiple of 16")
-    return _SCALES[scale.dtype]
+    return FLOAT_SCALES[scale.dtype]
 
 
 def int4_format(scale: torch.Tensor, group: int, *, with_zeros: bool) -> PackedFormat:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from moeoffload.formats import awq, compressed, fp8, gptq, mxfp4
 from moeoffload.formats.file_format import FileFormat
 
 _METHODS: Final = {
-    "fp8": fp8.FILE_FORMATS,
-    "mxfp8": fp8.FILE_FORMATS,
-    "mxfp4": mxfp4.FILE_FORMATS,
-    "compressed-tensors": compressed.FILE_FORMATS,
-    "gptq": gptq.FILE_FORMATS,
-    "awq": awq.FILE_FORMATS,
+    "fp8": fp8,
+    "mxfp8": fp8,
+    "mxfp4": mxfp4,
+    "compressed-tensors": compressed,
+    "gptq": gptq,
+    "awq": awq,
 }
-_CHECKS: Final[dict[str, Callable[[Mapping[str, Any]], None]]] = {
-    "compressed-tensors": compressed.check,
-    "gptq": gptq.check,
-    "awq": awq.check,
-}
+_WITH_SETTINGS: Final = (compressed, gptq, awq)
 
 
 def file_formats(settings: Mapping[str, Any]) -> tuple[FileFormat, ...]:
@@ -31,6 +27,8 @@ def file_formats(settings: Mapping[str, Any]) -> tuple[FileFormat, ...]:
     method = str(settings.get("quant_method", "unnamed method"))
     if method not in _METHODS:
         raise ValueError(f"{method[:40]}; known are {', '.join(sorted(_METHODS))}")
-    if method in _CHECKS:
-        _CHECKS[method](settings)
-    return _METHODS[method]
+    module = _METHODS[method]
+    if module in _WITH_SETTINGS:
+        module.check(settings)
+    formats: tuple[FileFormat, ...] = module.FILE_FORMATS
+    return formats

@@ -12,14 +12,13 @@ from typing import Any, Final
 
 import torch
 
-from moeoffload.formats.file_format import FileFormat, Packing, Parts, check_shape, codes_and_scales
+from moeoffload.formats.file_format import E8M0_SCALES, FileFormat, Packing, Parts, check_shape, codes_and_scales
 from moeoffload.formats.packed import Codes, PackedFormat, Scales
 
 POSITIVE: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FORMAT: Final = PackedFormat(
     "mxfp4", Codes.LEVELS4, Scales.E8M0, group=32, levels=(*POSITIVE, *(-level for level in POSITIVE))
 )
-_SCALES: Final = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def pack_bytes(parts: Parts, settings: Mapping[str, Any]) -> Packing:
@@ -41,7 +40,7 @@ def pack_blocks(parts: Parts, settings: Mapping[str, Any]) -> Packing:
 
 
 def _check_dtype(scale: torch.Tensor) -> None:
-    if scale.dtype not in _SCALES:
+    if scale.dtype not in E8M0_SCALES:
         raise ValueError(f"its scale is stored as {scale.dtype}, needed is E8M0")
 
 

@@ -8,7 +8,7 @@ compute dtype: the same number that the format's reference unpacks to. Kernels (
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -96,17 +96,20 @@ class PackedWeights:
         for name, values in parts.items():
             self.section(name)[expert, rows] = values
 
+    def __getitem__(self, experts: slice | torch.Tensor) -> PackedWeights:
+        """Returns some experts; a view if ``experts`` is a slice."""
+        scales = None if self.scales is None else self.scales[experts]
+        return replace(self, data=self.data[experts], scales=scales)
+
     def one(self, expert: int) -> PackedWeights:
         """Returns a view of one expert, (1, n_out, n_in)."""
-        place = slice(expert, expert + 1)
-        scales = None if self.scales is None else self.scales[place]
-        return PackedWeights(self.format, self.n_in, self.data[place], scales, self.in_tiles)
+        return self[expert : expert + 1]
 
     def take(self, expert: int) -> PackedWeights:
         """Returns a copy of one expert, (1, n_out, n_in), on the CPU."""
         one = self.one(expert)
         scales = None if one.scales is None else one.scales.to("cpu", copy=True)
-        return PackedWeights(self.format, self.n_in, one.data.to("cpu", copy=True), scales, self.in_tiles)
+        return replace(one, data=one.data.to("cpu", copy=True), scales=scales)
 
     def put(self, expert: int, one: PackedWeights) -> None:
         """Writes one expert from ``one``, of the same shape and format; if only one of the two is in tiles, both must
@@ -126,8 +129,7 @@ class PackedWeights:
 
         This is the fallback if no kernel supports the format.
         """
-        scales = None if self.scales is None else self.scales[experts]
-        chosen = PackedWeights(self.format, self.n_in, self.data[experts], scales, self.in_tiles)
+        chosen = self[experts]
         n_experts, n_out, n_in = chosen.shape
         out = torch.empty((n_experts, n_out, n_in), dtype=dtype, device=self.device)
         step = max(1, _MOST_AT_ONCE // max(1, n_in))
@@ -184,20 +186,18 @@ class PackedWeights:
             rows = torch.arange(start, end, device=self.device) // form.shared_rows
             return self.scales[expert, rows], None
         offsets = parts["offsets"].float() if form.offsets is not Offsets.NONE else None
-        raw = parts["scales"].contiguous()
-        if form.scales is Scales.E8M0:
-            return raw.view(torch.float8_e8m0fnu).float(), offsets
+        scales = parts["scales"].contiguous().view(SCALE_DTYPES[form.scales]).float()
         if form.scales is not Scales.SUPER:
-            return raw.view(SCALE_DTYPES[form.scales]).float(), offsets
+            return scales, offsets
         per_factor = SUPER_GROUP // form.group
 
         def factors(name: str) -> torch.Tensor:
             each = parts[name].contiguous().view(torch.float16).float()
-            return each.repeat_interleave(per_factor, dim=-1)[:, : raw.shape[-1]]
+            return each.repeat_interleave(per_factor, dim=-1)[:, : scales.shape[-1]]
 
         if offsets is not None:
             offsets = factors("min_factors") * offsets
-        return factors("factors") * raw.view(torch.int8).float(), offsets
+        return factors("factors") * scales, offsets
 
 
 def _values(form: PackedFormat, parts: dict[str, torch.Tensor], n_in: int) -> torch.Tensor:
@@ -207,15 +207,15 @@ def _values(form: PackedFormat, parts: dict[str, torch.Tensor], n_in: int) -> to
         return codes.view(torch.float8_e4m3fn).float()
     if form.codes is Codes.INT8:
         return codes.view(torch.int8).float()
-    low = _fields(codes, 4)[:, :n_in]
+    low = split_fields(codes, 4)[:, :n_in]
     if form.codes is Codes.LEVELS4:
         return torch.tensor(form.levels, dtype=torch.float32, device=codes.device)[low.long()]
     n_bits = 1 if form.codes is Codes.UINT5 else 2
-    whole = low | _fields(parts["high"], n_bits)[:, :n_in] << 4
+    whole = low | split_fields(parts["high"], n_bits)[:, :n_in] << 4
     return whole.float() - (32 if form.codes is Codes.INT6 else 0)
 
 
-def _fields(packed: torch.Tensor, n_bits: int) -> torch.Tensor:
-    """Splits (rows, bytes) into (rows, bytes * 8 / n_bits) uint8: fields of ``n_bits``, lowest bits first."""
+def split_fields(packed: torch.Tensor, n_bits: int) -> torch.Tensor:
+    """Splits (..., bytes) into (..., bytes * 8 / n_bits) uint8: fields of ``n_bits``, lowest bits first."""
     shifts = torch.arange(0, 8, n_bits, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & ((1 << n_bits) - 1)).flatten(-2)

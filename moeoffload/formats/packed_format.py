@@ -53,9 +53,14 @@ class Offsets(IntEnum):
     MIN = 2
 
 
-_SCALE_BYTES: Final = {Scales.F32: 4, Scales.F16: 2, Scales.BF16: 2, Scales.E8M0: 1, Scales.SUPER: 1}
 PLAIN_CODES: Final = {Codes.BFLOAT16: torch.bfloat16, Codes.FLOAT16: torch.float16, Codes.FLOAT32: torch.float32}
-SCALE_DTYPES: Final = {Scales.F32: torch.float32, Scales.F16: torch.float16, Scales.BF16: torch.bfloat16}
+SCALE_DTYPES: Final = {
+    Scales.F32: torch.float32,
+    Scales.F16: torch.float16,
+    Scales.BF16: torch.bfloat16,
+    Scales.E8M0: torch.float8_e8m0fnu,
+    Scales.SUPER: torch.int8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class PackedFormat:
             if self.offsets is Offsets.MIN:
                 sizes["min_factors"] = 2 * n_super
         if self.scales is not Scales.NONE and self.shared_rows == 1:
-            sizes["scales"] = n_groups * _SCALE_BYTES[self.scales]
+            sizes["scales"] = n_groups * SCALE_DTYPES[self.scales].itemsize
         if self.offsets is not Offsets.NONE:
             sizes["offsets"] = n_groups
         places, start = {}, 0
@@ -132,3 +137,11 @@ class PackedFormat:
         """Returns the bytes of a matrix with its scales."""
         shared = -(-n_out // self.shared_rows) * self.n_groups(n_in) * 4 if self.shared_rows > 1 else 0
         return n_out * self.row_bytes(n_in) + shared
+
+
+PLAIN: Final = {
+    torch.bfloat16: PackedFormat("bf16", Codes.BFLOAT16),
+    torch.float16: PackedFormat("f16", Codes.FLOAT16),
+    torch.float32: PackedFormat("f32", Codes.FLOAT32),
+}
+"""The formats of unquantised weights by dtype."""

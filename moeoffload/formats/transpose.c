@@ -3,7 +3,7 @@
 
 // BLOCK: columns of words that are processed together, a cache line of the input. RUN: words of an output row that are
 // written together, because single words of rows a power of two apart would evict each other from the cache.
-enum { BLOCK = 16, RUN = 16 };
+enum { BLOCK = 16, RUN = 16, MOST_BYTES = 8 };
 typedef uint32_t Words __attribute__((vector_size(4 * BLOCK)));
 
 // Exchanges nibble i of word k with nibble k of word i in BLOCK sets of eight words: a transpose of 8 x 8 codes.
@@ -19,23 +19,29 @@ static void exchange_codes(Words words[8])
             }
 }
 
-// Transposes words (rows, columns). Numbers: rows, columns.
-void moe_transpose_words(const uint8_t *from, uint8_t *to, const int64_t *n)
+INLINE void transpose(const uint8_t *from, uint8_t *to, const long n_rows, const long n_columns, const long size)
 {
-    const uint32_t *words = (const uint32_t *)from;
-    uint32_t *out = (uint32_t *)to;
-    const long n_rows = n[0], n_columns = n[1];
     for (long column = 0; column < n_columns; column += BLOCK) {
         long width = n_columns - column < BLOCK ? n_columns - column : BLOCK;
         for (long row = 0; row < n_rows; row += RUN) {
             long height = n_rows - row < RUN ? n_rows - row : RUN;
-            uint32_t runs[BLOCK][RUN];
+            uint8_t runs[BLOCK][RUN * MOST_BYTES];
             for (long k = 0; k < height; k++)
                 for (long m = 0; m < width; m++)
-                    runs[m][k] = words[(row + k) * n_columns + column + m];
+                    memcpy(runs[m] + k * size, from + ((row + k) * n_columns + column + m) * size, size);
             for (long m = 0; m < width; m++)
-                memcpy(out + (column + m) * n_rows + row, runs[m], 4 * height);
+                memcpy(to + ((column + m) * n_rows + row) * size, runs[m], size * height);
         }
+    }
+}
+
+// Transposes items of `size` bytes (rows, columns). Numbers: rows, columns, size.
+void moe_transpose_items(const uint8_t *from, uint8_t *to, const int64_t *n)
+{
+    switch (n[2]) {
+    case 2: return transpose(from, to, n[0], n[1], 2);
+    case 4: return transpose(from, to, n[0], n[1], 4);
+    default: return transpose(from, to, n[0], n[1], n[2]);
     }
 }
 
@@ -65,17 +71,6 @@ void moe_transpose_codes(const uint8_t *from, uint8_t *to, const int64_t *n)
                 memcpy(out + (8 * column + row) * n_blocks + first, runs[row], 4 * n);
         }
     }
-}
-
-// Transposes items of `size` bytes (rows, columns). Numbers: rows, columns, size.
-void moe_transpose_items(const uint8_t *from, uint8_t *to, const int64_t *n)
-{
-    const int64_t n_rows = n[0], n_columns = n[1], size = n[2];
-    for (int64_t column = 0; column < n_columns; column++)
-        for (int64_t row = 0; row < n_rows; row++, to += size) {
-            const uint8_t *at = from + (row * n_columns + column) * size;
-            size == 2 ? memcpy(to, at, 2) : memcpy(to, at, size);
-        }
 }
 
 // Splits words of the zero points of eight rows. Numbers: words of a group, groups, words from one to the next of a

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moeoffload.checkpoint import Checkpoint
-from moeoffload.checkpoint.weights import Readable
+from moeoffload.checkpoint.weights import DenseTensor
 from moeoffload.config import DenseFormat
 from moeoffload.formats import PackedWeights
 from moeoffload.formats.quantise import FORMATS, quantise
@@ -27,7 +27,7 @@ class _Kept:
     have values.
     """
 
-    def __init__(self, tensor: Readable, dtype: torch.dtype) -> None:
+    def __init__(self, tensor: DenseTensor, dtype: torch.dtype) -> None:
         self._tensor = tensor
         self._dtype = dtype
         self.packed: PackedWeights | None = None

@@ -11,7 +11,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from moeoffload.formats.packed import SUPER_GROUP, Codes, Offsets, PackedFormat, PackedWeights, Scales
+from moeoffload.formats import Codes, Offsets, PackedFormat, PackedWeights, Scales
+from moeoffload.formats.packed_format import PLAIN_CODES, SUPER_GROUP
 from moeoffload.formats.tiles import integer_levels, multiplies_tiles
 from moeoffload.kernels import calls
 from moeoffload.kernels.calls import COMPUTE_DTYPES, Matrix
@@ -19,7 +20,6 @@ from moeoffload.kernels.calls import COMPUTE_DTYPES, Matrix
 Weights = torch.Tensor | tuple[PackedWeights, ...]
 """Weights of all experts: a parameter, or one or two packed parts, whose rows follow each other."""
 
-_PLAIN: Final = {torch.bfloat16: Codes.BFLOAT16, torch.float16: Codes.FLOAT16, torch.float32: Codes.FLOAT32}
 _LEAST_GROUP: Final = 16
 # One more than the kind of tiles.h for these codes (0: no tiles), and the code of the value 0.
 _KINDS: Final = {Codes.INT8: 1, Codes.LEVELS4: 3, Codes.UINT5: 4, Codes.INT6: 5, Codes.FP8: 6}
@@ -124,7 +124,7 @@ def why_not_packed(parts: tuple[PackedWeights, ...]) -> str | None:
 
 
 def _why_not_format(form: PackedFormat) -> str | None:
-    group, is_plain = form.group, form.codes in _PLAIN.values()
+    group, is_plain = form.group, form.codes in PLAIN_CODES
     if is_plain != (form.scales is Scales.NONE) or (form.codes is Codes.LEVELS4) != (form.levels is not None):
         return f"{form.name}: {form.codes.name} codes with {form.scales.name} scales"
     if group and (group < _LEAST_GROUP or group & (group - 1)):
@@ -164,7 +164,11 @@ class KernelMatrix:
         self.nbytes = sum(part.nbytes for part in weights)
         if any(part.shape[0] != n_experts or part.n_in != n_in or not _is_whole(part) for part in weights):
             raise ValueError(f"packed weights {[tuple(part.shape) for part in weights]} are not parts of one matrix")
-        if len(weights) == 1 and first.format.codes is _PLAIN[dtype] and not first.data.data_ptr() % dtype.itemsize:
+        if (
+            len(weights) == 1
+            and PLAIN_CODES.get(first.format.codes) is dtype
+            and not first.data.data_ptr() % dtype.itemsize
+        ):
             self.addresses = first.data.data_ptr(), 0
             return
         if multiplies_tiles(((part.format, *part.shape[1:]) for part in weights), dtype):

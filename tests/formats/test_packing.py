@@ -94,7 +94,7 @@ def test_codes_of_columns_become_rows(shape: tuple[int, int], library: bool, mon
     if not library:
         monkeypatch.setattr(conversion, "_library", lambda: None)
     words = torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(1)).to(torch.int32)
-    assert torch.equal(conversion.transpose_words(words).view(torch.int32), words.t())
+    assert torch.equal(conversion.transpose_items(words).view(torch.int32), words.t())
     shifts = torch.arange(8, dtype=torch.int64) * 4
     codes = (words.long().unsqueeze(-1) >> shifts & 15)[..., list(PLACES)].flatten(1)  # (in, out)
     rows = codes.t().unflatten(1, (-1, 8))
