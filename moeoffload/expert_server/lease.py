@@ -19,7 +19,7 @@ from moeoffload.errors import BusyError, CapacityError, ServerError
 from moeoffload.expert_server.agreement import ModelRoots, check_activate, check_table, check_transport, compare
 from moeoffload.expert_server.arena import DeviceArena, HostArena
 from moeoffload.expert_server.calibrate import SIZES, best_rows, time_layer
-from moeoffload.expert_server.requests import ActiveHost, SlotContext
+from moeoffload.expert_server.requests import ActiveHost, Request
 from moeoffload.expert_server.server_parts import ServerParts
 from moeoffload.expert_server.several_devices import LayerSource
 from moeoffload.expert_server.store import LayerKey
@@ -314,7 +314,7 @@ class HostLease:
         assert self._active is not None, "channels are opened after the lease became active"
         channel = self._server.factories[name](sizes, self._engine.submit, key)
         for slot in channel.slots:  # before a host knows of the channel
-            slot.owner = SlotContext(self._active, slot)
+            slot.owner = Request(self._active, channel, slot)
         with self._lock:
             closed = self._closed
             if not closed:
@@ -346,10 +346,10 @@ class HostLease:
     @property
     def pool_creations(self) -> dict[str, int]:
         """Number of objects that the pools of this lease have made: slots, views and workspaces."""
-        contexts = [slot.owner for channel in list(self._channels.values()) for slot in channel.slots]
+        requests = [slot.owner for channel in list(self._channels.values()) for slot in channel.slots]
         return {
-            "slots": len(contexts),
-            "views": sum(context.views.n_created for context in contexts if context is not None),
+            "slots": len(requests),
+            "views": sum(request.views.n_created for request in requests if request is not None),
             "workspaces": self._active.arena.n_created if self._active is not None else 0,
         }
 
@@ -384,8 +384,9 @@ class HostLease:
 
 
 def _close(channel: ServerChannel) -> None:
-    """Closes a channel and drops the views of its memory."""
+    """Closes a channel and drops the views of its memory, and the references of its slots to it."""
     channel.close()
     for slot in channel.slots:
-        if slot.owner is not None:
-            slot.owner.views.drop()
+        request, slot.owner = slot.owner, None
+        if request is not None:
+            request.views.drop()
