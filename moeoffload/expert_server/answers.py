@@ -63,16 +63,6 @@ class Answers:
         self._urgent_workspace = KernelWorkspace()
         """Kernel workspace for small batches between the slices of a long call."""
 
-    def admit(self, request: Request) -> LayerKernels | None:
-        """Returns the experts that a request needs; None if it was refused or its host has left."""
-        if request.host.closed:
-            return None
-        try:
-            return request.check()
-        except Exception as error:
-            self.refuse(request, error)
-            return None
-
     def serve(self, request: Request, pause: Pause | None) -> None:
         """Computes and answers one request; without ``pause`` it interrupts a long call and is not interrupted."""
         if request.host.closed:

@@ -202,17 +202,19 @@ class Engine:
 
     def _begin(self, batch: Batch, request: Request, interrupted: HostShare | None) -> bool:
         """Fills ``batch`` with a request and those that can join it; returns False if there is nothing to compute."""
-        experts = self._answers.admit(request)
-        if experts is None:
+        if request.host.closed:
             return False
-        batch.begin(request, experts)
+        try:
+            batch.begin(request, request.check())
+        except Exception as error:
+            self._answers.refuse(request, error)
+            return False
         if self._coalesces:
             batch.collect(self.shares, interrupted)
         return True
 
     def pause(self) -> float:
-        """Computes other hosts' small requests whose turn it is, between two slices of a call; returns the seconds that
-        took."""
+        """Computes small requests of other hosts whose turn it is, between two slices; returns the seconds it took."""
         os.sched_yield()  # lets reader threads run that share this thread's core
         share, batch, before = self._running, self._urgent, self._given_s
         while True:
