@@ -76,7 +76,7 @@ class ExpertServer:
         parts.engine.start()
         try:
             address = settings.listen.host, settings.listen.port
-            server.service.control = ControlServer.start(*address, server.service, credentials, parts.refusals)
+            server.service.control = ControlServer(*address, server.service, credentials, parts.refusals)
             if server.service.failure:
                 fail(server.service.failure)
         except BaseException:
