@@ -146,7 +146,7 @@ def check_model(model: pb.ModelReference, checkpoint: Checkpoint) -> None:
             f"the host's model is not {checkpoint.path}, which this server reads: "
             f"model digest is {model.digest[:12]} (host), {here[:12]} here"
         )
-    compare("compute dtype", model.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
+    compare("compute dtype", model.compute_dtype, checkpoint.dtype_label)
 
 
 def check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> ExpertTable:
@@ -173,7 +173,7 @@ def check_activate(
     """Returns the payload dtypes out and back. Raises ServerError naming the field that differs from what is loaded."""
     compare("model digest", request.model_digest, checkpoint.digest)
     compare("expert table", request.table_digest, table.digest)
-    compare("compute dtype", request.compute_dtype, PayloadDtype.from_torch(checkpoint.dtype).label)
+    compare("compute dtype", request.compute_dtype, checkpoint.dtype_label)
     compare("hidden size", request.hidden_size, checkpoint.hidden_size)
     compare("top-k", request.top_k, checkpoint.top_k)
     dtypes = (
