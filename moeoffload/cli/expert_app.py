@@ -58,7 +58,7 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _in_the_pipe)
 
-    server = ExpertServer.start(settings, on_drained=lambda: os.write(stop, b"d"))
+    server = ExpertServer(settings, on_drained=lambda: os.write(stop, b"d"))
     if trace_memory:
         tracemalloc.start()
     devices = ", ".join(map(str, server.parts.devices))

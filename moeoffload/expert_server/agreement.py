@@ -13,7 +13,7 @@ from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.errors import ModelError, ServerError
 from moeoffload.formats.quantise import FORMATS
 from moeoffload.model_name import check_revision
-from moeoffload.payload import PayloadDtype
+from moeoffload.payload import PayloadDtype, Payloads
 from moeoffload.placement import ExpertTable
 from moeoffload.text import one_line
 from moeoffload.wire import MAX_SLOTS
@@ -167,23 +167,21 @@ def check_table(request: pb.LoadExpertsRequest, checkpoint: Checkpoint) -> Exper
     return ExpertTable(tuple(tables))
 
 
-def check_activate(
-    request: pb.Activate, checkpoint: Checkpoint, table: ExpertTable
-) -> tuple[PayloadDtype, PayloadDtype]:
-    """Returns the payload dtypes out and back. Raises ServerError naming the field that differs from what is loaded."""
+def check_activate(request: pb.Activate, checkpoint: Checkpoint, table: ExpertTable) -> Payloads:
+    """Returns the payload dtypes. Raises ServerError naming the field that differs from what is loaded."""
     compare("model digest", request.model_digest, checkpoint.digest)
     compare("expert table", request.table_digest, table.digest)
     compare("compute dtype", request.compute_dtype, checkpoint.dtype_label)
     compare("hidden size", request.hidden_size, checkpoint.hidden_size)
     compare("top-k", request.top_k, checkpoint.top_k)
-    dtypes = (
+    payloads = Payloads(
         read_payload("payload dtype out", request.dtype_out),
         read_payload("payload dtype back", request.dtype_back),
     )
     for field, value in (("batch capacity", request.batch_capacity), ("number of slots", request.n_slots)):
         if value < 1:
             raise ServerError(f"{field} is {value} (host), at least 1 is needed")
-    return dtypes
+    return payloads
 
 
 def check_transport(wanted: str, offered: list[str]) -> list[str]:

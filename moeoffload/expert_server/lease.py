@@ -193,13 +193,13 @@ class HostLease:
         if self._active is not None:
             raise ServerError("this lease is active already")
         checkpoint, table = self._loaded
-        dtype_out, dtype_back = check_activate(request, checkpoint, table)
+        payloads = check_activate(request, checkpoint, table)
         transports = check_transport(request.transport, list(self._server.factories))
         n_slots = min(request.n_slots, self._settings.slots)
         capacity = self._capacity(request, checkpoint, n_slots)
         if self._server.tries_larger_calls and capacity > USUAL_ROWS and self._experts:
             capacity = self._best_capacity(checkpoint, capacity)
-        layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, dtype_out, dtype_back, capacity)
+        layout = FrameLayout(checkpoint.hidden_size, checkpoint.top_k, *payloads, capacity)
         self._activate(layout, checkpoint)
         sizes = ChannelSizes(n_slots, layout.request_bytes, layout.reply_bytes, self._settings.shared_bytes)
         timings: list[tuple[int, float]] = []
