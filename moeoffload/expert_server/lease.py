@@ -16,7 +16,7 @@ from moeoffload.config.shared import USUAL_ROWS
 from moeoffload.control.v1 import expert_service_pb2 as pb
 from moeoffload.devices import lean_heap
 from moeoffload.errors import BusyError, CapacityError, ServerError
-from moeoffload.expert_server.agreement import ModelRoots, check_activate, check_table, check_transport, compare
+from moeoffload.expert_server.agreement import check_activate, check_table, check_transport, compare
 from moeoffload.expert_server.arena import DeviceArena, HostArena
 from moeoffload.expert_server.calibrate import SIZES, best_rows, time_layer
 from moeoffload.expert_server.requests import ActiveHost, Request
@@ -109,9 +109,7 @@ class HostLease:
     def _open_checkpoint(self, model: pb.ModelReference) -> Checkpoint:
         """Returns this server's copy of the host's model."""
         refuse = functools.partial(self._server.refusals.add, self._name)
-        roots = ModelRoots(self._settings.model_root, self._server.any_model, refuse)
-        reference = self._settings.model or roots.resolve(model.reference, model.revision or None)
-        return self._server.models.open(model, reference)
+        return self._server.models.open(model, refuse)
 
     def load(self, request: pb.LoadExpertsRequest) -> Iterator[pb.LoadProgress]:
         """Makes the requested experts resident, one layer at a time; if that fails, none of them stay with this lease.

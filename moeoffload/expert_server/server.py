@@ -14,6 +14,7 @@ from moeoffload.control.server import ControlServer
 from moeoffload.control.user_token import numeric_loopback
 from moeoffload.devices import free_now, memory_budget, resolve_devices
 from moeoffload.errors import SettingError
+from moeoffload.expert_server.agreement import Models
 from moeoffload.expert_server.engine import Engine
 from moeoffload.expert_server.server_parts import ServerParts
 from moeoffload.expert_server.service import ExpertService
@@ -51,11 +52,11 @@ class ExpertServer:
         budget = budgets[0] if memories is None else memories.offered_bytes
         keeps = settings.keep_warm == "on"
         store = ExpertStore(budget, lambda: sum(map(free_now, in_use)), keep_warm=keeps)
-        self.parts = parts = ServerParts(
-            settings, devices[0], store, Engine(coalesce=settings.coalesce), credentials.any_model, memories
-        )
+        models = Models(settings.model, settings.model_root, credentials.any_model)
+        engine = Engine(coalesce=settings.coalesce)
+        self.parts = parts = ServerParts(settings, devices[0], store, engine, models, memories)
         self.service = ExpertService(parts, on_drained)
-        parts.engine.on_failure = fail = self.service.fail
+        engine.on_failure = fail = self.service.fail
         if settings.transport in ("auto", "shared"):
             sweep_stale_segments()
             parts.factories["shared"] = lambda sizes, deliver, key: SharedServerEnd(sizes, deliver, on_failure=fail)
@@ -68,7 +69,7 @@ class ExpertServer:
                 on_failure=fail,
             )
             parts.factories["stream"] = parts.listener.open_channel
-        parts.engine.start()
+        engine.start()
         try:
             address = settings.listen.host, settings.listen.port
             self.service.control = ControlServer(*address, self.service, credentials, parts.refusals)

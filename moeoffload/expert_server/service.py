@@ -156,7 +156,8 @@ class ExpertService(pb_grpc.ExpertServiceServicer):
             if self._draining:
                 raise ServerError("this server is draining and takes no new hosts")
             # Processes of this machine are told apart by their names: they are the same user's.
-            who = f"{peer} {hello.host}" if _is_loopback(peer) else peer
+            is_here = peer.startswith(("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:"))
+            who = f"{peer} {hello.host}" if is_here else peer
             of_one = sum(lease.limited_as == who for lease in self._leases.values())
             if len(self._leases) >= MAX_LEASES or of_one >= MAX_LEASES_OF_ONE:
                 raise BusyError(
@@ -283,10 +284,6 @@ def _traced_bytes() -> int:
         return 0
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
-
-
-def _is_loopback(peer: str) -> bool:
-    return peer.startswith(("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:"))
 
 
 def _checked_hello(event: pb.AttachRequest) -> pb.Hello:
